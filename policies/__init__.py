@@ -12,6 +12,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
     "Observation",
     "Policy",
     "PolicyError",
+    "as_eviction",
     "companions",
     "load_policy",
     "policies",
@@ -86,7 +88,9 @@ def load_policy(name: str, **options: Any) -> Eviction:
 
     A combination is a policy and companions with plus signs: `h2o+criticalkv`. An option goes to
     the first part that has it. `sink_tokens` and `recent_tokens` (pinned besides what the policy
-    pins) work with every policy.
+    pins) work with every policy. Without `sink_tokens` whatever runs a model pins the first 4, and
+    the policy is as its paper has it where it is used by itself or evaluated; with `sink_tokens=0`
+    it is so everywhere.
 
     Raises:
         PolicyError: unknown name or option (the nearest one is named), or a value that is refused.
@@ -115,6 +119,29 @@ def load_policy(name: str, **options: Any) -> Eviction:
         hint = _nearest(option, [*known, *PINS])
         raise PolicyError(f"policy {name} has no option {option!r}{hint}")
     return Eviction(**filled, name=name, **pins)
+
+
+def as_eviction(policy: str | Eviction | Policy, sink_tokens: int | None = None) -> Eviction:
+    """Return the eviction that was named or given, with `sink_tokens` if there are any.
+
+    Raises:
+        PolicyError: it is neither, or unknown.
+    """
+    if isinstance(policy, str):
+        found = load_policy(policy)
+    elif isinstance(policy, Policy):
+        found = Eviction(policy, name=type(policy).__module__.rsplit(".", 1)[-1])
+    elif isinstance(policy, Eviction):
+        found = policy
+    else:
+        raise PolicyError(
+            f"policy={policy!r}: use a name such as 'keydiff' (kvcap policies lists them), or what "
+            "kvcap.load_policy gives"
+        )
+    if sink_tokens is None:
+        return found
+    _check_type("sink_tokens", sink_tokens, int, 4)
+    return replace(found, sink_tokens=sink_tokens)
 
 
 def _check_type(what: str, value: Any, kind: Any, default: Any) -> None:

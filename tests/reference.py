@@ -206,7 +206,8 @@ class ReferenceLayer(CacheLayerMixin):
             self.heads[k] = [slots[j] for j in kept]
 
     def sinks(self) -> int:
-        return self.setting.options.get("sinks", 4) if self.setting.policy == "streaming_llm" else 0
+        own = self.setting.options.get("sinks", 4) if self.setting.policy == "streaming_llm" else 0
+        return max(own, self.setting.options.get("sink_tokens", 0))
 
     def recents(self) -> int:
         options, budget = self.setting.options, self.setting.budget

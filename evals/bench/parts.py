@@ -192,7 +192,7 @@ class _Slots:
         """As `runtime/cache/evictor.py` does."""
         self.segment.held = self.slots
         shift, buffers = self.segment.aux("shift"), self.segment.buffers()
-        pins = evict.Pins(self.eviction.sink_tokens, self.eviction.recent_tokens, self.slots, ())
+        pins = evict.Pins(self.eviction.sinks(), self.eviction.recent_tokens, self.slots, ())
         evict.give_up(self.scores, self.segment.positions, self.count, pins, shift, buffers)
 
     def eagerly(self) -> None:

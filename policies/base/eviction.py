@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from kvcap.policies.base.component import ATTENTION_VIEWS, Component, PolicyErro
 from kvcap.policies.base.observation import Observation
 from kvcap.policies.base.order import lowest
 from kvcap.policies.base.policy import Policy
+from kvcap.sinks import sinks_beside, usual_sinks
 
 LOWEST = torch.finfo(torch.float32).min
 MOST = 1 << 30  # slots of a head; above any budget
@@ -50,11 +52,12 @@ class Eviction:
     rescorer: Rescorer | None = None
     corrector: Corrector | None = None
     name: str = ""
-    sink_tokens: int = 0  # pinned besides what the policy pins
+    sink_tokens: int | None = None  # pinned besides what the policy pins; None: see `with_sinks`
     recent_tokens: int = 0
+    sinks_yield: bool = False  # `sink_tokens` are the usual ones, which give way to a user's pins
 
     def __post_init__(self) -> None:
-        if self.sink_tokens < 0 or self.recent_tokens < 0:
+        if (self.sink_tokens or 0) < 0 or self.recent_tokens < 0:
             raise PolicyError(
                 f"sink_tokens={self.sink_tokens}, recent_tokens={self.recent_tokens}: "
                 "pins are counted in tokens, 0 or more"
@@ -133,7 +136,27 @@ class Eviction:
 
     def sinks(self) -> int:
         """How many first tokens of the conversation are never evicted."""
-        return max(self.policy.sinks_pinned(), self.sink_tokens)
+        return max(self.policy.sinks_pinned(), self.sink_tokens or 0)
+
+    def with_sinks(self, budget: int, layers: int = 1, kv_heads: int = 1) -> Eviction:
+        """Return the eviction as models are run by it: with `sink_tokens`, where None were given.
+
+        Models return to their first tokens whatever is asked, and most answer badly without these
+        (StreamingLLM's attention sink). `kvcap.sinks` says how many are pinned at which budget:
+        fewer than usual, or none, where a head would not hold them beside its other pins. They
+        yield to what a user pins, too.
+        """
+        if self.sink_tokens is not None or not self.policy.evicts:
+            return self.plain()
+        for count in range(usual_sinks(budget - self.recents(budget)), 0, -1):
+            found = replace(self, sink_tokens=count, sinks_yield=True)
+            if found.holds(budget, layers, kv_heads):
+                return found
+        return self.plain()
+
+    def plain(self) -> Eviction:
+        """Return the eviction as its paper has it: `with_sinks` adds none."""
+        return self if self.sink_tokens is not None else replace(self, sink_tokens=0)
 
     def recents(self, budget: int) -> int:
         """How many of the newest tokens are never evicted."""
@@ -185,11 +208,7 @@ class Eviction:
         Raises:
             PolicyError: none does, however large.
         """
-
-        def holds(budget: int) -> bool:
-            kept = self._kept(budget, layers, kv_heads)
-            return all(slots >= max(1, self.pins(slots)) for slots in kept)
-
+        holds = partial(self.holds, layers=layers, kv_heads=kv_heads)
         found = bisect_left(range(1, MOST), True, key=holds) + 1  # what holds, holds in more too
         if found == MOST:
             raise PolicyError(
@@ -197,6 +216,11 @@ class Eviction:
                 "which no budget holds; pin fewer"
             )
         return found
+
+    def holds(self, budget: int, layers: int, kv_heads: int) -> bool:
+        """Whether every head holds a token, and its pins."""
+        kept = self._kept(budget, layers, kv_heads)
+        return all(slots >= max(1, self.pins(slots)) for slots in kept)
 
     def _kept(self, budget: int, layers: int, kv_heads: int) -> list[int]:
         """Slots of every head of every layer."""
@@ -242,9 +266,12 @@ class Eviction:
 
     def pins_of(self, obs: Observation) -> tuple[int, int]:
         """How many first and how many newest tokens stay in the heads that are observed."""
-        policy = self._policy(obs)
-        sinks = max(policy.sinks_pinned(), self.sink_tokens)
-        return sinks, max(policy.recents_pinned(obs.budget), self.recent_tokens)
+        policy, spans = self._policy(obs), obs.pinned_spans
+        recents = max(policy.recents_pinned(obs.budget), self.recent_tokens)
+        sinks, own = self.sink_tokens or 0, policy.sinks_pinned()
+        if spans and self.sinks_yield and sinks > own:
+            sinks = sinks_beside(spans, sinks, obs.budget - recents)
+        return max(own, sinks), recents
 
     def worth(self, scores: Tensor, pinned: Tensor | None, obs: Observation) -> Tensor:
         """The numbers that slots are chosen by: scores, rescored, +inf where pinned. [B, K, n].

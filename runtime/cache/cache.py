@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvcap import kernels
 from kvcap.kernels import decode, rows
 from kvcap.kernels.choice import ready
-from kvcap.policies import Eviction, Policy, PolicyError, load_policy
+from kvcap.policies import Eviction, Policy, as_eviction
 from kvcap.runtime.attention.masks import READY_MADE, MaskRequest, check, length_of, watch_stock
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
@@ -75,6 +75,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
         kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
             slots hold, with `attn_implementation='kvcap'`; by default they hold the model's own
             numbers.
+        sink_tokens: first tokens that are never evicted, the attention sink; 4 by default, fewer
+            where the policy leaves less than 32 slots unpinned. With 0 the policy is as its paper
+            has it.
 
     One conversation: a second generate() goes on with it, as with any cache of transformers, which
     take a longer prompt for the whole conversation; `reset()` comes before another one. No gradient
@@ -100,6 +103,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         positions: Positions | None = None,
         evict_every: int = 1,
         kv_dtype: KvDtype | None = None,
+        sink_tokens: int | None = None,
     ) -> None:
         sizes = {"budget_tokens": budget_tokens, "block_size": block_size,
                  "evict_every": evict_every}  # fmt: skip
@@ -115,7 +119,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             if positions not in (None, "true"):
                 raise UnsupportedModel(f"positions={positions!r} {_IMAGES}")
             positions = "true"
-        self.eviction = _eviction(policy)
+        self.eviction = as_eviction(policy, sink_tokens)
         self.block_size, self.evict_every = block_size, evict_every
         shape = ModelShape.of(config, budget_tokens + block_size)
         stock = self._check_attention(config, shape, positions)
@@ -129,6 +133,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.layout = CacheLayout(
             shape, self.eviction, budget_tokens, block_size, positions, slot_format
         )
+        self.eviction = self.layout.eviction
         self.eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
         self.context = ForwardContext()
         """The forward pass in hand."""
@@ -778,17 +783,3 @@ def _check_size(name: str, size: Any) -> None:
         )
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise PlanInfeasible(f"{name}={size!r}: use a whole number of tokens from 1")
-
-
-def _eviction(policy: str | Eviction | Policy) -> Eviction:
-    """The eviction that was named or given."""
-    if isinstance(policy, Eviction):
-        return policy
-    if isinstance(policy, Policy):
-        return Eviction(policy, name=type(policy).__module__.rsplit(".", 1)[-1])
-    if isinstance(policy, str):
-        return load_policy(policy)
-    raise PolicyError(
-        f"policy={policy!r}: use a name such as 'keydiff' (kvcap policies lists them), or what "
-        "kvcap.load_policy gives"
-    )

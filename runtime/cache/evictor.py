@@ -418,8 +418,9 @@ class Evictor:
         """A segment's place and budget, for what depends on no more."""
         none = segment.positions
         return Observation(
-            none, none, none, 0, segment.target_length, layer=self.index, first_head=segment.head
-        )
+            none, none, none, 0, segment.target_length, layer=self.index, first_head=segment.head,
+            pinned_spans=tuple(self.pinned_spans),
+        )  # fmt: skip
 
     def _observe_rows(self, step: AttentionStep, rows: Rows, always: bool) -> Observation:
         """All heads of a layer, with as many slots as its `rows` say, a block's included."""

@@ -59,13 +59,18 @@ class CacheLayout:
     """
 
     shape: ModelShape
-    eviction: Eviction
+    eviction: Eviction  # as given; then as it is run, see `Eviction.with_sinks`
     budget_tokens: int  # N
     block_size: int  # T
     positions: Positions
     slot_format: SlotFormat = field(default_factory=SlotFormat)
 
     def __post_init__(self) -> None:
+        # Frozen: here budget and heads are known, and all that run a model come by.
+        run = self.eviction.with_sinks(
+            self.budget_tokens, len(self.shape.capped), self.shape.kv_heads
+        )
+        object.__setattr__(self, "eviction", run)
         if self.block_size < 1:
             raise PlanInfeasible(f"block_size={self.block_size}: a block holds 1 or more tokens")
         if self.positions not in get_args(Positions):

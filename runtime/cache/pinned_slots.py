@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.types import Span
+from kvcap.sinks import sinks_beside
 
 if TYPE_CHECKING:  # the backend of ONNX Runtime counts pins without PyTorch
     from kvcap.runtime.cache.layout import CacheLayout
@@ -67,7 +68,7 @@ def check_pins(
             observed = Observation(
                 keys=none, values=none, positions=none,
                 num_tokens=seen, budget=slots, layer=layer,
-                first_head=index % kv_heads,
+                first_head=index % kv_heads, pinned_spans=tuple(spans),
             )  # fmt: skip
             sinks, recents = eviction.pins_of(observed)
             check_slots(spans, sinks, recents, slots, eviction.name, layer)
@@ -94,5 +95,8 @@ def slots_needed(layout: CacheLayout, spans: Sequence[Span]) -> int:
     """Slots of a head that spans and the policy's own pins take; 0 where no span is pinned."""
     if not spans:
         return 0
-    sinks, recents = layout.eviction.sinks(), layout.eviction.recents(layout.budget_tokens)
+    eviction, budget = layout.eviction, layout.budget_tokens
+    sinks, recents = eviction.sinks(), eviction.recents(budget)
+    if eviction.sinks_yield:
+        sinks = max(eviction.policy.sinks_pinned(), sinks_beside(spans, sinks, budget - recents))
     return covered([*spans, (0, sinks)]) + recents

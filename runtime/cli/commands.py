@@ -526,7 +526,7 @@ def _policy_request(budget: Budget) -> PolicyRequest:
     from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
 
     options = pairs(budget.policy_option or [])
-    return PolicyRequest(budget.policy, options, budget.sink_tokens, budget.recent_tokens)
+    return PolicyRequest(budget.policy, options, **budget.pins)
 
 
 def _export_folder(model: str) -> Path:

@@ -293,13 +293,19 @@ class Budget:
         ),
     ] = None
     sink_tokens: Annotated[
-        int,
-        option("--sink-tokens", min=0, metavar="N", help="First tokens that are never evicted."),
-    ] = 0
+        int | None,
+        option(
+            "--sink-tokens",
+            min=0,
+            metavar="N",
+            help="First tokens that are never evicted, besides those of the policy (4 by default, "
+            "fewer where it leaves less than 32 slots unpinned; 0: the policy as in its paper).",
+        ),
+    ] = None
     recent_tokens: Annotated[
-        int,
+        int | None,
         option("--recent-tokens", min=0, metavar="N", help="Newest tokens that are never evicted."),
-    ] = 0
+    ] = None
     positions: Annotated[
         Literal["compact", "true", "auto"] | None,
         option(
@@ -326,6 +332,11 @@ class Budget:
         ),
     ] = None
 
+    @property
+    def pins(self) -> dict[str, int]:
+        """The options of `PINS` that were given."""
+        return {name: n for name in PINS if (n := getattr(self, name)) is not None}
+
     def eviction(self) -> Eviction:
         """The policy with its options.
 
@@ -334,8 +345,7 @@ class Budget:
         """
         from kvcap.policies import load_policy
 
-        pins = {name: getattr(self, name) for name in PINS}
-        options = {**pins, **pairs(self.policy_option or [])}
+        options = {**self.pins, **pairs(self.policy_option or [])}
         return load_policy(self.policy or DEFAULT_POLICY, **options)
 
     def sizes(self) -> dict[str, Any]:

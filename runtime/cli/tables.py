@@ -14,6 +14,7 @@ from kvcap.runtime.memory.free_memory import FreeMemory
 from kvcap.runtime.planning.plan import BLOCK_SIZE, MemoryPlan
 from kvcap.runtime.types import EVICT_EVERY, SlotUse
 from kvcap.runtime.units import format_bytes
+from kvcap.sinks import SINK_TOKENS
 
 if TYPE_CHECKING:  # PyTorch stands behind these, and plans are shown without it too
     from kvcap.policies import Eviction
@@ -31,6 +32,7 @@ DOES = {
 LEGEND = (
     "The highest scores stay. A slot holds one token of one KV head. Workspace: float32 numbers "
     "per slot and query head while a block is scored; a block has 128 tokens by default. "
+    f"The first {SINK_TOKENS} tokens stay besides, under every policy (--sink-tokens). "
     "`kvcap plan MODEL --policy NAME` counts all bytes."
 )
 
@@ -41,7 +43,9 @@ def describe(name: str, eviction: Eviction) -> dict[str, Any]:
 
     filled = {slot: part for slot in SLOTS if (part := getattr(eviction, slot)) is not None}
     parts = [_part(slot, _name(part), part) for slot, part in filled.items()]
-    pins = {"sink_tokens": eviction.sink_tokens, "recent_tokens": eviction.recent_tokens}
+    usual = SINK_TOKENS if eviction.policy.evicts else 0
+    sinks = usual if eviction.sink_tokens is None else eviction.sink_tokens
+    pins = {"sink_tokens": sinks, "recent_tokens": eviction.recent_tokens}
     queries = eviction.policy.queries_observed
     return {
         "name": name,
@@ -101,7 +105,10 @@ def print_policy(row: dict[str, Any]) -> None:
 
 
 def _print_block(row: dict[str, Any]) -> None:
-    pins = {k: v for k in ("sink_tokens", "recent_tokens") if (v := row["options"][k])}
+    from kvcap.policies import PINS, policies
+
+    preset = policies()[row["name"]].options if row["name"] in policies() else {}
+    pins = {k: preset[k] for k in PINS if k in preset}
     composition = f" = {row['composition']}" if len(row["parts"]) > 1 else ""
     show(Text.assemble((row["name"], "bold"), composition))
     table = _block()

@@ -21,7 +21,7 @@ from kvcap.runtime.units import format_bytes, parse_bytes, with_margin
 if TYPE_CHECKING:
     import torch
 
-    from kvcap.policies import Eviction
+    from kvcap.policies import Eviction, Policy
     from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
     from kvcap.runtime.models.packed import PackedDtype
     from kvcap.runtime.models.weights import Headers, Weights, WeightsSource
@@ -135,7 +135,7 @@ class MemoryPlan:
         cls,
         config: Any,
         *,
-        policy: str | Eviction = "keydiff",
+        policy: str | Eviction | Policy = "keydiff",
         kv_budget_tokens: int | None = None,
         kv_budget: str | int | None = None,
         block_size: int | None = None,
@@ -153,7 +153,7 @@ class MemoryPlan:
 
         Args:
             config: the model's transformers config; of a wrapper, its text model is planned.
-            policy: a name or an `Eviction`.
+            policy: a name, an `Eviction` or a `Policy`.
             kv_budget_tokens: slots per KV head and layer (`N`); or else
             kv_budget: bytes for the whole cache, an integer or such as '256KiB' or '2GB': the
                 largest `N` that fits is taken.
@@ -179,7 +179,7 @@ class MemoryPlan:
         """
         import torch
 
-        from kvcap.policies import load_policy
+        from kvcap.policies import as_eviction
         from kvcap.runtime.cache.layout import default_positions
         from kvcap.runtime.cache.slot_format import SlotFormat
         from kvcap.runtime.models.config import ModelShape
@@ -191,7 +191,7 @@ class MemoryPlan:
         sizes.check()
         text = text_config(config)
         dtype = dtype or getattr(text, "dtype", None) or torch.float32
-        eviction = load_policy(policy) if isinstance(policy, str) else policy
+        eviction = as_eviction(policy)
         if weights is not None:
             check_packing(config, dtype, "cpu", weights)
             if "output_projection" in eviction.observes:

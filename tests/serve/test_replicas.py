@@ -95,7 +95,7 @@ def test_figures_of_replicas_are_added_but_for_what_they_share() -> None:
 
 def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ExtraMissing, match=r"pip install 'kvcap\[serve-ray\]'"):
+    with pytest.raises(ExtraMissing, match=r"pip install '\.\[serve-ray\]'"):
         open_replicas(Opening("pocket", Backend(), Budget(), Running()), "pocket", address="x:1")
 
 

@@ -95,7 +95,7 @@ class Rows:
     def fits(self, answer: Answer) -> bool:
         """Whether a session's slots can lie in a row."""
         cache = answer.session.loop.cache
-        if not cache.compact_positions:
+        if not cache.compact_positions or cache.eviction != self.cache.eviction:
             return False
         if not self.unequal:
             return not cache.pinned_spans and steady(cache, 1)

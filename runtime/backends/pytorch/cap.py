@@ -60,6 +60,7 @@ def cap(
     positions: Positions | None = None,
     evict_every: int = 1,
     kv_dtype: KvDtype | None = None,
+    sink_tokens: int | None = None,
 ) -> Cap:
     """Put a loaded transformers model under a cap, whoever calls it, with no cache passed.
 
@@ -84,6 +85,7 @@ def cap(
         positions: 'compact', 'true' or 'auto'; compact where exact by default.
         evict_every: in generation, evict every so many tokens.
         kv_dtype: 'int8', 'int8-int4' or 'int4' to quantise what slots hold.
+        sink_tokens: first tokens that are never evicted, 4 by default; 0 is the policy alone.
 
     Raises:
         UnsupportedModel: the model cannot be capped, or already is.
@@ -122,7 +124,7 @@ def cap(
         raise UnsupportedModel("the model is already under a cap; remove() that one first")
     make = partial(
         BudgetCache, model.config.get_text_config(decoder=True), budget_tokens, block_size, policy,
-        positions=positions, evict_every=evict_every, kv_dtype=kv_dtype,
+        positions=positions, evict_every=evict_every, kv_dtype=kv_dtype, sink_tokens=sink_tokens,
     )  # fmt: skip
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from kvcap import dtypes
 from kvcap.kernels.choice import ready
-from kvcap.policies import PINS, Eviction, load_policy, policies
+from kvcap.policies import PINS, Eviction, Policy, as_eviction, load_policy, policies
 from kvcap.runtime.backends.pytorch import snapshot
 from kvcap.runtime.backends.pytorch.batch import Rows, shared_rows
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs, why_unsteady
@@ -134,7 +134,7 @@ class Runtime:
     def from_pretrained(
         cls,
         model: str | Path = POCKET,
-        policy: str | Eviction = "keydiff",
+        policy: str | Eviction | Policy = "keydiff",
         *,
         kv_budget_tokens: int | None = None,
         kv_budget: str | int | None = None,
@@ -147,12 +147,13 @@ class Runtime:
         enforce: Enforce = "check",
         kv_dtype: KvDtype | None = None,
         weights: PackedDtype | None = None,
+        sink_tokens: int | None = None,
     ) -> Runtime:
         """Load a model to chat in fixed memory.
 
         Args:
             model: 'pocket', a local directory, or a repository of the hub.
-            policy: a name (see `kvcap policies`) or an `Eviction` from `load_policy`.
+            policy: a name (see `kvcap policies`), an `Eviction` from `load_policy` or a `Policy`.
             kv_budget_tokens: slots kept per KV head and layer; 256 if neither budget is given.
             kv_budget: or the bytes of the whole cache, such as '256KiB'.
             block_size: tokens read at once, 128 by default.
@@ -171,6 +172,9 @@ class Runtime:
                 slots hold, so that the same bytes hold more of them.
             weights: 'int8' or 'int4' to round matrices as they are loaded, for a CPU, which is then
                 the device.
+            sink_tokens: first tokens that are never evicted, the attention sink; 4 by default,
+                fewer where the policy leaves less than 32 slots unpinned. With 0 the policy is as
+                its paper has it.
 
         Raises:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
@@ -178,7 +182,7 @@ class Runtime:
         """
         where = resolve(model)
         config = load_config(where)
-        eviction = load_policy(policy) if isinstance(policy, str) else policy
+        eviction = as_eviction(policy, sink_tokens)
         chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
         wake(chosen, multiplies=cap is None)
@@ -234,16 +238,21 @@ class Runtime:
             runtime._prepare()
         return runtime
 
-    def new_cache(self, batch: int = 1, positions: Positions | None = None) -> BudgetCache:
+    def new_cache(
+        self,
+        batch: int = 1,
+        positions: Positions | None = None,
+        eviction: Eviction | None = None,
+    ) -> BudgetCache:
         """An empty cache of the planned size for each of `batch` sequences, with all its memory.
 
-        Its positions are the plan's, or those given.
+        Its positions are the plan's and its eviction the runtime's, unless others are given.
         """
         cache = BudgetCache(
             self.model.config,
             self.plan.budget_tokens,
             self.plan.block_size,
-            self.eviction,
+            eviction or self.eviction,
             positions=positions or self.plan.positions,
             evict_every=self.evict_every,
             kv_dtype=self.plan.kv_dtype,
@@ -295,6 +304,11 @@ class Runtime:
             loop = BlockLoop(self.model, leased.cache, graphs=leased.graphs)
         finalize(loop, self._idle.append, leased).atexit = False
         return loop
+
+    def loop_for(self, eviction: Eviction) -> BlockLoop:
+        """A loop over an empty cache with an eviction of its own."""
+        cache = self.new_cache(eviction=eviction)
+        return BlockLoop(self.model, cache, several=self.memory_cap is None)
 
     def _prepare(self) -> None:
         """Capture what the first session is to replay, so that its first answer need not.
@@ -382,7 +396,7 @@ class Runtime:
         Raises:
             PolicyError: unknown names, refused values.
         """
-        pins = {name: getattr(self.eviction, name) for name in PINS}
+        pins = {name: n for name in PINS if (n := getattr(self.eviction, name)) is not None}
         return self.with_policy(load_policy(policy, **{**pins, **options}))
 
     def policies(self) -> dict[str, list[str]]:

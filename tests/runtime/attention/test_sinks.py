@@ -180,7 +180,7 @@ def both(
     setting = Setting(policy, 12, positions, POLICIES[policy])
     ids = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(3))[None, :tokens]
     model = tiny_model(family)
-    eviction = kvcap.load_policy(policy, **POLICIES[policy])
+    eviction = kvcap.load_policy(policy, **POLICIES[policy]).plain()
     cache = kvcap.BudgetCache(model.config, 12, block, eviction, positions=positions)
     loop, parts = BlockLoop(model, cache), [*ids.split(block, 1), *STEPS]
     logits = torch.cat([loop.read(part) for part in parts])

@@ -33,7 +33,7 @@ BASES: dict[str, dict[str, Any]] = {
 def loop_of(model: Any, base: str = "snapkv", **options: Any) -> BlockLoop:
     """Budget 12, block 6, true positions unless `positions` says otherwise."""
     positions = options.pop("positions", "true")
-    eviction = kvcap.load_policy(f"{base}+calidrop", **{**BASES[base], **options})
+    eviction = kvcap.load_policy(f"{base}+calidrop", **{**BASES[base], **options}).plain()
     return BlockLoop(model, kvcap.BudgetCache(model.config, 12, 6, eviction, positions=positions))
 
 

@@ -112,7 +112,8 @@ class Swing(LayerBudget):
 def test_slots_that_move_between_layers(positions):
     """The pool never grows, every layer gets what it wants, and what is kept is what should be."""
     model, budget, block = tiny_model("llama"), 12, 3
-    eviction = Eviction(load_policy("snapkv", **SNAPKV).policy, layer_budget=Swing())
+    parts = {"layer_budget": Swing(), "sink_tokens": 0}
+    eviction = Eviction(load_policy("snapkv", **SNAPKV).policy, **parts)
     cache = kvcap.BudgetCache(model.config, budget, block, eviction, positions=positions)
     plan = kvcap.MemoryPlan.of(
         model.config, policy=eviction, kv_budget_tokens=budget, block_size=block,

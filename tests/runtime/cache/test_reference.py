@@ -70,11 +70,13 @@ class Drawn:
         draw = Random(seed)
         positions, division = draw.choice(["compact", "true", "auto"]), draw.choice([*DIVISIONS])
         name, options = draw.choice(POLICIES)
+        options = {"sink_tokens": draw.choice([0, 3]), **options}
         block, batch = draw.randint(1, 9), draw.choice([1, 1, 2])
         if division != "equal":  # pins of half the budget do not fit the smallest head
             options = {key: x for key, x in options.items() if key != "recent"}
             options |= {"recent": 0.0} if name == "h2o" else {}
-            options |= {"window": 4} if name == "snapkv" else {}
+            options |= {"window": 3} if name == "snapkv" else {}
+            options["sink_tokens"] = min(1, options["sink_tokens"])
         length, generator = draw.randint(25, 45), torch.Generator().manual_seed(seed)
         ids = [3 + torch.randperm(50, generator=generator)[:length] for _ in range(batch)]
         # No token comes twice in a text, as equal keys would tie.
@@ -91,7 +93,9 @@ class Drawn:
         """The cache after the text and some tokens of an answer, and their logits [S, B, V]."""
         name, options = self.policy
         policy = kvcap.load_policy(name, **options).policy
-        eviction = kvcap.Eviction(policy, **DIVISIONS[self.division][0])
+        eviction = kvcap.Eviction(
+            policy, **DIVISIONS[self.division][0], sink_tokens=options["sink_tokens"]
+        )
         model = self.model()
         cache = kvcap.BudgetCache(
             model.config, BUDGET, self.block, eviction,
@@ -132,7 +136,7 @@ def test_random_combinations(seed):
 
 
 def run(model: Any, ids: torch.Tensor, block: int, setting: Setting) -> tuple[Any, torch.Tensor]:
-    eviction = kvcap.load_policy(setting.policy, **setting.options)
+    eviction = kvcap.load_policy(setting.policy, **setting.options).plain()
     cache = kvcap.BudgetCache(
         model.config, setting.budget, block, eviction, positions=setting.positions
     )

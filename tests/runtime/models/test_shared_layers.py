@@ -177,7 +177,7 @@ def kept(layer: Any) -> list[list[int]]:
 def capped(family: str, ids: Tensor, block: int, setting: Setting, policy: Any = None) -> Any:
     """The cache, its logits, and what each capped layer held after every block."""
     model = tiny_model(family)
-    eviction = policy or load_policy(setting.policy, **setting.options)
+    eviction = policy or load_policy(setting.policy, **setting.options).plain()
     held = kvcap.BudgetCache(
         model.config, setting.budget, block, eviction, positions=setting.positions
     )

@@ -313,7 +313,7 @@ def test_what_is_no_schema_is_refused(runtime, setting, says):
 def test_without_the_library_the_extra_is_named(runtime, monkeypatch):
     session = session_of(runtime)
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ExtraMissing, match=r"pip install 'kvcap\[json\]'"):
+    with pytest.raises(ExtraMissing, match=r"pip install '\.\[json\]'"):
         session.set_generation(json_schema={"type": "object"})
     assert "".join(session.send("Hello!"))
 
