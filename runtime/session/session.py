@@ -99,6 +99,7 @@ class Session:
         self.cache_away: Callable[[], None] | None = None
         """Brings back what the cache held, where that is elsewhere while answers are written."""
         self._decoding = Decoding(runtime, self.loop)
+        self._unusual = False  # `loop` is not what the runtime would make
         self._open: ref[Generator[Any, Any, None]] | None = None  # the answer being written
         self._written = Written()  # the last answer
 
@@ -119,6 +120,16 @@ class Session:
         """Have the cache hold the conversation again, if that is elsewhere."""
         if self.cache_away is not None:
             self.cache_away()
+
+    def read_by(self, loop: Any) -> None:
+        """Read into another loop's cache, under the same settings, until `clear`."""
+        if loop is self.loop:
+            return
+        self.fetch_cache()
+        loop.on_full, loop.in_turns = self.loop.on_full, self.loop.in_turns
+        loop.cache.guard = self.loop.cache.guard
+        self.loop = self._decoding.loop = loop
+        self._unusual = True
 
     @property
     def read_ids(self) -> list[int]:
@@ -372,6 +383,9 @@ class Session:
         """Forget the conversation; the cache's memory and the settings stay."""
         self._close()
         with interrupts_deferred():
+            if self._unusual:
+                self.read_by(self.runtime.loop())
+                self._unusual = False
             self.cache.reset()
             self.messages, self.pinned = [], set()
             self.turn = self.notice = None

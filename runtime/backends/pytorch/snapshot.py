@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
@@ -100,15 +102,29 @@ def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: S
     facts = checked_facts(file)
     _check_identity(facts, identity, file.path)
     check_conversation(file, vocabulary)
-    runtime = session.runtime
+    runtime: Any = session.runtime
     generation, conversation = copy.deepcopy(runtime.generation), facts["conversation"]
     for name, value in generation_of(facts["generation"]).items():
         setattr(generation, name, value)
-    try:
+    with _corrupt_if_wrong(file):
         rng = runtime.rng(conversation["seed"])
         rng.set_state(file.taken("draws", tuple(rng.get_state().shape), torch.uint8))
-        exact = continues(facts, session.cache, file.path)
-        refill = Refill(SavedLayers(session.cache, file, exact))
+        as_saved = with_saved_sinks(facts, session.cache, runtime.eviction)
+    loop = session.loop if as_saved == session.cache.eviction else runtime.loop_for(as_saved)
+    with _corrupt_if_wrong(file):
+        exact = continues(facts, loop.cache, file.path)
+        refill = Refill(SavedLayers(loop.cache, file, exact))
+    session.read_by(loop)
+    refill.run()
+    session.generation = generation
+    session.take_over(conversation, rng)
+
+
+@contextmanager
+def _corrupt_if_wrong(file: SessionFile) -> Iterator[None]:
+    """Call the file corrupt where what it says leads to an error that has no name."""
+    try:
+        yield
     except (
         LookupError,
         TypeError,
@@ -120,9 +136,29 @@ def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: S
         if isinstance(error, KvcapError):
             raise
         raise file.corrupt(f"what it says cannot be ({error!r})") from error
-    refill.run()
-    session.generation = generation
-    session.take_over(conversation, rng)
+
+
+def with_saved_sinks(facts: Any, cache: BudgetCache, asked: Eviction) -> Eviction:
+    """The eviction under which a saved session goes on, in a cache of this one's sizes.
+
+    Where nobody `asked` for a number, it pins as many first tokens as it was saved with: if they
+    were evicted, pins do not bring them back. They are fewer where a smaller budget does not hold
+    them, and as many as usual under another policy.
+    """
+    if asked.sink_tokens is not None:
+        return asked
+    layout = cache.layout
+    sizes = layout.budget_tokens, len(layout.shape.capped), layout.shape.kv_heads
+    count = facts["parts"].get("pins", [0])[0]
+    if type(count) is not int:
+        raise ValueError(f"first tokens that are pinned: {count!r}")
+    wanted = asked.with_sinks(*sizes)
+    as_saved = replace(wanted, sink_tokens=count)
+    if parts(as_saved) == _with_defaults(facts["parts"], as_saved):
+        numbers = range(min(count, sizes[0]), -1, -1)
+        fewer = (replace(as_saved, sink_tokens=n, sinks_yield=n > 0) for n in numbers)
+        wanted = next((found for found in fewer if found.holds(*sizes)), wanted)
+    return wanted
 
 
 def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
