@@ -8,6 +8,7 @@ a model of transformers is planned.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -152,7 +153,8 @@ class MemoryPlan:
         """Plan a run.
 
         Args:
-            config: the model's transformers config; of a wrapper, its text model is planned.
+            config: the model's transformers config, which stays as it is; of a wrapper, its text
+                model is planned.
             policy: a name, an `Eviction` or a `Policy`.
             kv_budget_tokens: slots per KV head and layer (`N`); or else
             kv_budget: bytes for the whole cache, an integer or such as '256KiB' or '2GB': the
@@ -189,6 +191,7 @@ class MemoryPlan:
 
         sizes = Sizes(kv_budget_tokens, kv_budget, memory_cap, block_size)
         sizes.check()
+        config = copy.deepcopy(config)  # models that are made of it to be weighed change it
         text = text_config(config)
         dtype = dtype or getattr(text, "dtype", None) or torch.float32
         eviction = as_eviction(policy)

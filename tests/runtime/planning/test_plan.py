@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, DynamicCache
 
-from kvcap import Eviction, KvcapError, MemoryPlan, Policy, PolicyError, load_policy
+from kvcap import BudgetCache, Eviction, KvcapError, MemoryPlan, Policy, PolicyError, load_policy
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import FreeMemory
+from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.weights import Tensor, held_weights
 from kvcap.runtime.planning import plan as plan_module
 from kvcap.runtime.planning.plan import warn_if_short
@@ -43,6 +45,28 @@ def test_weights_are_counted_without_loading_them(family):
     model = tiny_model(family)
     plan = MemoryPlan.of(model.config, dtype=torch.float32)
     assert plan.weights == sum(p.numel() * 4 for p in model.parameters())
+
+
+def values(config):
+    """All that a config holds, with its parts."""
+    parts = {k: values(x) if hasattr(x, "to_dict") else x for k, x in vars(config).items()}
+    return copy.deepcopy(parts)
+
+
+@pytest.mark.parametrize("options", [{}, {"rehearse": True}, {"weights": "int8"}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma3"])
+def test_a_live_models_config_stays_as_it_is(family, options):
+    """Of a model that the program runs with attention and numbers of its own."""
+    text = tiny_config("gemma3_text" if family == "gemma3" else family)
+    wraps = family == "gemma3"
+    config = AutoConfig.for_model(family, text_config=text.to_dict()) if wraps else text
+    config._attn_implementation, config.dtype = "eager", torch.float32
+    before = values(config)
+    dtype = torch.float32 if options.get("weights") else torch.bfloat16
+    MemoryPlan.of(config, kv_budget_tokens=24, block_size=8, dtype=dtype, **options)
+    BudgetCache(config, 24, 8)
+    ModelShape.of(config.get_text_config(decoder=True))
+    assert values(config) == before
 
 
 def test_other_families_are_refused_before_their_weights_are_counted():
