@@ -265,7 +265,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             self.context.room = self.room
             self._check_whole(self._reading)
         if self.context.start is None:
-            self._check_factors(self._reading)
+            self.check_factors(self._reading)
             if self.leaves_window(self._reading):
                 self.capped_layers[0].check_block(self._reading, self.context)
                 self.become_compact()
@@ -735,19 +735,29 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 f"{self.layout.shape.shared}): give {room} tokens first, or use evict_every=1"
             )
 
-    def _check_factors(self, tokens: int) -> None:
-        """Refuse a pass of transformers' own whose keys could not be moved any more.
+    def check_factors(self, tokens: int) -> None:
+        """Refuse a pass whose keys are rotated by other frequencies than those that are held.
 
         Raises:
             UnsupportedModel: it counts true positions, and beyond some of them longrope takes other
                 factors. Nothing is changed.
         """
         most, last = self.layout.shape.longest_compact, self.seen + tokens
-        if any(self.layout.rotates) and most is not None and last > most:
+        if most is None or last <= most:
+            return
+        if self.layout.positions == "true" and 0 < self.seen <= most:
+            raise UnsupportedModel(
+                f"the {self.seen:,} tokens held were rotated by RoPE of type longrope for short "
+                f"texts, and beyond {most:,} tokens it takes other frequencies; load the model by "
+                "kvcap.Runtime.from_pretrained(positions='true'), which takes the long factors "
+                "throughout, use compact positions with a budget and block of at most "
+                f"{most:,} tokens, or begin with a block of more"
+            )
+        if self.context.start is None and any(self.layout.rotates):
             raise UnsupportedModel(
                 f"transformers counts positions by itself here, up to {last:,} now, and beyond "
                 f"{most:,} RoPE of type longrope takes other frequencies, by which keys do not "
-                "move exactly; use kvcap.Runtime, which counts what is held, or positions='true'"
+                "move exactly; use kvcap.Runtime, which counts what is held"
             )
 
     def _check_attention(self, config: Any, shape: ModelShape, positions: Positions | None) -> bool:

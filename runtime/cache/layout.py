@@ -88,8 +88,9 @@ class CacheLayout:
             raise PlanInfeasible(
                 f"{named} are exact up to {most:,} tokens held, with the frequencies "
                 "that RoPE of type longrope has for short texts, and a head and its block would "
-                f"hold {self.longest + self.block_size:,}; use a smaller budget or "
-                "positions='true'"
+                f"hold {self.longest + self.block_size:,}; use a smaller budget, or one "
+                f"above {most - self.block_size:,} with kvcap.Runtime.from_pretrained, which then "
+                "takes the factors for long texts throughout"
             )
         if self.slot_format.quantised:
             self._check_quantised()
@@ -314,7 +315,7 @@ def default_positions(shape: ModelShape, slots: int = 0, unchanging: bool = Fals
         return usual_positions(unchanging)
     why = shape.obstacle or f"keys move exactly up to {shape.longest_compact:,} tokens held"
     warnings.warn(
-        f"positions stay true ({why}); answers will suffer beyond {shape.trained_length} tokens",
+        f"positions stay true ({why}); answers will suffer beyond {shape.trained_window} tokens",
         stacklevel=2,
     )
     return "true"

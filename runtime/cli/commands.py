@@ -249,7 +249,8 @@ def warm_command(
     from kvcap.runtime.models.weights import read_headers
 
     begun, where, eviction = perf_counter(), resolve(model), budget.eviction()
-    config, chosen = load_config(where), usable(device) or best_device()
+    config = Sizes(**budget.sizes()).config_for(load_config(where))
+    chosen = usable(device) or best_device()
     plan = MemoryPlan.of(
         config,
         policy=eviction,
@@ -423,7 +424,7 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
 
     where, sizes = resolve(model), budget.sizes()
     return MemoryPlan.of(
-        load_config(where),
+        Sizes(**sizes).config_for(load_config(where)),
         policy=budget.eviction(),
         dtype=parse_dtype(budget.dtype),
         headers=read_headers(where),
@@ -496,7 +497,8 @@ def planned_serving(
     from kvcap.runtime.backends.pytorch.runtime import best_device, usable, usual_every
     from kvcap.runtime.models.files import load_config
 
-    config, eviction = load_config(resolve(model)), budget.eviction()
+    config = Sizes(**budget.sizes()).config_for(load_config(resolve(model)))
+    eviction = budget.eviction()
     running = running or Running()
     device = usable(running.device) or (best_device() if backend.weights is None else "cpu")
     every = running.evict_every or usual_every(device, one.block_size)

@@ -244,7 +244,7 @@ class ModelShape:
             return "every token chooses among experts"
         if not self.moves_exactly:
             return self.obstacle
-        if self.longest_compact:
+        if any(rope.kind == "longrope" for rope in self.capped_ropes):
             return "RoPE of type longrope: its frequencies depend on the length"
         return ""
 

@@ -8,6 +8,8 @@ length of the sequence. Knows configs and tensors, no cache.
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,12 +71,56 @@ def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: boo
         inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", layer_type=layer_type)
     else:
         inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
-    if kind != "longrope":
+    if kind != "longrope" or parameters == _long_alone(parameters):
         return Rope(kind, inv_freq, interleaved)
     # These are the short factors, which hold for sequences as long as those first trained on.
+    return Rope(kind, inv_freq, interleaved, _longest(config, parameters))
+
+
+def with_one_rope(config: Any, reach: int | None) -> Any:
+    """Return the config of a model whose keys are all rotated by the same frequencies.
+
+    A model with longrope takes its long factors as soon as a position passes the length that it was
+    first trained on, where keys that are held were rotated by the short ones. transformers then
+    reads the whole text again; a conversation under a cap cannot. So one set is chosen before:
+    the long factors, in the place of the short ones too, if a position can pass that length.
+
+    Args:
+        config: of a text model; it is not changed.
+        reach: positions that tokens can be read at; None: any number.
+    """
+    for name in ("rope_parameters", "rope_scaling"):  # the latter is 4.57's
+        given = getattr(config, name, None)
+        if not isinstance(given, dict):
+            continue
+        nested = {key: part for key, part in given.items() if isinstance(part, dict)}
+        parts = {key: _one_rope(config, part, reach) for key, part in nested.items()}
+        found = given | parts if nested else _one_rope(config, given, reach)
+        if found != given:
+            config = copy.deepcopy(config)
+            setattr(config, name, found)
+    return config
+
+
+def _one_rope(config: Any, parameters: dict[str, Any], reach: int | None) -> dict[str, Any]:
+    """Return the parameters for sequences of that reach."""
+    if parameters.get("rope_type", parameters.get("type")) != "longrope":
+        return parameters
+    stays = reach is not None and reach <= _longest(config, parameters)
+    return parameters if stays else _long_alone(parameters)
+
+
+def _long_alone(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return parameters of longrope whose values for short texts are those for long ones."""
+    long = {key: parameters.get(re.sub("^short_", "long_", key)) for key in parameters}
+    return {key: value if long[key] is None else long[key] for key, value in parameters.items()}
+
+
+def _longest(config: Any, parameters: dict[str, Any]) -> int:
+    """Return the tokens of the longest sequence that longrope takes its short factors for."""
     trained = "original_max_position_embeddings"
-    longest = parameters.get(trained) or getattr(config, trained, config.max_position_embeddings)
-    return Rope(kind, inv_freq, interleaved, longest)
+    found: int = parameters.get(trained) or getattr(config, trained, config.max_position_embeddings)
+    return found
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:

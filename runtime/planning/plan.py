@@ -205,8 +205,8 @@ class MemoryPlan:
                 )
         shape, held = ModelShape.of(text), weigh(config, dtype, headers, weights)
         tokens = sizes.slots(BUDGET_TOKENS)
-        slots = 0 if tokens is None else tokens + (block_size or BLOCK_SIZE)
-        positions = positions or default_positions(shape, slots, unchanging=kv_dtype == "int4")
+        fixed = kv_dtype == "int4"
+        positions = positions or default_positions(shape, sizes.longest, unchanging=fixed)
         own = process_bytes() + (RUNNING - held.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own
         slot_format = SlotFormat.of(kv_dtype)
@@ -326,6 +326,22 @@ class Sizes(NamedTuple):
             raise PlanInfeasible("give kv_budget_tokens or kv_budget (bytes), not both")
         if self.block_size is not None and self.block_size < 1:
             raise PlanInfeasible(f"block_size={self.block_size}: a block holds 1 or more tokens")
+
+    @property
+    def longest(self) -> int:
+        """The slots that a head and its block hold; 0 where a number of bytes decides."""
+        tokens = self.slots(BUDGET_TOKENS)
+        return 0 if tokens is None else tokens + (self.block_size or BLOCK_SIZE)
+
+    def config_for(self, config: Any) -> Any:
+        """Return a text model's config as the model is to be loaded for these sizes.
+
+        Compact positions count what is held, and automatic ones until they become compact; true
+        ones count all that is read.
+        """
+        from kvcap.runtime.models.rope import with_one_rope
+
+        return with_one_rope(config, None if self.positions == "true" else self.longest)
 
     def slots(self, default: int) -> int | None:
         """The slots that were asked for, or `default`; None where a number of bytes decides."""

@@ -134,8 +134,11 @@ class BlockLoop(Loop):
             MemoryCapExceeded: nothing may be evicted; or the system refused memory, then the cache
                 is empty again.
             SessionBroken: an earlier pass failed half-way; reset the cache.
+            UnsupportedModel: longrope would rotate its keys by other frequencies than those held.
         """
         self.check_room(tokens)
+        if self.cache.layout.positions == "true":
+            self.cache.check_factors(tokens)
         if self.cache.leaves_window(tokens):
             with self._emptied_without_memory(tokens):
                 self.cache.become_compact()

@@ -48,7 +48,14 @@ from kvcap.runtime.models.packed import PackedDtype, check_packing
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.upload import moved
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
-from kvcap.runtime.planning.plan import MemoryPlan, check_tokens, fitting, parse_cap, warn_if_short
+from kvcap.runtime.planning.plan import (
+    MemoryPlan,
+    Sizes,
+    check_tokens,
+    fitting,
+    parse_cap,
+    warn_if_short,
+)
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.batch import Batch
@@ -181,7 +188,8 @@ class Runtime:
                 weights are read.
         """
         where = resolve(model)
-        config = load_config(where)
+        sizes = Sizes(kv_budget_tokens, kv_budget, memory_cap, block_size, positions)
+        config = sizes.config_for(load_config(where))
         eviction = as_eviction(policy, sink_tokens)
         chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models_page
@@ -23,21 +25,23 @@ from families import (
 )
 from masked import compare, rotary_frequencies
 from reference import rotate
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typer.testing import CliRunner
 
 import kvcap
+from kvcap import pocket
 from kvcap.runtime.attention import functions
 from kvcap.runtime.attention.functions import attend
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.layout import usual_positions
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models import config as reading
 from kvcap.runtime.models import trial
 from kvcap.runtime.models.config import FAMILIES as SUPPORTED
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.rope import Rotation
+from kvcap.runtime.models.rope import Rotation, rope_of, with_one_rope
 from kvcap.runtime.models.trial import small_copy, try_model
 
 WRAPPED = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # held by test_wrappers.py
@@ -335,3 +339,78 @@ def test_longrope_beyond_its_short_factors():
     assert plan.positions == "true"
     by_bytes = kvcap.MemoryPlan.of(config, kv_budget="64MiB", block_size=8)
     assert (by_bytes.positions, by_bytes.budget_tokens) == ("compact", 56)
+
+
+def loaded_longrope(folder: Path, budget: int, positions: Any) -> Any:
+    needs_5()
+    longrope().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(pocket.path()).save_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return kvcap.Runtime.from_pretrained(
+            folder, "full", kv_budget_tokens=budget, block_size=8, positions=positions, device="cpu"
+        )
+
+
+@pytest.mark.parametrize("positions", [None, "compact", "true", "auto"])
+def test_longrope_reads_on_by_one_set_of_factors(positions, tmp_path):
+    """Past the length of the short ones, as transformers reads the whole text once more."""
+    runtime, ids = loaded_longrope(tmp_path, 92, positions), text(90)
+    assert runtime.plan.positions == (positions or usual_positions())
+    loop = runtime.loop()
+    logits = [loop.prefill(ids[:, :62]), *(loop.read(ids[:, i : i + 1]) for i in range(62, 90))]
+    with torch.no_grad():
+        true = [longrope("eager")(ids[:, : i + 1]).logits[:, -1] for i in range(64, 90)]
+    found, expected = torch.stack(logits[3:], 1), torch.stack(true, 1)
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("positions", ["compact", "auto"])
+def test_longrope_keeps_its_short_factors_where_all_that_is_held_fits(positions, tmp_path):
+    loop, ids = loaded_longrope(tmp_path, 56, positions).loop(), text(50)
+    with torch.no_grad():
+        expected = longrope("eager")(ids).logits[:, -1]
+    assert (loop.prefill(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_longrope_is_not_read_by_two_sets_of_factors():
+    """With a model that kvcap has not loaded, and true positions."""
+    needs_5()
+    model, ids = longrope(), text(90)
+    for own in (True, False):
+        loop = BlockLoop(model, kvcap.BudgetCache(model.config, 88, 8, positions="true"))
+        for part in ids[:, :64].split(8, 1):
+            loop.read(part) if own else model(part, **as_cache(loop.cache))
+        with pytest.raises(UnsupportedModel, match="the 64 tokens held were rotated"):
+            loop.read(ids[:, 64:65]) if own else model(ids[:, 64:65], **as_cache(loop.cache))
+        assert loop.cache.seen == 64
+    whole = BlockLoop(model, kvcap.BudgetCache(model.config, 88, 72, positions="true"))
+    logits = [whole.read(ids[:, :70]), whole.read(ids[:, 70:90])]
+    with torch.no_grad():
+        expected = longrope("eager")(ids).logits[:, [69, 89]]
+    assert (torch.stack(logits, 1) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_one_set_of_factors_is_chosen_by_what_can_be_reached():
+    needs_5()
+    config = longrope().config
+    for reach, long in ((64, False), (0, False), (65, True), (None, True)):
+        found = with_one_rope(config, reach)
+        assert (found is not config) == long
+        rope = rope_of(found)
+        assert rope.longest == (None if long else 64)
+        own = torch.tensor(LONG["long_factor" if long else "short_factor"])
+        torch.testing.assert_close(rope.inv_freq * own, rope_of(config_of("phi3")).inv_freq)
+        assert "longrope" in ModelShape.of(found).not_exportable
+    assert rope_of(config).longest == 64
+    llama = config_of("llama")
+    assert with_one_rope(llama, None) is llama
+    parameters = {"rope_type": "longrope", "factor": 4.0, "short_mscale": 1.0, "long_mscale": 1.2,
+                  "short_factor": [1.0], "long_factor": [2.0]}  # fmt: skip
+    nested = SimpleNamespace(
+        rope_parameters={"full_attention": parameters, "sliding_attention": {}},
+        original_max_position_embeddings=64,
+        max_position_embeddings=256,
+    )
+    full = with_one_rope(nested, 65).rope_parameters["full_attention"]
+    assert full == {**parameters, "short_factor": [2.0], "short_mscale": 1.2}
