@@ -10,6 +10,7 @@ KvcapError
 ├── CacheMismatch           a cache allocated for another batch size, type or device
 ├── PaddingUnsupported      a padded or custom attention mask
 ├── EmptyPrompt             nothing to read
+├── TokenUnknown            a text has a token that the model has no embedding of; nothing was read
 ├── MessagesInvalid         no chat messages, or some that cannot follow the conversation
 ├── ModelNotFound           no directory, repository or config of that name
 ├── ModelFilesBroken        a model's files are missing, broken, or would have to run code
@@ -91,6 +92,10 @@ class PaddingUnsupported(KvcapError, ValueError):
 
 class EmptyPrompt(KvcapError, ValueError):
     """There is nothing to read."""
+
+
+class TokenUnknown(KvcapError, ValueError):
+    """A text has a token that the model has no embedding of. Nothing was read."""
 
 
 class MessagesInvalid(KvcapError, ValueError):

@@ -89,9 +89,13 @@ class ToyEngine:
             "toy", "compact", self.budget, BLOCK, "float32", **sizes | {"keys_values": 4096}
         )
 
+    @property
+    def vocabulary(self) -> int:
+        found: int = self.tokenizer.backend_tokenizer.get_vocab_size()
+        return found
+
     def loop(self) -> OrtLoop:
-        size = self.tokenizer.backend_tokenizer.get_vocab_size()
-        return OrtLoop(OrtCache(ToyDecoder(self.budget, size), "toy"))
+        return OrtLoop(OrtCache(ToyDecoder(self.budget, self.vocabulary), "toy"))
 
     def session(self, system: str | None = None, seed: int | None = None) -> Session:
         return Session(self, system, seed)

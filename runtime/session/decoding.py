@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.engine import Engine, Loop
@@ -74,17 +75,18 @@ class Decoding:
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
         self._texts: TokenTexts | None = None
 
-    def check(self, config: Any, rng: Any, tokens: int, *, emptied: bool = False) -> None:
+    def check(self, config: Any, rng: Any, ids: Sequence[int], *, emptied: bool = False) -> None:
         """Refuse a prompt that cannot be answered; nothing is changed.
 
         Args:
             config: settings of generation.
             rng: random numbers.
-            tokens: the length of the prompt.
+            ids: the tokens of the prompt.
             emptied: the cache is reset before the prompt is read.
 
         Raises:
             ValueError: a setting has a value that it cannot have.
+            TokenUnknown: the model has no embedding of a token.
             UnsupportedModel: a setting needs a cache that can be reordered.
             SchemaRefused, ExtraMissing: answers cannot be held to the schema or expression.
             MemoryCapExceeded: nothing may be evicted, and the prompt does not fit.
@@ -93,7 +95,19 @@ class Decoding:
         settings.check(settings.as_dict(config))
         self.guide(settings.end_tokens(config), settings.shapes(config))
         self.engine.sampler(config, rng)
-        self.loop.check_room(tokens, answer_limit(config), emptied=emptied)
+        self._check_known(ids)
+        self.loop.check_room(len(ids), answer_limit(config), emptied=emptied)
+
+    def _check_known(self, ids: Sequence[int]) -> None:
+        """Refuse tokens that a tokenizer has beyond the model's embedding, such as added ones."""
+        known, tokenizer = self.engine.vocabulary, self.engine.tokenizer
+        if (largest := max(ids, default=0)) >= known:
+            text = tokenizer.backend_tokenizer.id_to_token(largest)
+            raise TokenUnknown(
+                f"the text has {text!r}, token {largest:,} of the tokenizer, and the model has "
+                f"embeddings of {known:,} tokens (0 to {known - 1:,}); leave it out of messages, "
+                "or use the tokenizer that belongs to the model"
+            )
 
     def guide(self, ends: frozenset[int], shapes: dict[str, Any]) -> Guide | None:
         """What holds answers to a schema or an expression; None: nothing does.

@@ -39,6 +39,10 @@ class Engine(Protocol):
         """The longest sequence, in tokens, that the model was trained on."""
 
     @property
+    def vocabulary(self) -> int:
+        """How many different tokens the model knows; its tokenizer may have more."""
+
+    @property
     def cap_bytes(self) -> int:
         """The cap of the cache: the bytes that were asked for, else what the slots need."""
 

@@ -319,6 +319,7 @@ class Session:
 
         Raises:
             EmptyPrompt: there is nothing to answer.
+            TokenUnknown: the model has no embedding of a token of it.
             MessagesInvalid: they are no such messages, hold what is no letter, or come with other
                 tools than the conversation's.
             ChatTemplateMissing: the tokenizer cannot chat, or its template does not write tools, or
@@ -338,6 +339,7 @@ class Session:
 
         Raises:
             EmptyPrompt: it has no token.
+            TokenUnknown: the model has no embedding of one.
             MessagesInvalid: it is no text, or holds what is no letter.
             MemoryCapExceeded, ValueError, UnsupportedModel, SessionBroken: as in `send`.
         """
@@ -521,7 +523,7 @@ class Session:
     def _checked(self, prompt: Prompt) -> Prompt:
         """The prompt, if it can be answered; else it is refused."""
         emptied = prompt.emptied
-        self._decoding.check(self.generation, self.rng, len(prompt.ids), emptied=emptied)
+        self._decoding.check(self.generation, self.rng, prompt.ids, emptied=emptied)
         self.cache.pinned_with(prompt.spans, emptied=emptied)
         return prompt
 

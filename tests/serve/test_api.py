@@ -230,6 +230,7 @@ def test_values_that_ask_for_nothing_are_taken(url, talk):
     [
         (errors.Busy("four wait already", 2.5), 429, "busy"),
         (errors.MessagesInvalid("the last message is of the system"), 400, "messages_invalid"),
+        (errors.TokenUnknown("the text has '<extra>'"), 400, "token_unknown"),
         (errors.PinsTooLarge("pinned tokens need more slots"), 400, "pins_too_large"),
         (errors.MemoryCapExceeded("the cap would be passed"), 503, "memory_cap_exceeded"),
         (errors.SessionBroken("layers disagree"), 500, "session_broken"),

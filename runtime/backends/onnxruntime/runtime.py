@@ -193,6 +193,11 @@ class OrtRuntime:
         return self.evict_every or min(usual, self.plan.block_size)
 
     @property
+    def vocabulary(self) -> int:
+        """How many different tokens the model knows."""
+        return int(self.manifest.model["vocabulary"])
+
+    @property
     def trained_length(self) -> int:
         """The longest sequence, in tokens, that the model was trained on."""
         return int(self.manifest.model["trained_length"])

@@ -15,6 +15,7 @@ import kvcap
 from kvcap import pocket
 from kvcap.runtime.backends.pytorch.runtime import usual_every
 from kvcap.runtime.backends.pytorch.sampler import Sampler
+from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.messages import render, render_turn
@@ -281,6 +282,21 @@ def test_empty_prompts(directory):
         with pytest.raises(ValueError, match="empty"):
             next(session.send(text))
     assert session.messages == []
+
+
+def test_a_token_beyond_the_embedding_is_refused_before_it_is_read(directory, tokenizer):
+    session = make(directory)
+    assert session.runtime.tokenizer.add_tokens(["<extra>"]) == 1
+    size = len(tokenizer)  # of the model, too
+    for _ in range(2):  # in a new conversation, and in one that has begun
+        seen, messages = session.cache.seen, list(session.messages)
+        for refused in (session.send, session.complete):
+            with pytest.raises(TokenUnknown) as error:
+                refused("Once <extra> upon a time")
+            assert f"has '<extra>', token {size:,} of the tokenizer" in str(error.value)
+            assert f"embeddings of {size:,} tokens" in str(error.value)
+        assert (session.cache.seen, session.messages) == (seen, messages)
+        assert len("".join(session.send("Once upon a time"))) > 0
 
 
 def test_raw_completion_continues(directory):

@@ -36,6 +36,7 @@ from kvcap.runtime.errors import (
     SessionFileCorrupt,
     SessionFileForeign,
     ShapeError,
+    TokenUnknown,
 )
 from kvcap.runtime.session.settings import end_tokens
 
@@ -175,6 +176,16 @@ def test_an_answer_ends_at_what_the_manifest_does_not_name(copied, ends, capsys)
     found = json.loads(capsys.readouterr().out)["end_tokens"]
     assert [end["id"] for end in found] == [*ends, own]
     assert found[-1]["text"] == text
+
+
+def test_a_token_beyond_the_embedding_is_refused_by_name(tiny):
+    runtime = OrtRuntime.from_directory(tiny / "decoder")
+    runtime.tokenizer.backend_tokenizer.add_tokens(["<extra>"])
+    session = runtime.session()
+    with pytest.raises(TokenUnknown, match=f"'<extra>', token {runtime.vocabulary:,} of the"):
+        session.send("Hello <extra>")
+    session.set_generation(max_new_tokens=2)
+    assert "".join(session.send("Hello"))
 
 
 def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
