@@ -220,9 +220,10 @@ def _bytes(given: object) -> int:
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Measure the body of a marked test, without its set-up and tear-down."""
-    mark = item.get_closest_marker(MARKER)
-    if mark is None:
+    found = _nearest(item)
+    if found is None:
         return (yield)
+    _, mark = found
     budget, wrong = None, ""
     try:
         budget = Budget.of(mark)
@@ -251,6 +252,17 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if peaks.host is not None:
         _judge(item, Figure("host_peak", peaks.host.peak_bytes, "body", budget.host), peaks.host)
     return result
+
+
+def _nearest(item: pytest.Item) -> tuple[Any, pytest.Mark] | None:
+    """The marker that counts, and the node that has it.
+
+    That of the test's own parameters, which pytest lists behind its function's; else that of its
+    function, class or module.
+    """
+    callspec = getattr(item, "callspec", None)
+    own = [mark for mark in getattr(callspec, "marks", ()) if mark.name == MARKER]
+    return (item, own[0]) if own else next(item.iter_markers_with_node(MARKER), None)
 
 
 @dataclass
@@ -401,16 +413,21 @@ def _shown(file: str, root: Path) -> str:
 
 def _where(item: pytest.Item) -> str:
     """The marker as the test has it, with file and line."""
-    for node, mark in item.iter_markers_with_node(MARKER):
-        given = [repr(x) for x in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
-        path = Path(str(getattr(node, "path", item.path)))
-        shown = _shown(str(path), item.config.rootpath)
-        return f"memory_budget({', '.join(given)}) at {shown}:{_line(node, path)}"
-    return item.nodeid
+    found = _nearest(item)
+    if found is None:
+        return item.nodeid
+    node, mark = found
+    given = [repr(x) for x in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
+    path = Path(str(getattr(node, "path", item.path)))
+    shown = _shown(str(path), item.config.rootpath)
+    return f"memory_budget({', '.join(given)}) at {shown}:{_line(node, path, mark)}"
 
 
-def _line(node: Any, path: Path) -> int:
-    """The line of a test's, class's or module's marker; else the line of the test."""
+def _line(node: Any, path: Path, mark: pytest.Mark) -> int:
+    """The line of a marker of a test, its parameters, a class or a module; else of the test.
+
+    Of several there, it is that of the first whose arguments are written as the marker has them.
+    """
     target = getattr(node, "obj", None)
     if target is None or inspect.ismodule(target):
         first = 1
@@ -433,13 +450,27 @@ def _line(node: Any, path: Path) -> int:
         ]  # fmt: skip
         places = [d for scope in defined for d in scope.decorator_list]
         places += [x for scope in defined if isinstance(scope, ast.ClassDef) for x in scope.body]
+    lines = list[int]()
     for place in places:
         if isinstance(place, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         for part in ast.walk(place):
-            if isinstance(part, ast.Attribute) and part.attr == MARKER:
-                return part.lineno
-    return first
+            if isinstance(part, ast.Call) and getattr(part.func, "attr", None) == MARKER:
+                if _written(part) == (mark.args, mark.kwargs):
+                    return part.func.lineno
+                lines.append(part.func.lineno)
+            elif isinstance(part, ast.Attribute) and part.attr == MARKER:  # without arguments
+                lines.append(part.lineno)
+    return lines[0] if lines else first
+
+
+def _written(call: ast.Call) -> tuple[tuple[Any, ...], dict[str | None, Any]] | None:
+    """The arguments of a call where they are literals."""
+    try:
+        keywords = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        return tuple(ast.literal_eval(each) for each in call.args), keywords
+    except ValueError:
+        return None
 
 
 def _command(item: pytest.Item) -> list[Any]:

@@ -175,6 +175,28 @@ def large(): return torch.zeros(8 * MIB, dtype=torch.uint8)  # not of the body
     done.stdout.fnmatch_lines(["  the budget: memory_budget('1MiB') at *.py:5"])
 
 
+def test_of_two_markers_the_nearer_one_counts(run):
+    """A parameter's rather than its function's, a function's rather than its class's."""
+    done = run("""
+@pytest.mark.memory_budget("1MiB")
+class TestIt:
+    @pytest.mark.memory_budget("3MiB")
+    @pytest.mark.parametrize("n", [
+        3,
+        pytest.param(5, marks=pytest.mark.memory_budget("5MiB")),
+        pytest.param(2, marks=[pytest.mark.skipif(False, reason=""),
+                               pytest.mark.memory_budget("1536KiB")]),
+        pytest.param(4),
+    ])
+    def test_it(self, n): torch.zeros(n * MIB, dtype=torch.uint8)
+""")
+    done.assert_outcomes(passed=2, failed=2)
+    done.stdout.fnmatch_lines([
+        "  the budget: memory_budget('1536KiB') at *.py:12",
+        "  the budget: memory_budget('3MiB') at *.py:7",
+    ])  # fmt: skip
+
+
 @pytest.mark.slow
 def test_memory_of_python_and_numpy_counts_on_request(run):
     done = run("""
