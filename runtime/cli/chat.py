@@ -92,10 +92,13 @@ class Chat:
                 break
         return self.code
 
-    def handle(self, text: str) -> None:
-        """Run a command, which is a slash and a word of letters, or send a message."""
+    def handle(self, text: str) -> int:
+        """Run a command, which is a slash and a word of letters, or send a message.
+
+        Returns the exit code that it alone would give.
+        """
         if not text.strip():
-            return
+            return OK
         command = COMMAND.fullmatch(text) if self.commands else None
         count = len(self.session.messages)
         try:
@@ -106,6 +109,7 @@ class Chat:
         if not command and len(self.session.messages) == count:
             self.draft = text  # the message was refused, or taken back
         self.code = self.code or code
+        return code
 
     def save(self) -> None:
         """Save the conversation, if it has a file.

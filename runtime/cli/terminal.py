@@ -20,6 +20,7 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.formatted_text import FormattedText, StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import Input
+from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.layout.processors import Processor, Transformation, TransformationInput
@@ -55,12 +56,13 @@ def converse(chat: Chat, keyboard: Input | None = None, screen: Output | None = 
         dim("\n".join(chat.banner()))
     chat.show_resumed()
     prompt = Prompt(chat, keyboard, screen)
-    with TypeAhead(prompt.keyboard) as ahead:
+    with TypeAhead(prompt.keyboard, prompt.screen) as ahead:
         return _converse(chat, prompt, ahead)
 
 
 def _converse(chat: Chat, prompt: Prompt, ahead: TypeAhead) -> int:
-    leaving, typed = False, ahead.take()  # while the model was loaded
+    ahead.hand_on(ahead.take())  # while the model was loaded
+    leaving, typed = False, ""
     while not chat.over:
         say("")
         try:
@@ -73,12 +75,17 @@ def _converse(chat: Chat, prompt: Prompt, ahead: TypeAhead) -> int:
             leaving, typed = True, ""
             dim("Ctrl-C again leaves, so does Ctrl-D")
             continue
-        leaving = False
+        ahead.begin()
         try:
-            chat.handle(text)
+            stopped = chat.handle(text) == INTERRUPTED
         except KeyboardInterrupt:  # where no answer was being written
             dim("stopped")
-        typed = "\n".join(filter(None, (chat.draft, ahead.take())))
+            stopped = True
+        leaving, typed, keys = False, chat.draft, ahead.take()
+        if stopped or chat.draft:  # nothing more is sent before the user has seen why
+            typed = "\n".join(filter(None, (chat.draft, text_of(keys))))
+        else:
+            ahead.hand_on(keys)
         chat.draft = ""
     return OK
 
@@ -106,6 +113,11 @@ class Prompt:
     def keyboard(self) -> Input:
         """The keyboard."""
         return self._session.app.input
+
+    @property
+    def screen(self) -> Output:
+        """Where prompts are drawn."""
+        return self._session.app.output
 
     def ask(self, typed: str = "") -> str:
         """The message or command that the user enters; `typed` is in the prompt already.
@@ -295,13 +307,17 @@ def history() -> History:
 
 
 class TypeAhead:
-    """Keeps what is typed between prompts for the next one; until then the terminal hides it.
+    """Keeps what is typed between prompts for those that follow; until then the terminal hides it.
 
-    Ctrl-C still interrupts.
+    Ctrl-C still interrupts, and pastes are told from typed lines.
+
+    Args:
+        keyboard: what is typed on.
+        screen: of its terminal.
     """
 
-    def __init__(self, keyboard: Input) -> None:
-        self._keyboard = keyboard
+    def __init__(self, keyboard: Input, screen: Output) -> None:
+        self._keyboard, self._screen = keyboard, screen
         self._mode: list[Any] | None = None  # of the terminal before
 
     def __enter__(self) -> TypeAhead:
@@ -319,24 +335,46 @@ class TypeAhead:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._screen.disable_bracketed_paste()
+        self._screen.flush()
         if self._mode is not None:
             termios.tcsetattr(self._keyboard.fileno(), termios.TCSANOW, self._mode)
 
-    def take(self) -> str:
-        """The text typed since the last prompt."""
-        keys: list[KeyPress] = []
-        while self._mode is not None and (more := self._keyboard.read_keys()):
+    def begin(self) -> None:
+        """Have the terminal mark pastes, as a prompt does until it ends."""
+        self._screen.enable_bracketed_paste()
+        self._screen.flush()
+
+    def take(self) -> list[KeyPress]:
+        """The keys typed since the last prompt, and those behind the line that it took.
+
+        Where the keyboard is no terminal there are none, as prompts read them by themselves.
+        """
+        if self._mode is None:
+            return []
+        keys = get_typeahead(self._keyboard)
+        while more := self._keyboard.read_keys():
             keys += more
-        return typed([*keys, *self._keyboard.flush_keys()])
+        keys += self._keyboard.flush_keys()
+        enter = KeyPress(Keys.ControlM, "\r")  # which the terminal turns into a line feed
+        found = [enter if press.key == Keys.ControlJ else press for press in keys]
+        return [press for press in found if press.key != Keys.CPRResponse]
+
+    def hand_on(self, keys: list[KeyPress]) -> None:
+        """Have the next prompt take keys as if they were typed then: it ends with the first Enter.
+
+        What is behind that is for the prompt after it.
+        """
+        store_typeahead(self._keyboard, keys)
 
 
-def typed(keys: list[KeyPress]) -> str:
-    """The text that `keys` type, without new lines at its ends, as the user is to send it."""
+def text_of(keys: list[KeyPress]) -> str:
+    """The text that keys type, without new lines at its ends, as the user is to send it."""
     text = ""
     for press in keys:
         if press.key == Keys.BracketedPaste or not isinstance(press.key, Keys):
             text += press.data
-        elif press.key in (Keys.ControlM, Keys.ControlJ):
+        elif press.key == Keys.ControlM:
             text += "\n"
         elif press.key == Keys.ControlH:  # backspace
             text = text[:-1]

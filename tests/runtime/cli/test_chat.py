@@ -572,7 +572,7 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches the process as a 
 from kvcap.cli import main
 main()
 """
-READY = "\x1b[?2004h"  # prompt_toolkit awaits input
+READY = "\x1b[?25l\x1b[0m\x1b[?7l"  # prompt_toolkit draws a prompt for the first time
 
 
 class Terminal:
@@ -655,13 +655,13 @@ def test_a_conversation_on_a_terminal(terminal: Any, tmp_path: Path) -> None:
     at.type("Tell me everything.\r")
     at.wait_for("\x1b[2mKV ")  # the meter, below the answer
     at.wait_for("tok/s")
-    at.type("typed meanwhile\r")  # must not lie in the answer, nor be lost, nor be sent
+    at.type("typed meanwhile\r")  # must not lie in the answer, nor be lost
     at.wait_for("tok/s")
     at.type("\x03")
     stopped = at.wait_for(READY)
     assert "· stopped" in stopped
     assert "typed meanwhile" not in stopped.partition(READY)[0]
-    at.wait_for("typed meanwhile")
+    at.wait_for("typed meanwhile")  # nor be sent, as the answer was stopped
     at.type("\x03\x1b[200~pasted\nlines\x1b[201~\r")
     at.wait_for("tok/s")
     at.type("\x03")
@@ -673,6 +673,29 @@ def test_a_conversation_on_a_terminal(terminal: Any, tmp_path: Path) -> None:
     assert "+my friend" in kept
     assert "pasted" not in kept
     assert (tmp_path / "kvcap" / "history").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are Unix's")
+def test_lines_typed_while_it_loads_are_messages_of_their_own(terminal: Any) -> None:
+    at = terminal("--max-new-tokens", "2")
+    at.type("first line\rsecond line\r/sta")
+    at.wait_for("> \x1b[0;36m/sta")
+    assert at.seen.count("at max_new_tokens") == 2
+    assert at.seen.index("> \x1b[0;36mfirst line") < at.seen.index("> \x1b[0;36msecond line")
+    assert "2 turns ·" in at.enter("ts")
+    at.type("/exit\r")
+    at.ends_with(0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are Unix's")
+def test_bytes_that_are_no_utf_8_end_no_chat(terminal: Any) -> None:
+    at = terminal()
+    at.wait_for(READY)
+    os.write(at.master, b"Hell\xe9\r")
+    at.wait_for("cannot be read")
+    at.wait_for(READY)
+    at.type("\x03/exit\r")
+    at.ends_with(0)
 
 
 @pytest.mark.slow

@@ -16,8 +16,17 @@ from prompt_toolkit.layout.processors import TransformationInput
 from prompt_toolkit.output import DummyOutput
 
 from kvcap.runtime.cli.chat import SETTINGS, Chat
+from kvcap.runtime.cli.console import INTERRUPTED, OK
 from kvcap.runtime.cli.options import Output
-from kvcap.runtime.cli.terminal import ChatCompleter, Pastes, TypeAhead, converse, history
+from kvcap.runtime.cli.terminal import (
+    ChatCompleter,
+    Pastes,
+    Prompt,
+    TypeAhead,
+    converse,
+    history,
+    text_of,
+)
 
 LONG = "\n".join(f"line {number}" for number in range(120))
 POLICIES = {"keydiff": ["anchor", "recent_tokens"], "knorm": ["recent_tokens"]}
@@ -31,10 +40,11 @@ class Listener(Chat):
         super().__init__(SimpleNamespace(runtime=runtime), Output(quiet=True))  # type: ignore[arg-type]
         self.told: list[str] = []
 
-    def handle(self, text: str) -> None:
+    def handle(self, text: str) -> int:
         self.told.append(text)
         self.draft = text.removeprefix("/draft ") if text.startswith("/draft ") else ""
         self.over = text == "/exit"
+        return OK
 
 
 @pytest.fixture(autouse=True)
@@ -204,11 +214,87 @@ def test_what_is_typed_while_it_answers_is_kept_and_not_shown(keys: str, text: s
     master, slave = pty.openpty()
     with os.fdopen(slave, closefd=True) as terminal:
         before = mode()
-        with TypeAhead(create_input(terminal)) as ahead:
+        with TypeAhead(create_input(terminal), DummyOutput()) as ahead:
             assert not mode() & (termios.ECHO | termios.ICANON)
             assert mode() & termios.ISIG  # Ctrl-C is a signal still
             os.write(master, keys.encode())
-            assert ahead.take() == text
-            assert ahead.take() == ""
+            assert text_of(ahead.take()) == text
+            assert ahead.take() == []
         assert mode() == before
     os.close(master)
+
+
+def meanwhile(
+    monkeypatch: pytest.MonkeyPatch, before: str, during: dict[str, tuple[str, int]]
+) -> tuple[list[str], list[str]]:
+    """What the chat is told on a terminal, and what was in prompts, where Enter is typed then.
+
+    Args:
+        monkeypatch: of the test.
+        before: is typed before it begins.
+        during: what is typed while it handles a line, and the exit code of that.
+    """
+    import pty
+
+    asked, plain = list[str](), Prompt.ask
+
+    class Busy(Listener):
+        def handle(self, text: str) -> int:
+            super().handle(text)
+            keys, code = during.pop(text, ("", OK))
+            os.write(master, keys.encode())
+            return code
+
+    def ask(prompt: Prompt, typed: str = "") -> str:
+        if typed:
+            asked.append(typed)
+            os.write(master, b"\r")
+        return plain(prompt, typed)
+
+    monkeypatch.setattr(Prompt, "ask", ask)
+    master, slave = pty.openpty()
+    chat = Busy()
+    with os.fdopen(slave, closefd=True) as terminal:
+        os.write(master, before.encode())
+        assert converse(chat, create_input(terminal), DummyOutput()) == 0
+    os.close(master)
+    assert not during
+    return chat.told, asked
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are Unix's")
+def test_lines_typed_ahead_are_taken_one_by_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which they were typed, and as a prompt takes them: keys, pastes, history."""
+    during = {
+        "one": ("lf\rthree\\\rfour\r", OK),
+        "half": (f"{paste(LONG)}\r/pin 4821\rabd\x7fc\r\r", OK),
+        "abc": ("five\x1b\rsix\r/exit\r", 2),
+    }
+    told, asked = meanwhile(monkeypatch, "one\rtwo\rha", during)
+    lines = ["one", "two", "half", "three\nfour", LONG, "/pin 4821", "abc", "", "five\nsix"]
+    assert told == [*lines, "/exit"]
+    assert asked == []
+    kept = (home / "kvcap" / "history").read_text()
+    assert "+two" in kept
+    assert "line 7" not in kept
+    assert "4821" not in kept
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are Unix's")
+@pytest.mark.parametrize(
+    ("line", "code", "draft"), [("one", INTERRUPTED, ""), ("/draft one", OK, "one\n")]
+)
+def test_after_a_stop_or_a_refusal_lines_typed_ahead_wait_in_the_prompt(
+    line: str, code: int, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing is sent before its author has seen why."""
+    shown = f"{draft}two\nthree\nfou"
+    during = {
+        "begin": (f"{line}\rtwo\r", OK), line: (f"{paste('three')}\rfou", code),
+        shown: ("/exit\r", OK),
+    }  # fmt: skip
+    told, asked = meanwhile(monkeypatch, "begin\r", during)
+    assert told == ["begin", line, shown, "/exit"]
+    assert asked == [shown]
