@@ -200,6 +200,12 @@ class Tool(Strict):
     function: Function
 
 
+def _template_options(value: Any) -> Any:
+    """Refuses what is no options of a chat template, or names that it gets anyway."""
+    settings.check({"template_options": value})
+    return value
+
+
 def _choice(value: Any) -> Any:
     """Refuses what is no choice of tools."""
     match value:
@@ -313,6 +319,8 @@ class Request(Strict):
         given = {name: getattr(self, field) for field, name in self.OPTIONS.items()}
         given |= self.further_options()
         found = {**defaults, **{k: v for k, v in given.items() if v is not None}}
+        if "template_options" in defaults:  # a request changes those that it names
+            found["template_options"] = defaults["template_options"] | found["template_options"]
         field_of = {name: field for field, name in self.OPTIONS.items()}
         for name in found:
             if name not in settings.NAMES:
@@ -336,6 +344,7 @@ class ChatRequest(Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
     tool_choice: Annotated[Any, AfterValidator(_choice)] | None = None
+    chat_template_kwargs: Annotated[Schema, AfterValidator(_template_options)] | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
@@ -383,7 +392,10 @@ class ChatRequest(Request):
 
     def further_options(self) -> dict[str, Any]:
         """Settings that are no plain parameter."""
-        found: dict[str, Any] = {"json_schema": self.held_to}
+        found: dict[str, Any] = {
+            "json_schema": self.held_to,
+            "template_options": self.chat_template_kwargs,
+        }
         if self.max_completion_tokens is not None:
             found["max_new_tokens"] = self.max_completion_tokens
         if self.logprobs:

@@ -82,6 +82,21 @@ TOOLS = {
     "{% endif %}",
 }
 
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+NO_THOUGHTS = "<think>\n\n</think>\n\n"
+THINKING = {
+    # As Qwen 3: switched off, an answer begins behind empty thoughts.
+    "switch": "{{ bos_token }}" + TURNS + "{% if add_generation_prompt %}<|assistant|>{% if "
+    "enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
+    "{% endif %}{% endif %}",
+    # As DeepSeek R1: thoughts are opened, whatever is asked for.
+    "opens": "{{ bos_token }}" + TURNS + "{% if add_generation_prompt %}<|assistant|><think>\n"
+    "{% endif %}",
+    # As SmolLM 3: the system prompt says how to think, and what the reader asked for.
+    "system": "{{ bos_token }}<|system|>{% if enable_thinking | default(true) %}/think{% else %}"
+    "/no_think{% endif %} {{ mood }}<|end|>" + TURNS + PROMPT,
+}
+
 
 def with_template(tokenizer: Any, template: Any) -> Any:
     """A copy of a tokenizer that has this template."""

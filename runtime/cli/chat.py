@@ -54,7 +54,12 @@ ENDED = {
     "full": "ended as the cache was full",
     "error": "failed",
 }
-UNSET = {"stop": "stop_strings", "json_schema": "json_schema", "regex": "regex"}
+UNSET = {
+    "stop": "stop_strings",
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "template_option": "template_options",
+}
 """Settings that `/set NAME` without a value takes back, and what a session calls them."""
 SWITCH = {"on": True, "off": False}
 # A name in quotes, or one whose spaces have backslashes before them; then the question.

@@ -152,6 +152,8 @@ def generate_command(
     prompt, model = prompt_and_model(first, second, file, model)
     if raw and running.system_prompt is not None:
         raise ValueError("--system-prompt needs the chat template; leave --raw out")
+    if raw and sampling.template_option:
+        raise ValueError("--template-option is of the chat template; leave --raw out")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
     check_logprobs(sampling, output)

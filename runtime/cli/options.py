@@ -62,6 +62,27 @@ def pairs(texts: list[str]) -> dict[str, Any]:
     return found
 
 
+def template_options(texts: list[str]) -> dict[str, Any]:
+    """Read options of a chat template from KEY=VALUE texts; values are JSON where they can be.
+
+    Raises:
+        ValueError: no key, or no '='.
+
+    >>> template_options(["enable_thinking=false", "reasoning_effort=low"])
+    {'enable_thinking': False, 'reasoning_effort': 'low'}
+    """
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise ValueError(f"{text!r} is not KEY=VALUE, such as enable_thinking=false")
+        try:
+            found[key] = parse_json(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
 def variables(context: Any, names: Iterable[str]) -> list[str]:
     """The parameters of a command that the environment set, as VARIABLE='value'."""
     by_name = {parameter.name: parameter.envvar for parameter in context.command.params}
@@ -518,6 +539,15 @@ class Sampling:
         str | None,
         option("--regex", metavar="TEXT", help="Or to a regular expression, which they match."),
     ] = None
+    template_option: Annotated[
+        list[str] | None,
+        option(
+            "--template-option",
+            metavar="KEY=VALUE",
+            help="Of the chat template, VALUE in JSON or a text, such as enable_thinking=false; "
+            "repeatable.",
+        ),
+    ] = None
     logprobs: Annotated[
         int | None,
         option(
@@ -533,12 +563,14 @@ class Sampling:
         """The settings that were given, under the names that `Session.set_generation` takes.
 
         Raises:
-            ValueError: there is no JSON schema where one was said to be.
+            ValueError: there is no JSON schema where one was said to be, or an option of the chat
+                template has no value.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         if self.json_schema is not None:
             values["json_schema"] = read_schema(self.json_schema)
         values["stop_strings"] = values.pop("stop") or None
+        values["template_options"] = template_options(values.pop("template_option") or []) or None
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
@@ -550,6 +582,8 @@ class Sampling:
         """
         if name == "stop":
             return cls(stop=[text])
+        if name == "template_option":
+            return cls(template_option=[text])
         if name == "json_schema":
             return cls(json_schema=text)
         if name == "regex":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, MessagesInvalid
@@ -26,6 +27,7 @@ from kvcap.runtime.types import Message, Span, Tool
 ROLES = ("system", "user", "assistant", "tool")
 ALSO = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
 """What a message of a role may have beside its `role` and `content`."""
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cache
 
 
@@ -160,6 +162,7 @@ def render(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
+    options: Mapping[str, Any] = NO_OPTIONS,
     *,
     prompt: bool = True,
 ) -> str:
@@ -169,13 +172,14 @@ def render(
         tokenizer: that has the template.
         messages: all of them.
         tools: that the model may call.
+        options: further names that the template gets; `chat_template` names one of several.
         prompt: whether the opening of an answer follows.
 
     Raises:
         ChatTemplateMissing: there is no template, it fails on these messages, or leaves out what
             the user says.
     """
-    template, write = _writer(tokenizer, tools, prompt)
+    template, write = _writer(tokenizer, tools, options, prompt=prompt)
     taken = as_taken(template, write, messages)
     try:
         return write(taken)
@@ -196,34 +200,48 @@ def messages_as_taken(tokenizer: Any, messages: Sequence[Message]) -> list[Messa
     Raises:
         ChatTemplateMissing: there is no template, or it leaves out what the user says.
     """
-    return as_taken(*_writer(tokenizer, (), True), messages)
+    return as_taken(*_writer(tokenizer), messages)
 
 
-def _writer(tokenizer: Any, tools: Sequence[Tool], prompt: bool) -> tuple[str, Write]:
+def _writer(
+    tokenizer: Any,
+    tools: Sequence[Tool] = (),
+    options: Mapping[str, Any] = NO_OPTIONS,
+    *,
+    prompt: bool = True,
+) -> tuple[str, Write]:
     """Return the chat template and what renders messages by it, in the form that they have."""
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateMissing(
             "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
             "Python: session.complete), or use a model that was made for chat"
         )
-    template = template_for(tokenizer.chat_template, tools=bool(tools))
+    further = dict(options)
+    name = further.pop("chat_template", None)
+    template = template_for(tokenizer.chat_template, tools=bool(tools), name=name)
     names = {
         "add_generation_prompt": prompt,
         "tools": list(tools) or None,
         "documents": None,
         **tokenizer.special_tokens_map,
+        **further,
     }
     return template, lambda some: render_template(template, {"messages": list(some), **names})
 
 
-def check_tools_read(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+def check_tools_read(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    options: Mapping[str, Any] = NO_OPTIONS,
+) -> None:
     """Refuse tools that the model would not be told of.
 
     Raises:
         ChatTemplateMissing: the chat template does not write them.
     """
     marked = [{**tool, "function": {**tool["function"], "name": MARKER}} for tool in tools]
-    if tools and MARKER not in render(tokenizer, messages, marked):
+    if tools and MARKER not in render(tokenizer, messages, marked, options):
         raise ChatTemplateMissing(
             "this model's chat template does not write tools, so the model would not know of them; "
             "describe them in the message, or use a model that was made to call tools"
@@ -236,6 +254,7 @@ def turn_has_results(
     answer: Sequence[Message],
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
+    options: Mapping[str, Any] = NO_OPTIONS,
 ) -> bool:
     """Return whether `render_turn` writes what tools returned as the whole conversation has it.
 
@@ -248,15 +267,16 @@ def turn_has_results(
         answer: the message before `messages`, if there is one.
         messages: that follow it.
         tools: that the model may call.
+        options: further names that the template gets.
     """
     marked = _marked_results(messages)
     if marked == list(messages):
         return True
     try:
-        tail = render_turn(tokenizer, system, marked, tools)
+        tail = render_turn(tokenizer, system, marked, tools, options)
         if answer and answer[0].get("tool_calls"):
             said = [*system_message(system), {"role": "user", "content": "."}, *answer, *marked]
-            if not render(tokenizer, said, tools).endswith(tail):
+            if not render(tokenizer, said, tools, options).endswith(tail):
                 return False
     except ChatTemplateMissing:
         return False
@@ -264,7 +284,10 @@ def turn_has_results(
 
 
 def check_results_written(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    options: Mapping[str, Any] = NO_OPTIONS,
 ) -> None:
     """Refuse what a tool returned where the chat template leaves it out.
 
@@ -276,7 +299,7 @@ def check_results_written(
     marked = _marked_results(messages)
     if marked == list(messages):
         return
-    text = render(tokenizer, marked, tools)
+    text = render(tokenizer, marked, tools, options)
     for index, one in enumerate(marked):
         if one["role"] == "tool" and one["content"] not in text:
             raise ChatTemplateMissing(
@@ -295,7 +318,11 @@ def _marked_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def render_turn(
-    tokenizer: Any, system: str | None, messages: Sequence[Message], tools: Sequence[Tool] = ()
+    tokenizer: Any,
+    system: str | None,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    options: Mapping[str, Any] = NO_OPTIONS,
 ) -> str:
     """The text to read for messages that follow an answer which is in the cache already.
 
@@ -305,15 +332,44 @@ def render_turn(
     Raises:
         ChatTemplateMissing: no template, or one that changes the answer it is given.
     """
+    return _around_answer(tokenizer, system, messages, tools, options)[1]
+
+
+def same_opening(
+    tokenizer: Any,
+    system: str | None,
+    tools: Sequence[Tool],
+    one: Mapping[str, Any],
+    other: Mapping[str, Any],
+) -> bool:
+    """Return whether a conversation is written alike up to an answer with either options.
+
+    Some change what stands before it, such as a system prompt that says how to think.
+    """
+    if one == other:
+        return True
+    said = [{"role": "user", "content": "."}]
+    before, after = (_around_answer(tokenizer, system, said, tools, x)[0] for x in (one, other))
+    return before == after
+
+
+def _around_answer(
+    tokenizer: Any,
+    system: str | None,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    options: Mapping[str, Any],
+) -> tuple[str, str]:
+    """Return what is written before a stand-in for an answer, and what for messages after it."""
     said = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-    whole = render(tokenizer, [*system_message(system), *said, *messages], tools)
-    _, found, tail = whole.partition(MARK)
+    whole = render(tokenizer, [*system_message(system), *said, *messages], tools, options)
+    head, found, tail = whole.partition(MARK)
     if not found:
         raise ChatTemplateMissing(
             "this tokenizer's chat template rewrites earlier answers, so a conversation cannot be "
             "continued without reading it again; use `kvcap generate`"
         )
-    return tail
+    return head, tail
 
 
 def system_span(encode: Callable[[Sequence[Message]], list[int]], system: str) -> list[Span]:

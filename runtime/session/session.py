@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, get_args
 from weakref import ref
@@ -26,11 +26,13 @@ from kvcap.runtime.session.messages import (
     message_spans,
     render,
     render_turn,
+    same_opening,
     system_message,
     system_span,
     turn_has_results,
 )
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
+from kvcap.runtime.session.template_forms import with_thoughts_closed
 from kvcap.runtime.session.tool_calls import Parsed, parsed_by_template, parsed_text
 from kvcap.runtime.types import Message, OnFull, SlotUse, Span, Tool
 
@@ -56,6 +58,7 @@ class Prompt:
     ids: list[int]
     transcript: Transcript | None  # once it is read; None: a text that is no message
     spans: Sequence[Span]  # to be pinned as well
+    options: dict[str, Any] = field(default_factory=dict)  # of the chat template
     emptied: bool = False  # the cache is reset first, and the whole conversation read again
     reread: bool = False  # it begins with earlier messages, which are read again
 
@@ -102,6 +105,7 @@ class Session:
         self._unusual = False  # `loop` is not what the runtime would make
         self._open: ref[Generator[Any, Any, None]] | None = None  # the answer being written
         self._written = Written()  # the last answer
+        self._read_with: dict[str, Any] = {}  # options of the chat template of the last message
 
     def __repr__(self) -> str:
         plan, count = self.runtime.plan, len(self.messages)
@@ -274,6 +278,7 @@ class Session:
             "pinned": sorted(self.pinned),
             "pin_system": self.pin_system,
             "tools": list(self.tools),
+            "template_options": self._read_with,
             "unread": unread,
             "unread_since": self.cache.seen if unread else 0,
             "seed": self.seed,
@@ -285,6 +290,7 @@ class Session:
         self.messages, self.system = conversation["messages"], conversation["system"]
         self.pinned, self.pin_system = set(conversation["pinned"]), conversation["pin_system"]
         self.tools = tuple(conversation.get("tools", ()))
+        self._read_with = conversation.get("template_options", {})
         self.seed, self.rng = conversation["seed"], rng
         self.turn = self.notice = None
         self._written = Written()
@@ -397,10 +403,15 @@ class Session:
         """Change settings from the next answer on; None is the model's default.
 
         temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-        max_new_tokens, do_sample, seed, eos_token_id, stop_strings, logprobs, json_schema, regex.
+        max_new_tokens, do_sample, seed, eos_token_id, stop_strings, logprobs, json_schema, regex,
+        template_options: further names that the chat template gets, such as
+        `{"enable_thinking": False}`; `chat_template` names one of several templates. Where they
+        change what stands before the last answer, the conversation is read again.
 
         Answers are held to `json_schema`, or match the whole of `regex`, where `turn.finish_reason`
         is 'stop' and `turn.stop_string` None; else they were cut short, as by `max_new_tokens`.
+        They are not held within thoughts: `enable_thinking` is False for them unless it was given,
+        and thoughts that the chat template opens are closed.
 
         Raises:
             ValueError: no such setting, or a value that it cannot have; nothing is changed.
@@ -479,14 +490,20 @@ class Session:
         new = range(len(before.messages), len(messages))
         pinned = before.pinned | frozenset(new if pin else ())
         after = Transcript(messages, system, pinned, pin_system, tools)
-        if seen and turn_has_results(tokenizer, system, before.messages[-1:], given, tools):
-            turn = render_turn(tokenizer, system, given, tools)
-            ids = self._unread + self.encode(turn, follows=True)
-            return self._checked(Prompt(ids, after, [(seen, seen + len(ids))] if pin else []))
-        check_tools_read(tokenizer, messages, tools)
+        options = self._template_options
+        if (
+            seen
+            and same_opening(tokenizer, system, tools, self._read_with, options)
+            and turn_has_results(tokenizer, system, before.messages[-1:], given, tools, options)
+        ):
+            text = render_turn(tokenizer, system, given, tools, options)
+            ids = self._unread + self.encode(self._ready(text), follows=True)
+            spans = [(seen, seen + len(ids))] if pin else []
+            return self._checked(Prompt(ids, after, spans, options))
+        check_tools_read(tokenizer, messages, tools, options)
         ids, spans = self._encode_all(after)
         reread = bool(before.messages)
-        return self._checked(Prompt(ids, after, spans, emptied=seen > 0, reread=reread))
+        return self._checked(Prompt(ids, after, spans, options, emptied=seen > 0, reread=reread))
 
     def _text_prompt(self, text: str) -> Prompt:
         """The prompt of a text that is no message."""
@@ -506,19 +523,30 @@ class Session:
         pinned = frozenset(index for index in after.pinned if index < len(after.messages))
         after = replace(after, pinned=pinned)
         ids, spans = self._encode_all(after)
-        return self._checked(Prompt(ids, after, spans, emptied=True, reread=True))
+        options = self._template_options
+        return self._checked(Prompt(ids, after, spans, options, emptied=True, reread=True))
 
     def _encode_all(self, whole: Transcript) -> tuple[list[int], list[Span]]:
         """The tokens of a whole conversation, and what of them is pinned."""
+        tokenizer, options = self.runtime.tokenizer, self._template_options
 
         def encode(some: Sequence[Message]) -> list[int]:
-            return self.encode(render(self.runtime.tokenizer, some, whole.tools))
+            return self.encode(self._ready(render(tokenizer, some, whole.tools, options)))
 
         first = system_message(whole.system)
-        check_results_written(self.runtime.tokenizer, [*first, *whole.messages], whole.tools)
+        check_results_written(tokenizer, [*first, *whole.messages], whole.tools, options)
         ids = encode([*first, *whole.messages])
         spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
         return ids, spans + message_spans(encode, first, whole.messages, whole.pinned, ids)
+
+    @property
+    def _template_options(self) -> dict[str, Any]:
+        """Names that the chat template gets for the next message."""
+        return settings.template_options(self.generation)
+
+    def _ready(self, text: str) -> str:
+        """Return the prompt, in which no thoughts are open where the answer is held to a form."""
+        return with_thoughts_closed(text) if settings.shapes(self.generation) else text
 
     def _checked(self, prompt: Prompt) -> Prompt:
         """The prompt, if it can be answered; else it is refused."""
@@ -556,7 +584,11 @@ class Session:
     @property
     def _prompt_inputs(self) -> tuple[Any, ...]:
         """Everything that a prompt depends on."""
-        return self._transcript, self.on_full, self.cache.seen, self._unread
+        held = bool(settings.shapes(self.generation))
+        return (
+            self._transcript, self.on_full, self.cache.seen, self._unread, held,
+            self._template_options, self._read_with,
+        )  # fmt: skip
 
     def _answer(self, prompt: Prompt) -> Generator[Any, Any, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
@@ -581,7 +613,7 @@ class Session:
                         self.cache.reset()
                     self.cache.pin(prompt.spans)
                     if prompt.transcript is not None:
-                        self._transcript = prompt.transcript
+                        self._transcript, self._read_with = prompt.transcript, prompt.options
                     self.turn, self.notice, self._written = turn, None, written
                     start = self.cache.seen, self.cache.held
                     turn.reused_tokens = start[0]

@@ -6,6 +6,7 @@ Knows no library: they are attributes of transformers' `GenerationConfig` or of 
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -53,9 +54,11 @@ LEAST = 1e-20
 """A temperature or `top_p` below it leaves the likeliest token alone, as 0 does."""
 LARGEST = 1e18
 """Logits that are drawn from, at most: divided by the least temperature they are still numbers."""
-OURS = ("logprobs", *PENALTIES, *SHAPES)
+OURS = ("logprobs", *PENALTIES, *SHAPES, "template_options")
 """Settings that transformers does not have."""
-NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings", *SHAPES)
+NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings", *SHAPES, "template_options")
+GIVEN = ("messages", "tools", "add_generation_prompt")
+"""Names that a chat template gets anyway, which are no options."""
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -81,6 +84,9 @@ def check(settings: Mapping[str, Any]) -> None:
         elif name == "json_schema":
             allowed = "a dictionary, {'type': 'object'} for any JSON object, or True for any JSON"
             fits = isinstance(value, dict) or value is True
+        elif name == "template_options":
+            allowed = f"a dictionary of names and JSON values, without {', '.join(GIVEN)}"
+            fits = _are_template_options(value)
         elif name == "regex":
             allowed, fits = "a regular expression as a text", isinstance(value, str)
         else:
@@ -91,6 +97,16 @@ def check(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={value!r} will not work; use {allowed}")
     if all(settings.get(name) is not None for name in SHAPES):
         raise ValueError("an answer is held to json_schema or to regex; set one of them to None")
+
+
+def _are_template_options(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        return False
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return not set(value) & set(GIVEN)
 
 
 def copied(config: Any) -> Any:
@@ -117,6 +133,16 @@ def greedy(config: Any) -> bool:
     """Return whether no other token than the likeliest can be drawn."""
     given = (config.temperature, config.top_p)
     return not config.do_sample or any(value is not None and value < LEAST for value in given)
+
+
+def template_options(config: Any) -> dict[str, Any]:
+    """Return the names that the chat template gets beside messages and tools.
+
+    An answer that is held to a form is not to be held within its thoughts: `enable_thinking` is
+    False then, unless it was given.
+    """
+    given = getattr(config, "template_options", None) or {}
+    return {"enable_thinking": False, **given} if shapes(config) else dict(given)
 
 
 def penalties(config: Any) -> tuple[float, float]:

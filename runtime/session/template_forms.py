@@ -22,20 +22,37 @@ CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "f", "argume
 
 DEFAULT, TOOL_USE = "default", "tool_use"  # as transformers calls them
 
+THOUGHTS = {
+    "<think>": "</think>",
+    "<seed:think>": "</seed:think>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "[THINK]": "[/THINK]",
+}
+"""Marks between which models think, by the opening one."""
+
 Write = Callable[[Sequence[Message]], str]
 """Renders messages; raises `TemplateFailed` where the template does."""
 
 
-def template_for(templates: str | Mapping[str, str], *, tools: bool) -> str:
+def template_for(
+    templates: str | Mapping[str, str], *, tools: bool, name: str | None = None
+) -> str:
     """Return the chat template of a tokenizer that transformers takes; an only one is taken always.
 
     Args:
         templates: the tokenizer's `chat_template`: one, or several by name.
         tools: that the model may call are given.
+        name: of the template to take; None: that follows from `tools`.
 
     Raises:
-        ChatTemplateMissing: none is the default.
+        ChatTemplateMissing: there is none of that name, or none is the default.
     """
+    if name is not None:
+        known = {} if isinstance(templates, str) else templates
+        if name not in known:
+            names = ", ".join(sorted(known)) or "one chat template, without a name"
+            raise ChatTemplateMissing(f"there is no chat template {name!r}; there is: {names}")
+        return known[name]
     if isinstance(templates, str):
         return templates
     for name in (*([TOOL_USE] if tools else []), DEFAULT):
@@ -63,7 +80,7 @@ def without_default(templates: str | Mapping[str, str] | None) -> str | None:
 
 
 def _advice(templates: Mapping[str, str]) -> str:
-    advice = "rename one of them in the tokenizer's files"
+    advice = "name one by the template option chat_template"
     if TOOL_USE in templates:
         return f"only requests with tools are answered, by {TOOL_USE!r}; give tools, or {advice}"
     return advice
@@ -88,6 +105,19 @@ def as_taken(template: str, write: Write, messages: Sequence[Message]) -> list[M
         else one
         for one in messages
     ]
+
+
+def with_thoughts_closed(text: str) -> str:
+    r"""Return a prompt in which no thoughts are open, whatever the template opened at its end.
+
+    >>> with_thoughts_closed("<|assistant|><think>")
+    '<|assistant|><think>\n\n</think>\n\n'
+    """
+    opened = text.rstrip()
+    for opening, closing in THOUGHTS.items():
+        if opened.endswith(opening):
+            return f"{opened}\n\n{closing}\n\n"
+    return text
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:

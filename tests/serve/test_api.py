@@ -21,6 +21,7 @@ from tools import PATIENCE
 
 from kvcap.runtime import errors
 from kvcap.runtime.session.tool_calls import parsed_text
+from kvcap.serve import schemas
 from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Figures
 from kvcap.serve.limits import Limits
@@ -160,7 +161,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, None),
-    ({"parallel_tool_calls": False}, None),
+    ({"parallel_tool_calls": False}, None), ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"), ({"modalities": ["audio"]}, None),
     ({"response_format": {"type": "json_schema"}}, "response_format"), ({"audio": {}}, "audio"),
     ({"messages": "Hello"}, "messages"), ({"messages": HELLO * 4}, "messages"),
@@ -209,6 +211,19 @@ def test_what_is_no_letter_is_refused_by_name(url, talk, bad):
         assert said.status_code == 400, said.text
         assert "give UTF-8, and whole letters" in said.json()["error"]["message"]
     assert len(talk.answers) == before
+
+
+def test_options_of_the_chat_template_change_those_of_the_server(url, talk):
+    off = {"enable_thinking": False, "mood": "kind"}
+    assert post(url, chat_template_kwargs=off).status_code == 200
+    assert talk.asked.options == {"template_options": off}
+    said = schemas.ChatRequest(messages=[], chat_template_kwargs={"mood": None})
+    assert said.options(Limits(), {"template_options": off}) == {
+        "template_options": {"enable_thinking": False, "mood": None}
+    }
+    assert schemas.ChatRequest(messages=[]).options(Limits(), {"template_options": off}) == {
+        "template_options": off
+    }
 
 
 def test_values_that_ask_for_nothing_are_taken(url, talk):

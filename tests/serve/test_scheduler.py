@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_chat
-from chat_templates import TOOLS, with_template
+from chat_templates import THINKING, TOOLS, with_template
 from server_chats import NEVER, ask, limits, plain, pocket, said, serve, small, text_of, until, user
 from toy_engine import ToyEngine
 
@@ -94,6 +94,29 @@ def test_whatever_differs_is_read_anew(runtime: Any) -> None:
         assert reply.usage.reused_tokens > 0
 
     serve(Scheduler(runtime, limits(places=8)), chat)
+
+
+@pytest.mark.parametrize("name", ["switch", "system"])
+def test_thinking_is_switched_off_by_a_request(runtime: Any, name: str) -> None:
+    """What is held is gone on with, unless the template would have begun otherwise."""
+    runtime = runtime.with_budget(600)
+    runtime.tokenizer = with_template(runtime.tokenizer, THINKING[name])
+    first, then = user("Hello!"), user("And now?")
+    off = {"template_options": {"enable_thinking": False}}
+
+    async def chat(s: Scheduler) -> None:
+        reply = s.submit(ask(first))
+        answer = said(await text_of(reply))
+        again = s.submit(ask(first, answer, then, options=off))
+        text = await text_of(again)
+        assert again.session_id == reply.session_id
+        assert (again.usage.reused_tokens > 0) == (name == "switch")
+        if name == "system":
+            session = runtime.session()
+            session.set_generation(max_new_tokens=12, temperature=0.0, **off)
+            assert text == "".join(session.send([first, answer, then]))
+
+    serve(Scheduler(runtime, limits()), chat)
 
 
 @pytest.mark.parametrize("name", ["own turn", "ids", "one turn"])

@@ -39,6 +39,7 @@ class Generation:
     logprobs: int | None = None
     json_schema: dict[str, Any] | bool | None = None
     regex: str | None = None
+    template_options: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Generation:

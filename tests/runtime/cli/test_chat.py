@@ -96,6 +96,8 @@ def test_what_each_turn_evicted_is_reported(chat: Chat, capsys: pytest.CaptureFi
         ("/set json_schema", "json_schema = not set"),
         ("/set regex", "regex = not set"),
         ("/set logprobs 2", "logprobs = 2"),
+        ("/set template_option a=[1, 2]", "template_option = {'a': [1, 2]}"),
+        ("/set template_option", "template_option = not set"),
         ("/system", "no system prompt"),
         ("/system Be kind.", "the next message reads the conversation again"),
         ("/policy snapkv window=4", "policy snapkv"),

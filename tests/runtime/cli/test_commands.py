@@ -28,6 +28,7 @@ ANSWER = {
     *("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--quiet", "-q"),
     *("--session", "--pin-system", "--on-full", "--threads"),
     *("--repetition-penalty", "--repeat-penalty", "--json-schema", "--regex", "--logprobs"),
+    "--template-option",
 }
 OPTIONS = {
     "chat": BUDGET | ANSWER | {"--no-commands"},
@@ -204,6 +205,27 @@ def test_a_chat_has_no_schema_from_stdin(model: str, kvcap: Any) -> None:
     code, _, err = kvcap("chat", model, "--json-schema", "-", stdin=b"Hello!")
     assert code == 2
     assert "stdin is the conversation" in err
+
+
+def test_options_of_the_chat_template_are_given(tmp_path: Path, kvcap: Any) -> None:
+    """Values are JSON, or a text; each is asked for by a template that fails without it."""
+    folder = tiny_chat.save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% if enable_thinking is not false or mood != 'kind' %}{{ raise_exception('no options') }}"
+        "{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    ways = ("generate", folder, "Hello!", "-q", "--max-new-tokens", "2", "--template-option")
+    code, _, err = kvcap(*ways, "enable_thinking=false", "--template-option", "mood=kind")
+    assert (code, err) == (0, "")
+    for given, says in (
+        (("enable_thinking=False", "--template-option", "mood=kind"), "no options"),
+        (("enable_thinking",), "'enable_thinking' is not KEY=VALUE"),
+        (("tools=[]",), "without messages, tools"),
+        (("mood=kind", "--raw"), "leave --raw out"),
+    ):
+        code, _, err = kvcap(*ways, *given)
+        assert code == 2
+        assert says in err
 
 
 @pytest.mark.slow
