@@ -7,7 +7,6 @@ again with the same folder and version of kvcap runs only the cells that are mis
 from __future__ import annotations
 
 import difflib
-import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -306,7 +305,6 @@ class CellJob:
         prompts = self.prompts[_key(setting)]
         cell = measure(self._runtime, setting, prompts, self.sweep.batch_size, self.timed)
         if self._runtime.model.device.type == "cuda":
-            gc.collect()  # caches and their CUDA graphs lie in cycles
             torch.cuda.empty_cache()  # other workers may compute on the same GPU
         return cell
 

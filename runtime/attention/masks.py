@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, cast
 
 from torch import Tensor
 
-from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch
+from kvcap.runtime.errors import (
+    CacheMismatch,
+    PaddingUnsupported,
+    PositionMismatch,
+    UnsupportedModel,
+)
 from kvcap.runtime.types import ATTENTION
 
 MaskRequest = Mapping[str, Any]  # what transformers gives to a function that makes a mask
@@ -34,6 +40,49 @@ class Slots(int):
         found = cls(count)
         found.check = check
         return found
+
+
+@dataclass
+class MaskNote:
+    """Notes the length of the pass that begins, once its mask is checked.
+
+    A cache shares one with its layers, which know nothing else of the cache.
+    """
+
+    attends: bool = False
+    """The cache needs kvcap's attention."""
+    length: int | None = None
+    """Tokens of that pass; None: no mask was checked since the pass before."""
+
+    def check(self, seen: int, batch: int | None, asked: MaskRequest) -> None:
+        """Take note of the mask that a pass asks transformers for.
+
+        Args:
+            seen: tokens that the cache has read.
+            batch: sequences that it is allocated for; None: none yet.
+            asked: of the mask.
+
+        Raises:
+            PaddingUnsupported, PositionMismatch: it hides tokens, or does not reach all.
+            CacheMismatch: it is of another number of sequences. Nothing is changed.
+            UnsupportedModel: the cache needs kvcap's attention, and the model has another one.
+        """
+        stock = asked.get("attention")
+        if self.attends and stock is not None:
+            raise UnsupportedModel(
+                f"the cache was made for attn_implementation='kvcap', and the model has {stock!r}, "
+                "as after capped.remove(); make a BudgetCache of the model's own config, or call "
+                "model.set_attn_implementation('kvcap')"
+            )
+        check(asked, seen)
+        given = asked.get("batch_size")  # transformers 4.57 gives none
+        if given is not None and batch is not None and given != batch:
+            raise CacheMismatch(
+                f"the cache is allocated for {batch} sequences, and a block of {given} sequences "
+                "was given; a cache is of one batch size, also after reset(): make a new "
+                "BudgetCache"
+            )
+        self.length = length_of(asked)
 
 
 def attention_mask(**asked: Any) -> Tensor | None:

@@ -14,7 +14,7 @@ from kvcap import kernels
 from kvcap.kernels import decode, rows
 from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Policy, as_eviction
-from kvcap.runtime.attention.masks import READY_MADE, MaskRequest, check, length_of, watch_stock
+from kvcap.runtime.attention.masks import READY_MADE, MaskNote, MaskRequest, watch_stock
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.evictor import evict_together
@@ -28,7 +28,6 @@ from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
     BlockTooLarge,
-    CacheMismatch,
     PaddingUnsupported,
     PlanInfeasible,
     SessionBroken,
@@ -145,7 +144,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Holds the process to a cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
         self._covered: dict[tuple[bool, int], bool] = {}
-        self._length: int | None = None  # tokens of the pass that begins, once its mask is checked
+        self._mask = MaskNote(self._attends)  # of the pass that begins
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
         self.allocation = Allocation(self.layout)
@@ -183,9 +182,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             from transformers.cache_utils import DummyLayer
 
             return DummyLayer()
-        spans, check = self.pinned_spans, self.check_mask
-        place = shape.capped.index(index)
-        return BudgetLayer(place, self.allocation, self.evict_every, spans, check)
+        spans, place = self.pinned_spans, shape.capped.index(index)
+        return BudgetLayer(place, self.allocation, self.evict_every, spans, self._mask)
 
     def _state_layer(self, index: int) -> StateLayer:
         """A new state for the model's layer of that index."""
@@ -255,12 +253,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
         All layers will cut its block alike.
         """
-        if self._length is None:
+        if self._mask.length is None:
             raise PaddingUnsupported(READY_MADE)
         if not self.consistent:
             waits = any(x.readers > 1 and x.half_read for x in self.capped_layers)
             raise SessionBroken(HALF_READ if waits else BROKEN)
-        self._reading, self._length = self._length, None
+        self._reading, self._mask.length = self._mask.length, None
         if self._reading > 1:
             self.context.room = self.room
             self._check_whole(self._reading)
@@ -294,21 +292,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             CacheMismatch: it is of another number of sequences. Nothing is changed.
             UnsupportedModel: the cache needs kvcap's attention, and the model has another one.
         """
-        stock = asked.get("attention")
-        if self._attends and stock is not None:
-            raise UnsupportedModel(
-                f"the cache was made for attn_implementation='kvcap', and the model has {stock!r}, "
-                "as after capped.remove(); make a BudgetCache of the model's own config, or call "
-                "model.set_attn_implementation('kvcap')"
-            )
-        check(asked, self.seen)
-        batch, own = asked.get("batch_size"), self.allocation.batch  # transformers 4.57 gives none
-        if batch is not None and own is not None and batch != own:
-            raise CacheMismatch(
-                f"the cache is allocated for {own} sequences, and a block of {batch} sequences was "
-                "given; a cache is of one batch size, also after reset(): make a new BudgetCache"
-            )
-        self._length = length_of(asked)
+        self._mask.check(self.seen, self.allocation.batch, asked)
 
     @property
     def balance(self) -> LayerBalance | None:
@@ -708,7 +692,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             self.balance.reset()
         self.set_pins(())
         self.unread = None
-        self._length = None
+        self._mask.length = None
         self.allocation.compact = self.layout.positions == "compact"
         if self._table is not None:
             self._table.seen = None

@@ -8,7 +8,8 @@ that window, before which all keys are moved to where they count at compact ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcap.kernels import append
 from kvcap.runtime.attention.functions import without_gradient
 from kvcap.runtime.attention.latents import LatentBlock, rotated_first
-from kvcap.runtime.attention.masks import MaskRequest, Slots
+from kvcap.runtime.attention.masks import MaskNote, Slots
 from kvcap.runtime.cache.allocation import Allocation, LayerStorage
 from kvcap.runtime.cache.attend import AttentionCall, SlotAttention
 from kvcap.runtime.cache.evicted_store import EvictedStore
@@ -60,14 +61,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     """One capped layer of a `BudgetCache`.
 
     Its whole state is how many tokens it has read, what its storage holds, and the block that is
-    pending; it asks the cache for nothing.
+    pending; it knows nothing of the cache, so that a cache ends as soon as nobody holds it.
 
     Args:
         index: among the capped layers.
         allocation: of the cache.
         evict_every: in generation, evict every so many tokens.
         pinned_spans: of the cache, which changes them in place.
-        check_mask: takes note of the mask that a pass asks transformers for.
+        mask: of the cache, takes note of the mask that a pass asks transformers for.
     """
 
     is_sliding = False
@@ -79,7 +80,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         allocation: Allocation,
         evict_every: int,
         pinned_spans: Sequence[Span],
-        check_mask: Callable[[MaskRequest], None],
+        mask: MaskNote,
     ) -> None:
         super().__init__()
         self.index, self.layout = index, allocation.layout
@@ -99,7 +100,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.pending: PendingBlock | None = None
         self._attending = False  # a block is attended to, and evicted after
         self._allocation, self._evict_every = allocation, evict_every
-        self._pinned_spans, self._check_mask = pinned_spans, check_mask
+        self._pinned_spans, self._mask = pinned_spans, mask
         self._attention: SlotAttention | None = None
         self._like: tuple[int, torch.dtype, torch.device] | None = None  # what it is allocated for
 
@@ -148,7 +149,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """(slots visible, offset) for the next block, should a mask be built for it."""
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
         held = self.held - self._overdue(length)
-        return Slots.of(held + length, self._check_mask), self.seen - held
+        check = partial(self._mask.check, self.seen, self._allocation.batch)
+        return Slots.of(held + length, check), self.seen - held
 
     def get_max_cache_shape(self) -> int:
         """-1: a conversation may be of any length."""

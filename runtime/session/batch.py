@@ -37,7 +37,6 @@ class Answer:
     asked: Read | None = None  # the token that it wants read
     found: Any = None  # what came of that: logits [1, V], or the next token
     failed: Exception | None = None  # why that was not read
-    row: int | None = None  # of what sessions share, as long as its session has one
 
 
 class SharedRows(Protocol):
@@ -48,7 +47,7 @@ class SharedRows(Protocol):
         """Bytes that it holds, beside the sessions' own."""
 
     def fits(self, answer: Answer) -> bool:
-        """Whether a session's token can be read in such a pass now."""
+        """Whether a session's token can be read in such a pass now; it can once it has joined."""
 
     def join(self, answer: Answer) -> None:
         """Prepare a session for the next pass; it may be given a row until it leaves."""
@@ -165,11 +164,14 @@ class Batch:
             Exception: what ended one of them; the others go on with the next iteration.
         """
         while self._answers or self._waiting:
-            for found in self.step():
-                if found.text:
-                    yield found.session, found.text
-                if found.error is not None:
-                    raise found.error
+            for session, text, _, error in self.step():
+                if text:
+                    yield session, text
+                if error is not None:
+                    try:
+                        raise error
+                    finally:
+                        del error  # whose traceback has this frame
 
     def step(self) -> list[Progress]:
         """Read a token of every answer and a block of one prompt: all that came of that.
@@ -196,7 +198,10 @@ class Batch:
         for answer in answering:
             if answer.found is not None or answer.failed is not None:
                 found += self._proceed(answer)
-        return found
+        try:
+            return found
+        finally:
+            del found  # the traceback of an error in it has this frame
 
     def _proceed(self, answer: Answer) -> Iterator[Progress]:
         """Go on until a block of the prompt is read, or a token is to be read."""
@@ -222,7 +227,10 @@ class Batch:
         except Exception as raised:
             error = raised
         self._end(answer)
-        yield Progress(session, ended=True, error=error)
+        try:
+            yield Progress(session, ended=True, error=error)
+        finally:
+            del error, failed  # whose traceback has this frame
 
     @property
     def _all(self) -> list[Answer]:
@@ -246,7 +254,7 @@ class Batch:
         """
         rows, shared, apart = self._rows, list[Answer](), list[Answer]()
         for answer in answers:
-            shares = rows is not None and (answer.row is not None or rows.fits(answer))
+            shares = rows is not None and rows.fits(answer)
             (shared if shares else apart).append(answer)
         if len(shared) == 1 and self._begun is None:  # it does not pay for the rows of others
             shared[0].session.fetch_cache()

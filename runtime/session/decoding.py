@@ -320,10 +320,10 @@ def _begin(loop: Loop, ids: Any) -> Callable[[], Any]:
     try:
         logits = loop.read(ids)
     except Exception as error:
-        failed = error
+        failed = [error]
 
         def fail() -> Any:
-            raise failed
+            raise failed.pop()  # kept here it would keep itself, as its traceback has this frame
 
         return fail
     return lambda: logits

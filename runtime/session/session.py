@@ -123,7 +123,9 @@ class Session:
     def fetch_cache(self) -> None:
         """Have the cache hold the conversation again, if that is elsewhere."""
         if self.cache_away is not None:
-            self.cache_away()
+            with interrupts_deferred():
+                self.cache_away()
+                self.cache_away = None
 
     def read_by(self, loop: Any) -> None:
         """Read into another loop's cache, under the same settings, until `clear`."""

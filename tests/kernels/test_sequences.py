@@ -85,7 +85,7 @@ def read_together(rows, sessions):
         those = [i for i, mine in enumerate(left) if mine and (i != 1 or number % 5 != 4)]
         for i in those:
             answers[i].asked = Read(left[i].pop(0))
-            assert answers[i].row is not None or rows.fits(answers[i])
+            assert rows.fits(answers[i])
             rows.join(answers[i])
         tokens = [answers[i].asked.token for i in those]
         found = rows.begin([answers[i] for i in those], tokens)()
@@ -93,7 +93,7 @@ def read_together(rows, sessions):
             logits[i].append(its)
         if number == 7:
             sessions[0].fetch_cache()
-            assert answers[0].row is None
+            assert sessions[0].cache_away is None
     for session in sessions:
         session.fetch_cache()
     return logits

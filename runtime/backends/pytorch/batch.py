@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,10 +76,9 @@ class Rows:
             for name, buffer in cache.allocation.buffers.items()
             if not name.startswith("rotation.")  # a table that all share
         }
-        self._taken: dict[int, Answer] = {}
+        self._taken: dict[int, BudgetCache] = {}  # of a row: the cache of its session
         self._ahead: dict[int, int] = {}  # of a row: the rows' counter minus its session's
         self._first: dict[int, int] = {}  # of a row: first tokens that are never evicted
-        self._layers: dict[int, list[Any]] = {}  # of a row: those of its session's cache
         self._unlike: set[int] = set()  # rows taken that fill their slots, or have pins
         self._begun: Begun | None = None
         self.begins_ahead = model.device.type == "cuda"
@@ -95,6 +95,8 @@ class Rows:
     def fits(self, answer: Answer) -> bool:
         """Whether a session's slots can lie in a row."""
         cache = answer.session.loop.cache
+        if self._row_of(cache) is not None:
+            return True
         if not cache.compact_positions or cache.eviction != self.cache.eviction:
             return False
         if not self.unequal:
@@ -107,10 +109,10 @@ class Rows:
 
     def join(self, answer: Answer) -> None:
         """Copy a session's slots into a free row; `Session.fetch_cache` copies them back."""
-        if answer.row is not None:
+        session, own = answer.session, answer.session.loop.cache
+        if self._row_of(own) is not None:
             return
         assert self._begun is None, "rows are given between passes"
-        session, own = answer.session, answer.session.loop.cache
         row = next(row for row in range(self.size) if row not in self._taken)
         with interrupts_deferred():
             if not self._taken or own.seen > self.cache.seen:
@@ -119,27 +121,26 @@ class Rows:
             self._first[row] = self._first_pinned(own) or 0
             self._ahead[row] = self.cache.seen - own.seen
             self._move(row, self._ahead[row])
-            self._taken[row], self._layers[row] = answer, own.capped_layers
+            self._taken[row] = own
             self._place(row, own)
-            answer.row = row
-            session.cache_away = lambda: self._give_back(row)
+            session.cache_away = partial(self._give_back, row, own)
 
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
         """Begin to read the token of each of these, which have rows; see `SharedRows.begin`.
 
         Rows of others are changed as well: whoever has a row must be among them, or gives it back.
         """
-        if len(answers) < len(self._taken):
-            for answer in [a for a in self._taken.values() if a not in answers]:
-                answer.session.fetch_cache()
         ids, rows, samplers = [0] * self.size, list[int](), dict[int, Any]()
         for answer, token in zip(answers, tokens, strict=True):
-            assert answer.row is not None
+            row = self._row_of(answer.session.loop.cache)
+            assert row is not None
             assert answer.asked is not None
-            ids[answer.row] = token
-            rows.append(answer.row)
+            ids[row] = token
+            rows.append(row)
             if answer.asked.sampler is not None:
-                samplers[answer.row] = answer.asked.sampler
+                samplers[row] = answer.asked.sampler
+        for row in self._taken.keys() - set(rows):
+            self._give_back(row, self._taken[row])
         begun = self._begun = Begun(rows, set(samplers), set(rows))
         with interrupts_deferred():
             self._ids.copy_(torch.tensor(ids)[:, None], non_blocking=True)
@@ -163,7 +164,11 @@ class Rows:
             if begun.error is not None:
                 self.cache.reset()
                 self._empty()
-                raise begun.error
+                error, begun.error = begun.error, None
+                try:
+                    raise error
+                finally:
+                    del error  # whose traceback has this frame
             if alike := {row for row in self._unlike if self._alike(row)}:
                 self._unlike -= alike
                 self._cut()
@@ -178,29 +183,33 @@ class Rows:
         assert begun is not None
         begun.untold.remove(row)
         if begun.error is None:
-            for layer in self._layers[row]:
+            for layer in self._taken[row].capped_layers:
                 layer.advance(1, kept=all(s.held < s.target_length for s in layer.segments))
         else:
-            cache = self._taken[row].session.loop.cache
+            cache = self._taken[row]
             self._free(row)
             cache.reset()
 
-    def _give_back(self, row: int) -> None:
-        """Copy a row's slots back into its session's cache, and free the row."""
-        own = self._taken[row].session.loop.cache
+    def _row_of(self, own: BudgetCache) -> int | None:
+        """The row of the session that has this cache; None: it has none."""
+        return next((row for row, cache in self._taken.items() if cache is own), None)
+
+    def _give_back(self, row: int, own: BudgetCache) -> None:
+        """Copy a row's slots back into its session's cache, and free the row; once, if asked again.
+
+        Rows know caches and no sessions, which know how to have theirs back.
+        """
         with interrupts_deferred():
             if self._begun is not None and row in self._begun.untold:
                 self._tell(row)
-                if row not in self._taken:
-                    return
+            if self._taken.get(row) is not own:
+                return
             self._move(row, -self._ahead[row])
             self._copy(row, own, into_row=False)
             self._free(row)
 
     def _free(self, row: int) -> None:
-        answer = self._taken.pop(row)
-        answer.row = answer.session.cache_away = None
-        del self._ahead[row], self._first[row], self._layers[row]
+        del self._taken[row], self._ahead[row], self._first[row]
         self._unlike.discard(row)
         for segment in self._segments(row):  # it is read with the others, for nobody
             segment.held = segment.first_pinned = 0

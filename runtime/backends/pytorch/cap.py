@@ -10,8 +10,8 @@ import inspect
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import transformers
@@ -136,6 +136,20 @@ def cap(
     return Cap(model, make, before)
 
 
+class _Hidden(NamedTuple):
+    """The numbers of a block's output, without the cache, which would keep itself alive here."""
+
+    last: Tensor  # [B, T, hidden]
+    states: tuple[Tensor, ...] | None  # of every layer, if asked for
+    routed: tuple[Tensor, ...] | None  # a router's logits of every layer, likewise
+
+    @classmethod
+    def of(cls, output: Any) -> _Hidden:
+        """Those of a decoder's output."""
+        routed = getattr(output, "router_logits", None)
+        return cls(output.last_hidden_state, output.hidden_states, routed)
+
+
 @dataclass
 class _Call:
     """A call of the decoder, from the hook before it to the one after."""
@@ -143,30 +157,33 @@ class _Call:
     cached: bool  # the caller gets the cache
     as_tuple: bool
     seen: int  # tokens read before its last block
-    earlier: list[Any]  # outputs of the blocks before the last
+    earlier: list[_Hidden]  # of the blocks before the last
 
 
 class Cap:
-    """Keeps a model under a cap until `remove()` is called, or a `with` block ends."""
+    """Keeps a model under a cap until `remove()` is called, or a `with` block ends.
+
+    The model owns it, by its hooks, and not the other way round.
+    """
 
     cache: BudgetCache | None = None
     """The cache of the last call, for its figures."""
 
     def __init__(self, model: Any, make: partial[BudgetCache], attention: str) -> None:
-        self._model, self._decoder, self._make = model, model.get_decoder(), make
-        self._attention = attention
+        self._model, self._name, self._make = ref(model), type(model).__name__, make
+        self._attention, decoder = attention, model.get_decoder()
         self._wraps = is_wrapper(model.config)
         self._mask: Any = None  # that the wrapper was called with
         self._calls: WeakKeyDictionary[BudgetCache, _Call] = WeakKeyDictionary()
         self._hooks = [
-            self._decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
-            self._decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
+            decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
+            decoder.register_forward_hook(self._after_decoder, with_kwargs=True),
         ]
-        if model is not self._decoder:
+        if model is not decoder:
             self._hooks.append(
                 model.register_forward_pre_hook(self._before_model, with_kwargs=True)
             )
-        setattr(self._decoder, MARK, self)
+        setattr(decoder, MARK, self)
         for name, refuse in REFUSED.items():
             if hasattr(model, name):
                 setattr(model, name, refuse)
@@ -177,7 +194,7 @@ class Cap:
 
     def __repr__(self) -> str:
         """The cap, and its last cache."""
-        return f"Cap({type(self._model).__name__}, {self.cache or self._make()!r})"
+        return f"Cap({self._name}, {self.cache or self._make()!r})"
 
     def __enter__(self) -> Cap:
         """The cap is in force already."""
@@ -194,18 +211,19 @@ class Cap:
 
     def remove(self) -> None:
         """Take the cap off the model, which is as it was before. Twice does no harm."""
-        if getattr(self._decoder, MARK, None) is not self:
+        model = self._model()
+        if model is None or getattr(model.get_decoder(), MARK, None) is not self:
             return
         for hook in self._hooks:
             hook.remove()
-        delattr(self._decoder, MARK)
-        for name in REFUSED.keys() & vars(self._model).keys():
-            delattr(self._model, name)
-        self._model.set_attn_implementation(self._attention)
+        delattr(model.get_decoder(), MARK)
+        for name in REFUSED.keys() & vars(model).keys():
+            delattr(model, name)
+        model.set_attn_implementation(self._attention)
         if self._generation is not None:
             self._generation.cache_implementation = self._implementation
 
-    def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_model(self, model: Any, args: Any, kwargs: Any) -> Any:
         """Before the whole model runs, read the blocks of which no logits are needed."""
         given = _named(model, args, kwargs)
         if self._wraps:
@@ -217,11 +235,11 @@ class Cap:
         cache = self._cache_for(given)
         if cache is not None:
             given |= cache_argument(model, cache)
-            for _ in self._blocks(given, cache, logits):
+            for _ in self._blocks(model.get_decoder(), given, cache, logits):
                 pass
         return (), given
 
-    def _before_decoder(self, decoder: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_decoder(self, decoder: Any, args: Any, kwargs: Any) -> Any:
         """Before the decoder runs, give it a cache and read all blocks but the last."""
         given = _named(decoder, args, kwargs)
         cache = self._cache_for(given)
@@ -231,10 +249,10 @@ class Cap:
         if self._wraps and made is not None and not (isinstance(made, Tensor) and made.dim() == 2):
             given["attention_mask"] = self._mask  # of which the wrapper made it, knowing no cache
         cached = given.get("use_cache")
-        cached = getattr(self._decoder.config, "use_cache", True) if cached is None else cached
+        cached = getattr(decoder.config, "use_cache", True) if cached is None else cached
         as_tuple = given.pop("return_dict", None) is False
         given |= cache_argument(decoder, cache) | {"use_cache": True}
-        earlier = list(self._blocks(given, cache))
+        earlier = [_Hidden.of(part) for part in self._blocks(decoder, given, cache)]
         if earlier:
             given.pop("logits_to_keep", None)  # Gemma 4's decoder would shorten the last block
         self._calls[cache] = _Call(bool(cached), as_tuple, cache.seen, earlier)
@@ -247,14 +265,16 @@ class Cap:
         if call is None:
             return None
         _check_read(cache, call.seen)
-        parts = [*call.earlier, output]
-        last = torch.cat([part.last_hidden_state for part in parts], dim=1)
+        parts = [*call.earlier, _Hidden.of(output)]
+        last = torch.cat([part.last for part in parts], dim=1)
         found: dict[str, Any] = {"last_hidden_state": last}
         if call.cached:
             found |= cache_argument(decoder, cache)
-        if (states := [part.hidden_states for part in parts])[0] is not None:
+        states = [part.states for part in parts if part.states is not None]
+        if states:
             found["hidden_states"] = tuple(torch.cat(x, dim=1) for x in zip(*states, strict=True))
-        if (routed := [getattr(part, "router_logits", None) for part in parts])[0] is not None:
+        routed = [part.routed for part in parts if part.routed is not None]
+        if routed:
             layers = zip(*routed, strict=True)
             found["router_logits"] = tuple(_joined(x, len(last)) for x in layers)
         joined = type(output)(**found)
@@ -286,7 +306,9 @@ class Cap:
         self.cache = past
         return past
 
-    def _blocks(self, given: dict[str, Any], cache: BudgetCache, logits: int = 0) -> Any:
+    def _blocks(
+        self, decoder: Any, given: dict[str, Any], cache: BudgetCache, logits: int = 0
+    ) -> Any:
         """Read whole blocks until one, or the last `logits` tokens, are left; yields their outputs.
 
         The call's arguments in `given` become those of what is left.
@@ -299,20 +321,22 @@ class Cap:
         least = max(logits, 1)  # tokens that are left
         if tokens is None or tokens.shape[1] - cache.room < least:
             return
-        self._check(given, cache, tokens)
+        self._check(decoder, given, cache, tokens)
         rest = {key: value for key, value in given.items() if key not in TOKEN_ARGUMENTS}
         every = {key: value for key, value in rest.items() if key not in HEAD_ARGUMENTS}
-        every |= cache_argument(self._decoder, cache) | {"use_cache": True}
+        every |= cache_argument(decoder, cache) | {"use_cache": True}
         while tokens.shape[1] - cache.room >= least:
             block, tokens = tokens[:, : cache.room], tokens[:, cache.room :]
             before = cache.seen
-            output = self._decoder.forward(**every, **{name: block})
+            output = decoder.forward(**every, **{name: block})
             _check_read(cache, before)
             yield output
         given.clear()
         given.update(rest | {name: tokens})
 
-    def _check(self, given: dict[str, Any], cache: BudgetCache, tokens: Tensor) -> None:
+    def _check(
+        self, decoder: Any, given: dict[str, Any], cache: BudgetCache, tokens: Tensor
+    ) -> None:
         """Refuse, before anything is read, a mask or positions that blocks cannot have."""
         length = tokens.shape[1]
         mask, places = given.get("attention_mask"), given.get("position_ids")
@@ -325,7 +349,7 @@ class Cap:
                 f"position_ids do not count on from the {cache.seen} tokens that were read; leave "
                 "them out, the cache keeps count. Packed sequences need a call each"
             )
-        BlockLoop(self._model, cache, graphs=False).check_room(length)
+        BlockLoop(decoder, cache, graphs=False).check_room(length)
 
 
 def _check_read(cache: BudgetCache, before: int) -> None:

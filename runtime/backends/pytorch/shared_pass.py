@@ -9,6 +9,7 @@ tokens, at positions of their own. Knows caches and sessions; no policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -72,21 +73,19 @@ class SharedPass:
         """
         session, loop = answer.session, cast(BlockLoop, answer.session.loop)
         loop.make_room(1)
-        if answer.row is None:
-            answer.row = self._free.pop()
-            for layer, lent in zip(loop.cache.capped_layers, self._lent[answer.row], strict=False):
+        if session.cache_away is None:
+            row = self._free.pop()
+            for layer, lent in zip(loop.cache.capped_layers, self._lent[row], strict=False):
                 assert layer.storage is not None
                 lent.count, layer.storage.lent = 0, lent
-            session.cache_away = lambda: self._leave(answer)
+            session.cache_away = partial(self._leave, loop.cache, row)
 
-    def _leave(self, answer: Answer) -> None:
+    def _leave(self, cache: BudgetCache, row: int) -> None:
         """Take back what was lent."""
-        session, row = answer.session, answer.row
-        assert row is not None
-        for layer in session.loop.cache.capped_layers:
+        for layer in cache.capped_layers:
+            assert layer.storage is not None
             layer.storage.lent = None
         self._free.append(row)
-        answer.row = session.cache_away = None
 
     begins_ahead = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -10,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from kvcap.runtime.errors import (
     ShapeError,
     TokenUnknown,
 )
+from kvcap.runtime.session.session import Session
 from kvcap.runtime.session.settings import end_tokens
 
 ROOT = Path(__file__).parents[4]
@@ -788,6 +791,29 @@ def test_refused_memory_empties_the_cache_and_says_so(tiny, monkeypatch):
             list(session.send("Hi"))
     assert session.cache.seen == 0
     assert list(session.send("Hi"))
+
+
+@pytest.mark.parametrize("kind", ["shared", "found"])
+def test_a_cache_is_freed_when_its_session_is_dropped(exported, tiny, tmp_path, kind):
+    """By counting references: Python's cyclic collector rests."""
+    runtime, freed = both(exported, tiny, kind), []
+    gc.collect()
+    gc.disable()
+    try:
+        for stopped in (False, True):
+            session = runtime.session()
+            session.set_generation(max_new_tokens=4)
+            pieces = session.send(FACT)
+            next(pieces)
+            if not stopped:
+                list(pieces)
+                session.save(tmp_path / "chat")
+                session = Session.load(runtime, tmp_path / "chat")
+            freed += [weakref.ref(session.cache), weakref.ref(session.cache.decoder)]
+            del session, pieces
+        assert [gone() for gone in freed] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_an_answer_that_is_stopped_is_kept(tiny):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -413,6 +414,62 @@ def test_a_capture_is_not_broken_by_graphs_that_nobody_uses(tokens, capfd, monke
     assert loop.graphs.captured
     assert loop.execution == "CUDA graphs"
     assert "not permitted" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "cake", "adakv", "calidrop"])
+def test_a_dropped_cache_frees_its_memory_and_its_graphs(policy, tokens):
+    """By counting references: Python's cyclic collector, which sees no GPU's memory, rests."""
+    model = tiny_model("llama", dtype=torch.bfloat16).cuda()
+    eviction = small_policy(policy, model.config)
+
+    def use() -> list[weakref.ref]:
+        loop = BlockLoop(model, kvcap.BudgetCache(model.config, 40, 16, eviction))
+        loop.prefill(tokens(200).cuda())
+        for i in range(6):
+            loop.read(tokens(1, seed=i).cuda())
+        assert loop.graphs.captured
+        made = [loop.cache, loop.graphs, *loop.graphs.captured.values()]
+        return [weakref.ref(x) for x in (*made, *loop.cache.buffers())]
+
+    use()  # libraries keep a workspace of theirs
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            assert not any(gone() for gone in use())
+            assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("positions", ["compact", "auto"])
+def test_a_runtime_whose_sessions_were_dropped_holds_nothing(positions):
+    """Half-way through answers that share a pass, and after what the pool of caches holds."""
+    runtime = kvcap.Runtime.from_pretrained(
+        "pocket", kv_budget_tokens=64, block_size=16, device="cuda", positions=positions
+    )
+
+    def use() -> None:
+        batch, sessions = runtime.batch(2), [runtime.session() for _ in range(2)]
+        for session in sessions:
+            session.set_generation(max_new_tokens=24)
+            batch.add(session, session.send("Please remember: the code for the old door is 12."))
+        for _ in range(12):
+            batch.step()
+
+    use()
+    runtime.free_idle()
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            use()
+            runtime.free_idle()
+            assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "pyramidkv", "criticalkv", "adakv"])

@@ -164,11 +164,30 @@ def test_a_cache_that_somebody_holds_is_left_to_them(graphs_without_gpu):
     del loop
     assert runtime.loop().cache is not held
     del held
-    gc.collect()
     loop = runtime.loop()
     place = id(loop.cache)
     del loop
     assert id(runtime.loop().cache) == place
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "h2o", "cake", "calidrop"])
+def test_a_cache_and_its_graphs_are_freed_when_they_are_dropped(policy, graphs_without_gpu):
+    """By counting references, as a GPU's memory is not what Python's cyclic collector looks at."""
+    model, ids = tiny_model("llama"), 3 + torch.randint(90, (1, 150))
+    runtime = runtime_of(model, policy)
+    gc.collect()
+    gc.disable()
+    try:
+        loop = runtime.loop()
+        read(loop, ids)
+        assert loop.graphs.captured
+        made = [loop.cache, loop.graphs, *loop.graphs.captured.values(), *loop.cache.buffers()]
+        freed = [weakref.ref(x) for x in made]
+        del loop, made
+        assert runtime.free_idle() > 0
+        assert [gone() for gone in freed] == [None] * len(freed)
+    finally:
+        gc.enable()
 
 
 def test_graphs_whose_capture_failed_are_not_lent(graphs_without_gpu):
