@@ -11,10 +11,11 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -27,6 +28,7 @@ from kvcap.policies.base import (
     Observation,
     Policy,
     PolicyError,
+    Preset,
     Rescorer,
     Saliency,
 )
@@ -76,11 +78,33 @@ def policies() -> dict[str, Recipe]:
     found = {name: Recipe({"policy": cls}, {}) for name, cls in scores.items()}
     for cls in (*scores.values(), *companions().values()):
         for name, preset in vars(cls).get("presets", {}).items():  # not those of a base class
-            recipe = _compose(preset.parts, preset.options, preset.when, scores)
-            if name in found and found[name].parts != {"policy": recipe.parts["policy"]}:
-                raise PolicyError(f"{cls.__module__} has a preset {name!r}, a name that is taken")
-            found[name] = recipe
+            if recipe := _preset(cls, name, preset, scores, found.get(name)):
+                found[name] = recipe
     return dict(sorted(found.items()))
+
+
+def _preset(
+    cls: type[Component],
+    name: str,
+    preset: Preset,
+    scores: Mapping[str, type[Component]],
+    taken: Recipe | None,
+) -> Recipe | None:
+    """What a preset of a class stands for; None, with a warning, where another package's is broken.
+
+    Raises:
+        PolicyError: one of kvcap's own is.
+    """
+    try:
+        recipe = _compose(preset.parts, preset.options, preset.when, scores)
+        if taken is not None and taken.parts != {"policy": recipe.parts["policy"]}:
+            raise PolicyError(f"{cls.__module__} has a preset {name!r}, a name that is taken")
+    except PolicyError as error:
+        if cls not in _registered()[0].values():
+            raise
+        warnings.warn(f"preset {name!r} of {cls.__module__} cannot be used: {error}", stacklevel=3)
+        return None
+    return recipe
 
 
 def load_policy(name: str, **options: Any) -> Eviction:
@@ -101,7 +125,7 @@ def load_policy(name: str, **options: Any) -> Eviction:
     0.25
     """
     if name not in policies() and "+" not in name:
-        raise PolicyError(f"no policy is called {name!r}{_nearest(name, list(policies()))}")
+        raise _unknown(name, policies())
     recipe = policies().get(name) or _compose(name, {})
     given = {**recipe.options, **options}
     pins = {key: given.pop(key) for key in PINS if key in given}
@@ -164,14 +188,47 @@ def _default(cls: type[Component], option: str) -> Any:
 
 def _scores() -> dict[str, type[Component]]:
     """The policies alone, those of other packages too."""
-    found = _modules(".")
+    return _modules(".") | _registered()[0]
+
+
+@cache
+def _registered() -> tuple[dict[str, type[Component]], dict[str, str]]:
+    """The policies of other packages, and of those that cannot be used the reasons, by name.
+
+    A broken one is warned of, and takes nothing else with it.
+    """
+    found, broken, own = dict[str, type[Component]](), dict[str, str](), _modules(".")
     for point in entry_points(group=ENTRY_POINTS):
-        if point.name in found:
-            raise PolicyError(
-                f"{point.value} registers a policy named {point.name!r}, which is kvcap's own name"
-            )
-        found[point.name] = point.load()
-    return found
+        who = f"policy {point.name!r} ({point.value}, of package {_package(point)})"
+        try:
+            if point.name in own:
+                raise PolicyError("the name is kvcap's own")
+            if point.name in found:
+                raise PolicyError("another package has a policy of that name")
+            cls = point.load()
+            if not (isinstance(cls, type) and issubclass(cls, Policy)):
+                raise PolicyError("it is no class derived from kvcap.policies.Policy")
+            cls()  # its options have defaults
+        except (Exception, SystemExit) as error:
+            why = str(error).strip().partition("\n")[0]
+            said = f"{who} cannot be used: {why or type(error).__name__}"
+            if point.name not in (own | found):
+                broken[point.name] = said
+            warnings.warn(f"{said}; mend or uninstall that package", stacklevel=2)
+        else:
+            found[point.name] = cls
+    return found, broken
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.module.partition(".")[0]
+
+
+def _unknown(name: str, known: Iterable[str]) -> PolicyError:
+    """The error for a name that is no policy's."""
+    if why := _registered()[1].get(name):
+        return PolicyError(why)
+    return PolicyError(f"no policy is called {name!r}{_nearest(name, list(known))}")
 
 
 def _compose(
@@ -184,7 +241,7 @@ def _compose(
     scores = _scores() if scores is None else scores
     base, *others = combination.split("+")
     if base not in scores:
-        raise PolicyError(f"no policy is called {base!r}{_nearest(base, list(scores))}")
+        raise _unknown(base, scores)
     parts = {"policy": scores[base]}
     for other in others:
         if other not in companions():

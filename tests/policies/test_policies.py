@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +16,8 @@ from observations import attention_by_loops, observe, same
 import kvcap
 from kvcap import policies
 from kvcap.policies import Eviction, Observation, Policy, PolicyError, load_policy
-from kvcap.policies.base import LayerBudget, Rescorer, Saliency, pool_in_time
+from kvcap.policies.base import LayerBudget, Preset, Rescorer, Saliency, pool_in_time
+from kvcap.policies.keydiff import KeyDiff
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
@@ -351,7 +353,7 @@ def test_slots_of_an_eviction_compose():
         Eviction(load_policy("full").policy, rescorer=Flip())
 
 
-def test_third_party_policy_by_entry_point(monkeypatch):
+def test_third_party_policy_by_entry_point(monkeypatch, fresh):
     @dataclass(frozen=True)
     class Newest(Policy):
         observes: ClassVar = frozenset({"positions"})
@@ -359,21 +361,98 @@ def test_third_party_policy_by_entry_point(monkeypatch):
         def score(self, obs: Observation) -> torch.Tensor:
             return obs.positions.float()
 
+    registered(monkeypatch, newest=Newest)
+    assert isinstance(load_policy("newest").policy, Newest)
+    assert load_policy("newest+adakv").head_budget is not None
+
+
+def registered(monkeypatch, **points: Any) -> None:
+    """Register policies by entry points, where an error is what loading raises."""
+
     class Point:
-        name, value = "newest", "elsewhere:Newest"
+        value, dist = "elsewhere:Thing", SimpleNamespace(name="a-package")
+
+        def __init__(self, name: str, found: Any) -> None:
+            self.name, self.found = name, found
 
         def load(self):
-            return Newest
+            if isinstance(self.found, BaseException):
+                raise self.found
+            return self.found
 
-    monkeypatch.setattr(policies, "entry_points", lambda group: [Point()])
+    made = [Point(name, found) for name, found in points.items()]
+    monkeypatch.setattr(policies, "entry_points", lambda group: made)
     policies.policies.cache_clear()
-    assert isinstance(load_policy("newest").policy, Newest)
-    Point.name = "keydiff"
-    policies.policies.cache_clear()
-    with pytest.raises(PolicyError, match="kvcap's own name"):
-        load_policy("keydiff")
+    policies._registered.cache_clear()
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    yield
     monkeypatch.undo()
     policies.policies.cache_clear()
+    policies._registered.cache_clear()
+
+
+@dataclass(frozen=True)
+class Demanding(Policy):
+    """Has an option without a default, and a preset of nothing."""
+
+    much: int
+    presets: ClassVar = {"nothing": Preset("no_such_policy")}
+
+
+@dataclass(frozen=True)
+class Plain(Policy):
+    """Sound."""
+
+
+@dataclass(frozen=True)
+class Greedy(Policy):
+    """Takes names of others for its presets."""
+
+    presets: ClassVar = {
+        "h2o": Preset("greedy"),
+        "nothing": Preset("no_such"),
+        "mine": Preset("greedy"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (ImportError("No module named 'gone'"), "No module named 'gone'"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
+        (SystemExit("bye"), "bye"),
+        (SyntaxError("invalid syntax"), "invalid syntax"),
+        (load_policy, "no class derived from kvcap.policies.Policy"),
+        (int, "no class derived from kvcap.policies.Policy"),
+        (Demanding, "missing 1 required positional argument: 'much'"),
+    ],
+)
+def test_a_broken_policy_of_a_package_takes_nothing_else_with_it(found, why, monkeypatch, fresh):
+    registered(monkeypatch, broken=found, newest=Plain)
+    said = rf"policy 'broken' \(elsewhere:Thing, of package a-package\) cannot be used: .*{why}"
+    with pytest.warns(UserWarning, match=said):
+        assert isinstance(load_policy("newest").policy, Plain)
+    assert "keydiff" in policies.policies()
+    assert "broken" not in policies.policies()
+    for name in ("broken", "broken+adakv"):
+        with pytest.raises(PolicyError, match=said):
+            load_policy(name)
+
+
+def test_names_that_are_taken_stay_their_owners(monkeypatch, fresh):
+    registered(monkeypatch, keydiff=Demanding, greedy=Greedy)
+    with pytest.warns(UserWarning, match="cannot be used") as caught:
+        assert type(load_policy("keydiff").policy) is KeyDiff
+    assert type(load_policy("h2o").policy).__name__ == "H2O"
+    assert isinstance(load_policy("mine").policy, Greedy)
+    said = [str(one.message) for one in caught]
+    assert any("the name is kvcap's own; mend or uninstall" in one for one in said)
+    assert any("preset 'h2o' of" in one and "a name that is taken" in one for one in said)
+    assert any("preset 'nothing' of" in one and "no policy is called" in one for one in said)
+    assert len(said) == 3
 
 
 def test_every_policy_documents_itself():
