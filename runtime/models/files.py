@@ -5,9 +5,11 @@ Nothing in it is executed: no pickles and no code of its own; templates run in a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from kvcap.runtime.memory.free_memory import return_freed
 from kvcap.runtime.models.checkpoint import Checkpoint, empty_model, fill, fill_buffers
 from kvcap.runtime.models.config import FAMILIES, ModelShape
 from kvcap.runtime.models.gguf import is_gguf, loading, read_gguf, source
+from kvcap.runtime.models.names import ADAPTER, holds_adapter
 from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
 from kvcap.runtime.models.rope import rope_of
@@ -45,6 +48,8 @@ from kvcap.runtime.models.wrappers import NAMES, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, NEUTRAL
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt")
+PEFT = ("models.auto.auto_factory", "modeling_utils", "integrations.peft")
+"""Modules of transformers that look for adapters."""
 MOST_LAYERS = 10_000  # a config with more would fill the memory before it could be checked
 
 
@@ -87,7 +92,25 @@ def load_config(where: str) -> Any:
         raise
     except Exception as error:  # whatever transformers makes of values that it does not expect
         raise _broken(where, "config.json", error) from error
+    if (folder / ADAPTER).is_file():
+        _check_adapter(where)
     return untie(where, config)
+
+
+def _check_adapter(where: str) -> None:
+    """Refuse an adapter without the model that it is of; say that one beside a model is left out.
+
+    Raises:
+        ModelNotFound: there are no weights but the adapter's.
+        ModelFilesBroken: as `read_headers`.
+    """
+    if read_headers(where) is None:
+        raise ModelNotFound(f"the directory {where!r} {holds_adapter(Path(where))}")
+    warnings.warn(
+        f"the adapter beside the model in {where!r} ({ADAPTER}) is not applied; merge it to have "
+        "its answers, or remove the file",
+        stacklevel=3,
+    )
 
 
 def _config_in_gguf(where: str) -> Any:
@@ -274,7 +297,7 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     if wrapped and transformers.__version__ < "5":
         _check_names(where)
     try:
-        with _quiet(wrapped):
+        with _quiet(wrapped), _without_peft():
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -370,6 +393,21 @@ def _check_names(where: str) -> None:
             f"transformers {transformers.__version__} cannot load the text model of {where!r} "
             "without its wrapper; install transformers 5"
         )
+
+
+@contextmanager
+def _without_peft() -> Iterator[None]:
+    """Have transformers load a model alone, whether peft is installed or not.
+
+    With peft it would add an adapter beside the model; its 4.57 would load the adapter's base, from
+    wherever that is.
+    """
+    homes: list[Any] = [import_module(f"transformers.{name}") for name in PEFT]
+    with ExitStack() as stack:
+        for home in (home for home in homes if hasattr(home, "is_peft_available")):
+            stack.callback(setattr, home, "is_peft_available", home.is_peft_available)
+            home.is_peft_available = lambda: False
+        yield
 
 
 @contextmanager

@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvcap.runtime.errors import ModelNotFound, UnsupportedModel, first_line
+from kvcap.runtime.files import read_json
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
 
 CONFIG = "config.json"
+ADAPTER = "adapter_config.json"  # of peft
 TIMEOUT = 10.0  # seconds within which the hub must answer
 EXAMPLE = "Qwen/Qwen3-0.6B"
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -90,9 +92,24 @@ def _contents(folder: Path) -> str:
     """Words for what a directory without a config holds, and what to give instead."""
     if files := sorted(folder.glob("*.gguf")):
         return f"holds GGUF files; give one of them, such as {str(files[0])!r}"
+    if (folder / ADAPTER).is_file():
+        return holds_adapter(folder)
     inside = sorted(folder.glob(f"*/{CONFIG}"))
     hint = f"; did you mean {str(inside[0].parent)!r}?" if inside else ""
     return f"holds no {CONFIG}, so it is no model of transformers{hint}"
+
+
+def holds_adapter(folder: Path) -> str:
+    """Words for a directory with an adapter of peft and no weights of a model, and what to give."""
+    try:
+        base = f" of {read_json(folder / ADAPTER)['base_model_name_or_path']!r}"
+    except (OSError, ValueError, KeyError, TypeError):
+        base = ""
+    return (
+        f"holds an adapter{base} and no model; merge it once (in Python: "
+        "peft.AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained("
+        "...)), and give that directory, with the tokenizer's files"
+    )
 
 
 def _kind(path: Path) -> str:

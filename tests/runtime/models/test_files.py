@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -25,9 +26,14 @@ from typer.testing import CliRunner
 
 from kvcap import KvcapError, Runtime
 from kvcap.cli import app, run
-from kvcap.runtime.errors import ChatTemplateMissing, ModelFilesBroken, UnsupportedModel
+from kvcap.runtime.errors import (
+    ChatTemplateMissing,
+    ModelFilesBroken,
+    ModelNotFound,
+    UnsupportedModel,
+)
 from kvcap.runtime.memory.free_memory import FreeMemory
-from kvcap.runtime.models import weights
+from kvcap.runtime.models import files, weights
 from kvcap.runtime.models.files import load_config, load_model
 from kvcap.runtime.models.weights import INDEX, SINGLE, Tensor, read_headers, weigh
 
@@ -511,6 +517,37 @@ def test_settings_of_generation_are_checked(text, folder):
         load(folder)
     (folder / "generation_config.json").unlink()
     load(folder)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_model_is_loaded_without_the_adapter_beside_it(installed, weights, folder, monkeypatch):
+    """Also where peft is installed: with it transformers would read the adapter, or its base."""
+    expected = load(folder).model.get_input_embeddings().weight
+    for name in files.PEFT:
+        home = importlib.import_module(f"transformers.{name}")
+        monkeypatch.setattr(home, "is_peft_available", lambda: installed, raising=False)
+    said = {"peft_type": "LORA", "base_model_name_or_path": "nobody/nothing"}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    save_file({"a": torch.ones(1)}, folder / "adapter_model.safetensors")
+    with pytest.warns(UserWarning, match="the adapter beside the model in .* is not applied"):
+        loaded = Runtime.from_pretrained(folder, kv_budget_tokens=16, device="cpu", weights=weights)
+    if weights is None:
+        assert torch.equal(loaded.model.get_input_embeddings().weight, expected)
+    assert "".join(loaded.session(seed=0).complete("Hello"))
+
+
+@pytest.mark.parametrize("config", [False, True])
+@pytest.mark.parametrize(("said", "of"), [
+    ('{"base_model_name_or_path": "some/base"}', "of 'some/base' "), ("{", ""), ("[]", ""),
+])  # fmt: skip
+def test_an_adapter_alone_is_refused_by_name(said, of, config, folder):
+    (folder / "adapter_config.json").write_text(said)
+    (folder / SINGLE).rename(folder / "adapter_model.safetensors")
+    if not config:
+        (folder / "config.json").unlink()
+    with pytest.raises(ModelNotFound, match=f"holds an adapter {of}and no model; merge it once"):
+        load(folder)
 
 
 def test_a_missing_package_is_named(folder, monkeypatch):
