@@ -18,6 +18,7 @@ from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, UnsupportedMode
 from kvcap.runtime.models import gguf as gguf_files
 from kvcap.runtime.models.files import load_config, load_model
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
+from kvcap.runtime.session.settings import end_tokens
 
 INSTALLED = all(importlib.util.find_spec(name) for name in gguf_files.NEEDED)
 needs_gguf = pytest.mark.skipif(not INSTALLED, reason="needs gguf and accelerate")
@@ -26,7 +27,8 @@ HEADS, KV_HEADS, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
 
 
 def write(path: Path, *, architecture: str = "llama", parts: int = 0, vocabulary: bool = True,
-          tensors: bool = True, without: str = "none", factors: bool = False) -> None:  # fmt: skip
+          tensors: bool = True, without: str = "none", factors: bool = False,
+          eos: int | None = None) -> None:  # fmt: skip
     """A random Llama in Q8_0, with the built-in model's tokenizer."""
     import gguf
 
@@ -59,7 +61,7 @@ def write(path: Path, *, architecture: str = "llama", parts: int = 0, vocabulary
         writer.add_token_types([3 if i in special else 1 for i in range(len(words))])
         writer.add_token_merges([" ".join(pair) for pair in merges])
         writer.add_bos_token_id(tokenizer.bos_token_id)
-        writer.add_eos_token_id(tokenizer.eos_token_id)
+        writer.add_eos_token_id(tokenizer.eos_token_id if eos is None else eos)
         writer.add_chat_template(tokenizer.chat_template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     if factors:
@@ -136,7 +138,8 @@ def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     text = "Please remember: the code for the blue door is 4821."
     bare = {"add_special_tokens": False}
     assert runtime.tokenizer(text, **bare).input_ids == own(text, **bare).input_ids
-    assert runtime.generation.eos_token_id == own.eos_token_id
+    # transformers 4.57 takes the token that opens a text for the one that ends it, too.
+    assert end_tokens(runtime.generation) - {own.bos_token_id} == {own.eos_token_id}
     session = runtime.session(seed=0)
     session.set_generation(max_new_tokens=4, temperature=0)
     "".join(session.send("one two three four five six seven eight nine ten " * 4))
@@ -144,6 +147,20 @@ def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     session.save(tmp_path / "session.kvcap")
     again = type(session).load(runtime, tmp_path / "session.kvcap")
     assert "".join(session.send("more")) == "".join(again.send("more"))
+
+
+@needs_gguf
+def test_an_answer_ends_at_the_control_token_that_its_template_writes(tmp_path, capsys):
+    """Which is none of those that the fields name."""
+    path, own = tmp_path / "model.gguf", AutoTokenizer.from_pretrained(pocket.path())
+    write(path, eos=own.pad_token_id)
+    assert own.pad_token_id != own.eos_token_id
+    runtime = Runtime.from_pretrained(path, kv_budget_tokens=32, block_size=16, device="cpu")
+    found = end_tokens(runtime.generation) - {own.bos_token_id}
+    assert found == {own.pad_token_id, own.eos_token_id}
+    assert run(["plan", str(path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["end_tokens"]
+    assert {end["text"] for end in said} - {own.bos_token} == {own.pad_token, own.eos_token}
 
 
 @needs_gguf
