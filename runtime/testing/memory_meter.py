@@ -13,6 +13,7 @@ allocator's own figures, so they are not used here.
 from __future__ import annotations
 
 import gc
+import importlib._bootstrap
 import os
 import sys
 import tempfile
@@ -59,12 +60,28 @@ class Peak:
     largest: Callable[[], list[Allocations]] = field(default=list, repr=False, compare=False)
 
 
-def cpu_peak(function: Callable[[], Any]) -> Peak:
+def called(peak: Peak, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Peak:
+    """Note what the function returns for these arguments in the peak that is being measured.
+
+    Raises:
+        TypeError: it is no function.
+    """
+    if not callable(function):
+        raise TypeError(
+            f"a peak of memory is measured of a function, and {function!r:.60} was given; give the "
+            "function and then its arguments, as in cpu_peak(f, 4), or measure a `with` block: "
+            "with cpu_meter() as peak"
+        )
+    peak.result = function(*args, **kwargs)
+    return peak
+
+
+def cpu_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Peak:
     """The exact peak of the CPU tensors that `function` allocates, and the bytes it leaves behind.
 
-    It is the running sum of all allocations and releases that PyTorch's profiler sees, in every
-    Python thread. Tensors allocated before do not count, nor does their release. A function that
-    returns None and leaves bytes behind has a leak.
+    It is called with the other arguments. The peak is the running sum of all allocations and
+    releases that PyTorch's profiler sees, in every Python thread. Tensors allocated before do not
+    count, nor does their release. A function that returns None and leaves bytes behind has a leak.
 
     >>> import torch
     >>> took = cpu_peak(lambda: torch.ones(1024, dtype=torch.uint8).sum().item())
@@ -76,8 +93,7 @@ def cpu_peak(function: Callable[[], Any]) -> Peak:
         ThreadsNotCounted: this build of PyTorch cannot count in every thread.
     """
     with cpu_meter() as peak:
-        peak.result = function()
-    return peak
+        return called(peak, function, *args, **kwargs)
 
 
 def allocator_peak(function: Callable[[], Any]) -> int:
@@ -91,7 +107,8 @@ def cpu_meter(*, stacks: bool = False) -> Iterator[Peak]:
 
     Args:
         stacks: note Python's calls, so that `largest()` of the result tells who held most at the
-            peak; Python code takes about twice the time meanwhile.
+            peak; Python code takes about twice the time meanwhile. Not beside `host_meter`, which
+            would count the notes.
     """
     if _autograd._profiler_enabled() or not _ONE_AT_A_TIME.acquire(blocking=False):
         raise RuntimeError(
@@ -100,11 +117,13 @@ def cpu_meter(*, stacks: bool = False) -> Iterator[Peak]:
         )
     try:
         gc.collect()
-        peak, recording = Peak(), _Recording(stacks)
+        peak, recording = Peak(), _Recording(stacks and not _COUNTING_HOST)
+        _RECORDING.append(recording)
         recording.start()
         try:
             yield peak
         finally:
+            _RECORDING.remove(recording)
             recording.calm()
             gc.collect()  # what only a cycle holds is not left behind
             recording.stop(peak)
@@ -113,6 +132,8 @@ def cpu_meter(*, stacks: bool = False) -> Iterator[Peak]:
 
 
 _ONE_AT_A_TIME = threading.Lock()
+_RECORDING: list[_Recording] = []  # the one that is on, if any
+_COUNTING_HOST: list[_HostCount] = []  # the ones that are on
 
 
 @dataclass(frozen=True)
@@ -135,6 +156,7 @@ class _Recording:
         self._marks: list[tuple[int, int]] = []  # from when to when, by the clock of the logs
         self._marking = threading.Lock()
         self._shared = SharedCount(self._joined)
+        self._given_up = False  # no call is noted any more
 
     def start(self) -> None:
         """Begin to count."""
@@ -151,6 +173,13 @@ class _Recording:
         self._shared.start()
         if self._stacks:
             sys.setprofile(log.note)
+
+    def give_up_stacks(self) -> None:
+        """Have no thread note calls any more, whose notes take memory."""
+        with self._marking:
+            self._given_up = True
+            for log in self._logs:
+                log.give_up()
 
     def calm(self) -> None:
         """Stop noting calls in this thread."""
@@ -172,6 +201,8 @@ class _Recording:
             return None
         with self._marking:
             self._logs.append(log := CallLog.of(frame.f_back))
+            if self._given_up:
+                log.give_up()
             torch.empty(MARK + len(self._logs) - 1, dtype=torch.uint8, device="cpu")
         return log.note
 
@@ -195,7 +226,7 @@ class _Recording:
             if now > peak.peak_bytes:
                 peak.peak_bytes, top = now, index
         peak.held_bytes = now
-        if self._stacks:
+        if self._stacks and not self._given_up:
             peak.largest = lambda: self._largest(events[: top + 1], owners, ours)
 
     def _take_marks(
@@ -289,17 +320,17 @@ def _without_usdt() -> Iterator[None]:
             os.write(2, b"".join(line for line in said if not line.startswith(b"USDT:")))
 
 
-def host_peak(function: Callable[[], Any]) -> Peak:
+def host_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Peak:
     """The exact peak of Python objects and NumPy arrays that `function` allocates, in any thread.
 
-    PyTorch's tensors, and memory that libraries take from malloc, are not counted.
+    It is called with the other arguments. PyTorch's tensors, memory that libraries take from
+    malloc, and modules that are imported meanwhile are not counted.
 
     >>> host_peak(lambda: bytearray(1 << 20)).peak_bytes >= 1 << 20
     True
     """
     with host_meter() as peak:
-        peak.result = function()
-    return peak
+        return called(peak, function, *args, **kwargs)
 
 
 @contextmanager
@@ -309,18 +340,70 @@ def host_meter() -> Iterator[Peak]:
     began = not tracemalloc.is_tracing()
     if began:
         tracemalloc.start()
-    peak = Peak()
-    tracemalloc.reset_peak()
-    before, _ = tracemalloc.get_traced_memory()
+    for recording in _RECORDING:
+        recording.give_up_stacks()
+    peak, count = Peak(), _HostCount()
+    _COUNTING_HOST.append(count)
     try:
-        yield peak
+        with count.without_imports():
+            yield peak
     finally:
-        _, most = tracemalloc.get_traced_memory()
+        count.note()
+        _COUNTING_HOST.remove(count)
         gc.collect()
         held, _ = tracemalloc.get_traced_memory()
         if began:
             tracemalloc.stop()
-        peak.peak_bytes, peak.held_bytes = max(0, most - before), held - before
+        peak.peak_bytes, peak.held_bytes = count.peak, held - count.before - count.imported
+
+
+class _HostCount:
+    """Counts what `tracemalloc` sees from now on, but for modules that are imported meanwhile.
+
+    An import happens once in a process, in whichever test needs it first: it takes as much as 100
+    MB (`transformers`), and would make every figure depend on the order of tests. What other
+    threads allocate during an import counts as part of it.
+    """
+
+    def __init__(self) -> None:
+        tracemalloc.reset_peak()
+        self.before, _ = tracemalloc.get_traced_memory()
+        self.peak = self.imported = 0
+
+    def note(self) -> int:
+        """Take note of the peak so far; returns the bytes that are traced at this moment."""
+        traced, most = tracemalloc.get_traced_memory()
+        self.peak = max(self.peak, most - self.before - self.imported)
+        return traced
+
+    @contextmanager
+    def without_imports(self) -> Iterator[None]:
+        """Within it, what imports of modules allocate is told apart.
+
+        Python has no hook around an import. Statements and `importlib` alike call this function of
+        it for modules that are not imported yet.
+        """
+        importing, bootstrap = threading.Lock(), vars(importlib._bootstrap)
+        plain = bootstrap["_find_and_load"]
+
+        def find_and_load(*args: Any) -> Any:
+            if not importing.acquire(blocking=False):  # by an import, or beside one
+                return plain(*args)
+            try:
+                traced = self.note()
+                try:
+                    return plain(*args)
+                finally:
+                    self.imported += tracemalloc.get_traced_memory()[0] - traced
+                    tracemalloc.reset_peak()
+            finally:
+                importing.release()
+
+        bootstrap["_find_and_load"] = find_and_load
+        try:
+            yield
+        finally:
+            bootstrap["_find_and_load"] = plain
 
 
 def cuda_peak(function: Callable[[], Any], device: torch.device | str | int = "cuda") -> Peak:
@@ -328,15 +411,20 @@ def cuda_peak(function: Callable[[], Any], device: torch.device | str | int = "c
 
     Raises:
         RuntimeError: no CUDA device.
+        TypeError: `device` is none; arguments of the function are given by a lambda.
     """
     with cuda_meter(device) as peak:
-        peak.result = function()
-    return peak
+        return called(peak, function)
 
 
 @contextmanager
 def cuda_meter(device: torch.device | str | int = "cuda") -> Iterator[Peak]:
     """`cuda_peak` of a `with` block, whose figures are known when it has ended."""
+    if not isinstance(device, (torch.device, str, int)):
+        raise TypeError(
+            f"{device!r:.60} is no device; give arguments of the function by a lambda: "
+            "cuda_peak(lambda: f(x))"
+        )
     if not torch.cuda.is_available():
         raise RuntimeError(
             "cuda_peak needs a CUDA device and PyTorch sees none; skip the test where "

@@ -37,7 +37,10 @@ USAGE = (
     'memory_budget("2GiB", process=True)'
 )
 DEFAULT = "memory-figures.json"
+BASELINE = "kvcap-memory-baseline"  # the plugin's name
 FIGURES = pytest.StashKey[list[Figure]]()
+LARGEST = pytest.StashKey[dict[str, Callable[[], list["Allocations"]]]]()
+"""What was held at the peak of a test's figures, by their names."""
 SHOWN = 5  # allocations that the message of a failure shows
 FRAMES = 4  # frames of each, in the user's own files
 WHAT = {
@@ -50,24 +53,32 @@ class MemoryMeter:
     """Measures memory within a test; figures also go to the test's report and the baseline.
 
     A `label` tells the figures of a test apart, as in `cpu_peak(f, label="prefill")`.
+
+    Args:
+        item: the test.
+        stacks: note who allocates, to be told where a figure is more than its baseline.
     """
 
-    def __init__(self, figures: list[Figure]) -> None:
-        self._figures = figures
+    def __init__(self, item: pytest.Item, *, stacks: bool) -> None:
+        self._item, self._stacks = item, stacks
 
-    def cpu_peak(self, function: Callable[[], Any], *, label: str = "") -> Peak:
+    def cpu_peak(
+        self, function: Callable[..., Any], *args: Any, label: str = "", **kwargs: Any
+    ) -> Peak:
         """See `kvcap.testing.cpu_peak`."""
-        return _called(self.cpu_meter(label=label), function)
+        return _called(self.cpu_meter(label=label), function, *args, **kwargs)
 
     def cpu_meter(self, *, label: str = "") -> AbstractContextManager[Peak]:
         """See `kvcap.testing.cpu_meter`."""
         from kvcap.runtime.testing.memory_meter import cpu_meter
 
-        return self._noted("cpu_peak", label, cpu_meter())
+        return self._noted("cpu_peak", label, cpu_meter(stacks=self._stacks))
 
-    def host_peak(self, function: Callable[[], Any], *, label: str = "") -> Peak:
+    def host_peak(
+        self, function: Callable[..., Any], *args: Any, label: str = "", **kwargs: Any
+    ) -> Peak:
         """See `kvcap.testing.host_peak`."""
-        return _called(self.host_meter(label=label), function)
+        return _called(self.host_meter(label=label), function, *args, **kwargs)
 
     def host_meter(self, *, label: str = "") -> AbstractContextManager[Peak]:
         """See `kvcap.testing.host_meter`."""
@@ -105,20 +116,24 @@ class MemoryMeter:
     def _noted(self, kind: str, label: str, meter: AbstractContextManager[Peak]) -> Iterator[Peak]:
         with meter as peak:
             yield peak
-        self._note(kind, label, peak.peak_bytes)
+        self._note(kind, label, peak.peak_bytes, peak)
 
-    def _note(self, kind: str, label: str, nbytes: int) -> None:
-        _add(self._figures, Figure(kind, nbytes, label))
+    def _note(self, kind: str, label: str, nbytes: int, peak: Peak | None = None) -> None:
+        _add(self._item, Figure(kind, nbytes, label), peak)
 
 
-def _called(meter: AbstractContextManager[Peak], function: Callable[[], Any]) -> Peak:
+def _called(
+    meter: AbstractContextManager[Peak], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Peak:
+    from kvcap.runtime.testing.memory_meter import called
+
     with meter as peak:
-        peak.result = function()
-    return peak
+        return called(peak, function, *args, **kwargs)
 
 
-def _add(figures: list[Figure], figure: Figure) -> None:
+def _add(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
     """Keep a figure under a name that no other figure of the test has."""
+    figures = item.stash.setdefault(FIGURES, [])
     names, number = {known.name for known in figures}, 2
     label = figure.label
     while figure.name in names:
@@ -126,12 +141,15 @@ def _add(figures: list[Figure], figure: Figure) -> None:
         figure = Figure(figure.kind, figure.nbytes, changed, figure.allowed)
         number += 1
     figures.append(figure)
+    if peak is not None:
+        item.stash.setdefault(LARGEST, {})[figure.name] = peak.largest
 
 
 @pytest.fixture
 def memory_meter(request: pytest.FixtureRequest) -> MemoryMeter:
     """Meters of memory: cpu_peak, host_peak, cuda_peak, process_peak, kv_bytes."""
-    return MemoryMeter(request.node.stash.setdefault(FIGURES, []))
+    baseline = request.config.pluginmanager.get_plugin(BASELINE)
+    return MemoryMeter(request.node, stacks=baseline is not None and not baseline.update)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -170,9 +188,7 @@ def pytest_configure(config: pytest.Config) -> None:
             if update and not path.parent.is_dir():
                 raise FiguresUnusable(f"there is no directory {path.parent} to write figures to")
             figures = Figures.read(path) if path.exists() or not update else Figures(path)
-            config.pluginmanager.register(
-                Baseline(config, figures, update, tolerance), "kvcap-memory-baseline"
-            )
+            config.pluginmanager.register(Baseline(config, figures, update, tolerance), BASELINE)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
     config.pluginmanager.register(Summary(config), "kvcap-memory-summary")
@@ -345,7 +361,7 @@ def _elsewhere(item: pytest.Item, budget: Budget) -> Generator[None, object, obj
 
 def _judge(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
     """Report a figure, and fail the test if it exceeds its budget."""
-    _add(item.stash.setdefault(FIGURES, []), figure)
+    _add(item, figure, peak)
     allowed, took = figure.allowed, figure.nbytes
     if allowed is None or took <= allowed:
         return
@@ -354,17 +370,23 @@ def _judge(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
         f"allowed are {format_bytes(allowed)} ({allowed:,}): {took - allowed:,} bytes too many",
         f"  the budget: {_where(item)}",
     ]
-    largest = peak.largest() if peak is not None else []
-    if largest:
-        lines.append("  what was held at the peak, the largest first:")
-        for each in largest[:SHOWN]:
-            lines += _described(each, item.config.rootpath)
-        if len(largest) > SHOWN:
-            rest = sum(each.nbytes for each in largest[SHOWN:])
-            lines.append(f"    {format_bytes(rest)} from {len(largest) - SHOWN} other places")
-    elif figure.kind == "cpu_peak":
-        lines.append("  (stacks are not noted beside host=, or while another profiler is on)")
-    pytest.fail("\n".join(lines), pytrace=False)
+    pytest.fail("\n".join([*lines, *_holders(item, figure)]), pytrace=False)
+
+
+def _holders(item: pytest.Item, figure: Figure) -> list[str]:
+    """The lines that show who held memory at the peak of a figure that is too large."""
+    largest = item.stash.get(LARGEST, {}).get(figure.name, list)()
+    if not largest and figure.kind == "cpu_peak":
+        return ["  (stacks are not noted beside host=, or while another profiler is on)"]
+    if not largest:
+        return []
+    lines = ["  what was held at the peak, the largest first:"]
+    for each in largest[:SHOWN]:
+        lines += _described(each, item.config.rootpath)
+    if len(largest) > SHOWN:
+        rest = sum(each.nbytes for each in largest[SHOWN:])
+        lines.append(f"    {format_bytes(rest)} from {len(largest) - SHOWN} other places")
+    return lines
 
 
 def _described(each: Allocations, root: Path) -> list[str]:
@@ -372,8 +394,9 @@ def _described(each: Allocations, root: Path) -> list[str]:
     times = f" in {each.count} allocations" if each.count > 1 else ""
     thread = "" if each.thread == "MainThread" else f", thread {each.thread}"
     found = [f"    {format_bytes(each.nbytes)} ({each.nbytes:,} bytes){times}{thread}"]
-    # Below the plugin are pytest and whatever started it.
-    stack = list(takewhile(lambda place: not _is_pytest(place.file), each.stack))
+    # Below the test are pytest and whatever started it; a meter stands between test and function.
+    above = takewhile(lambda place: not _is_pytest(place.file), each.stack)
+    stack = [place for place in above if Path(place.file).parent != Path(__file__).parent]
     own = [place for place in stack if _is_own(place.file, root)]
     for place in own[:FRAMES] or stack[:FRAMES]:
         near = "" if place.exact else " (an operator near this line)"
@@ -400,7 +423,7 @@ def _is_own(file: str, root: Path) -> bool:
 
 
 def _is_pytest(file: str) -> bool:
-    return file == __file__ or not {"_pytest", "pluggy"}.isdisjoint(Path(file).parts)
+    return not {"_pytest", "pluggy"}.isdisjoint(Path(file).parts)
 
 
 def _shown(file: str, root: Path) -> str:
@@ -511,7 +534,8 @@ class Baseline:
             figures: list[Figure] = item.stash.get(FIGURES, [])
             grew = [c for c in self.compared(item.nodeid, figures) if c.grew]
             if grew:
-                pytest.fail("\n".join(map(_growth, grew)), pytrace=False)
+                lines = [x for c in grew for x in (_growth(c), *_holders(item, c.figure))]
+                pytest.fail("\n".join(lines), pytrace=False)
         return result
 
     def pytest_sessionfinish(self) -> None:
@@ -538,7 +562,7 @@ class Summary:
         self._rows: list[tuple[str, Compared]] = []
 
     def _baseline(self) -> Baseline | None:
-        found: Baseline | None = self._config.pluginmanager.get_plugin("kvcap-memory-baseline")
+        found: Baseline | None = self._config.pluginmanager.get_plugin(BASELINE)
         return found
 
     @pytest.hookimpl(wrapper=True)
@@ -553,7 +577,7 @@ class Summary:
             vars(report)["kvcap_memory"] = {
                 "figures": [asdict(f) for f in figures], "made_on": made_on(),
             }  # fmt: skip
-            item.stash[FIGURES] = []  # a plugin may run the test again
+            item.stash[FIGURES], item.stash[LARGEST] = [], {}  # a plugin may run the test again
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -42,6 +42,7 @@ class CallLog:
     _lasts: array[int] = field(default_factory=lambda: array("i"))
     _codes: list[CodeType] = field(default_factory=list)
     _events: list[str] = field(default_factory=list)
+    _limit: int = LIMIT
 
     @classmethod
     def of(cls, frame: FrameType | None) -> CallLog:
@@ -60,7 +61,7 @@ class CallLog:
         if event == "call":
             before = frame.f_back
             self._lasts.append(-1 if before is None else before.f_lasti)
-            if len(self._times) > LIMIT:
+            if len(self._times) > self._limit:
                 sys.setprofile(None)
         else:
             self._lasts.append(frame.f_lasti)
@@ -68,7 +69,13 @@ class CallLog:
     @property
     def full(self) -> bool:
         """Whether later stacks are missing."""
-        return len(self._times) > LIMIT
+        return len(self._times) > self._limit
+
+    def give_up(self) -> None:
+        """Forget what was noted, and note nothing from the thread's next call on."""
+        self._limit = -1
+        for noted in (self._times, self._lasts, self._codes, self._events):
+            del noted[:]
 
     def stacks(self, times: Sequence[int]) -> list[list[Place]]:
         """The stack at each time, innermost call first; empty where it is not known."""

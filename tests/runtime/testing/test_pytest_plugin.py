@@ -331,6 +331,91 @@ def test_cache(memory_meter):
 XDIST = ["-p", "xdist", "-n", "2"]
 
 
+ORDER = """
+import sys, types
+SIZE = 1000
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    "A module that takes 3 MB, and a library that keeps 600 KB of its first use."
+    (tmp_path / "heavy.py").write_text("kept = bytearray(3_000_000)")
+    monkeypatch.syspath_prepend(tmp_path)
+
+def work(size, cache=[]):
+    import heavy
+    if not cache:
+        cache.append(bytearray(600_000))
+    return bytearray(size)
+
+@pytest.mark.parametrize("n", range(2))
+def test_meter(memory_meter, n): memory_meter.host_peak(work, SIZE)
+
+@pytest.mark.memory_budget("1MiB", host="1MiB")
+def test_marker(): work(SIZE)
+"""
+
+
+def test_host_figures_do_not_depend_on_what_ran_before(run, pytester):
+    """What the first test alone imports and builds is no growth, whichever is the first."""
+    run(ORDER, "--memory-update").assert_outcomes(passed=3)
+    path = pytester.path / "memory-figures.json"
+    (test,) = {name.partition("::")[0] for name in json.loads(path.read_text())["figures"]}
+    compare = ("--memory-baseline", str(path))
+    for name in ("test_meter[1]", "test_marker"):
+        alone = (f"{test}::{name}", *compare)
+        sys.modules.pop("heavy", None)
+        run(ORDER, *alone).assert_outcomes(passed=1)
+    for size, more in ((2_000_000, ()), (300_000, ("--memory-tolerance", "10%"))):
+        grown = run(ORDER.replace("SIZE = 1000", f"SIZE = {size}"), *compare, *more)
+        grown.stdout.fnmatch_lines(["memory grew: host_peak_bytes is *"])
+        assert grown.ret == 1
+
+
+def test_a_figure_that_grew_says_who_held_memory(run, pytester):
+    """As a breach of a budget does; but beside a meter of the host, which would count the notes."""
+    code = """
+def work(n): return torch.zeros(n * MIB, dtype=torch.uint8)
+
+def test_meter(memory_meter): memory_meter.cpu_peak(work, N)
+
+@pytest.mark.memory_budget("9MiB")
+def test_marker(): work(N)
+
+def test_beside(memory_meter):
+    with memory_meter.cpu_meter(), memory_meter.host_meter() as host:
+        for _ in range(2_000):
+            len(work(N))
+    assert host.peak_bytes < 50_000
+"""
+    run(code.replace("N)", "2)"), "--memory-update").assert_outcomes(passed=3)
+    path = str(pytester.path / "memory-figures.json")
+    done = run(code.replace("N)", "5)"), "--memory-baseline", path)
+    done.assert_outcomes(failed=3)
+    place = "test_a_figure_that_grew_says_who_held_memory.py"
+    held = ["  what was held at the peak, the largest first:", "    5.0 MiB (5,242,880 bytes)",
+            f"      {place}:5 in work"]  # fmt: skip
+    done.stdout.fnmatch_lines([
+        "memory grew: cpu_peak_bytes is 5.0 MiB*", *held, f"      {place}:7 in test_meter",
+        "memory grew: body.cpu_peak_bytes is 5.0 MiB*", *held, f"      {place}:10 in test_marker",
+        "memory grew: cpu_peak_bytes is 5.0 MiB*", "  (stacks are not noted beside host=*",
+    ])  # fmt: skip
+
+
+def test_meters_of_the_fixture_take_arguments_and_refuse_what_is_no_function(run):
+    run("""
+def test_it(memory_meter):
+    def f(n, *, of=1): return torch.zeros(n * of, dtype=torch.uint8)
+    took = memory_meter.cpu_peak(f, 4, label="some", of=MIB)
+    assert (took.peak_bytes, len(took.result)) == (4 * MIB, 4 * MIB)
+    assert memory_meter.host_peak(bytes, MIB).peak_bytes >= MIB
+    for meter in (memory_meter.cpu_peak, memory_meter.host_peak):
+        with pytest.raises(TypeError, match="cpu_peak.f, 4."):
+            meter(f(4))
+    with pytest.raises(TypeError, match="no device; give arguments of the function by a lambda"):
+        memory_meter.cuda_peak(f, f(4))
+""").assert_outcomes(passed=1)
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("how", [[], XDIST], ids=["one process", "xdist"])
 def test_figures_are_held_against_a_baseline(run, pytester, monkeypatch, how):
