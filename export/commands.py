@@ -31,6 +31,15 @@ export = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+SinkTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="First tokens that are never evicted, besides those of the policy (4, fewer where it "
+        "leaves less than 32 slots unpinned; 0: the policy as in its paper).",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace an export of something else.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave the longest cases out.")]
 
@@ -69,6 +78,7 @@ def scorer_command(
             help="Slots per KV head that an evict graph keeps.",
         ),
     ] = 512,
+    sink_tokens: SinkTokens = None,
     static: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Slots held; left open otherwise.")
     ] = None,
@@ -103,6 +113,8 @@ def scorer_command(
 
     quiet_libraries()
     options = pairs(policy_option or [])
+    if sink_tokens is not None:
+        options["sink_tokens"] = sink_tokens
     if window is not None:
         options["window"] = window
     sizes = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "batch": batch,
@@ -175,12 +187,10 @@ def decoder_command(
         Literal["compact", "true"] | None,
         typer.Option(help="Renumber what is kept, or do not (by default compact)."),
     ] = None,
-    sink_tokens: Annotated[
-        int, typer.Option(min=0, metavar="N", help="First tokens that are never evicted.")
-    ] = 0,
+    sink_tokens: SinkTokens = None,
     recent_tokens: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Newest tokens that are never evicted.")
-    ] = 0,
+        int | None, typer.Option(min=0, metavar="N", help="Newest tokens that are never evicted.")
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(
@@ -254,7 +264,8 @@ def decoder_command(
     quiet_libraries()
     started = time.perf_counter()
     pins = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-    options = {**pins, **pairs(policy_option or [])}
+    given = {name: count for name, count in pins.items() if count is not None}
+    options = {**given, **pairs(policy_option or [])}
     eviction = load_policy(policy or DEFAULT_POLICY, **options)
     sizes = Sizes(kv_budget_tokens, block_size, positions)
     _check_found(exporter, variant=variant, config=config)

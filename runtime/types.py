@@ -15,7 +15,9 @@ BUILT_IN = (POCKET, "pocket-plain", "pocket-text")
 """The names of all built-in models."""
 EVICT_EVERY = 64
 """Tokens of an answer after which a CPU evicts, all at once, unless told otherwise."""
-PINS = ("sink_tokens", "recent_tokens")
+SINKS = "sink_tokens"
+"""The option that says how many first tokens are never evicted; 4 by default (`kvcap.sinks`)."""
+PINS = (SINKS, "recent_tokens")
 """The options that every policy has: first and newest tokens that are never evicted."""
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 """For each setting of sampling, the value that changes nothing; None means it, too."""

@@ -64,7 +64,7 @@ def layout_for(
     _check(shape, eviction)
     chosen = positions or default_positions(shape, unchanging=True)
     layout = CacheLayout(shape, eviction, budget_tokens, block_size, chosen)
-    eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
+    layout.eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
     return layout
 
 

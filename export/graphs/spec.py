@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from kvcap.dtypes import short, torch_dtype
 from kvcap.export.graphs.forms import form_of, graph_part
 from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.stages import STAGES, Graph
-from kvcap.policies import Eviction, load_policy, policies
+from kvcap.policies import PINS, Eviction, load_policy, policies
 from kvcap.policies.base import Component
 from kvcap.runtime.errors import NotExportable
 
@@ -28,7 +28,7 @@ class Spec:
         PolicyError: the budget does not hold the policy's pins.
     """
 
-    eviction: Eviction  # whole; the graph holds what of it fits one layer
+    eviction: Eviction  # whole, as it is run; the graph holds what of it fits one layer
     shape: Shape
     stage: str = "score"
     formulation: str | None = None
@@ -40,6 +40,11 @@ class Spec:
             raise NotExportable(f"no stage {self.stage!r}; there are {', '.join(STAGES)}")
         if self.dtype not in DTYPES:
             raise NotExportable(f"no dtype {self.dtype!r}; there are {', '.join(DTYPES)}")
+        run = graph_part(self.eviction).plain()  # pins are part of no score
+        if self.stage == "evict":
+            run = graph_part(self.eviction).with_sinks(self.shape.budget)
+        run = replace(self.eviction, sink_tokens=run.sink_tokens)
+        object.__setattr__(self, "eviction", run)
         if self.stage == "evict":
             self.eviction.check(self.shape.budget)
 
@@ -94,7 +99,7 @@ def recipe(eviction: Eviction) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for component in reversed(eviction.components):  # an option is the first part's that has it
         options |= component.options()
-    pins = {"sink_tokens": eviction.sink_tokens, "recent_tokens": eviction.recent_tokens}
+    pins = {name: n for name in PINS if (n := getattr(eviction, name)) is not None}
     parts = "+".join(_name(component) for component in eviction.components)
     return {"name": eviction.name, "parts": parts, "parameters": {**options, **pins}}
 

@@ -33,7 +33,7 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.files import locked, read_text
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
-from kvcap.runtime.types import BUILT_IN, MANIFEST, PINS
+from kvcap.runtime.types import BUILT_IN, MANIFEST
 from kvcap.runtime.units import format_bytes
 
 TOKENS, BLOCK = 256, 128  # where no sizes are given
@@ -167,7 +167,7 @@ def _options(budget: Budget, symmetric: bool | None) -> list[str]:
         "--policy": budget.policy or DEFAULT_POLICY,
         "--kv-budget-tokens": budget.kv_budget_tokens or TOKENS,
         "--block-size": budget.block_size or BLOCK,
-        **{f"--{name.replace('_', '-')}": getattr(budget, name) for name in PINS},
+        **{f"--{name.replace('_', '-')}": value for name, value in budget.pins.items()},
     }
     for name in ("positions", "kv_dtype"):
         if (value := getattr(budget, name)) is not None:

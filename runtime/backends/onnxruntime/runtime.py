@@ -47,8 +47,9 @@ from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import EVICT_EVERY, PINS
+from kvcap.runtime.types import EVICT_EVERY, PINS, SINKS
 from kvcap.runtime.units import parse_bytes
+from kvcap.sinks import usual_sinks
 
 AUTO = (
     "positions='auto' change while a text is read, and an exported decoder has them of one kind; "
@@ -61,7 +62,7 @@ class PolicyRequest(NamedTuple):
 
     name: str | None = None
     options: Mapping[str, Any] = {}
-    sink_tokens: int = 0
+    sink_tokens: int | None = None  # None: as many as were exported, or are usual
     recent_tokens: int = 0
 
 
@@ -79,7 +80,10 @@ class ExportedPolicy:
     def pins(self, budget: int) -> tuple[int, int]:
         """How many first and newest tokens are never evicted."""
         newest = max(self.recents, int(self.share * budget), self.request.recent_tokens)
-        return max(self.sinks, self.request.sink_tokens), newest
+        first = self.request.sink_tokens
+        if first is None and SINKS not in self.entry["policy"]["parameters"]:
+            first = usual_sinks(budget - newest)
+        return max(self.sinks, first or 0), newest
 
     @property
     def least(self) -> int:
@@ -360,7 +364,8 @@ def _check_options(parameters: Mapping[str, Any], request: PolicyRequest, shared
     """Refuse options that differ from those of the exported graph."""
     asked = dict(request.options)
     if shared:  # its pins are in the graph too
-        asked |= {name: n for name in PINS if (n := getattr(request, name))}
+        pins = {name: getattr(request, name) for name in PINS}
+        asked |= {name: n for name, n in pins.items() if n or (name == SINKS and n == 0)}
     for name, value in asked.items():
         if parameters.get(name) != value:
             has = ", ".join(f"{k}={v}" for k, v in parameters.items()) or "no options"

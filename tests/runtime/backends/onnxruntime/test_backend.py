@@ -341,7 +341,8 @@ def test_what_a_found_decoder_cannot_do_is_refused_by_name(tiny, capsys, options
         (["--kv-budget", "64KiB"], 3, "more than 65,536"),
         (["--block-size", "33"], 3, "blocks of up to 32"),
         (["--positions", "true"], 2, "true positions is not in this export"),
-        (["--sink-tokens", "4"], 2, "sink_tokens=4"),
+        (["--sink-tokens", "3"], 2, "sink_tokens=3 is not in this export"),
+        (["--sink-tokens", "0"], 2, "sink_tokens=0 is not in this export"),
         (["--memory-cap", "20MiB"], 3, "more than the cap"),
     ],
 )
