@@ -64,6 +64,14 @@ BaselineBudgets = Annotated[
 BaselineLengths = Annotated[
     str | None, typer.Option(metavar="TOKENS", help="Of prompts, with commas, such as 1024,2048.")
 ]
+SinkTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="First tokens that are never evicted, of every policy (those of its paper).",
+    ),
+]
 BASELINE = Path("memory-baseline.json")
 
 
@@ -76,6 +84,7 @@ def eval_command(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
     ] = None,
+    sink_tokens: SinkTokens = None,
     budgets: Annotated[str, typer.Option(help="Slots per KV head, with commas.")] = "128,256",
     tasks: Annotated[
         str,
@@ -180,7 +189,6 @@ def eval_command(
     from kvcap.evals.quality.tasks import spelled_out, with_data
     from kvcap.evals.quality.workers.crew import Crew
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
-    from kvcap.runtime.cli.options import pairs
     from kvcap.runtime.errors import CellsFailed
 
     quiet_libraries()
@@ -202,7 +210,7 @@ def eval_command(
         dtype=dtype,
         device=device,
         batch_size=batch_size,
-        options=pairs(policy_option or []),
+        options=_policy_options(policy_option, sink_tokens),
         kv_dtype=kv_dtype,  # type: ignore[arg-type]  # the cache refuses other names
         questions=_names(question.replace("both", "aware,after")),  # type: ignore[arg-type]
         depths=(None,) if depths is None else _shares("depths", depths),
@@ -280,6 +288,7 @@ def analyze_command(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
     ] = None,
+    sink_tokens: SinkTokens = None,
     budgets: Annotated[
         str | None, typer.Option(help="Slots per KV head, with commas (shares of the text).")
     ] = None,
@@ -317,7 +326,7 @@ def analyze_command(
         block_size=block_size,
         layer=layer,
         head=head,
-        policy_options=options.pairs(policy_option or []),
+        policy_options=_policy_options(policy_option, sink_tokens),
     )
     files = {name: read_input(name) for name in file or []}
     _check_folder("--out", out)
@@ -449,6 +458,10 @@ def demo_command(
     ] = 256,
     facts: Annotated[int, typer.Option(help="Facts told first and asked for last.")] = 16,
     policy: Annotated[str, typer.Option(help="See `kvcap policies`.")] = "keydiff",
+    sink_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="First tokens that are never evicted (4)."),
+    ] = None,
     positions: Annotated[
         str | None, typer.Option(help="compact, true or auto; compact where exact.")
     ] = None,
@@ -474,6 +487,7 @@ def demo_command(
         dtype=dtype,
         device=device,
         positions=positions,  # type: ignore[arg-type]  # the plan refuses other names
+        sink_tokens=sink_tokens,
     )
     demo = Demo(runtime, tokens=tokens, facts=facts, seed=seed)
     with _meter("{task.fields[figures]}", "eta") as progress:
@@ -764,6 +778,12 @@ def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
     shown.append(TimeElapsedColumn())
     with Progress(*shown, console=console, transient=True, disable=off) as progress:
         yield progress
+
+
+def _policy_options(texts: list[str] | None, sink_tokens: int | None) -> dict[str, Any]:
+    """Options for every policy that has them, from KEY=VALUE texts and --sink-tokens."""
+    pins = {} if sink_tokens is None else {"sink_tokens": sink_tokens}
+    return pins | options.pairs(texts or [])
 
 
 def _check_folder(option: str, path: Path) -> None:

@@ -82,7 +82,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         add_bos_token: whether texts begin with the opening token; as the tokenizer does by default.
         prefix_token_id: what a text without a context follows; the opening token, or the one that
             ends a text, by default.
-        options: of the policy.
+        options: of the policy, such as `sink_tokens=4`, which are none by default.
 
     Raises:
         ExtraMissing: lm-eval is not installed.
@@ -121,7 +121,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         if positions is True:  # as lm-eval reads positions=true
             positions = "true"
         self.batch_size = _count("batch_size", batch_size)
-        eviction = load_policy(policy, **options)
+        eviction = load_policy(policy, **options).plain()
         self.capped = eviction.policy.evicts
         if not self.capped and (budget_tokens is not None or kv_budget is not None):
             raise ValueError(f"policy={policy!r} never evicts; leave its budget out, or choose one")

@@ -134,7 +134,7 @@ class Text:
             )
         known = options_of(policy)
         own = {name: value for name, value in options.items() if name in known}
-        eviction = load_policy(policy, **own)
+        eviction = load_policy(policy, **own).plain()
         cache = BudgetCache(self.model.config, budget, block, eviction, positions=self.positions)
         self.positions = cache.layout.positions
         BlockLoop(self.model, cache, graphs=False).prefill(ids)

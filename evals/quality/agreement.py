@@ -217,7 +217,7 @@ def _new_cache(
         config,
         setting.budget or longest,
         setting.block_size,
-        load_policy(setting.policy, **dict(setting.options)),
+        load_policy(setting.policy, **dict(setting.options)).plain(),
         positions=setting.positions,
         kv_dtype=setting.kv_dtype,
     )

@@ -29,12 +29,15 @@ Prompt = tuple[Sample, tuple[Sequence[int] | np.ndarray[Any, Any], ...]]
 
 
 def new_cache(config: Any, setting: Setting) -> BudgetCache:
-    """A cache for one cell, not yet allocated; one that never evicts holds prompt and answer."""
+    """A cache for one cell, not yet allocated; one that never evicts holds prompt and answer.
+
+    Sinks are pinned by the policy itself, or by `sink_tokens` among the options, and by none else.
+    """
     return BudgetCache(
         config,
         setting.budget or setting.length + answer_tokens(setting),
         setting.block_size,
-        load_policy(setting.policy, **dict(setting.options)),
+        load_policy(setting.policy, **dict(setting.options)).plain(),
         positions=setting.positions,
         kv_dtype=setting.kv_dtype,
     )
