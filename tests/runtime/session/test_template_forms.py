@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chat_templates import PARTS, PLAIN, TOOLS, with_template
+from chat_templates import PARTS, PLAIN, THINKING, TOOLS, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
@@ -17,7 +17,7 @@ from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.messages import render, render_turn
 from kvcap.runtime.session.template_forms import without_default
 
-TEMPLATES = PLAIN | PARTS
+TEMPLATES = PLAIN | PARTS | THINKING | TOOLS
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
 SYSTEM = {"role": "system", "content": "Be kind."}
 
@@ -42,7 +42,7 @@ def reference(name: str, messages: list[dict[str, Any]]) -> str:
 texts = st.text(min_size=1, max_size=12).filter(lambda x: x.strip())
 
 
-@settings(derandomize=True, deadline=None, max_examples=15)
+@settings(derandomize=True, deadline=None, max_examples=40)
 @given(
     st.none() | texts, st.lists(st.tuples(texts, texts), max_size=3), texts,
     st.sampled_from(sorted(TEMPLATES)),
@@ -64,7 +64,7 @@ def test_conversations_are_written_as_transformers_writes_them(system, turns, la
         assert last.strip() in tail
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("name", sorted(PLAIN | PARTS))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sessions_read_what_the_user_says(backend, name, tmp_path_factory):
     runtime: Any = ToyEngine(400)

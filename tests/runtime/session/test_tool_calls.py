@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from chat_templates import TOOLS
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
 
 import kvcap
@@ -30,15 +31,7 @@ ADD = {
     },
 }
 TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
-# As Qwen's: tools before the system prompt, their results as the user's.
-TEMPLATE = (
-    "{{ bos_token }}{% if tools %}<|system|>Tools: {% for tool in tools %}{{ tool | tojson }}"
-    "{% endfor %}<|end|>{% endif %}{% for m in messages %}"
-    "{% if m.role == 'tool' %}<|user|><tool_response>{{ m.content }}</tool_response>"
-    "{% else %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
-    "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endif %}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+TEMPLATE = TOOLS["own turn"]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 CALLED = ToolCall("add", {"a": 1})
 

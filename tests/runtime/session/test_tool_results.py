@@ -7,13 +7,21 @@ from typing import Any
 
 import pytest
 from chat_templates import TOOLS, with_template
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
 from transformers import AutoTokenizer
 
 import kvcap
 from kvcap import pocket
 from kvcap.runtime.errors import ChatTemplateMissing
-from kvcap.runtime.session.messages import render
+from kvcap.runtime.session.messages import (
+    check_results_written,
+    render,
+    render_turn,
+    turn_has_results,
+)
+from kvcap.runtime.session.tool_calls import Parsed, ToolCall
 
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -34,6 +42,36 @@ def reference(template: str, messages: list[dict[str, Any]]) -> str:
         messages, tools=[ADD], tokenize=False, add_generation_prompt=True
     )
     return found
+
+
+texts = st.text(max_size=8)
+words = st.text('abc 12."\\\n\u2028{}', min_size=1, max_size=8)
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    st.sampled_from(sorted(TOOLS)), st.none() | words,
+    st.lists(st.tuples(words, words), max_size=2),
+    st.lists(st.tuples(texts, texts), min_size=1, max_size=3),
+)  # fmt: skip
+def test_calls_and_results_are_written_as_transformers_writes_them(name, system, turns, calls):
+    """The whole at once; and where the turn suffices, its text is the end of the whole."""
+    tokenizer = with_template(TOKENIZER, TOOLS[name])
+    said = [{"role": "user", "content": word} for turn in turns for word in turn]
+    answer = Parsed("", tuple(ToolCall("add", {"a": a}) for a, _ in calls)).with_ids(len(said))
+    results = [
+        {"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name}
+        for call, (_, text) in zip(answer.tool_calls, calls, strict=True)
+    ]
+    first = [{"role": "system", "content": system}] if system else []
+    whole = [*first, *said, ASKED, answer.as_message(), *results]
+    expected = reference(TOOLS[name], whole)
+    check_results_written(tokenizer, whole, [ADD])
+    assert render(tokenizer, whole, [ADD]) == expected
+    within = turn_has_results(tokenizer, system, [answer.as_message()], results, [ADD])
+    assert within == (name in WITHIN_A_TURN)
+    if within:
+        assert expected.endswith(render_turn(tokenizer, system, results, [ADD]))
 
 
 def called(runtime: Any, template: str) -> Any:
