@@ -502,6 +502,11 @@ class Session:
             ids = self._unread + self.encode(self._ready(text), follows=True)
             spans = [(seen, seen + len(ids))] if pin else []
             return self._checked(Prompt(ids, after, spans, options))
+        if seen and not before.messages:
+            raise MessagesInvalid(
+                "the text that was continued would be forgotten, as these messages, or the options "
+                "of the chat template, need the whole conversation to be read again; clear it first"
+            )
         check_tools_read(tokenizer, messages, tools, options)
         ids, spans = self._encode_all(after)
         reread = bool(before.messages)

@@ -49,7 +49,7 @@ def template_for(
     """
     if name is not None:
         known = {} if isinstance(templates, str) else templates
-        if name not in known:
+        if not isinstance(name, str) or name not in known:  # clients give any JSON
             names = ", ".join(sorted(known)) or "one chat template, without a name"
             raise ChatTemplateMissing(f"there is no chat template {name!r}; there is: {names}")
         return known[name]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import kvcap
 from kvcap import pocket
-from kvcap.runtime.errors import ChatTemplateMissing
+from kvcap.runtime.errors import ChatTemplateMissing, MessagesInvalid
 
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
 OFF = {"enable_thinking": False}
@@ -141,6 +141,18 @@ def test_a_template_is_named_by_an_option(runtime):
     session.set_generation(template_options={"chat_template": "rag"})
     list(session.send("Hello!"))
     assert "<|user|>Hello!<|end|><|assistant|>." in held(session)
-    session.set_generation(template_options={"chat_template": "{{ 1 }}"})
-    with pytest.raises(ChatTemplateMissing, match=r"no chat template '{{ 1 }}'; there is: def"):
-        session.send("And now?")
+    for name in ("{{ 1 }}", ["rag"]):
+        session.set_generation(template_options={"chat_template": name})
+        with pytest.raises(ChatTemplateMissing, match=r"no chat template .*; there is: default"):
+            session.send("And now?")
+
+
+def test_a_text_that_was_continued_is_not_forgotten_for_other_options(runtime):
+    session = session_with(runtime, "system")
+    list(session.complete("Once upon a time"))
+    session.set_generation(template_options=OFF)
+    with pytest.raises(MessagesInvalid, match="text that was continued would be forgotten"):
+        session.send("Hello!")
+    session.set_generation(template_options=None)
+    list(session.send("Hello!"))
+    assert held(session).startswith("Once upon a time")
