@@ -22,9 +22,11 @@ from kvcap.kernels.division import Division
 from kvcap.policies import Eviction, Observation, Policy
 from kvcap.policies.base import Expansion, Rows, evenly
 from kvcap.policies.base.component import ATTENTION_VIEWS
+from kvcap.policies.base.eviction import Score
 from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.layer_balance import LayerBalance, Shares
 from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.cache.policy_guard import PolicyGuard, is_own
 from kvcap.runtime.cache.pool import SHIFT, Segment, resize
 from kvcap.runtime.cache.row_table import LayerRows, LayerScores, RowPass
 from kvcap.runtime.models.output_projection import output_projection
@@ -131,6 +133,8 @@ class Evictor:
         self.storage, self.segments = storage, storage.segments
         self.balance, self.evict_every, self.pinned_spans = balance, evict_every, pinned_spans
         self._has_state = bool(self.eviction.state)  # asked for at every token
+        trusted = all(map(is_own, self.eviction.components))
+        self._guard = None if trusted else PolicyGuard(self.eviction)
         self._kinds: list[tuple[Policy, Tensor]] | None = None
         """Policies of unequal heads, and which of them have each, [K] on the device."""
 
@@ -348,14 +352,15 @@ class Evictor:
             eviction = Eviction(eviction.policy)  # no rescorer, which may look at queries too
             scores = segment.positions.float()
         else:
-            scores = eviction.score(obs)
+            scores = eviction.score(obs, self._score_by(None))
         slots = eviction.choose(scores, pinned, obs, segment.held - segment.target_length)
         self._give_up(segment, slots)
 
     def _update_state(self, observed: list[Observation]) -> None:
         """What the policy remembers of slots."""
         for segment, obs in zip(self.segments, observed, strict=True):
-            for name, tensor in self.eviction.update(obs, kernels.update).items():
+            update = kernels.update if self._guard is None else self._guard.update
+            for name, tensor in self.eviction.update(obs, update).items():
                 segment.aux(name).copy_(tensor)
 
     def _evictions(
@@ -364,7 +369,7 @@ class Evictor:
         """What every segment is to give up: scored, and the layer's budget shared out."""
         eviction, storage, fused = self.eviction, self.storage, self._fused(observed)
         divides = self.layout.divides(observed[0].new)
-        score = partial(kernels.score, stored=stored)
+        score = self._score_by(stored)
         found = []
         for i, (segment, obs) in enumerate(zip(self.segments, observed, strict=True)):
             if segment.held <= segment.target_length and not divides:
@@ -389,6 +394,10 @@ class Evictor:
                 one.segment.target_length = one.obs.budget = kept
                 one.count = one.segment.held - kept
         return [one for one in found if one.count > 0]
+
+    def _score_by(self, stored: kernels.StoredKeys | None) -> Score:
+        """What scores slots: kernels and policies themselves, where these are kvcap's own."""
+        return partial(kernels.score, stored=stored) if self._guard is None else self._guard.score
 
     def _score_rows(self, obs: Observation, stored: kernels.StoredKeys | None) -> Tensor:
         """Scores of unequal rows [B, K, longest], where some heads have a policy of their own."""
