@@ -20,6 +20,7 @@ from kvcap.kernels import decode, quantised_token, token
 from kvcap.kernels.choice import ready
 from kvcap.policies.base import Rows
 from kvcap.runtime.attention.masks import attention_mask
+from kvcap.runtime.attention.uncompiled import uncompiled
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.types import ATTENTION
 
@@ -522,5 +523,5 @@ def register(_module: Any = None) -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION, attention_forward)
-    AttentionMaskInterface.register(ATTENTION, attention_mask)
+    AttentionInterface.register(ATTENTION, uncompiled(attention_forward))
+    AttentionMaskInterface.register(ATTENTION, uncompiled(attention_mask))

@@ -15,6 +15,7 @@ from kvcap.kernels import decode, rows
 from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Policy, as_eviction
 from kvcap.runtime.attention.masks import READY_MADE, MaskNote, MaskRequest, watch_stock
+from kvcap.runtime.attention.uncompiled import run_uncompiled
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.evictor import evict_together
@@ -147,6 +148,10 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self._mask = MaskNote(self._attends)  # of the pass that begins
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
+        run_uncompiled(
+            BudgetCache, "update", "get_seq_length", "get_mask_sizes", "get_conv_state",
+            "update_conv_state", "get_recurrent_state", "update_recurrent_state",
+        )  # fmt: skip
         self.allocation = Allocation(self.layout)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
         self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}

@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcap.policies import Eviction, Policy
 from kvcap.runtime.attention.masks import READY_MADE, check
+from kvcap.runtime.attention.uncompiled import run_uncompiled
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import refuse_reordering
@@ -75,7 +76,8 @@ def cap(
     may be given text alone.
 
     Works by hooks and by `attn_implementation='kvcap'`, which the model is switched to. The result
-    undoes both, by `remove()` or as a context manager.
+    undoes both, by `remove()` or as a context manager. `torch.compile`, before or after, compiles
+    the model's layers; attention and cache run as they are between its graphs.
 
     Args:
         model: of transformers, such as from `AutoModelForCausalLM.from_pretrained`.
@@ -100,6 +102,7 @@ def cap(
     >>> capped.cache.held
     16
     """
+    model = getattr(model, "_orig_mod", model)  # of what torch.compile gave
     if not isinstance(model, nn.Module) and isinstance(
         getattr(model, "model", None), PreTrainedModel
     ):
@@ -175,6 +178,7 @@ class Cap:
         self._wraps = is_wrapper(model.config)
         self._mask: Any = None  # that the wrapper was called with
         self._calls: WeakKeyDictionary[BudgetCache, _Call] = WeakKeyDictionary()
+        run_uncompiled(Cap, "_before_model", "_before_decoder", "_after_decoder")
         self._hooks = [
             decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True),
             decoder.register_forward_hook(self._after_decoder, with_kwargs=True),

@@ -432,6 +432,65 @@ def test_its_figures_are_told(model, tokens):
             assert part in repr(capped)
 
 
+def compiled_module(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [compiled_module, compiled_forward, compiled_in_place])
+@pytest.mark.parametrize("order", ["capped first", "compiled first"])
+@pytest.mark.slow(keep=1)
+@torch.no_grad()
+def test_a_compiled_model_says_what_it_says_uncompiled(compiled, order, tokens):
+    model, ids = tiny_model("llama", "sdpa", num_hidden_layers=1), tokens(20)
+    with kvcap.cap(model, 12, 8, "snapkv"):
+        expected = model(ids).logits
+    torch.compiler.reset()
+    made = compiled(model) if order == "compiled first" else model
+    with kvcap.cap(made, 12, 8, "snapkv") as capped:
+        made = made if order == "compiled first" else compiled(model)
+        torch.testing.assert_close(made(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert (capped.cache.seen, capped.cache.held) == (20, 12)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_model_with_a_capped_cache(tokens):
+    """A block, and a token that follows; with a mask that no slots follow it is refused."""
+    model, ids = tiny_model("llama", num_hidden_layers=1), tokens(9)
+    torch.compiler.reset()
+    compiled, logits = torch.compile(model, backend="eager", dynamic=False), []
+    for each in (model, compiled):
+        cache = kvcap.BudgetCache(model.config, 4, 8, "snapkv")
+        logits.append([each(x, **as_cache(cache)).logits for x in ids.split([8, 1], 1)])
+        assert (cache.seen, cache.held) == (9, 4)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    padded = torch.ones(1, 10).index_fill(1, torch.tensor([0]), 0)
+    with pytest.raises(PaddingUnsupported, match="has zeros"):
+        compiled(ids[:, :1], **as_cache(cache), attention_mask=padded)
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_one_graph_of_a_whole_model_is_refused(model, tokens):
+    torch.compiler.reset()
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    cache = kvcap.BudgetCache(model.config, 12, 8, "streaming_llm")
+    with pytest.raises(RuntimeError, match=r"fullgraph|torch\.compiler\.disable"):
+        whole(tokens(8), **as_cache(cache))
+    torch.compiler.reset()
+
+
 # Refusals -----------------------------------------------------------------------------------------
 
 
