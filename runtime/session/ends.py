@@ -6,7 +6,6 @@ the assistant, and then no answer would ever stop. Knows no library that runs mo
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kvcap.runtime.errors import ChatTemplateMissing
@@ -74,36 +73,19 @@ def closing_token(tokenizer: Any) -> int | None:
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    names = tuple(sorted((k, str(v)) for k, v in tokenizer.special_tokens_map.items()))
-    tail = _written_behind(_Written(tokenizer.get_chat_template(), names))
-    backend = tokenizer.backend_tokenizer
+    tail, backend = _written_behind(tokenizer), tokenizer.backend_tokenizer
     ids: list[int] = backend.encode(tail, add_special_tokens=False).ids if tail else []
     token = backend.get_added_tokens_decoder().get(ids[0]) if ids else None
     return ids[0] if token is not None and tail.startswith(token.content) else None
 
 
-class _Written(NamedTuple):
-    """A chat template with its names, as a tokenizer has it and as a key of what it writes."""
-
-    chat_template: str
-    names: tuple[tuple[str, str], ...]
-
-    @property
-    def special_tokens_map(self) -> dict[str, str]:
-        return dict(self.names)
-
-    def get_chat_template(self) -> str:
-        return self.chat_template
-
-
-@lru_cache(maxsize=16)
-def _written_behind(template: _Written) -> str:
-    """Return what a template writes behind an assistant's text, from the first letter on."""
+def _written_behind(tokenizer: Any) -> str:
+    """Return what the chat template writes behind an assistant's text, from the first letter on."""
     user: Message = {"role": "user", "content": "."}
     said: list[Message] = [user, {"role": "assistant", "content": MARK}]
     for messages in (said, [*said, user]):
         try:
-            tail = render(template, messages, prompt=False).partition(MARK)[2].lstrip()
+            tail = render(tokenizer, messages, prompt=False).partition(MARK)[2].lstrip()
         except ChatTemplateMissing:  # it may not write such a conversation; a message is refused
             continue
         if tail:
