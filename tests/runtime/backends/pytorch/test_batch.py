@@ -204,14 +204,15 @@ def test_a_session_that_fills_leaves_and_comes_back(tmp_path: Any) -> None:
     assert loaded.cache.held == loaded.cache.seen < 64
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "streaming_llm"])
-def test_who_has_not_read_the_sinks_yet_reads_alone(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "pinned"), [("keydiff", 0), ("keydiff", 4), ("h2o", 3)])
+def test_who_has_not_read_the_sinks_yet_reads_alone(policy: str, pinned: int) -> None:
     """The tokens to come would not be taken for first ones in a row."""
-    runtime = runtime_of(policy)
+    eviction = kvcap.load_policy(policy)
+    runtime = runtime_of(eviction if pinned else eviction.plain())
     (session,), batch = begun(runtime, SAID[:1]), runtime.batch(2)
     assert isinstance(batch._rows, Rows)
     sinks, few = batch._rows.sinks, runtime.session()
-    assert sinks == runtime.eviction.sinks()
+    assert sinks == few.cache.sinks == pinned
     few.loop.prefill(torch.tensor([[5] * max(1, sinks)]))
     answer = Answer(few, iter(()))  # type: ignore[arg-type]
     assert batch._rows.fits(answer)
@@ -220,6 +221,19 @@ def test_who_has_not_read_the_sinks_yet_reads_alone(policy: str) -> None:
     if sinks:
         few.loop.prefill(torch.tensor([[5] * (sinks - 1)]))
         assert not batch._rows.fits(answer)
+    assert batch._rows.fits(Answer(session, iter(())))  # type: ignore[arg-type]
+
+
+def test_who_pins_other_sinks_reads_alone() -> None:
+    """As sessions do that were saved with others; rows of one cache pin alike."""
+    runtime = runtime_of("keydiff")
+    session, batch = runtime.session(), runtime.batch(2)
+    session.read_by(runtime.loop_for(kvcap.load_policy("keydiff", sink_tokens=0)))
+    session.loop.prefill(torch.tensor([[5] * 9]))
+    assert isinstance(batch._rows, Rows)
+    assert not batch._rows.fits(Answer(session, iter(())))  # type: ignore[arg-type]
+    session.clear()
+    session.loop.prefill(torch.tensor([[5] * 9]))
     assert batch._rows.fits(Answer(session, iter(())))  # type: ignore[arg-type]
 
 
