@@ -309,7 +309,7 @@ def history() -> History:
 class TypeAhead:
     """Keeps what is typed between prompts for those that follow; until then the terminal hides it.
 
-    Ctrl-C still interrupts, and pastes are told from typed lines.
+    Ctrl-C still interrupts, and the terminal marks pastes.
 
     Args:
         keyboard: what is typed on.

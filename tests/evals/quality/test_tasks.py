@@ -344,6 +344,9 @@ def test_a_users_text_is_read_in_pieces(sweep: Sweep, folder: Path, tmp_path: Pa
     first, last = (task.make(Random(0), tokenizer, 50, depth).ids for depth in (0.0, 1.0))
     assert first == (tokenizer.bos_token_id, *ids[:49])
     assert last == (tokenizer.bos_token_id, *ids[-50:-1])
+    marked = tmp_path / "marked.txt"
+    marked.write_text(path.read_text(), encoding="utf-8-sig")  # as Windows writes it
+    assert load_task(f"perplexity:{marked}").make(Random(0), tokenizer, 50, 0.0).ids == first
     cells = run(replace(sweep, tasks=(f"perplexity:{path}",), samples=2), tmp_path / "out")
     assert [cell.setting.task for cell in cells] == [f"perplexity:{path}"] * 2
 

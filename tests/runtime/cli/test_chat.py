@@ -693,9 +693,10 @@ def test_lines_typed_while_it_loads_are_messages_of_their_own(terminal: Any) -> 
 def test_bytes_that_are_no_utf_8_end_no_chat(terminal: Any) -> None:
     at = terminal()
     at.wait_for(READY)
+    at.seen = ""
     os.write(at.master, b"Hell\xe9\r")
     at.wait_for("cannot be read")
-    at.wait_for(READY)
+    at.wait_for(READY)  # with the line in it, to be changed
     at.type("\x03/exit\r")
     at.ends_with(0)
 

@@ -227,7 +227,7 @@ def test_what_is_typed_while_it_answers_is_kept_and_not_shown(keys: str, text: s
 def meanwhile(
     monkeypatch: pytest.MonkeyPatch, before: str, during: dict[str, tuple[str, int]]
 ) -> tuple[list[str], list[str]]:
-    """What the chat is told on a terminal, and what was in prompts, where Enter is typed then.
+    """Return what the chat took on a terminal, and what prompts held, where Enter is typed then.
 
     Args:
         monkeypatch: of the test.
@@ -272,9 +272,9 @@ def test_lines_typed_ahead_are_taken_one_by_one(
         "half": (f"{paste(LONG)}\r/pin 4821\rabd\x7fc\r\r", OK),
         "abc": ("five\x1b\rsix\r/exit\r", 2),
     }
-    told, asked = meanwhile(monkeypatch, "one\rtwo\rha", during)
+    taken, asked = meanwhile(monkeypatch, "one\rtwo\rha", during)
     lines = ["one", "two", "half", "three\nfour", LONG, "/pin 4821", "abc", "", "five\nsix"]
-    assert told == [*lines, "/exit"]
+    assert taken == [*lines, "/exit"]
     assert asked == []
     kept = (home / "kvcap" / "history").read_text()
     assert "+two" in kept
@@ -295,6 +295,6 @@ def test_after_a_stop_or_a_refusal_lines_typed_ahead_wait_in_the_prompt(
         "begin": (f"{line}\rtwo\r", OK), line: (f"{paste('three')}\rfou", code),
         shown: ("/exit\r", OK),
     }  # fmt: skip
-    told, asked = meanwhile(monkeypatch, "begin\r", during)
-    assert told == ["begin", line, shown, "/exit"]
+    taken, asked = meanwhile(monkeypatch, "begin\r", during)
+    assert taken == ["begin", line, shown, "/exit"]
     assert asked == [shown]
