@@ -265,8 +265,7 @@ class Cap:
     def _after_decoder(self, decoder: nn.Module, _: Any, kwargs: Any, output: Any) -> Any:
         """After the decoder, join the outputs of all blocks."""
         cache = cache_of(kwargs)
-        call = self._calls.pop(cache, None) if isinstance(cache, BudgetCache) else None
-        if call is None:
+        if not isinstance(cache, BudgetCache) or (call := self._calls.pop(cache, None)) is None:
             return None
         _check_read(cache, call.seen)
         parts = [*call.earlier, _Hidden.of(output)]

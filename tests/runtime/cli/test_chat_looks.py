@@ -59,7 +59,7 @@ STATS = Stats(
     peak_bytes=2**34,
     recomputed=[],
     execution="eager",
-    turn=Turn(9_000, 9_000, 512, 12_345, "length", ttft_s=1.0, decode_s=2.0),
+    turn=Turn(9_000, 9_000, 0, 512, 12_345, "length", ttft_s=1.0, decode_s=2.0),
 )
 
 
