@@ -6,13 +6,14 @@ Every stage is a Triton kernel where one covers it, else the policy's own eager 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from kvcap import kernels
 from kvcap.kernels import evict
@@ -203,8 +204,10 @@ class Evictor:
         observed = self._observe_all(step)
         self._update_state(observed)
         if self.balance is not None and step.length > 1:
-            preference = float(kernels.preference(self.balance.budget, observed[0]))
-            self.balance.prefer(self.index, preference, step.tokens)
+            with suppress(DataDependentOutputException):
+                preference = kernels.preference(self.balance.budget, observed[0])
+                if not _is_rehearsed(preference):
+                    self.balance.prefer(self.index, float(preference), step.tokens)
         if now or self.due(step.length):
             self.compact(self._evictions(observed, step.stored))
         last = self.index == len(self.layout.budgets) - 1
@@ -526,7 +529,11 @@ class Evictor:
         lengths = torch.tensor([one.segment.held for one in evictions])
         lengths = lengths.view(-1, heads).to(scores.device, non_blocking=True)
         average = self.layout.budgets[self.index]
-        kept: list[int] = budget.split(scores, pinned, places, lengths, average).flatten().tolist()
+        kept = [one.segment.target_length for one in evictions]
+        with suppress(DataDependentOutputException):
+            split = budget.split(scores, pinned, places, lengths, average).flatten()
+            if not _is_rehearsed(split):
+                kept = split.tolist()
         return kept
 
     def _filled(self, kept: list[int]) -> list[int]:
@@ -587,6 +594,11 @@ class Evictor:
             saliency=eviction.saliency,
             pinned_spans=spans,
         )
+
+
+def _is_rehearsed(x: Tensor) -> bool:
+    """Whether a tensor has no data, by which slots would move: in a rehearsal they stay."""
+    return type(x) is not Tensor
 
 
 def evict_together(evictors: Sequence[Evictor], rows: RowPass) -> None:

@@ -122,12 +122,12 @@ class LayerBalance:
             return None  # while everything fits everywhere, nobody gives anything up
         total = len(known) * self.average
         most = min(total, seen)  # slots that a layer can fill
-        sure = min(self._least, most)
+        sure = min(self.least, most)
         more = apportion(known, total - sure * len(known), [most - sure] * len(known))
         return [sure + extra for extra in more]
 
     @property
-    def _least(self) -> int:
+    def least(self) -> int:
         """Slots of a head that every layer has in any case."""
         return self.budget.least(self.average, max(self.pinned, self.floor))
 
@@ -135,7 +135,7 @@ class LayerBalance:
         """`_wanted` after `seen` [] tokens, by rows of preferences [R, L] one by one; [R, L]."""
         total = preferences.shape[-1] * self.average
         most = seen.clamp(max=total)
-        sure = most.clamp(max=self._least)
+        sure = most.clamp(max=self.least)
         rest = (total - sure * preferences.shape[-1]).expand(len(preferences), 1)
         return sure + apportion_rows(
             _whole(preferences, total), rest, (most - sure).expand(preferences.shape)

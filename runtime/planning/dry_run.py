@@ -3,25 +3,31 @@
 The model runs once on fake tensors, which have sizes and no contents, over a cache as full as it
 gets, while every storage that is allocated and freed is counted. No weights or activations exist,
 so a model of any size can be run dry anywhere, in about a second. Memory that kernels allocate
-internally is not seen; on a CPU it is negligible (tests/runtime/planning/test_dry_run.py).
+internally is not seen, but for a CPU's attention, whose rule is known; what is left is negligible
+(tests/runtime/planning/test_dry_run.py).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import UnsupportedModel
@@ -43,8 +49,8 @@ def rehearse_block(
 ) -> int:
     """The most bytes that reading one block takes beyond weights and cache, with its logits.
 
-    Decisions that depend on data cannot run dry: budgets that move between heads or layers are
-    taken as even ones.
+    Decisions that depend on data cannot run dry. Where slots move between heads or layers, all
+    `DIVISIONS` are rehearsed, and the one that takes most counts.
 
     Args:
         config: the model's transformers config.
@@ -65,36 +71,88 @@ def rehearse_block(
         model.eval()
         if packed is not None:
             pack(model, packed)
-        cache = BudgetCache(
-            config, budget_tokens, block_size, data_independent(eviction), positions=positions,
-            kv_dtype=kv_dtype,
-        )  # fmt: skip
-        cache.allocate(batch, dtype, "cpu")
-        longest = min(block_size, budget_tokens) if not eviction.policy.evicts else block_size
+        peaks = []
+        for divide in DIVISIONS if eviction.heads_move or eviction.layers_move else DIVISIONS[:1]:
+            cache = BudgetCache(
+                config, budget_tokens, block_size, eviction, positions=positions, kv_dtype=kv_dtype
+            )
+            divide(cache.allocate(batch, dtype, "cpu"))
+            peaks.append(_rehearse(model, cache, batch))
+    return max(peaks)
+
+
+def _rehearse(model: Any, cache: BudgetCache, batch: int) -> int:
+    """The most bytes that a block takes beyond weights and cache, which counts as full."""
+    evicts, longest = cache.eviction.policy.evicts, cache.block_size
+    if not evicts:
+        longest = min(longest, cache.layout.budget_tokens)
+    tally = Tally((*model.parameters(), *model.buffers(), *cache.buffers()))
+    with tally:
+        pretend_full(cache)  # native sliding layers replace what they hold
+        held = tally.peak = tally.now
         ids = torch.zeros(batch, longest, dtype=torch.long)
-        tally = Tally((*model.parameters(), *model.buffers(), *cache.buffers(), ids))
-        with tally:
-            pretend_full(cache)  # native sliding layers replace what they hold
-            held = tally.peak = tally.now
-            if cache.leaves_window(longest):
-                cache.become_compact()
-                cache.enable_rotation()
-            with cache.passing(ForwardContext(cache.next_position)):
-                try:
-                    model(
-                        input_ids=ids,
-                        position_ids=ids,
-                        **cache_argument(model, cache),
-                        use_cache=True,
-                        logits_to_keep=1,
-                    )
-                except DynamicOutputShapeException as error:
-                    raise UnsupportedModel(
-                        f"the memory that {type(model).__name__} takes depends on its data here, "
-                        "as its experts run one by one; use transformers 5, or a cap of the cache "
-                        "(kv_budget) in place of one of the process"
-                    ) from error
+        place = torch.arange(longest)
+        if cache.leaves_window(longest):
+            cache.become_compact()
+            cache.enable_rotation()
+        with cache.passing(ForwardContext(cache.next_position)):
+            try:
+                model(
+                    input_ids=ids,
+                    position_ids=(cache.next_position + place).expand(batch, -1),
+                    **cache_argument(model, cache),
+                    use_cache=True,
+                    logits_to_keep=torch.tensor([longest - 1]),
+                )
+            except (DynamicOutputShapeException, DataDependentOutputException) as error:
+                raise UnsupportedModel(
+                    f"the memory that {type(model).__name__} takes depends on its data here, "
+                    "as its experts run one by one; use transformers 5, or a cap of the cache "
+                    "(kv_budget) in place of one of the process"
+                ) from error
     return tally.peak - held
+
+
+def pretend_uneven(cache: BudgetCache) -> None:
+    """Give one layer, or one head of each, all slots that others can do without.
+
+    Where slots move; the cache is empty.
+    """
+    eviction, tokens = cache.eviction, cache.layout.budget_tokens
+    if cache.balance is not None:
+        # The last of those that most layers read: more of the model's own is held beside it.
+        _, most = max((layer.readers, i) for i, layer in enumerate(cache.capped_layers))
+        _divide(cache.balance.segments, tokens, cache.balance.least, most)
+    elif eviction.heads_move:
+        heads = cache.layout.shape.kv_heads
+        for layer, budget in zip(cache.capped_layers, cache.layout.budgets, strict=True):
+            least = min(budget, eviction.pins(budget) + 1)
+            _divide(layer.segments, budget, least, heads - 1, heads)  # the last one's mask is kept
+
+
+def _divide(
+    segments: Sequence[Segment], average: int, least: int, most: int, group: int | None = None
+) -> None:
+    """Give `least` slots to all but one of each `group` of segments, and to that the others'."""
+    group = len(segments) if group is None else group
+    shares = [least] * group
+    shares[most] += group * (average - least)
+    resize(segments, shares * (len(segments) // group))
+
+
+def pretend_given_up(cache: BudgetCache) -> None:
+    """`pretend_uneven`, of slots that are wanted elsewhere, and go at once."""
+    pretend_uneven(cache)
+    segments = [segment for layer in cache.capped_layers for segment in layer.segments]
+    least = min(segment.budget for segment in segments)
+    for segment in segments:
+        segment.target_length = least
+
+
+DIVISIONS: tuple[Callable[[BudgetCache], None], ...] = (
+    lambda _: None, pretend_uneven, pretend_given_up
+)  # fmt: skip
+"""How slots that move may be divided: evenly, or as unevenly as can be."""
 
 
 def pretend_full(cache: BudgetCache) -> None:
@@ -109,13 +167,14 @@ def pretend_full(cache: BudgetCache) -> None:
     cache.count_stores_full()
     for state in cache.state_layers.values():
         state.seen, state.has_previous_state[0] = shape.trained_length, True
-    segment = cache.capped_layers[0].segments[0]
+    segment = cache.capped_layers[0].segments[-1]
     like = segment.pool.keys.new_empty(0, dtype=segment.pool.dtype)
     for index, layer in cache.sliding_layers.items():
         # It keeps the end of what it and a block had together.
         size = layer.sliding_window - 1
         own = shape.layers[index]
-        slots = (segment.batch, own.kv_heads, size + block, own.head_size)
+        batch = segment.row + segment.batch  # of the last row: heads may have one each
+        slots = (batch, own.kv_heads, size + block, own.head_size)
         layer.keys = like.new_zeros(*slots)[:, :, -size:]
         layer.values = like.new_zeros(*slots)[:, :, -size:]
         layer.dtype, layer.device, layer.is_initialized = like.dtype, like.device, True
@@ -146,6 +205,8 @@ class Tally(TorchDispatchMode):
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
+        if str(func) == "aten._scaled_dot_product_flash_attention_for_cpu.default":
+            self.peak = max(self.peak, self.now + attention_buffers(*args[:2]))
         return found
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -160,6 +221,19 @@ class Tally(TorchDispatchMode):
     def _release(self, key: int, nbytes: int) -> None:
         self.now -= nbytes
         self._known.discard(key)
+
+
+def attention_buffers(query: Tensor, keys: Tensor) -> int:
+    """Bytes that torch's fused attention of a CPU allocates beside its results.
+
+    Each thread has logits of some queries over some keys, their sums and outputs, in float32, and
+    for other types of numbers the weights rounded to those.
+    """
+    length, size = query.shape[2:]
+    rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
+    logits = rows * min(512, keys.shape[2])
+    rounded = 0 if query.dtype == torch.float32 else logits * query.element_size()
+    return torch.get_num_threads() * (4 * (logits + 2 * rows + rows * size) + rounded)
 
 
 def data_independent(eviction: Eviction) -> Eviction:

@@ -257,7 +257,10 @@ class ModelPlanner:
         slides = [layer for layer in shape.layers if layer.window is not None]
         slots = self.slot_format
         layout = CacheLayout(shape, eviction, tokens, block, self.positions, slots)
-        largest = max(map(sum, layout.allotments)) + shape.kv_heads * block  # slots of a layer
+        kept = (
+            shape.kv_heads * layout.longest if layout.pooled else max(map(sum, layout.allotments))
+        )
+        largest = kept + shape.kv_heads * block  # slots of a layer
         observed = eviction.policy.queries_observed
         rows = block if observed is None else observed  # queries whose attention is recomputed
         hidden = block * (4 * shape.hidden_size + 3 * shape.mlp_size) * dtype.itemsize

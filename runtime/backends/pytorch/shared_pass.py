@@ -31,7 +31,7 @@ from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.packed import pack
-from kvcap.runtime.planning.dry_run import Tally, data_independent, pretend_full
+from kvcap.runtime.planning.dry_run import Tally, pretend_full, pretend_uneven
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.session.batch import Answer
 
@@ -201,8 +201,7 @@ def rehearse_pass(
             pack(model, plan.weights_dtype)
         caches = [
             BudgetCache(
-                config, most, 1, data_independent(eviction), positions=plan.positions,
-                kv_dtype=plan.kv_dtype,
+                config, most, 1, eviction, positions=plan.positions, kv_dtype=plan.kv_dtype
             ).allocate(1, dtype, "cpu")
             for _ in range(size)
         ]  # fmt: skip
@@ -210,6 +209,7 @@ def rehearse_pass(
         tally = Tally((*model.parameters(), *model.buffers(), *held))
         with tally:
             for cache in caches:
+                pretend_uneven(cache)
                 pretend_full(cache)
             tally.peak = tally.now
             before = tally.now
