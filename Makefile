@@ -22,17 +22,19 @@ chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
 test: $(VENV)/.ready ## every feature once, in some minutes
 	$(BIN)/pytest
 
-test-ci: $(VENV)/.ready ## the fast tier and a part of the slow one; a part on the oldest transformers, with quantised weights, in lm-eval, on Ray
+test-ci: $(VENV)/.ready ## the fast tier and a part of the slow one; a part on the oldest transformers, the newest torch, with quantised weights, in lm-eval, on Ray
 	$(BIN)/pytest --ci --durations=40
 	scripts/test-oldest
 	@$(MAKE) $(PAIR) test-quantised test-lm-eval TIER=--ci
 	scripts/test-servers --ci
+	test ! -f .venv-newest/.ready || scripts/test-newest
 
 test-all: $(VENV)/.ready ## all tests, and all of these parts
 	$(BIN)/pytest --all --durations=40
 	scripts/test-oldest --all-of tests/runtime/models tests/runtime/backends/pytorch/test_batch.py
 	@$(MAKE) $(PAIR) test-quantised test-lm-eval
 	scripts/test-servers
+	scripts/test-newest
 
 test-quantised test-lm-eval test-servers: $(VENV)/.ready
 	scripts/$@ $(TIER)
