@@ -83,7 +83,8 @@ def test_the_page_answers_as_python_does_and_sends_nothing(decoder, page):
         for text in MESSAGES:
             assert said(page, text) == "".join(session.send(text))
         held, evicted = (page.locator(id).inner_text().split()[0] for id in ("#held", "#evicted"))
-        assert (int(held), int(evicted)) == (session.cache.held, session.stats.evicted_tokens)
+        stats = session.stats
+        assert (int(held), int(evicted)) == (stats.held_tokens, stats.evicted_tokens)
         assert int(evicted) > 128
         assert f"{session.cache.nbytes / 1e6:.2f} MB" in page.locator("#bytes").inner_text()
         assert len(requests) == loaded, "nothing is asked for once the model is there"

@@ -263,7 +263,7 @@ def test_the_manifest_says_what_a_runner_needs(shelf):
     assert said["generation"]["temperature"] == 0.5
     assert said["tokenizer"]["chat_template"] == "chat_template.jinja"
     assert said["opset"] == 18
-    assert said["policy"]["pins"] == {"sinks": 0, "recents": [0, 0]}
+    assert said["policy"]["pins"] == {"sinks": 2, "recents": [0, 0]}
     assert said["verified"]["ok"]
     assert read(folder).shared
 

@@ -237,7 +237,8 @@ def steps(shelf, form: str, dtype: torch.dtype, units: bool = False):
                "inverse_norms": made["new_inverse_norms"]}  # fmt: skip
         held = {name: torch.cat((held[name], new[name]), 2) for name in held}
         pinned = torch.zeros(held["positions"].shape, dtype=torch.bool)
-        given = {**held, "anchor": anchor, "pinned": pinned}
+        seen = torch.tensor((step + 1) * ODD.block, dtype=torch.int32)
+        given = {**held, "anchor": anchor, "pinned": pinned, "seen": seen}
         policy = load_policy("keydiff").policy
         plain = form_of(graph_part(load_policy("keydiff")), ODD, "naive")
         yield feed(score, given)["scores"], policy.score(plain.observe(given)).numpy()

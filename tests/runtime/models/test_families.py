@@ -155,7 +155,7 @@ def test_compact_drop_in_equals_the_block_loop(tokens):
     assert cache.layout.positions == "compact"
     out = model.generate(
         ids, **as_cache(cache), prefill_chunk_size=8, max_new_tokens=10, do_sample=False,
-        pad_token_id=2, attention_mask=torch.ones_like(ids),
+        pad_token_id=2, eos_token_id=-1, attention_mask=torch.ones_like(ids),
     )  # fmt: skip
     loop = BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8))
     logits, said = loop.prefill(ids), []
