@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -76,7 +77,8 @@ def policies() -> dict[str, Recipe]:
     """Every policy and preset by name."""
     scores = _scores()
     found = {name: Recipe({"policy": cls}, {}) for name, cls in scores.items()}
-    for cls in (*scores.values(), *companions().values()):
+    # Those of other packages last, so that they take no name of kvcap's own presets.
+    for cls in (*_modules(".").values(), *companions().values(), *_registered()[0].values()):
         for name, preset in vars(cls).get("presets", {}).items():  # not those of a base class
             if recipe := _preset(cls, name, preset, scores, found.get(name)):
                 found[name] = recipe
@@ -165,7 +167,7 @@ def as_eviction(policy: str | Eviction | Policy, sink_tokens: int | None = None)
     if sink_tokens is None:
         return found
     _check_type("sink_tokens", sink_tokens, int, 4)
-    return replace(found, sink_tokens=sink_tokens)
+    return replace(found, sink_tokens=sink_tokens, sinks_yield=False)
 
 
 def _check_type(what: str, value: Any, kind: Any, default: Any) -> None:
@@ -197,7 +199,9 @@ def _registered() -> tuple[dict[str, type[Component]], dict[str, str]]:
 
     A broken one is warned of, and takes nothing else with it.
     """
-    found, broken, own = dict[str, type[Component]](), dict[str, str](), _modules(".")
+    found, broken, ours = dict[str, type[Component]](), dict[str, str](), _modules(".")
+    presets = (vars(cls).get("presets", {}) for cls in (*ours.values(), *companions().values()))
+    own = {*ours, *chain.from_iterable(presets)}
     for point in entry_points(group=ENTRY_POINTS):
         who = f"policy {point.name!r} ({point.value}, of package {_package(point)})"
         try:
@@ -212,7 +216,7 @@ def _registered() -> tuple[dict[str, type[Component]], dict[str, str]]:
         except (Exception, SystemExit) as error:
             why = str(error).strip().partition("\n")[0]
             said = f"{who} cannot be used: {why or type(error).__name__}"
-            if point.name not in (own | found):
+            if point.name not in own | found.keys():
                 broken[point.name] = said
             warnings.warn(f"{said}; mend or uninstall that package", stacklevel=2)
         else:

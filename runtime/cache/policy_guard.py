@@ -65,15 +65,16 @@ class PolicyGuard:
         """
         if is_own(component):
             return kernels.update(component, obs)
-        found: dict[str, Tensor] = self._run("update", component.update, obs)
+        found = self._run("update", component.update, obs)
+        shape = obs.positions.shape
+        expected = f"tensors {list(component.state)}, each [B, K, n] = {list(shape)}"
+        if not isinstance(found, Mapping):
+            self._refuse("update", f"gave {type(found).__name__}; expected a mapping of {expected}")
         for name, values in found.items():
-            if name not in component.state or values.shape != obs.positions.shape:
-                self._refuse(
-                    "update",
-                    f"gave {name!r} of {list(values.shape)}; expected of {list(component.state)}, "
-                    f"each [B, K, n] = {list(obs.positions.shape)}",
-                )
-        return found
+            given = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            if name not in component.state or given != list(shape):
+                self._refuse("update", f"gave {name!r} of {given}; expected {expected}")
+        return dict(found)
 
     def _run(self, what: str, call: Callable[[Observation], Any], obs: Observation) -> Any:
         """What a component's own code makes of an observation."""

@@ -125,10 +125,13 @@ def untie(where: str, config: Any) -> Any:
     them, or both alike; 4.57 always does as the config says.
 
     Args:
-        where: a directory, or a repository; of one that is not downloaded the config is kept.
+        where: a directory, or a repository; of one that is not downloaded, and of a GGUF file, the
+            config is kept.
         config: of the text model.
     """
     if transformers.__version__ < "5" or not getattr(config, "tie_word_embeddings", False):
+        return config
+    if is_gguf(where):  # transformers reads its matrices
         return config
     folder, kind = folder_of(where), AutoModelForCausalLM._model_mapping.get(type(config), None)
     if folder is None or kind is None:

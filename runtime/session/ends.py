@@ -94,6 +94,6 @@ def _written_behind(tokenizer: Any) -> str:
 
 
 def _listed(ids: Any) -> list[int]:
-    if ids is None:
-        return []
-    return [int(token) for token in ids] if isinstance(ids, (list, tuple)) else [int(ids)]
+    """Return the token ids that a file names, without what is none: some write -1 for no token."""
+    given = ids if isinstance(ids, (list, tuple)) else [ids]
+    return [x for x in given if isinstance(x, int) and not isinstance(x, bool) and x >= 0]

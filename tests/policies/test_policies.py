@@ -413,6 +413,7 @@ class Greedy(Policy):
 
     presets: ClassVar = {
         "h2o": Preset("greedy"),
+        "balanced": Preset("greedy"),
         "nothing": Preset("no_such"),
         "mine": Preset("greedy"),
     }
@@ -443,16 +444,17 @@ def test_a_broken_policy_of_a_package_takes_nothing_else_with_it(found, why, mon
 
 
 def test_names_that_are_taken_stay_their_owners(monkeypatch, fresh):
-    registered(monkeypatch, keydiff=Demanding, greedy=Greedy)
+    registered(monkeypatch, keydiff=Demanding, balanced=Plain, greedy=Greedy)
     with pytest.warns(UserWarning, match="cannot be used") as caught:
         assert type(load_policy("keydiff").policy) is KeyDiff
+    assert type(load_policy("balanced").policy).__name__ == "DropKV"
     assert type(load_policy("h2o").policy).__name__ == "H2O"
     assert isinstance(load_policy("mine").policy, Greedy)
     said = [str(one.message) for one in caught]
     assert any("the name is kvcap's own; mend or uninstall" in one for one in said)
     assert any("preset 'h2o' of" in one and "a name that is taken" in one for one in said)
     assert any("preset 'nothing' of" in one and "no policy is called" in one for one in said)
-    assert len(said) == 3
+    assert len(said) == 5
 
 
 def test_every_policy_documents_itself():

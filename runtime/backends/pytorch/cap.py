@@ -6,6 +6,7 @@ block. Knows transformers' models, no text.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from functools import partial
@@ -196,6 +197,15 @@ class Cap:
             self._implementation = self._generation.cache_implementation
             self._generation.cache_implementation = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cap:
+        """Return the cap of the model's copy, which has no cache yet."""
+        model, made = self._model(), object.__new__(Cap)
+        memo[id(self)] = made
+        kept = {k: x for k, x in vars(self).items() if k not in ("_model", "_calls", "cache")}
+        vars(made).update(copy.deepcopy(kept, memo))
+        made._model, made._calls = ref(memo.get(id(model), model)), WeakKeyDictionary()
+        return made
+
     def __repr__(self) -> str:
         """The cap, and its last cache."""
         return f"Cap({self._name}, {self.cache or self._make()!r})"
@@ -234,7 +244,7 @@ class Cap:
             given = _text_alone(model, given)
             self._mask = given.get("attention_mask")
         logits = given.get("logits_to_keep")
-        if not isinstance(logits, int) or logits < 1 or _needs_all(given):
+        if not isinstance(logits, int) or logits < 1 or _needs_all(model, given):
             return (), given
         cache = self._cache_for(given)
         if cache is not None:
@@ -407,6 +417,8 @@ def _text_alone(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in TYPES_OF_TOKENS}
 
 
-def _needs_all(given: dict[str, Any]) -> bool:
-    """Whether a call asks for results of more tokens than the last ones."""
-    return given.get("labels") is not None or bool(given.get("output_hidden_states"))
+def _needs_all(model: Any, given: dict[str, Any]) -> bool:
+    """Return whether a call, or the model's config, asks for results of all tokens."""
+    names = ("output_hidden_states", "output_router_logits")
+    asked = (given.get(name, getattr(model.config, name, None)) for name in names)
+    return given.get("labels") is not None or any(asked)

@@ -140,8 +140,10 @@ def test_state_is_held_to_what_was_declared() -> None:
         return found
 
     for update, says in [
-        (lambda obs: {"total": ones(obs)}, r"update gave 'total' .*expected of \['sum'\]"),
+        (lambda obs: {"total": ones(obs)}, r"update gave 'total' .*expected tensors \['sum'\]"),
         (lambda obs: {"sum": ones(obs)[..., :1]}, r"update gave 'sum' of \[1, 2, 1\]"),
+        (lambda obs: {"sum": 3.0}, r"update gave 'sum' of float; expected tensors"),
+        (lambda obs: None, r"update gave NoneType; expected a mapping"),
         (lambda obs: {"sum": obs.state["sum"].add_(1)}, r"update wrote into obs\.state\['sum'\]"),
     ]:
         with pytest.raises(PolicyError, match=says):

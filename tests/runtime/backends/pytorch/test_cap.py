@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import kvcap
+from kvcap.runtime.backends.pytorch.cap import MARK
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import (
     MemoryCapExceeded,
@@ -219,8 +220,10 @@ def test_what_the_experts_of_all_blocks_were_chosen_by(tokens):
     uncapped = model(ids, **given)
     with kvcap.cap(model, 64, 8):
         out = model(ids, **given)
+        last = model(ids, output_router_logits=True, logits_to_keep=1)
     for name in ("router_logits", "loss", "aux_loss", "logits"):
         torch.testing.assert_close(out[name], uncapped[name], rtol=1e-4, atol=1e-4)
+    assert [len(x) for x in last.router_logits] == [len(x) for x in uncapped.router_logits]
 
 
 def test_a_conversation_goes_on_in_the_cache_that_came_back(model, tokens):
@@ -401,6 +404,9 @@ def test_a_copy_of_the_model_has_a_cap_of_its_own(model, tokens):
     capped.remove()
     assert model(ids)[CACHE].get_seq_length() == 40
     assert twin(ids)[CACHE].held == 24
+    getattr(twin.get_decoder(), MARK).remove()
+    assert twin(ids)[CACHE].get_seq_length() == 40
+    assert kvcap.cap(twin, 24, 8).cache is None
 
 
 def test_the_decoder_alone_and_a_chat_beside(model, tokens):
