@@ -399,6 +399,7 @@ class Session:
             self.cache.reset()
             self.messages, self.pinned = [], set()
             self.turn = self.notice = None
+            self._read_with = {}
             self._written = Written()
 
     def set_generation(self, **options: Any) -> None:

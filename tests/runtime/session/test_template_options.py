@@ -156,3 +156,15 @@ def test_a_text_that_was_continued_is_not_forgotten_for_other_options(runtime):
     session.set_generation(template_options=None)
     list(session.send("Hello!"))
     assert held(session).startswith("Once upon a time")
+
+
+def test_a_cleared_conversation_forgets_the_options_it_was_read_with(runtime):
+    session = session_with(runtime, "system")
+    session.set_generation(template_options=OFF)
+    list(session.send("Hello!"))
+    session.set_generation(template_options=None)
+    session.clear()
+    assert session.conversation["template_options"] == {}
+    list(session.complete("Once upon a time"))
+    list(session.send("Hello!"))
+    assert held(session).startswith("Once upon a time")
