@@ -398,7 +398,6 @@ class Session:
                 self._unusual = False
             self.cache.reset()
             self.messages, self.pinned = [], set()
-            self.turn = self.notice = None
             self._read_with = {}
             self._written = Written()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from chat_templates import THINKING, with_template
 from toy_engine import BACKENDS, BLOCK, ToyEngine, held, session_of, tiny
 
 from kvcap.runtime.errors import EmptyPrompt, KvcapError, MemoryCapExceeded
@@ -145,6 +146,26 @@ def test_a_conversation_stopped_while_it_is_read_again_is_read_again(session, bl
     assert "read again" in session.notice
     assert [m["content"] for m in session.messages[4:]] == ["More.", ""]
     goes_on(session)
+
+
+def test_a_message_stopped_while_all_is_read_anew_for_it_is_taken_back(runtime):
+    """It needs another beginning, as with other options of the chat template."""
+    plain = runtime.tokenizer
+    runtime.tokenizer = with_template(plain, THINKING["system"])
+    try:
+        session = session_of(runtime)
+        list(session.send(LONG))
+        before = copy.deepcopy(session.messages)
+        session.set_generation(template_options={"enable_thinking": False})
+        stopping(session, 1)
+        interrupted(lambda: session.send("More."))
+        assert (session.messages, session.cache.seen) == (before, 0)
+        assert session.notice.startswith("the message was not read and is taken back; ")
+        assert "read again" in session.notice
+        session.set_generation(template_options=None)
+        goes_on(session)
+    finally:
+        runtime.tokenizer = plain
 
 
 def test_a_message_of_which_nothing_was_read_is_taken_back(session, monkeypatch):
