@@ -248,6 +248,20 @@ def check_tools_read(
         )
 
 
+def calls_are_written(
+    tokenizer: Any,
+    answer: Message,
+    tools: Sequence[Tool],
+    options: Mapping[str, Any] = NO_OPTIONS,
+) -> bool:
+    """Return whether the chat template takes an answer with all of its `tool_calls`."""
+    try:
+        render(tokenizer, [{"role": "user", "content": "."}, answer], tools, options)
+    except ChatTemplateMissing:
+        return False
+    return True
+
+
 def turn_has_results(
     tokenizer: Any,
     system: str | None,
@@ -274,12 +288,13 @@ def turn_has_results(
         return True
     try:
         tail = render_turn(tokenizer, system, marked, tools, options)
-        if answer and answer[0].get("tool_calls"):
-            said = [*system_message(system), {"role": "user", "content": "."}, *answer, *marked]
-            if not render(tokenizer, said, tools, options).endswith(tail):
-                return False
     except ChatTemplateMissing:
         return False
+    if answer and answer[0].get("tool_calls"):
+        said = [*system_message(system), {"role": "user", "content": "."}, *answer, *marked]
+        with contextlib.suppress(ChatTemplateMissing):  # as where it takes one call at once
+            if not render(tokenizer, said, tools, options).endswith(tail):
+                return False
     return all(one["content"] in tail for one in marked if one["role"] == "tool")
 
 

@@ -19,6 +19,7 @@ from kvcap.runtime.session.encoding import check_letters, encode, encode_behind
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
+    calls_are_written,
     check_results_written,
     check_tools_read,
     checked_messages,
@@ -399,6 +400,7 @@ class Session:
             self.cache.reset()
             self.messages, self.pinned = [], set()
             self._read_with = {}
+            self.turn = self.notice = None
             self._written = Written()
 
     def set_generation(self, **options: Any) -> None:
@@ -660,6 +662,8 @@ class Session:
             self._transcript = before
             cache.reset()
             notice = f"no new answer began, so the former one stays; {REREAD}"
+            if len(prompt.transcript.messages) > len(before.messages):
+                notice = f"the message was not read and is taken back; {REREAD}"
         elif not whole and (failed or not turn.read_tokens):
             self._transcript = before
             if cache.seen != seen:
@@ -668,9 +672,12 @@ class Session:
             if before.messages and not cache.seen:
                 notice += f"; {REREAD}"
         else:
-            parsed = self.parsed if self.tools else Parsed(answer)
-            said = parsed if parsed.tool_calls else Parsed(answer)
-            self.messages.append(said.as_message())
+            said = Parsed(answer).as_message()
+            if self.tools and (parsed := self.parsed).tool_calls:
+                called = parsed.as_message()
+                if calls_are_written(self.runtime.tokenizer, called, self.tools, prompt.options):
+                    said = called
+            self.messages.append(said)
             if prompt.reread and not whole:
                 cache.reset()
                 notice = f"stopped while earlier messages were read; {REREAD}"

@@ -128,6 +128,47 @@ def test_an_answer_with_a_call_is_saved_and_its_result_read_later(name, tmp_path
     assert loaded.messages == session.messages
 
 
+ONE_CALL = TOOLS["own turn"].replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call at once') }}{% endif %}",
+)
+CALL = r'\{"name": "add", "parameters": \{"a": [12]\}\}'
+
+
+def test_an_answer_of_more_calls_than_the_template_takes_is_kept_as_its_text(runtime):
+    """As Llama 3's, which refuses two calls: the conversation goes on, and can be read again."""
+    pytest.importorskip("llguidance")
+    runtime.tokenizer = with_template(runtime.tokenizer, ONE_CALL)
+    session = session_of(runtime)
+    session.set_generation(regex=rf"<\|python_tag\|>{CALL}; {CALL}", max_new_tokens=90)
+    answer = "".join(session.send([ASKED], tools=[ADD]))
+    session.set_generation(regex=None, max_new_tokens=6)
+    assert len(session.parsed.tool_calls) == 2
+    assert session.messages[-1] == {"role": "assistant", "content": answer}
+    results = [
+        {"role": "tool", "content": text, "tool_call_id": call.id, "name": call.name}
+        for text, call in zip(("one", "two"), session.parsed.tool_calls, strict=True)
+    ]
+    before = held(session)
+    list(session.send(results))
+    assert held(session).startswith(before)
+    assert "<tool_response>two</tool_response>" in held(session)
+    list(session.regenerate())
+    assert held(session).startswith(reference(ONE_CALL, session.messages[:-1]))
+
+
+def test_results_follow_an_answer_that_the_template_refuses_to_write():
+    """As in conversations that were saved with both of its calls."""
+    calls = tuple(ToolCall("add", {"a": a}, f"abcdefgh{a}") for a in (1, 2))
+    results = [{"role": "tool", "content": call.id, "tool_call_id": call.id} for call in calls]
+    answer = [Parsed("", calls).as_message()]
+    tokenizer = with_template(TOKENIZER, ONE_CALL)
+    assert turn_has_results(tokenizer, None, answer, results, [ADD])
+    tokenizer = with_template(TOKENIZER, LEFT_OUT)
+    assert not turn_has_results(tokenizer, None, answer, results, [ADD])
+
+
 def test_a_result_that_is_not_written_is_refused(runtime):
     session = called(runtime, LEFT_OUT)
     said, before = [result(session, "2")], list(session.messages)
