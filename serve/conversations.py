@@ -204,7 +204,7 @@ def key_of(session: Session, tools: Sequence[Mapping[str, Any]], salt: str) -> s
 
 def _known(message: Message) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if value or name in ("role", "content")}
-    if "tool_calls" in found:  # clients send back the text beside calls with other white space
+    if found["role"] == "assistant":  # clients send answers back with other white space around
         found["content"] = found["content"].strip()
     return found
 

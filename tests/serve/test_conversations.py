@@ -334,3 +334,11 @@ def test_owners_and_ids_never_become_paths(runtime: Any, tmp_path: Path) -> None
     serve(Scheduler(runtime, limits(places=8), SavedConversations(home, 1 << 20)), chat)
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
     assert len(list(home.glob("*.kvcap"))) == len(names)
+
+
+def test_spaces_around_an_answer_do_not_make_another_conversation() -> None:
+    """Clients trim what they keep of it; what a user says counts as it is."""
+    asked = (user("Hello!"), said(" Hi. \n"), user("And now?"))
+    trimmed = (user("Hello!"), said("Hi."), user("And now?"))
+    assert keys_of(ask(*asked), "") == keys_of(ask(*trimmed), "")
+    assert keys_of(ask(user(" Hello!")), "") != keys_of(ask(user("Hello!")), "")
