@@ -95,12 +95,14 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
 
     Where none is unknown they spell the whole conversation, special tokens too.
     """
-    found, text = list[str | None](), Detokenizer(tokenizer, special=True)
+    found = list[str | None]()
+    text: Detokenizer | None = None  # behind an unknown token another one begins
     for token in ids:
         if token < 0:
             found.append(None)
-            text = Detokenizer(tokenizer, special=True)
+            text = None
         else:
+            text = text or Detokenizer(tokenizer, special=True)
             found.append(text.put(token))
     return found
 

@@ -15,6 +15,7 @@ from toy_engine import ToyEngine, session_of, tiny
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import KeptTokens
 from kvcap.serve.strip import GROUPS, Strip, grouped, pieces, strip_of
@@ -150,3 +151,17 @@ def test_windows_of_the_models_own_and_heads_that_hold_unequally_many(family, po
             assert all(row == list(range(100 - len(row), 100)) for row in rows)
             assert len(rows[0]) == model.config.sliding_window - 1
     assert any(not one.capped for one in found) == (family == "gemma2")
+
+
+def test_a_run_of_unknown_tokens_costs_no_decoder_for_each(monkeypatch):
+    made = []
+
+    def detokenizer(*given: Any, **options: Any) -> Detokenizer:
+        made.append(given)
+        return Detokenizer(*given, **options)
+
+    monkeypatch.setattr("kvcap.serve.strip.Detokenizer", detokenizer)
+    known = gemma_like()
+    (a,) = known.encode("a").ids
+    assert pieces(Wrapped(known), [*[-1] * 99, a, -1, -1]) == [*[None] * 99, "a", None, None]
+    assert len(made) == 1
