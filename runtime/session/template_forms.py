@@ -187,10 +187,15 @@ def _parts_of_role(template: str, write: Write, role: str) -> bool:
         after: list[Message] = [] if role == "tool" else [asked]
 
         # As a text first: of a list, a template that takes texts writes Python's own form.
-        one: Message = {"role": role, "content": MARKER}
-        if role == "tool":
-            one |= {"tool_call_id": CALL["id"], "name": "f"}
-        found[role] = not _marker_in(write, [*before, one, *after])
+        for content in (MARKER, _parts(MARKER)):
+            one: Message = {"role": role, "content": content}
+            if role == "tool":
+                one |= {"tool_call_id": CALL["id"], "name": "f"}
+            if _marker_in(write, [*before, one, *after]):
+                found[role] = content != MARKER
+                break
+        else:  # it may fail, or leave the text out, for want of an option
+            return True
     return found[role]
 
 

@@ -114,6 +114,24 @@ def test_a_form_is_found_out_once(monkeypatch):
         assert counts == [first, 1]
 
 
+MOODY = (
+    "{% for m in messages %}{% if m.role != 'system' %}{{ m.content[0].text }}{% elif mood %}"
+    "{{ m.content }}{% else %}{{ raise_exception('no mood') }}{% endif %}|{% endfor %}"
+)
+
+
+def test_what_fails_for_want_of_an_option_says_nothing_of_a_form():
+    tokenizer = with_template(TOKENIZER, MOODY)
+    said = [SYSTEM, {"role": "user", "content": "Hi."}]
+    with pytest.raises(ChatTemplateMissing, match="no mood"):
+        render(tokenizer, said)
+    assert render(tokenizer, said, options={"mood": "kind"}) == "Be kind.|Hi.|"
+    by_list = MOODY.replace("{{ m.content }}", "{{ m.content[0]['text'] + '' }}")
+    assert render(with_template(TOKENIZER, by_list), said, options={"mood": "kind"}) == (
+        "Be kind.|Hi.|"
+    )
+
+
 TOOL: Any = {"type": "function", "function": {"name": "add"}}
 NAMED = {"default": PLAIN["text"], "tool_use": TOOLS["own turn"], "rag": PARTS["walked"]}
 
