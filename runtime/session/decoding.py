@@ -233,6 +233,9 @@ class Decoding:
         text = stream.end()
         if stream.stopped is None:
             pending.give(math.inf)
+        else:  # perhaps only by this: a letter that was begun ends as U+FFFD
+            turn.stop_string, turn.finish_reason = stream.stopped, "stop"
+            pending.give(stream.given, stopped=True)
         if text:
             written.pieces.append(text)
             yield text

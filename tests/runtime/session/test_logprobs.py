@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from made_tokenizers import Wrapped, byte_level
 from tokenizers import Tokenizer
 from toy_engine import BACKENDS, ToyEngine, session_of, tiny
 from transformers import GenerationConfig
@@ -92,6 +93,31 @@ def test_tokens_come_with_their_text_and_not_those_of_a_stop_string(runtime):
     assert told[:-1] == tokens[: len(told) - 1]
     assert "".join(told).endswith(text)
     assert len("".join(told)) <= len(text) + 1  # some tokenizers begin a text with a space
+
+
+def test_a_stop_string_that_only_the_end_of_the_answer_completes():
+    """Of a letter that was begun, U+FFFD is left; what is before the string has its tokens."""
+    known = byte_level()
+    engine = ToyEngine(64, tokenizer=Wrapped(known))
+    drawn = [known.token_to_id(name) for name in ("b", "a", "Ã")]
+
+    class Drawing:
+        def __init__(self, sampler: Any) -> None:
+            self.sampler, self.recipe, self.drawn = sampler, None, iter(drawn)
+
+        def next(self, *given: Any) -> Any:
+            return self.sampler.next(*given) * 0 + next(self.drawn)
+
+        def logprobs(self, *given: Any) -> Any:
+            return self.sampler.logprobs(*given)
+
+    session = session_of(engine)
+    plain = engine.sampler
+    engine.sampler = lambda *given: Drawing(plain(*given))  # type: ignore[method-assign]
+    session.set_generation(stop_strings=["a\ufffd"], logprobs=0, max_new_tokens=3)
+    assert "".join(session.complete("b")) == "b"
+    assert (session.turn.finish_reason, session.turn.stop_string) == ("stop", "a\ufffd")
+    assert [one.text for one in session.logprobs] == ["b"]
 
 
 def test_a_special_token_can_be_a_stop_string(runtime):
