@@ -12,6 +12,8 @@ from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session.messages import MARK, render
 from kvcap.runtime.types import Message
 
+MOST = 1 << 31  # tokens of a vocabulary: ids are numbers of 32 bits
+
 
 class End(NamedTuple):
     """A token that ends an answer."""
@@ -96,4 +98,5 @@ def _written_behind(tokenizer: Any) -> str:
 def _listed(ids: Any) -> list[int]:
     """Return the token ids that a file names, without what is none: some write -1 for no token."""
     given = ids if isinstance(ids, (list, tuple)) else [ids]
-    return [x for x in given if isinstance(x, int) and not isinstance(x, bool) and x >= 0]
+    numbers = [x for x in given if isinstance(x, int) and not isinstance(x, bool)]
+    return [x for x in numbers if 0 <= x < MOST]
