@@ -218,7 +218,7 @@ class Eviction:
         return found
 
     def holds(self, budget: int, layers: int, kv_heads: int) -> bool:
-        """Whether every head holds a token, and its pins."""
+        """Return whether every head holds a token, and its pins."""
         kept = self._kept(budget, layers, kv_heads)
         return all(slots >= max(1, self.pins(slots)) for slots in kept)
 

@@ -399,7 +399,7 @@ class Evictor:
         return [one for one in found if one.count > 0]
 
     def _score_by(self, stored: kernels.StoredKeys | None) -> Score:
-        """What scores slots: kernels and policies themselves, where these are kvcap's own."""
+        """Return the function that scores slots: guarded where a component is not kvcap's own."""
         return partial(kernels.score, stored=stored) if self._guard is None else self._guard.score
 
     def _score_rows(self, obs: Observation, stored: kernels.StoredKeys | None) -> Tensor:
@@ -597,7 +597,7 @@ class Evictor:
 
 
 def _is_rehearsed(x: Tensor) -> bool:
-    """Whether a tensor has no data, by which slots would move: in a rehearsal they stay."""
+    """Return whether a tensor has no data, as in a rehearsal, where slots stay in place."""
     return type(x) is not Tensor
 
 

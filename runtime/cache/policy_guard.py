@@ -25,7 +25,7 @@ NEEDED_BY: Mapping[str, frozenset[str]] = {
     "queries": ATTENTION_VIEWS,
     "output_projection": frozenset({"output_projection"}),
 }
-"""What of an observation is there for those who declare any of these."""
+"""The views that make a part of an observation readable to those who declare one."""
 ALIASED = 64  # observations, within which a policy has shown what it writes into, if anything
 WATCHED = ("keys", "values", "positions", "queries", "attended", "output_projection")
 
@@ -77,7 +77,7 @@ class PolicyGuard:
         return dict(found)
 
     def _run(self, what: str, call: Callable[[Observation], Any], obs: Observation) -> Any:
-        """What a component's own code makes of an observation."""
+        """Run a component's own code on an observation, and check what it did to it."""
         seen = self._limited(obs)
         watched = {name: getattr(seen, name) for name in WATCHED}
         watched |= {f"state[{name!r}]": values for name, values in seen.state.items()}
@@ -146,22 +146,22 @@ class _Undeclared:
 
 
 def is_own(component: Component) -> bool:
-    """Whether a component is kvcap's own."""
+    """Return whether a component is kvcap's own."""
     return type(component).__module__.partition(".")[0] == "kvcap"
 
 
 def _is_known(numbers: Tensor) -> bool:
-    """Whether the host can read numbers: they are neither pretended nor yet to be computed."""
+    """Return whether the host can read a tensor: it is neither pretended nor yet to be computed."""
     return type(numbers) is Tensor and not numbers.is_meta and not _is_captured(numbers)
 
 
 def _is_captured(numbers: Tensor) -> bool:
-    """Whether a CUDA graph is captured, within which nothing is computed yet."""
+    """Return whether a CUDA graph is captured, within which nothing is computed yet."""
     return numbers.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _counted(values: Tensor | None) -> Tensor | None:
-    """The same memory as a tensor that counts writes, as one of inference mode does not."""
+    """Return the same memory as a tensor that counts writes, unlike one of inference mode."""
     if values is None or not values.is_inference() or _is_captured(values):
         return values
     if values.device.type == "mps":  # which shares no memory with other libraries

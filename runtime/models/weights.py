@@ -150,7 +150,7 @@ def untie(where: str, config: Any) -> Any:
 
 
 def _alike(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
-    """Whether two tensors of files hold the same numbers, compared piece by piece."""
+    """Return whether two tensors of files hold the same numbers, compared piece by piece."""
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(path, framework="pt")) for path, _ in (one, other)]
         a, b = (file.get_slice(name) for file, (_, name) in zip(opened, (one, other), strict=True))

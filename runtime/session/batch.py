@@ -47,7 +47,7 @@ class SharedRows(Protocol):
         """Bytes that it holds, beside the sessions' own."""
 
     def fits(self, answer: Answer) -> bool:
-        """Whether a session's token can be read in such a pass now; it can once it has joined."""
+        """Return whether a session's token can be read in such a pass: once it has joined."""
 
     def join(self, answer: Answer) -> None:
         """Prepare a session for the next pass; it may be given a row until it leaves."""

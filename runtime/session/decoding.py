@@ -288,7 +288,7 @@ class TextStream:
 
     @property
     def begins(self) -> bool:
-        """Whether no text was read or written so far."""
+        """Return whether no text was read or written so far."""
         return self._detokenizer.begins
 
     def put(self, token: int) -> str:
@@ -301,7 +301,7 @@ class TextStream:
         return text + self._give(len(self._held))
 
     def _take(self, piece: str) -> str:
-        """What is certain of the text with another piece."""
+        """Add a piece; return what is certain of the text."""
         self.decoded += len(piece)
         self._held += piece
         found = [(place, stop) for stop in self._stop if (place := self._held.find(stop)) >= 0]

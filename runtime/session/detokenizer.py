@@ -41,7 +41,7 @@ class Detokenizer:
 
     @property
     def begins(self) -> bool:
-        """Whether there is no text so far: a decoder may leave out the space that follows."""
+        """Return whether there is no text yet: a decoder may leave out the space that follows."""
         return not self._window
 
     def put(self, token: int) -> str:
@@ -75,7 +75,7 @@ class Detokenizer:
         return found[::-1]
 
     def _is_left_out(self, token: int) -> bool:
-        """Whether a token is special, and not to be text."""
+        """Return whether a token is special, and not to be text."""
         return not self._decode([token]) and not self._special and bool(self._decode([token], True))
 
     def _decode(self, tokens: list[int], special: bool = False) -> str:

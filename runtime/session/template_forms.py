@@ -158,7 +158,7 @@ def _found(template: str) -> dict[str, bool]:
 
 
 def _users_parts(template: str, write: Write) -> bool:
-    """Whether the template reads a user's parts and not his text.
+    """Return whether the template reads a user's parts and not the text.
 
     A template that fails on both is given texts: the real conversation then says why it fails.
     """
@@ -178,7 +178,7 @@ def _users_parts(template: str, write: Write) -> bool:
 
 
 def _parts_of_role(template: str, write: Write, role: str) -> bool:
-    """Whether the template that reads a user's parts reads those of another role, too."""
+    """Return whether the template that reads a user's parts reads another role's, too."""
     found = _found(template)
     if role not in found:
         asked: Message = {"role": "user", "content": _parts(".")}
@@ -200,7 +200,7 @@ def _parts_of_role(template: str, write: Write, role: str) -> bool:
 
 
 def _marker_in(write: Write, messages: Sequence[Message]) -> bool | None:
-    """Whether what the template writes has the marker; None: it fails."""
+    """Return whether what the template writes has the marker; None: it fails."""
     try:
         return MARKER in write(messages)
     except TemplateFailed:

@@ -27,7 +27,7 @@ class ToolCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
     id: str = ""
-    """What the message that has its result gives as `tool_call_id`."""
+    """The `tool_call_id` of the message that has its result."""
 
     def as_message(self) -> dict[str, Any]:
         """Return the call as a message's `tool_calls` have it."""

@@ -40,7 +40,7 @@ DEFAULT = "memory-figures.json"
 BASELINE = "kvcap-memory-baseline"  # the plugin's name
 FIGURES = pytest.StashKey[list[Figure]]()
 LARGEST = pytest.StashKey[dict[str, Callable[[], list["Allocations"]]]]()
-"""What was held at the peak of a test's figures, by their names."""
+"""The stacks that held memory at the peak of a test's figures, by the figures' names."""
 SHOWN = 5  # allocations that the message of a failure shows
 FRAMES = 4  # frames of each, in the user's own files
 WHAT = {
