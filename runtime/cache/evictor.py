@@ -399,7 +399,7 @@ class Evictor:
         return [one for one in found if one.count > 0]
 
     def _score_by(self, stored: kernels.StoredKeys | None) -> Score:
-        """Return the function that scores slots: guarded where a component is not kvcap's own."""
+        """Return what scores slots: kernels and policies themselves, if they are kvcap's own."""
         return partial(kernels.score, stored=stored) if self._guard is None else self._guard.score
 
     def _score_rows(self, obs: Observation, stored: kernels.StoredKeys | None) -> Tensor:
