@@ -7,7 +7,7 @@ import math
 import time
 import warnings
 from array import array
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,6 +34,13 @@ class Read(NamedTuple):
     """The engine's `Sampler` that may draw the next token; None: nobody else may."""
     ends: frozenset[int] | None = None
     """The next token is asked for in its turn unless it is one of these; None: that depends."""
+
+
+class Insertion(NamedTuple):
+    """Tokens that are read amid a prompt, and are only known once those before them are."""
+
+    at: int  # tokens of the prompt that stand before them
+    tokens: Callable[[], list[int]]
 
 
 class BlockRead(NamedTuple):
@@ -135,12 +142,13 @@ class Decoding:
         turn: Turn,
         written: Written,
         on_block: Callable[[int, int], None] | None,
+        insertion: Insertion | None = None,
     ) -> Generator[Any, Any, None]:
-        """Read `ids` and stream the answer, which joins `written`; fills in figures of `turn`.
+        """Read `ids` with an `insertion`, and stream the answer, which joins `written`.
 
-        The last token drawn is not read; the cache keeps it as `unread`. Gives pieces of text, and
-        where others have their turn, a `BlockRead` after every block of the prompt but the last
-        and a `Read` for every token.
+        Fills in figures of `turn`. The last token drawn is not read; the cache keeps it as
+        `unread`. Gives pieces of text, and where others have their turn, a `BlockRead` after every
+        block of the prompt but the last and a `Read` for every token.
         """
         engine, loop, cache = self.engine, self.loop, self.loop.cache
         sampler, most = engine.sampler(config, rng), answer_limit(config)
@@ -153,19 +161,18 @@ class Decoding:
         noted = getattr(config, "logprobs", None)
         if noted is not None and self._texts is None:
             self._texts = TokenTexts(engine.tokenizer)
-        prompt = engine.token_ids(ids)
-        self.read_ids = array("i", [*self.ids_read(cache.seen), *ids])
-        stream = TextStream(engine.tokenizer, stops, self.read_ids)
         pending = Pending(written.logprobs)
         start = time.perf_counter()
-        for done, logits in loop.blocks(prompt):
+        for done, logits in self._blocks(ids, insertion, turn):
             if on_block is not None:
-                on_block(done, len(ids))
+                on_block(done, turn.prompt_tokens)
             if loop.in_turns and logits is None:
                 yield BlockRead(done)
-        turn.read_tokens = len(ids)
+        turn.read_tokens = turn.prompt_tokens
+        stream = TextStream(engine.tokenizer, stops, self.read_ids)
         # A penalty looks back at this turn only: the history of a conversation has no bound.
-        history = prompt[:, -engine.plan.budget_tokens :]
+        most_looked_at = min(turn.prompt_tokens, engine.plan.budget_tokens)
+        history = engine.token_ids(list(self.read_ids[-most_looked_at:]))
         # Whoever reads tokens may draw the next one, too.
         free = sampler.recipe is not None and guide is None and noted is None
         drawing, foreseen = sampler if free else None, free and not stops and not loop.may_be_full
@@ -239,6 +246,26 @@ class Decoding:
         if text:
             written.pieces.append(text)
             yield text
+
+    def _blocks(
+        self, ids: list[int], insertion: Insertion | None, turn: Turn
+    ) -> Iterator[tuple[int, Any]]:
+        """Read a prompt block by block, as `Loop.blocks` does; notes its tokens in `read_ids`."""
+        loop, engine = self.loop, self.engine
+        before = self.ids_read(loop.cache.seen)
+        self.read_ids = array("i", [*before, *ids])
+        done = 0
+        if insertion is not None:
+            # Of a few tokens none is evicted before a block is whole: they need no block alone.
+            if insertion.at > engine.plan.block_size:
+                for done, _ in loop.blocks(engine.token_ids(ids[: insertion.at])):
+                    yield done, None
+            found = insertion.tokens()
+            ids = [*ids[: insertion.at], *found, *ids[insertion.at :]]
+            self.read_ids = array("i", [*before, *ids])
+            turn.prompt_tokens, turn.recalled_tokens = len(ids), len(found)
+        for more, logits in loop.blocks(engine.token_ids(ids[done:])):
+            yield done + more, logits
 
     def ids_read(self, seen: int) -> list[int]:
         """The `seen` tokens that the cache has read; -1 for those that were read elsewhere."""

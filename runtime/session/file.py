@@ -240,8 +240,9 @@ def check_conversation(file: SessionFile, vocabulary: int) -> None:
         raise file.corrupt(f"a token is unread that is none of the model's {vocabulary:,}")
     if any(token >= vocabulary for token in said.get("read_ids", ())):
         raise file.corrupt(f"a token was read that is none of the model's {vocabulary:,}")
-    if any(start >= stop for start, stop in file.facts["pinned_spans"]):
-        raise file.corrupt("pinned tokens end before they begin")
+    spans = [*file.facts["pinned_spans"], *said.get("recalled_spans", ())]
+    if any(start >= stop for start, stop in spans):
+        raise file.corrupt("pinned or recalled tokens end before they begin")
     try:
         told = [messages, said["system"], said.get("tools")]
         json.dumps(told, ensure_ascii=False).encode()

@@ -428,3 +428,8 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
+
+
+def common_suffix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens both end with."""
+    return common_prefix(a[::-1], b[::-1])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, get_args
 from weakref import ref
 
-from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
+from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid, PinsTooLarge
 from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.recall.recall import Passage, Recall
 from kvcap.runtime.session import settings
-from kvcap.runtime.session.decoding import Decoding, Written
+from kvcap.runtime.session.decoding import Decoding, Insertion, Written
 from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.encoding import check_letters, encode, encode_behind
 from kvcap.runtime.session.engine import Engine
@@ -24,6 +26,7 @@ from kvcap.runtime.session.messages import (
     check_tools_read,
     checked_messages,
     checked_tools,
+    common_suffix,
     message_spans,
     render,
     render_turn,
@@ -62,6 +65,7 @@ class Prompt:
     options: dict[str, Any] = field(default_factory=dict)  # of the chat template
     emptied: bool = False  # the cache is reset first, and the whole conversation read again
     reread: bool = False  # it begins with earlier messages, which are read again
+    question: int | None = None  # its first token that evicted text is recalled for; None: none is
 
 
 class Session:
@@ -102,6 +106,8 @@ class Session:
         """What reads into the conversation's cache."""
         self.cache_away: Callable[[], None] | None = None
         """Brings back what the cache held, where that is elsewhere while answers are written."""
+        self.recall = Recall(runtime.tokenizer, self._encoded, runtime.plan.budget_tokens)
+        """Finds evicted text that a message asks about, to be read again in front of it."""
         self._decoding = Decoding(runtime, self.loop)
         self._unusual = False  # `loop` is not what the runtime would make
         self._open: ref[Generator[Any, Any, None]] | None = None  # the answer being written
@@ -286,6 +292,7 @@ class Session:
             "unread_since": self.cache.seen if unread else 0,
             "seed": self.seed,
             "read_ids": self.read_ids,
+            "recalled_spans": self.recall.spans,
         }
 
     def take_over(self, conversation: dict[str, Any], rng: Any) -> None:
@@ -300,6 +307,10 @@ class Session:
         unread, since = conversation["unread"], conversation["unread_since"]
         self.cache.unread = (unread[0], since) if unread else None
         self._decoding.read_ids = array("i", conversation.get("read_ids", ()))
+        self.recall.clear()
+        self.recall.spans = [
+            (start, stop) for start, stop in conversation.get("recalled_spans", ())
+        ]
 
     def send(
         self,
@@ -343,8 +354,12 @@ class Session:
         called = None if tools is None else tuple(checked_tools(tools))
         return self._begin(lambda: self._message_prompt(messages, pin, called))
 
-    def complete(self, text: str) -> Iterator[str]:
+    def complete(self, text: str, *, recall: bool = False) -> Iterator[str]:
         """Read `text` as it is, without a chat template, and stream the continuation.
+
+        Args:
+            text: to go on from.
+            recall: read evicted text again amid it, in front of its last lines; see `recall`.
 
         Raises:
             EmptyPrompt: it has no token.
@@ -354,7 +369,7 @@ class Session:
         """
         if not isinstance(text, str):
             raise MessagesInvalid(f"a {type(text).__name__} was given; give the text to continue")
-        return self._begin(lambda: self._text_prompt(text))
+        return self._begin(lambda: self._text_prompt(text, recall))
 
     def regenerate(self) -> Iterator[str]:
         """Answer the last message again, after reading the conversation again.
@@ -367,6 +382,14 @@ class Session:
                 in `send`.
         """
         return self._begin(self._repeated_prompt)
+
+    def search(self, words: str) -> list[Passage]:
+        """Return the passages of the conversation that have these words, the best first.
+
+        Evicted ones and those that the cache still holds; none of a conversation that was not read
+        yet. They are what `recall` reads again in front of a message.
+        """
+        return self.recall.find(words, self.read_ids)
 
     def undo(self) -> str:
         """Take back the last message and its answer; returns the message.
@@ -398,6 +421,7 @@ class Session:
                 self.read_by(self.runtime.loop())
                 self._unusual = False
             self.cache.reset()
+            self.recall.clear()
             self.messages, self.pinned = [], set()
             self._read_with = {}
             self.turn = self.notice = None
@@ -500,27 +524,32 @@ class Session:
             and same_opening(tokenizer, system, tools, self._read_with, options)
             and turn_has_results(tokenizer, system, before.messages[-1:], given, tools, options)
         ):
-            text = render_turn(tokenizer, system, given, tools, options)
-            ids = self._unread + self.encode(self._ready(text), follows=True)
+            text = self._ready(render_turn(tokenizer, system, given, tools, options))
+            ids = self._unread + self.encode(text, follows=True)
             spans = [(seen, seen + len(ids))] if pin else []
-            return self._checked(Prompt(ids, after, spans, options))
+            question = self._question(ids, text, given[-1], seen)
+            return self._checked(Prompt(ids, after, spans, options, question=question))
         if seen and not before.messages:
             raise MessagesInvalid(
                 "the text that was continued would be forgotten, as these messages, or the options "
                 "of the chat template, need the whole conversation to be read again; clear it first"
             )
         check_tools_read(tokenizer, messages, tools, options)
-        ids, spans = self._encode_all(after)
+        ids, spans, question = self._encode_all(after)
         reread = bool(before.messages)
-        return self._checked(Prompt(ids, after, spans, options, emptied=seen > 0, reread=reread))
+        return self._checked(
+            Prompt(ids, after, spans, options, emptied=seen > 0, reread=reread, question=question)
+        )
 
-    def _text_prompt(self, text: str) -> Prompt:
+    def _text_prompt(self, text: str, recall: bool) -> Prompt:
         """The prompt of a text that is no message."""
         follows = bool(self.cache.seen)
         ids = self.encode(text, special=not follows, follows=follows)
         if not ids:
             raise EmptyPrompt("the prompt is empty; give at least one token of text")
-        return self._checked(Prompt(self._unread + ids, None, []))
+        ids = self._unread + ids
+        asked = self._place_of_question(ids, 0, len(ids), self.cache.seen) if recall else None
+        return self._checked(Prompt(ids, None, [], question=asked))
 
     def _repeated_prompt(self) -> Prompt:
         """The prompt of the conversation without its last answer."""
@@ -531,22 +560,86 @@ class Session:
             raise EmptyPrompt("there is nothing to answer again; say something first")
         pinned = frozenset(index for index in after.pinned if index < len(after.messages))
         after = replace(after, pinned=pinned)
-        ids, spans = self._encode_all(after)
+        ids, spans, question = self._encode_all(after)
         options = self._template_options
-        return self._checked(Prompt(ids, after, spans, options, emptied=True, reread=True))
+        return self._checked(
+            Prompt(ids, after, spans, options, emptied=True, reread=True, question=question)
+        )
 
-    def _encode_all(self, whole: Transcript) -> tuple[list[int], list[Span]]:
-        """The tokens of a whole conversation, and what of them is pinned."""
+    def _encode_all(self, whole: Transcript) -> tuple[list[int], list[Span], int | None]:
+        """Return the tokens of a whole conversation, what is pinned, and where it asks."""
         tokenizer, options = self.runtime.tokenizer, self._template_options
 
+        def write(some: Sequence[Message]) -> str:
+            return self._ready(render(tokenizer, some, whole.tools, options))
+
         def encode(some: Sequence[Message]) -> list[int]:
-            return self.encode(self._ready(render(tokenizer, some, whole.tools, options)))
+            return self.encode(write(some))
 
         first = system_message(whole.system)
         check_results_written(tokenizer, [*first, *whole.messages], whole.tools, options)
-        ids = encode([*first, *whole.messages])
+        text = write([*first, *whole.messages])
+        ids = self.encode(text)
         spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
-        return ids, spans + message_spans(encode, first, whole.messages, whole.pinned, ids)
+        spans += message_spans(encode, first, whole.messages, whole.pinned, ids)
+        return ids, spans, self._question(ids, text, whole.messages[-1], 0)
+
+    def _question(self, ids: list[int], text: str, last: Message, seen: int) -> int | None:
+        """Return the first token of the user's question; None: no text is recalled for it.
+
+        Args:
+            ids: the tokens to be read.
+            text: what they were made of, at the end of which the last message stands.
+            last: that message.
+            seen: tokens that the cache holds or has evicted before them.
+        """
+        content = last["content"].strip()
+        begins = text.rfind(content)
+        if last["role"] != "user" or not content or begins < 0:
+            return None
+        first, stop = (
+            len(ids) - common_suffix(ids, self._encoded(text[place:]))
+            for place in (begins, begins + len(content))
+        )
+        return self._place_of_question(ids, first, stop, seen)
+
+    def _place_of_question(self, ids: list[int], first: int, stop: int, seen: int) -> int | None:
+        """Return where the question begins in a message whose text is from `first` to `stop`."""
+        place = self.recall.place(ids, first, stop)
+        evicts = not self.loop.may_be_full and seen + place > self.runtime.plan.budget_tokens
+        return place if self.recall.limit and evicts else None
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.encode(text, follows=True)
+
+    def _recalled(self, prompt: Prompt, start: int) -> list[int]:
+        """Return the evicted text to be read again in front of a question, and pin it.
+
+        It is pinned until the answer is written: a policy that knows no question would evict what
+        was recalled for it at once. Where no head has the slots for that, it is only read.
+
+        Args:
+            prompt: that is being read.
+            start: tokens that were read before it.
+        """
+        assert prompt.question is not None
+        cache, place = self.cache, start + prompt.question
+        before = self._decoding.ids_read(cache.seen)
+        found = self.recall.read_again(
+            prompt.ids[prompt.question :], before, cache.kept_tokens(), place
+        )
+        if found:
+            pins = [*with_gap(prompt.spans, place, len(found)), (place, place + len(found))]
+            with suppress(PinsTooLarge):
+                cache.pin(pins)
+        return found
+
+    def _unpin_recalled(self) -> None:
+        """Let what was recalled for an answer be evicted like any other text."""
+        recalled = set(self.recall.spans)
+        kept = [span for span in self.cache.pinned_spans if tuple(span) not in recalled]
+        if len(kept) < len(self.cache.pinned_spans):
+            self.cache.set_pins(kept)
 
     @property
     def _template_options(self) -> dict[str, Any]:
@@ -626,8 +719,12 @@ class Session:
                     self.turn, self.notice, self._written = turn, None, written
                     start = self.cache.seen, self.cache.held
                     turn.reused_tokens = start[0]
+                    self.recall.begin(start[0])
+                insertion = None
+                if prompt.question is not None:
+                    insertion = Insertion(prompt.question, lambda: self._recalled(prompt, start[0]))
                 yield from self._decoding.answer(
-                    prompt.ids, self.generation, self.rng, turn, written, self.on_block
+                    prompt.ids, self.generation, self.rng, turn, written, self.on_block, insertion
                 )
             except BaseException as error:
                 turn.finish_reason = turn.finish_reason or _reason(error)
@@ -650,7 +747,8 @@ class Session:
         """
         turn, cache = self.turn, self.cache
         assert turn is not None
-        (seen, held), total = start, len(prompt.ids)
+        (seen, held), total = start, turn.prompt_tokens
+        self._unpin_recalled()
         turn.read_tokens = turn.read_tokens or max(0, min(cache.seen - seen, total))
         turn.evicted_tokens = max(0, (cache.seen - cache.held) - (seen - held))
         failed = turn.finish_reason in ("cap", "error")
@@ -689,6 +787,17 @@ class Session:
                 f"stopped after {turn.read_tokens:,} of {total:,} tokens; the rest was not read"
             )
         self.notice = notice
+
+
+def with_gap(spans: Sequence[Span], place: int, tokens: int) -> list[Span]:
+    """Return where spans lie once so many tokens were put in at a place.
+
+    >>> with_gap([(0, 4), (2, 9), (6, 8)], 5, 10)
+    [(0, 4), (2, 5), (15, 19), (16, 18)]
+    """
+    before = [(start, min(stop, place)) for start, stop in spans if start < place]
+    after = [(max(start, place) + tokens, stop + tokens) for start, stop in spans if stop > place]
+    return sorted(before + after)
 
 
 def _reason(error: BaseException) -> FinishReason:

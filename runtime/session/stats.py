@@ -25,6 +25,7 @@ class Turn:
     stop_string: str | None = None  # the text of `stop_strings` that ended it
     ttft_s: float = 0.0  # from the call to the first token
     decode_s: float = 0.0
+    recalled_tokens: int = 0  # of the prompt: evicted text that was read again
 
     @property
     def prefill_tok_s(self) -> float:

@@ -1,0 +1,171 @@
+"""Chooses the evicted text that a message asks about, and writes it in front of the message.
+
+A conversation that evicts may have forgotten what a message asks for. Its text is still known by
+the ids of its tokens; the passages that share the most words with the message are read once more,
+as part of it, and are evicted again in time like any other tokens. The cache never holds more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvcap.runtime.recall.segments import TextEnds, next_cut, question_start, segment_length
+from kvcap.runtime.recall.store import PassageStore
+from kvcap.runtime.types import KeptTokens, Span
+
+SHARE, USUAL = 4, 64  # one in so many slots, but so many tokens where half of the slots hold them
+LEAST_SCORE = 1.5  # of a passage by BM25; below it words agree by chance
+MOSTLY = 0.5  # of a passage's slots: fewer are held, or it is no candidate
+BEFORE, BETWEEN, AFTER = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
+
+
+class Passage(NamedTuple):
+    """A part of a conversation that was read again, or could be."""
+
+    span: Span  # tokens [start, stop), as they were first read
+    text: str
+    score: float  # BM25 by the words of the question
+
+
+class Recall:
+    """What one conversation recalls of its evicted text.
+
+    Args:
+        tokenizer: of the model.
+        encode: gives the token ids of a text that follows another.
+        budget: slots per KV head and layer.
+    """
+
+    def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]], budget: int) -> None:
+        self._limit = max(budget // SHARE, min(USUAL, budget // 2))
+        self.store = PassageStore()
+        self.spans: list[Span] = []
+        """The tokens that are recalled text: where it was read, not where it came from."""
+        self.passages: list[Passage] = []
+        """The passages that were read again for the last message, in the order of the text."""
+        self._tokenizer, self._encode = tokenizer, encode
+        self._ends = TextEnds(tokenizer)
+        self._start = 0  # of the segment that is read
+        self._before: int | None = None  # start of the one before it, with which it is a passage
+
+    @property
+    def limit(self) -> int:
+        """Tokens that are read again for a message, at most; 0: none ever are."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, tokens: int) -> None:
+        if tokens < 0:
+            raise ValueError(f"recall of {tokens} tokens will not work; use 0 (off) or more")
+        if segment_length(tokens) != segment_length(self._limit):
+            self._forget_beyond(0)  # passages of another length are indexed with the next search
+        self._limit = tokens
+
+    def begin(self, seen: int) -> None:
+        """Forget what lies beyond the first `seen` tokens, as after the cache was emptied."""
+        self.passages = []
+        self._forget_beyond(seen)
+        self.spans = [(start, min(stop, seen)) for start, stop in self.spans if start < seen]
+
+    def place(self, ids: Sequence[int], first: int, stop: int) -> int:
+        """Return where text is read again in a message: in front of its question.
+
+        Args:
+            ids: tokens of the message, and of what the chat template writes around it.
+            first: the first one of its text.
+            stop: the first one behind its text.
+        """
+        return question_start(ids, first, stop, self._ends)
+
+    def find(
+        self, question: str, ids: Sequence[int], kept: Sequence[KeptTokens] | None = None
+    ) -> list[Passage]:
+        """Return the passages that a question asks about, best first, of which no two overlap.
+
+        Args:
+            question: a text.
+            ids: every token that was read; below 0 are unknown ones.
+            kept: what the cache holds, to leave out passages that it mostly does; None: all count.
+        """
+        self._index(ids)
+        held = None if kept is None else held_shares(kept, len(ids))
+        found = list[Passage]()
+        for (start, stop), score in self.store.search(question):
+            if score < LEAST_SCORE:
+                break
+            if held is not None and held[stop] - held[start] > MOSTLY * (stop - start):
+                continue
+            if all(stop <= one.span[0] or one.span[1] <= start for one in found):
+                found.append(Passage((start, stop), self._text(ids[start:stop]), score))
+        return found
+
+    def read_again(
+        self, question: Sequence[int], ids: Sequence[int], kept: Sequence[KeptTokens], place: int
+    ) -> list[int]:
+        """Return the tokens to read in front of a question: none, or at most `limit`.
+
+        Args:
+            question: its tokens.
+            ids: every token that was read; below 0 are unknown ones.
+            kept: what the cache holds of them.
+            place: where the returned tokens will stand among all that was read.
+        """
+        chosen, tokens = list[Passage](), list[int]()
+        for one in self.find(self._text(question), ids, kept):
+            more = sorted([*chosen, one])
+            written = self._encode(BEFORE + BETWEEN.join(x.text.strip() for x in more) + AFTER)
+            if len(written) > self.limit:
+                break
+            chosen, tokens = more, written
+        self.passages = chosen
+        if tokens:
+            self.spans.append((place, place + len(tokens)))
+        return tokens
+
+    def clear(self) -> None:
+        """Forget the conversation."""
+        self.begin(0)
+
+    def _index(self, ids: Sequence[int]) -> None:
+        """Index the passages of the tokens that were read since the last time."""
+        self._forget_beyond(len(ids))
+        while (start := self._start) < len(ids):
+            over = next((b for a, b in self.spans if a <= start < b), start)
+            if over > start or ids[start] < 0:  # passages begin anew behind what is no text of it
+                self._start, self._before = max(over, start + 1), None
+                continue
+            stop = next((a for a, _ in self.spans if a > start), len(ids))
+            longest = segment_length(self._limit)
+            near = [token < 0 for token in ids[start : min(stop, start + longest)]]
+            stop = start + near.index(True) if True in near else stop
+            cut = next_cut(ids, start, stop, self._ends, longest)
+            if cut is None and stop == len(ids):
+                return  # more is to come
+            if self._before is not None or cut is None:
+                first = start if self._before is None else self._before
+                self.store.add((first, cut or stop), self._text(ids[first : cut or stop]))
+            self._before, self._start = start, cut or stop
+
+    def _forget_beyond(self, seen: int) -> None:
+        """Index everything anew if more than the first `seen` tokens are indexed."""
+        if seen < self._start:
+            self.store.clear()
+            self._start, self._before = 0, None
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        text: str = self._tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:
+    """Return how many of the first 0, 1, ... `seen` tokens the capped layers hold, on average."""
+    heads = [np.asarray(row) for one in kept if one.capped for row in one.heads]
+    if not heads:
+        return [float(n) for n in range(seen + 1)]
+    counts = np.bincount(np.concatenate(heads), minlength=seen)[:seen]
+    return [0.0, *accumulate(counts / len(heads))]

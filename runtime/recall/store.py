@@ -1,0 +1,138 @@
+"""Keeps the passages of a conversation in a full-text index of SQLite, in this process's memory.
+
+Passages are found by the words of a question (BM25). Words have no spaces between them in some
+scripts; their letters are indexed in pairs. The text itself is not kept: a passage is a span of
+tokens, which the conversation knows. Knows no tokenizer and no model.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvcap.runtime.types import Span
+
+STORE_BYTES = 8 << 20
+"""Bytes that a conversation's index may take unless others are asked for."""
+PAGE = 4096  # bytes of a page of SQLite
+FEWEST = 64  # pages: an empty index has about 10
+MOST_WORDS = 128  # of a question; more would only repeat what others say
+# Marks of vowels are no letters for Python: those from Arabic to Sinhala scripts are named here.
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u0670\u06d6-\u06ed\u0900-\u0dff"
+WORD = re.compile(f"[{UNSPACED}]+|(?:[^\\W_{UNSPACED}]|[{MARKS}])+")
+IS_UNSPACED = re.compile(f"[{UNSPACED}]")
+
+
+class Found(NamedTuple):
+    """A passage that has words of a question."""
+
+    span: Span
+    score: float  # BM25: above 0, higher is better
+
+
+class PassageStore:
+    """An index of passages by their words.
+
+    >>> store = PassageStore()
+    >>> store.add((0, 90), "The code of the vault is 7421.")
+    >>> store.add((48, 140), "It rained all day in Lisbon.")
+    >>> [one.span for one in store.search("which code has the vault?")]
+    [(0, 90)]
+
+    Args:
+        limit: bytes that it may take; beyond them the oldest passages are dropped.
+    """
+
+    def __init__(self, limit: int = STORE_BYTES) -> None:
+        self.limit = limit
+        self.dropped = 0
+        """Passages that were dropped since it was last cleared, as there was no room."""
+        self._pages = max(FEWEST, limit // PAGE)
+        self._database: sqlite3.Connection | None = None  # made for the first passage
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of the index's pages, in use or not."""
+        return 0 if self._database is None else PAGE * self._pragma("page_count")
+
+    def add(self, span: Span, text: str) -> None:
+        """Index a passage by the words of its text."""
+        row = (*span, " ".join(terms(text)))
+        try:
+            self._insert([row])
+        except sqlite3.OperationalError as error:
+            if "full" not in str(error):
+                raise
+            self._drop_older_half()
+            self._insert([row])
+
+    def search(self, words: str, count: int = 32) -> list[Found]:
+        """Return the passages that have most of these words, and rare ones first; best first."""
+        asked = list(dict.fromkeys(terms(words)))[:MOST_WORDS]
+        if self._database is None or not asked:
+            return []
+        # Quoted, a word is no operator of FTS5.
+        query = " OR ".join(f'"{word}"' for word in asked)
+        rows = self._database.execute(
+            "SELECT start, stop, -bm25(passages) FROM passages WHERE passages MATCH ? "
+            "ORDER BY bm25(passages) LIMIT ?",
+            (query, count),
+        )
+        return [Found((start, stop), score) for start, stop, score in rows]
+
+    def clear(self) -> None:
+        """Forget everything; its memory is given back."""
+        if self._database is not None:
+            self._database.close()
+        self._database, self.dropped = None, 0
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._database is None:
+            # A server answers from one thread after another, never from two at once.
+            database = sqlite3.connect(":memory:", check_same_thread=False)
+            database.execute(f"PRAGMA page_size = {PAGE}")
+            database.execute(f"PRAGMA max_page_count = {self._pages}")
+            database.execute(
+                "CREATE VIRTUAL TABLE passages USING fts5(start UNINDEXED, stop UNINDEXED, words, "
+                "tokenize = \"porter unicode61 remove_diacritics 2 categories 'L* N* Co M*'\")"
+            )
+            self._database = database
+        return self._database
+
+    def _pragma(self, name: str) -> int:
+        assert self._database is not None
+        (value,) = self._database.execute(f"PRAGMA {name}").fetchone()
+        return int(value)
+
+    def _insert(self, rows: Sequence[tuple[int, int, str]]) -> None:
+        with self._opened() as database:
+            database.executemany("INSERT INTO passages(start, stop, words) VALUES (?, ?, ?)", rows)
+
+    def _drop_older_half(self) -> None:
+        """Make room: deleting from a full index takes pages of its own, so it is made again."""
+        kept = self._opened().execute("SELECT start, stop, words FROM passages ORDER BY rowid")
+        rows = kept.fetchall()
+        half, dropped = (len(rows) + 1) // 2, self.dropped
+        self.clear()
+        self.dropped = dropped + half
+        self._insert(rows[half:])
+
+
+def terms(text: str) -> Iterator[str]:
+    """Yield the words of a text, and pairs of letters where a script has no spaces.
+
+    >>> list(terms("Don't NEAR(x) 東京都へ"))
+    ['Don', 't', 'NEAR', 'x', '東京', '京都', '都へ']
+    """
+    for word in WORD.findall(text):
+        if len(word) > 1 and IS_UNSPACED.match(word):
+            yield from _pairs(word)
+        else:
+            yield word
+
+
+def _pairs(letters: str) -> Iterable[str]:
+    return (letters[i : i + 2] for i in range(len(letters) - 1))

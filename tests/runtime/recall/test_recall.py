@@ -1,0 +1,108 @@
+"""Passages are chosen by the words of a question, among what the cache no longer holds."""
+
+from __future__ import annotations
+
+import itertools
+from itertools import islice
+from random import Random
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from kvcap import pocket
+from kvcap.pocket.corpus import filler
+from kvcap.runtime.recall.recall import Recall, held_shares
+from kvcap.runtime.types import KeptTokens
+
+FACTS = [
+    "The harbour master keeps the key under a stone.",
+    "It rained all day, and nobody went to the market.",
+    "A train leaves for Lisbon at noon.",
+    "The orchard was sold to a doctor.",
+    "Seven gulls sat upon the roof.",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(pocket.path())
+
+
+@pytest.fixture
+def recall(tokenizer):
+    return Recall(tokenizer, lambda text: encode(tokenizer, text), 256)
+
+
+def encode(tokenizer, text):
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def read(tokenizer, sentences=4):
+    """Return the tokens of a text in which facts stand apart."""
+    rest = filler(Random(0))
+    parts = [f"{fact} {' '.join(islice(rest, sentences))} " for fact in FACTS]
+    return encode(tokenizer, "".join(parts))
+
+
+NOTHING = [KeptTokens(0, True, [np.zeros(0, int)])]
+
+
+def test_what_is_held_is_no_candidate(tokenizer, recall):
+    ids = read(tokenizer)
+    question = encode(tokenizer, "When does the train leave for Lisbon?")
+    assert recall.read_again(question, ids, NOTHING, len(ids))
+    (passage,) = recall.passages
+    assert "Lisbon" in passage.text
+    for share, recalled in ((0.9, False), (0.2, True)):
+        rng = np.random.default_rng(0)
+        heads = [np.flatnonzero(rng.random(len(ids)) < share) for _ in range(4)]
+        kept = [KeptTokens(0, True, heads[:2]), KeptTokens(5, True, heads[2:])]
+        tokens = recall.read_again(question, ids, kept, len(ids))
+        assert bool(tokens) is recalled
+        # A window of its own that a layer keeps is no part of what the cap leaves.
+        window = KeptTokens(1, False, [np.arange(len(ids))] * 4)
+        assert bool(recall.read_again(question, ids, [*kept, window], len(ids))) is recalled
+
+
+def test_shares_that_are_held_are_means_over_heads():
+    kept = [KeptTokens(0, True, [np.array([0, 3]), np.array([3, 1])])]
+    assert held_shares(kept, 5) == [0, 0.5, 1, 1, 2, 2]
+    assert held_shares([], 2) == [0, 1, 2]
+
+
+def test_what_is_read_again_stays_within_the_limit(tokenizer, recall):
+    ids, question = read(tokenizer, 20), encode(tokenizer, " ".join(FACTS))
+    for limit in (0, 1, 20, 64, 100, 200, 1000):
+        recall.limit = limit
+        tokens = recall.read_again(question, ids, NOTHING, len(ids))
+        assert len(tokens) <= limit
+        assert bool(tokens) == (limit >= 64)
+        assert [one.span for one in recall.passages] == sorted(o.span for o in recall.passages)
+    assert len(recall.passages) > 3
+    with pytest.raises(ValueError, match="use 0"):
+        recall.limit = -1
+
+
+def test_unknown_tokens_are_left_out(tokenizer, recall):
+    ids = read(tokenizer)
+    hidden = [-1] * 30 + ids[:40] + [-1] + ids[40:] + [-1] * 5
+    found = recall.find("harbour train gulls", hidden)
+    assert found
+    for one in found:
+        assert -1 not in hidden[slice(*one.span)]
+        assert one.text == tokenizer.decode(hidden[slice(*one.span)])
+
+
+def test_no_two_passages_overlap(tokenizer, recall):
+    ids = read(tokenizer, 20)
+    spans = sorted(one.span for one in recall.find(" ".join(FACTS), ids))
+    assert len(spans) > 3
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+def test_a_shorter_conversation_is_another_one(tokenizer, recall):
+    assert recall.find("gulls roof", read(tokenizer))
+    other = encode(tokenizer, "Bread and butter are on the table in the kitchen. " * 6)
+    assert not recall.find("gulls roof", other)
+    assert recall.find("butter", other) or recall.store.search("butter")

@@ -1,0 +1,228 @@
+"""Evicted text is read again in front of a question: under the cap, only its own, and seen."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import kvcap
+from kvcap import Session
+from kvcap.runtime.errors import SessionFileCorrupt
+from kvcap.runtime.session.session import with_gap
+
+FACT = "The secret code of the vault is 7421. Remember it."
+QUESTION = "What is the secret code of the vault?"
+WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
+BUDGET = 256
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return kvcap.Runtime.from_pretrained("pocket", "streaming_llm", kv_budget_tokens=BUDGET)
+
+
+def say(session, text, **options):
+    return "".join(session.send(text, **options))
+
+
+def filler(count=100, seed=0):
+    rng = random.Random(seed)
+    return " ".join(rng.choice(WORDS) for _ in range(count)) + "."
+
+
+def told(runtime, turns=5):
+    """Return a conversation that has evicted a fact."""
+    session = runtime.session(seed=0)
+    session.set_generation(max_new_tokens=24)
+    say(session, FACT)
+    for turn in range(turns):
+        say(session, filler(seed=turn))
+    return session
+
+
+def test_an_evicted_fact_is_recalled_for_a_question(runtime):
+    session = told(runtime)
+    session.recall.limit = 0
+    assert "7421" not in say(session, QUESTION)
+    session = told(runtime)
+    assert session.recall.limit == BUDGET // 4
+    assert "7421" in say(session, QUESTION)
+    (passage,) = session.recall.passages
+    assert FACT in passage.text
+    turn = session.turn
+    assert 0 < turn.recalled_tokens <= session.recall.limit
+    assert turn.read_tokens == turn.prompt_tokens > turn.recalled_tokens
+    ((start, stop),) = session.recall.spans
+    assert stop - start == turn.recalled_tokens
+    read = session.runtime.tokenizer.decode(session.read_ids[start:stop])
+    assert read.startswith("(Earlier in this conversation:\n")
+    assert FACT in read
+
+
+def test_the_cap_holds_while_text_is_recalled_and_it_is_pinned_for_its_answer_alone(runtime):
+    session = told(runtime)
+    cache, cap = session.cache, runtime.cap_bytes
+    nbytes, pinned = cache.nbytes, []
+    for _ in session.send(QUESTION):
+        assert cache.nbytes == nbytes <= cap
+        assert cache.held <= BUDGET + runtime.plan.block_size
+        pinned.append(list(cache.pinned_spans))
+    assert all(spans == session.recall.spans for spans in pinned)
+    assert not cache.pinned_spans
+
+
+def test_a_question_within_a_long_message_is_preceded_by_what_was_evicted_of_it(runtime):
+    session = runtime.session(seed=0)
+    session.set_generation(max_new_tokens=24)
+    text = f"{FACT} {filler(600)}\n\n{QUESTION}"
+    assert "7421" in say(session, text)
+    assert FACT in session.recall.passages[0].text
+    ((_, stop),) = session.recall.spans
+    after = session.runtime.tokenizer.decode(session.read_ids[stop:])
+    assert after.startswith(QUESTION)
+
+
+@pytest.mark.parametrize("reason", ["held", "no such word", "switched off", "never evicts"])
+def test_nothing_is_recalled_without_need(runtime, reason):
+    question = QUESTION
+    session = told(runtime, turns=0 if reason == "held" else 5)
+    expected = told(runtime, turns=0 if reason == "held" else 5)
+    expected.recall.limit = 0
+    if reason == "no such word":
+        question = "Bonjour, zebra!"
+    elif reason == "switched off":
+        session.recall.limit = 0
+    elif reason == "never evicts":
+        session = runtime.session(seed=0)
+        expected = runtime.session(seed=0)
+        session.on_full = expected.on_full = "stop"
+    assert say(session, question) == say(expected, question)
+    assert session.turn.recalled_tokens == 0
+    assert not session.recall.passages
+    assert session.read_ids == expected.read_ids  # a message is read as without recall
+
+
+def test_what_was_recalled_is_no_text_of_the_conversation(runtime):
+    session = told(runtime)
+    for turn in range(4):
+        say(session, QUESTION)
+        say(session, filler(150, seed=9 + turn))
+    found = session.search("secret code vault earlier conversation")
+    assert len(found) > 1
+    for start, stop in session.recall.spans:
+        assert all(one.span[1] <= start or stop <= one.span[0] for one in found)
+    assert not any("Earlier in this" in one.text for one in found)
+
+
+def test_a_saved_conversation_recalls_as_one_that_never_stopped(runtime, tmp_path):
+    session = told(runtime)
+    say(session, QUESTION)
+    say(session, filler(250))
+    session.save(tmp_path / "one")
+    loaded = Session.load(runtime, tmp_path / "one")
+    assert loaded.recall.spans == session.recall.spans
+    assert loaded.search("vault") == session.search("vault") != []
+    assert say(loaded, QUESTION) == say(session, QUESTION)
+    assert loaded.recall.passages == session.recall.passages != []
+    assert loaded.read_ids == session.read_ids
+
+
+def test_a_file_whose_recalled_tokens_cannot_be_is_refused(runtime, tmp_path):
+    session = told(runtime)
+    session.recall.spans = [(9, 4)]
+    session.save(tmp_path / "one")
+    with pytest.raises(SessionFileCorrupt, match="end before they begin"):
+        Session.load(runtime, tmp_path / "one")
+
+
+def test_undo_and_regenerate_read_and_recall_again(runtime):
+    session = told(runtime)
+    answer = say(session, QUESTION)
+    tokens = session.turn.recalled_tokens
+    assert "".join(session.regenerate()) == answer
+    assert session.turn.recalled_tokens == tokens
+    assert len(session.recall.spans) == 1
+    assert session.undo() == QUESTION
+    assert say(session, QUESTION) == answer
+    assert len(session.recall.spans) == 1
+    assert [m["content"] for m in session.messages if m["role"] == "user"][-1] == QUESTION
+
+
+def test_a_cleared_conversation_recalls_nothing_of_the_former_one(runtime):
+    session = told(runtime)
+    say(session, QUESTION)
+    session.clear()
+    assert session.search("vault") == []
+    assert session.recall.store.nbytes == 0
+    say(session, filler(400))
+    say(session, QUESTION)
+    assert not session.recall.passages
+
+
+def test_a_conversation_never_recalls_anothers_text(runtime):
+    one, other = told(runtime), told(runtime)
+    say(one, "My dog is called Bello.")
+    say(one, filler(300))
+    say(other, filler(300))
+    assert one.search("Bello")
+    assert not other.search("Bello")
+    say(other, "What is my dog called?")
+    assert all("Bello" not in passage.text for passage in other.recall.passages)
+
+
+def test_a_pinned_message_stays_pinned_around_what_was_recalled(runtime):
+    session = told(runtime)
+    say(session, QUESTION, pin=True)
+    ((start, stop),) = session.recall.spans
+    text = session.runtime.tokenizer.decode(
+        [session.read_ids[i] for a, b in session.cache.pinned_spans for i in range(a, b)]
+    )
+    assert QUESTION in text
+    assert FACT not in text
+    assert all(b <= start or a >= stop for a, b in session.cache.pinned_spans)
+    say(session, filler(200))
+    kept = session.cache.kept_tokens()[0].heads[0].tolist()
+    pinned = {i for a, b in session.cache.pinned_spans for i in range(a, b)}
+    assert pinned <= set(kept)
+    assert not set(range(start, stop)) & set(kept)
+
+
+def test_spans_move_around_a_gap():
+    spans = [(0, 4), (2, 9), (5, 6), (6, 8)]
+    lengths = sum(b - a for a, b in spans)
+    moved = with_gap(spans, 5, 10)
+    assert moved == [(0, 4), (2, 5), (15, 16), (15, 19), (16, 18)]
+    assert sum(b - a for a, b in moved) == lengths
+
+
+def test_pins_that_leave_no_slots_do_not_keep_text_from_being_read(runtime):
+    session = told(runtime, turns=1)
+    say(session, filler(190), pin=True)
+    say(session, filler(100))
+    assert "7421" in say(session, QUESTION) or session.turn.recalled_tokens
+
+
+def test_stopping_while_recalled_text_is_read_leaves_a_conversation_that_goes_on(runtime):
+    session = told(runtime)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    session.on_block = stop
+    with pytest.raises(KeyboardInterrupt):
+        say(session, QUESTION)
+    session.on_block = None
+    assert not session.cache.pinned_spans
+    assert "7421" in say(session, QUESTION)
+    assert all(0 <= a < b <= session.cache.seen for a, b in session.recall.spans)
+
+
+def test_a_raw_text_is_read_as_it_is_unless_recall_is_asked_for(runtime):
+    text = f"{FACT} {filler(600)}\n\n{QUESTION} The secret code of the vault is"
+    session = runtime.session(seed=0)
+    "".join(session.complete(text))
+    assert session.turn.recalled_tokens == 0
+    session = runtime.session(seed=0)
+    "".join(session.complete(text, recall=True))
+    assert session.turn.recalled_tokens > 0
