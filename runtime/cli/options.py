@@ -21,6 +21,7 @@ from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.names import is_export
 from kvcap.runtime.planning.plan import AUTO, Sizes
+from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.types import BUILT_IN, PINS
 from kvcap.runtime.units import parse_bytes
 
@@ -466,6 +467,39 @@ class Running:
             "16 pay.",
         ),
     ] = None
+
+
+@dataclass(frozen=True)
+class Recalling:
+    """How much evicted text is read again."""
+
+    recall: Annotated[
+        str,
+        option(
+            "--recall",
+            metavar="auto|off|N",
+            help="Read evicted text again in front of a message that asks about it, at most N "
+            "tokens (auto: a quarter of the budget).",
+            show_default=True,
+        ),
+    ] = "auto"
+    recall_store: Annotated[
+        str,
+        option(
+            "--recall-store",
+            metavar="SIZE",
+            help="The most memory that the index of a conversation's text takes.",
+            show_default=True,
+        ),
+    ] = "8MiB"
+
+    def settings(self) -> RecallSettings:
+        """Return them as a session takes them.
+
+        Raises:
+            ValueError: naming what would work.
+        """
+        return RecallSettings.parse(self.recall, self.recall_store)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcap.runtime.recall.segments import TextEnds, next_cut, question_start, segment_length
+from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.recall.store import PassageStore
 from kvcap.runtime.types import KeptTokens, Span
 
-SHARE, USUAL = 4, 64  # one in so many slots, but so many tokens where half of the slots hold them
 LEAST_SCORE = 1.5  # of a passage by BM25; below it words agree by chance
 MOSTLY = 0.5  # of a passage's slots: fewer are held, or it is no candidate
 BEFORE, BETWEEN, AFTER = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
@@ -41,16 +41,22 @@ class Recall:
     """
 
     def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]], budget: int) -> None:
-        self._limit = max(budget // SHARE, min(USUAL, budget // 2))
-        self.store = PassageStore()
+        self._budget = budget
+        self._start = 0  # of the segment that is read
+        self._before: int | None = None  # start of the one before it, with which it is a passage
+        self.set(RecallSettings())
         self.spans: list[Span] = []
         """The tokens that are recalled text: where it was read, not where it came from."""
         self.passages: list[Passage] = []
         """The passages that were read again for the last message, in the order of the text."""
         self._tokenizer, self._encode = tokenizer, encode
         self._ends = TextEnds(tokenizer)
-        self._start = 0  # of the segment that is read
-        self._before: int | None = None  # start of the one before it, with which it is a passage
+
+    def set(self, settings: RecallSettings) -> None:
+        """Read again as much as `settings` say, from now on; an index is made anew."""
+        self._limit = settings.limit(self._budget)
+        self.store = PassageStore(settings.store_bytes)
+        self._start, self._before = 0, None
 
     @property
     def limit(self) -> int:

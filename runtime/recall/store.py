@@ -17,7 +17,7 @@ from kvcap.runtime.types import Span
 STORE_BYTES = 8 << 20
 """Bytes that a conversation's index may take unless others are asked for."""
 PAGE = 4096  # bytes of a page of SQLite
-FEWEST = 64  # pages: an empty index has about 10
+PAGES = 64  # of an index, at least: an empty one has about 10
 MOST_WORDS = 128  # of a question; more would only repeat what others say
 # Marks of vowels are no letters for Python: those from Arabic to Sinhala scripts are named here.
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
@@ -50,7 +50,7 @@ class PassageStore:
         self.limit = limit
         self.dropped = 0
         """Passages that were dropped since it was last cleared, as there was no room."""
-        self._pages = max(FEWEST, limit // PAGE)
+        self._pages = max(PAGES, limit // PAGE)
         self._database: sqlite3.Connection | None = None  # made for the first passage
 
     @property

@@ -1,0 +1,54 @@
+"""How much evicted text a conversation reads again, and how large the index of it may be."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvcap.runtime.recall.store import PAGE, PAGES, STORE_BYTES
+from kvcap.runtime.units import format_bytes, parse_bytes
+
+AUTO, OFF = "auto", "off"
+SHARE, USUAL = 4, 64  # a quarter of the slots; of few slots so many tokens, but half at most
+
+
+class RecallSettings(NamedTuple):
+    """What a user asked for.
+
+    >>> RecallSettings.parse("auto").limit(512), RecallSettings.parse("off").limit(512)
+    (128, 0)
+    """
+
+    tokens: int | None = None  # read again for a message, at most; 0: none; None: by the budget
+    store_bytes: int = STORE_BYTES  # of a conversation's index, at most
+
+    @classmethod
+    def parse(cls, tokens: str | int = AUTO, store: str | int = STORE_BYTES) -> RecallSettings:
+        """Read settings as commands take them: 'auto', 'off' or a number, and bytes ('8MiB').
+
+        Raises:
+            ValueError: naming what would work.
+        """
+        said = str(tokens).strip().lower()
+        if said not in (AUTO, OFF) and not (said.isascii() and said.isdigit()):
+            raise ValueError(
+                f"recall of {tokens!r} will not work; use auto, off, or the most tokens to read "
+                "again for a message, such as 128"
+            )
+        nbytes = parse_bytes(store)
+        if nbytes < PAGE * PAGES:
+            raise ValueError(
+                f"an index of evicted text in {format_bytes(nbytes)} will not work; use "
+                f"{format_bytes(PAGE * PAGES)} or more, or turn recall off"
+            )
+        return cls(None if said == AUTO else 0 if said == OFF else int(said), nbytes)
+
+    def limit(self, budget: int) -> int:
+        """Return the most tokens that are read again at a budget of so many slots."""
+        if self.tokens is not None:
+            return self.tokens
+        return max(budget // SHARE, min(USUAL, budget // 2))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the index of a conversation takes at most; 0 where there is none."""
+        return 0 if self.tokens == 0 else self.store_bytes

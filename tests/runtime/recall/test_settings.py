@@ -1,0 +1,35 @@
+"""Settings of recall as commands take them, and what is refused."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from kvcap.runtime.recall import settings
+from kvcap.runtime.recall.settings import RecallSettings
+
+
+def test_the_examples():
+    assert doctest.testmod(settings).failed == 0
+
+
+def test_how_many_tokens_are_read_again():
+    assert [RecallSettings().limit(budget) for budget in (16, 64, 128, 256, 1024)] == [
+        8, 32, 64, 64, 256,
+    ]  # fmt: skip
+    assert RecallSettings.parse("96").limit(4096) == 96
+    assert RecallSettings.parse(" OFF ").nbytes == 0
+    assert RecallSettings.parse("auto", "1MiB").nbytes == 1 << 20
+
+
+@pytest.mark.parametrize("tokens", ["on", "-1", "1.5", "", "٣", "128 tokens"])
+def test_what_is_no_number_of_tokens_is_refused(tokens):
+    with pytest.raises(ValueError, match="use auto, off, or"):
+        RecallSettings.parse(tokens)
+
+
+@pytest.mark.parametrize("store", ["1KiB", 0, "100000"])
+def test_an_index_without_room_is_refused(store):
+    with pytest.raises(ValueError, match=r"use 256\.0 KiB or more"):
+        RecallSettings.parse("auto", store)
