@@ -116,6 +116,13 @@ def eval_command(
             help="Where what is asked for stands, 0 (start) to 1, with commas (spread out).",
         ),
     ] = None,
+    recall: Annotated[
+        str,
+        typer.Option(
+            metavar="off|auto|N",
+            help="Read evicted text again before a question, at most N tokens; with commas.",
+        ),
+    ] = "off",
     samples: Annotated[int, typer.Option(help="Prompts per cell.")] = 50,
     positions: Annotated[
         str, typer.Option(help="compact, true and auto, with commas.")
@@ -215,6 +222,7 @@ def eval_command(
         questions=_names(question.replace("both", "aware,after")),  # type: ignore[arg-type]
         depths=(None,) if depths is None else _shares("depths", depths),
         max_new_tokens=max_new_tokens,
+        recalls=_names(recall),
     )
     if agreement != (file is not None):
         raise ValueError("--agreement and --file go together: --agreement -f FILE")

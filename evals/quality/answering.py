@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence, Sized
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,10 @@ from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.errors import PinsTooLarge
+from kvcap.runtime.recall.recall import Recall
+from kvcap.runtime.recall.settings import RecallSettings
+from kvcap.runtime.session.encoding import encode_behind
 from kvcap.runtime.session.settings import end_tokens
 
 # What every cache holds, whatever its policy is.
@@ -66,7 +72,8 @@ def measure(
     for _, prompt in prompts:
         assert sum(map(len, prompt)) <= setting.length, "a task must keep to the length"
     scores, start = [0.0] * len(prompts), time.perf_counter()
-    for places in batches([parts for _, parts in prompts], batch):
+    recall = recall_of(runtime, setting)
+    for places in batches([parts for _, parts in prompts], 1 if recall else batch):
         rows = zip(*(prompts[i][1] for i in places), strict=True)
         read = [torch.from_numpy(np.stack(row)) for row in rows]
         parts = [ids.to(model.device).long() for ids in read]  # [B, T] each
@@ -74,7 +81,7 @@ def measure(
         if not task.MAX_NEW_TOKENS:
             found = losses(model, cache, parts[0]).mean(-1).tolist()
         else:
-            said = answer(model, cache, parts, answer_tokens(setting), ends)
+            said = answer(model, cache, parts, answer_tokens(setting), ends, recall)
             texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
             found = [task.score(prompts[i][0], t) for i, t in zip(places, texts, strict=True)]
         for i, score in zip(places, found, strict=True):
@@ -124,6 +131,7 @@ def answer(
     parts: Sequence[Tensor],
     limit: int,
     stops: Collection[int],
+    recall: Recall | None = None,
 ) -> list[list[int]]:
     """Greedy answers to prompts, each cut before the token that ends it.
 
@@ -134,15 +142,44 @@ def answer(
             budget, as after a block, before the next is.
         limit: tokens of an answer.
         stops: tokens that end one.
+        recall: reads evicted text of a prompt, which is the only one then, before its question.
     """
     ends = torch.tensor(list(stops), device=parts[0].device)
     loop = BlockLoop(model, cache)
+    if recall is not None:
+        parts = with_recalled(loop, recall, parts)
     logits = [loop.prefill(ids) for ids in parts][-1]
     said = [logits.argmax(-1)]  # [B] each
     while len(said) < limit and not _ended(said, ends).all():
         said.append(loop.read(said[-1][:, None]).argmax(-1))
     rows: list[list[int]] = torch.stack(said, dim=1).tolist()
     return [_cut(row, stops) for row in rows]
+
+
+def recall_of(runtime: Runtime, setting: Setting) -> Recall | None:
+    """Return what reads evicted text again before questions, as conversations do; None: nothing."""
+    if not setting.recall:
+        return None
+    backend = runtime.tokenizer.backend_tokenizer
+    found = Recall(runtime.tokenizer, partial(encode_behind, backend), setting.budget or 0)
+    found.set(RecallSettings(setting.recall))
+    return found
+
+
+def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Read a prompt up to its question; return what is to be read then, [1, T]."""
+    whole, cache = torch.cat(list(parts), dim=1), loop.cache
+    ids = whole[0].tolist()
+    place = len(ids) - parts[-1].shape[1] if len(parts) > 1 else recall.place(ids, 0, len(ids))
+    if not place:
+        return [whole]
+    loop.prefill(whole[:, :place])
+    recall.begin(0)
+    found = recall.read_again(ids[place:], ids[:place], cache.kept_tokens(), place)
+    if found:
+        with suppress(PinsTooLarge):  # as `Session` does
+            cache.pin([(place, place + len(found))])
+    return [torch.tensor([[*found, *ids[place:]]], device=whole.device)]
 
 
 @torch.inference_mode()

@@ -45,6 +45,7 @@ class Setting:
     """Where in the text stands what is asked for, 0 (start) to 1; None: samples are spread out."""
     max_new_tokens: int | None = None  # an answer may take; None: as many as the task says
     data: str | None = None  # digest of the file that the task reads, if it reads one
+    recall: int = 0  # tokens of evicted text that are read again before a question, at most
 
     @property
     def asked(self) -> str:
@@ -97,8 +98,9 @@ class Cell:
 
 
 def label(s: Setting) -> str:
-    """The policy, the options it was given, and what slots hold if not the model's numbers."""
+    """Name the policy, its options, slots of other numbers than the model's, and recall."""
     given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
+    given += [f"recall {s.recall}"] if s.recall else []
     return ", ".join([s.policy, *given])
 
 

@@ -46,6 +46,7 @@ from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.weights import read_headers, weigh
+from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.types import Positions
 
 HERE = Crew()
@@ -74,6 +75,7 @@ class Sweep:
     questions: Sequence[Question] = ("aware",)  # see `Setting.question`
     depths: Sequence[float | None] = (None,)  # see `Setting.depth`
     max_new_tokens: int | None = None  # of an answer; None: as many as each task says
+    recalls: Sequence[str] = ("off",)  # evicted text read again: 'off', 'auto' or tokens
 
     def check(self) -> None:
         """Refuse numbers and names that cannot be run.
@@ -82,7 +84,7 @@ class Sweep:
             ValueError: naming the option.
         """
         for name in (
-            "policies", "budgets", "tasks", "lengths", "positions", "questions", "depths"
+            "policies", "budgets", "tasks", "lengths", "positions", "questions", "depths", "recalls"
         ):  # fmt: skip
             if not getattr(self, name):
                 raise ValueError(f"{name}: give at least one")
@@ -103,6 +105,8 @@ class Sweep:
         for question in self.questions:
             if question not in get_args(Question):
                 raise ValueError(f"questions: {question!r} is not one of {get_args(Question)}")
+        for given in self.recalls:
+            RecallSettings.parse(given)
         fixed = [depth for depth in self.depths if depth is not None]
         for depth in fixed:
             if not 0 <= depth <= 1:
@@ -124,7 +128,7 @@ class Sweep:
     def settings(self, dtype: str) -> list[Setting]:
         """Every cell of the sweep once, in the order they are run."""
         found: dict[Setting, None] = {}
-        for task, length, question, depth, policy, budget, mode in product(
+        for task, length, question, depth, policy, budget, mode, recall in product(
             self.tasks,
             self.lengths,
             self.questions,
@@ -132,6 +136,7 @@ class Sweep:
             spelled_out(self.policies),
             self.budgets,
             self.positions,
+            map(RecallSettings.parse, self.recalls),
         ):
             capped, asks = load_policy(policy).policy.evicts, load_task(task).MAX_NEW_TOKENS > 0
             setting = Setting(
@@ -151,6 +156,7 @@ class Sweep:
                 depth=depth,
                 max_new_tokens=self.max_new_tokens if asks else None,
                 data=getattr(load_task(task), "digest", None),
+                recall=recall.limit(budget) if capped and asks else 0,
             )
             found.setdefault(setting)
         return list(found)

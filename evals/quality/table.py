@@ -214,10 +214,9 @@ def measured(cells: Sequence[Cell]) -> str:
 
 def describe(s: Setting) -> str:
     """A cell in words, without its model."""
-    given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
     depth = "" if s.depth is None else f"depth {s.depth:g}"
     budget = UNCAPPED if s.budget is None else f"{s.budget} slots"
-    policy = " ".join([s.policy, *given])
+    policy = label(s).replace(", ", " ")
     parts = (s.task, f"{s.length:,} tokens", s.asked, depth, policy, budget, s.positions)
     return ", ".join(filter(None, parts))
 

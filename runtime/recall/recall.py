@@ -18,7 +18,8 @@ from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.recall.store import PassageStore
 from kvcap.runtime.types import KeptTokens, Span
 
-LEAST_SCORE = 1.5  # of a passage by BM25; below it words agree by chance
+LEAST = 0.2  # share of a question's words that a passage must have; below it they agree by chance
+NEAR_BEST = 0.6  # of the best passage's share: a weaker one answers less than what may be held
 MOSTLY = 0.5  # of a passage's slots: fewer are held, or it is no candidate
 BEFORE, BETWEEN, AFTER = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
 
@@ -28,7 +29,7 @@ class Passage(NamedTuple):
 
     span: Span  # tokens [start, stop), as they were first read
     text: str
-    score: float  # BM25 by the words of the question
+    score: float  # how much of the question's words it has, by their weights: 0 to 1
 
 
 class Recall:
@@ -100,8 +101,10 @@ class Recall:
         self._index(ids)
         held = None if kept is None else held_shares(kept, len(ids))
         found = list[Passage]()
-        for (start, stop), score in self.store.search(question):
-            if score < LEAST_SCORE:
+        ranked = self.store.search(question)
+        least = max(LEAST, NEAR_BEST * ranked[0].score) if ranked else 0
+        for (start, stop), score in ranked:
+            if score < least:
                 break
             if held is not None and held[stop] - held[start] > MOSTLY * (stop - start):
                 continue

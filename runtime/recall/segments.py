@@ -17,7 +17,7 @@ CLOSERS = "\"'”’»)]}*_ "
 
 
 class TextEnds:
-    """Says of a token what may end with it: a line (2), a sentence (1) or neither (0).
+    """Says of a token what may end with it: a line (3), a sentence (2), a word (1) or none (0).
 
     It knows every token after its first use.
 
@@ -30,15 +30,22 @@ class TextEnds:
         self._known: dict[int, int] = {}
 
     def __call__(self, token: int) -> int:
-        """Return 2, 1 or 0."""
+        """Return 3, 2, 1 or 0."""
         found = self._known.get(token)
         if found is None:
-            backend = self._tokenizer.backend_tokenizer
-            text: str = backend.decode([token], skip_special_tokens=False)
-            special = text != "" and not backend.decode([token], skip_special_tokens=True)
-            found = int(text.rstrip(CLOSERS).endswith(STOPS))
-            found = self._known[token] = 2 if special or "\n" in text else found
+            found = self._known[token] = self._rank(token)
         return found
+
+    def _rank(self, token: int) -> int:
+        backend = self._tokenizer.backend_tokenizer
+        text: str = backend.decode([token], skip_special_tokens=False)
+        special = text != "" and not backend.decode([token], skip_special_tokens=True)
+        if special or "\n" in text:
+            return 3
+        if text.rstrip(CLOSERS).endswith(STOPS):
+            return 2
+        # A number or a name may be spread over several tokens.
+        return int(not text[-1:].isalnum())
 
 
 def segment_length(limit: int) -> int:
@@ -51,9 +58,10 @@ def next_cut(
 ) -> int | None:
     """Return where the segment ends that begins at `start`; None if it needs more than is read.
 
-    Where a sentence ends in its last two fifths, there it is cut.
+    Where a line ends in its last three fifths, there it is cut, else where a sentence does, or a
+    word.
 
-    >>> next_cut([0] * 40 + [1] + [0] * 40, 0, 81, int)
+    >>> next_cut([0] * 40 + [3] + [0] * 40, 0, 81, int)
     41
     >>> next_cut([0] * 81, 0, 81, int), next_cut([0] * 50, 0, 50, int)
     (60, None)
@@ -62,13 +70,13 @@ def next_cut(
         ids: tokens that were read.
         start: the segment's first.
         stop: the first token that is no part of it.
-        ends: above 0 for a token with which a sentence may end.
+        ends: what may end with a token, as `TextEnds` says it.
         longest: tokens, at most.
     """
-    for place in range(start + longest * 3 // 5, min(start + longest, stop) + 1):
-        if ends(ids[place - 1]):
-            return place
-    return start + longest if start + longest <= stop else None
+    if start + longest > stop:
+        return None
+    places = range(start + longest, start + longest * 2 // 5, -1)
+    return max(places, key=lambda place: ends(ids[place - 1]))
 
 
 def question_start(ids: Sequence[int], first: int, stop: int, ends: Callable[[int], int]) -> int:
@@ -79,7 +87,7 @@ def question_start(ids: Sequence[int], first: int, stop: int, ends: Callable[[in
 
     >>> question_start([0] * 10, 3, 8, int), question_start([0] * 900, 3, 900, int)
     (3, 772)
-    >>> question_start([0] * 799 + [2] + [0] * 60 + [2] + [0] * 5, 3, 866, int)
+    >>> question_start([0] * 799 + [3] + [0] * 60 + [3] + [0] * 5, 3, 866, int)
     800
 
     Args:
@@ -91,7 +99,7 @@ def question_start(ids: Sequence[int], first: int, stop: int, ends: Callable[[in
     earliest = stop - QUESTION
     if first >= earliest:
         return first
-    for rank in (2, 1):
+    for rank in (3, 2):
         for place in range(stop - SHORT, earliest, -1):
             if ends(ids[place - 1]) >= rank:
                 return place

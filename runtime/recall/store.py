@@ -1,7 +1,7 @@
 """Keeps the passages of a conversation in a full-text index of SQLite, in this process's memory.
 
-Passages are found by the words of a question (BM25). Words have no spaces between them in some
-scripts; their letters are indexed in pairs. The text itself is not kept: a passage is a span of
+Passages are found by the words of a question, rare ones first. Some scripts have no spaces between
+words; their letters are indexed in pairs. The text itself is not kept: a passage is a span of
 tokens, which the conversation knows. Knows no tokenizer and no model.
 """
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from heapq import nlargest
+from math import log
+from typing import Any, NamedTuple
 
 from kvcap.runtime.types import Span
 
@@ -18,7 +21,8 @@ STORE_BYTES = 8 << 20
 """Bytes that a conversation's index may take unless others are asked for."""
 PAGE = 4096  # bytes of a page of SQLite
 PAGES = 64  # of an index, at least: an empty one has about 10
-MOST_WORDS = 128  # of a question; more would only repeat what others say
+MOST_WORDS = 64  # of a question; more would only repeat what others say
+COMMON, FEW = 0.5, 16  # words of more passages than this share say nothing, but among a few
 # Marks of vowels are no letters for Python: those from Arabic to Sinhala scripts are named here.
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u0670\u06d6-\u06ed\u0900-\u0dff"
@@ -30,7 +34,7 @@ class Found(NamedTuple):
     """A passage that has words of a question."""
 
     span: Span
-    score: float  # BM25: above 0, higher is better
+    score: float  # how much of the question's words it has, by their weights: 0 to 1
 
 
 class PassageStore:
@@ -70,18 +74,40 @@ class PassageStore:
             self._insert([row])
 
     def search(self, words: str, count: int = 32) -> list[Found]:
-        """Return the passages that have most of these words, and rare ones first; best first."""
-        asked = list(dict.fromkeys(terms(words)))[:MOST_WORDS]
+        """Return the passages with the largest shares of a question's words, the best first.
+
+        A word weighs the more the fewer passages have it: `log(1 + (N - n + 0.5) / (n + 0.5))` of
+        `N` passages and the `n` that do. Passages with as many are in BM25's order.
+        """
+        asked = list(dict.fromkeys(word.lower() for word in terms(words)))[:MOST_WORDS]
         if self._database is None or not asked:
             return []
-        # Quoted, a word is no operator of FTS5.
+        everything = self._all("SELECT count(*) FROM passages_docsize")[0][0]
+        total, shares = 0.0, defaultdict[int, float](float)
+        for word in asked:
+            # Quoted, a word is no operator of FTS5.
+            rows = self._all("SELECT rowid FROM passages WHERE passages MATCH ?", f'"{word}"')
+            weight = log(1 + (everything - len(rows) + 0.5) / (len(rows) + 0.5))
+            total += weight
+            if len(rows) <= everything * COMMON or everything < FEW:
+                for (row,) in rows:
+                    shares[row] += weight
+        # Of passages with the same words BM25 knows which has them oftener.
         query = " OR ".join(f'"{word}"' for word in asked)
-        rows = self._database.execute(
-            "SELECT start, stop, -bm25(passages) FROM passages WHERE passages MATCH ? "
-            "ORDER BY bm25(passages) LIMIT ?",
-            (query, count),
+        ranks = dict(
+            self._all("SELECT rowid, bm25(passages) FROM passages WHERE passages MATCH ?", query)
         )
-        return [Found((start, stop), score) for start, stop, score in rows]
+        best = nlargest(
+            count, shares, key=lambda row: (round(shares[row] / total, 2), -ranks[row], row)
+        )
+        return [Found(self._span(row), shares[row] / total) for row in best]
+
+    def _all(self, query: str, *given: Any) -> list[tuple[Any, ...]]:
+        return self._opened().execute(query, given).fetchall()
+
+    def _span(self, row: int) -> Span:
+        ((start, stop),) = self._all("SELECT start, stop FROM passages WHERE rowid = ?", row)
+        return start, stop
 
     def clear(self) -> None:
         """Forget everything; its memory is given back."""

@@ -36,7 +36,7 @@ def test_every_token_is_in_one_segment_of_a_bounded_length():
         lengths.append(cut - start)
         assert ids[cut - 1] or cut - start == LONGEST
         start = cut
-    assert min(lengths) >= LONGEST * 3 // 5
+    assert min(lengths) >= LONGEST * 2 // 5
     assert max(lengths) <= LONGEST
     assert len(ids) - start < LONGEST
 
@@ -47,10 +47,10 @@ def test_what_ends_with_a_token(tokenizer):
     def last(text):
         return ends(tokenizer(text, add_special_tokens=False)["input_ids"][-1])
 
-    assert last("It ends here.") == last("Really?") == 1
-    assert last("a line\n") == 2
+    assert last("It ends here.") == last("Really?") == 2
+    assert last("a line\n") == 3
     assert last("in the middle") == 0
-    assert ends(tokenizer.eos_token_id) == 2
+    assert ends(tokenizer.eos_token_id) == 3
 
 
 def test_the_question_of_a_long_message_is_its_last_line(tokenizer):

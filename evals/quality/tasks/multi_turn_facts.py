@@ -1,0 +1,45 @@
+"""Many facts, each said in a turn of a long conversation, and a question for one in the last turn.
+
+A user tells a number with every message, among sentences about other things, and asks for one of
+them in the end: the others are distractors of the same form.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from kvcap.evals.quality.tasks import Sample, prompt_ids
+from kvcap.evals.quality.text import fit, has_word, number_facts
+from kvcap.pocket.corpus import filler
+
+MAX_NEW_TOKENS = 32
+TURNS, TURN = 40, 64  # at most so many, of about so many tokens or more
+REPLY = "I see."
+
+
+def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
+    """A conversation in which the fact that is asked for is told at a depth."""
+    turns = max(2, min(TURNS, length // TURN))
+    while True:
+        facts = number_facts(rng, turns)
+        asked = facts[min(turns - 1, int(depth * turns))]
+
+        def write(sentences: list[str], facts: Any = facts, asked: Any = asked) -> Sample:
+            before: list[tuple[str, str]] = []
+            for index, fact in enumerate(facts):
+                rest = sentences[index::turns]
+                middle = len(rest) // 2
+                said = " ".join([*rest[:middle], fact.statement, *rest[middle:]])
+                before += [("user", said), ("assistant", REPLY)]
+            return Sample("", asked.question, (asked.value,), joint="", before=tuple(before))
+
+        sample = write(fit(lambda s: len(prompt_ids(tokenizer, write(s))), filler(rng), length))
+        told = " ".join(text for _, text in sample.before)
+        if told.count(asked.value) == 1:  # other sentences have numbers, too
+            return sample
+
+
+def score(sample: Sample, reply: str) -> float:
+    """Return whether the number stands in the reply as a word of its own."""
+    return float(has_word(reply, sample.answers[0]))

@@ -1,0 +1,56 @@
+"""Cells in which evicted text is read again before the question."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcap.evals.quality import answering
+from kvcap.evals.quality.cells import Setting, label
+from kvcap.evals.quality.sweep import Sweep
+from kvcap.evals.quality.table import describe
+from kvcap.evals.quality.tasks import make_samples, prompt_parts
+from kvcap.runtime.backends.pytorch.runtime import Runtime
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return Runtime.from_pretrained("pocket", kv_budget_tokens=256, device="cpu")
+
+
+def scores(runtime, task, question, recall, count=3):
+    tokenizer = runtime.tokenizer
+    samples = make_samples(task, tokenizer, 1500, count, seed=0, depth=0.3)
+    prompts = [(sample, prompt_parts(tokenizer, sample, question)) for sample in samples]
+    setting = Setting(
+        "pocket", "bfloat16", task, 1500, "streaming_llm", "compact", 256, count, 0, 128,
+        options=(("sink_tokens", 4),), question=question, recall=recall,
+    )  # fmt: skip
+    return answering.measure(runtime, setting, prompts, batch=2, timed=False).scores
+
+
+@pytest.mark.parametrize("question", ["aware", "after"])
+@pytest.mark.parametrize("task", ["niah_single", "multi_turn_facts"])
+def test_what_was_evicted_is_answered_with_recall_alone(runtime, task, question):
+    count = 1 if (task, question) == ("niah_single", "after") else 3
+    assert sum(scores(runtime, task, question, 0, count)) == 0
+    assert sum(scores(runtime, task, question, 64, count)) == count
+
+
+def test_a_sweep_has_cells_with_and_without_recall():
+    sweep = Sweep(
+        ["keydiff", "full"], [128, 512], tasks=["niah_single", "perplexity"], positions=["true"],
+        recalls=["off", "auto", "96"],
+    )  # fmt: skip
+    found = [(s.task, s.policy, s.budget, s.recall) for s in sweep.settings("float32")]
+    asked = [row[1:] for row in found if row[0] == "niah_single"]
+    assert asked == [
+        ("keydiff", 128, 0), ("keydiff", 128, 64), ("keydiff", 128, 96),
+        ("keydiff", 512, 0), ("keydiff", 512, 128), ("keydiff", 512, 96),
+        ("full", None, 0),
+    ]  # fmt: skip
+    assert {row[3] for row in found if row[0] == "perplexity"} == {0}  # nothing is asked
+    one = sweep.settings("float32")[1]
+    assert label(one) == "keydiff, recall 64"
+    assert "keydiff recall 64" in describe(one)
+    with pytest.raises(ValueError, match="use auto, off"):
+        Sweep(["keydiff"], [128], recalls=["some"]).check()
