@@ -193,8 +193,11 @@ def losses(model: Any, cache: BudgetCache, ids: Tensor) -> Tensor:
     while done < ids.shape[1] - 1:
         block = ids[:, done : done + cache.room]
         after = ids[:, done + 1 : done + 1 + block.shape[1]]
-        logits = loop.read_every(block).float()
-        found.append(cross_entropy(logits[:, : after.shape[1]].mT, after, reduction="none"))
+        logits = loop.read_every(block)[:, : after.shape[1]]  # [B, T, V] in the model's numbers
+        # Row by row, as float32 of a large vocabulary takes much memory; with V innermost, as a
+        # softmax over another dimension is many times slower.
+        rows = zip(logits, after, strict=True)
+        found.append(torch.stack([cross_entropy(x.float(), y, reduction="none") for x, y in rows]))
         done += block.shape[1]
     return torch.cat(found, dim=1)
 

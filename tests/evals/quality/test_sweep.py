@@ -267,6 +267,33 @@ def test_the_loss_of_a_text_is_that_of_its_tokens(policy: str, block: int) -> No
     assert torch.allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("length", [37, 48])
+@pytest.mark.parametrize("policy", ["keydiff", "snapkv"])
+def test_texts_read_at_once_have_the_losses_of_each_alone(policy: str, length: int) -> None:
+    model = tiny_model("llama")
+    ids = torch.randint(3, 60, (3, length), generator=torch.Generator().manual_seed(0))
+    caches = [BudgetCache(model.config, 24, 16, policy) for _ in range(4)]
+    together = losses(model, caches[0], ids)
+    alone = [losses(model, cache, row) for cache, row in zip(caches[1:], ids.split(1), strict=True)]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+
+
+def test_losses_never_hold_a_block_of_several_texts_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[tuple[int, ...], int]] = []
+
+    def noted(logits: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append((tuple(logits.shape), logits.stride(-1)))
+        return torch.nn.functional.cross_entropy(logits, ids, **options)
+
+    monkeypatch.setattr("kvcap.evals.quality.answering.cross_entropy", noted)
+    model = tiny_model("llama")
+    vocabulary = model.config.vocab_size
+    losses(model, BudgetCache(model.config, 24, 16), torch.full((3, 21), 5))
+    assert seen == [((16, vocabulary), 1)] * 3 + [((4, vocabulary), 1)] * 3
+
+
 def read_singly(model: Any, policy: str, size: int, block: int, ids: torch.Tensor) -> torch.Tensor:
     """Logits [B, T - 1, V] of every token, each read anew: whole blocks, then one up to it."""
 
