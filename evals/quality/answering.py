@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,7 +16,14 @@ from torch.nn.functional import cross_entropy
 from kvcap.evals.measure import eviction_ms, percentiles
 from kvcap.evals.quality.cells import Cell, Setting
 from kvcap.evals.quality.scores import UNITS, cell_score, interval
-from kvcap.evals.quality.tasks import Sample, load_task, unit_of
+from kvcap.evals.quality.tasks import (
+    Sample,
+    has_template,
+    load_task,
+    tasks,
+    tokens_to_say,
+    unit_of,
+)
 from kvcap.evals.reports import device_name, versions
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -54,6 +61,19 @@ def answer_tokens(setting: Setting) -> int:
     return setting.max_new_tokens or load_task(setting.task).MAX_NEW_TOKENS
 
 
+def answer_limit(tokenizer: Any, setting: Setting, samples: Iterable[Sample]) -> int:
+    """Return the tokens after which the answers of a cell are cut.
+
+    They are no more than naming the answers takes where a base model is asked for what stands in
+    the text, as it would go on to the end.
+    """
+    limit = answer_tokens(setting)
+    written = setting.task in tasks()  # here, and not read from a file whose metric may differ
+    if setting.max_new_tokens is not None or has_template(tokenizer) or not written:
+        return limit
+    return min(limit, max(tokens_to_say(tokenizer, sample) for sample in samples))
+
+
 def measure(
     runtime: Runtime, setting: Setting, prompts: Sequence[Prompt], batch: int, timed: bool = True
 ) -> Cell:
@@ -71,6 +91,7 @@ def measure(
     ends = end_tokens(runtime.generation)
     for _, prompt in prompts:
         assert sum(map(len, prompt)) <= setting.length, "a task must keep to the length"
+    limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
     scores, start = [0.0] * len(prompts), time.perf_counter()
     recall = recall_of(runtime, setting)
     for places in batches([parts for _, parts in prompts], 1 if recall else batch):
@@ -81,7 +102,7 @@ def measure(
         if not task.MAX_NEW_TOKENS:
             found = losses(model, cache, parts[0]).mean(-1).tolist()
         else:
-            said = answer(model, cache, parts, answer_tokens(setting), ends, recall)
+            said = answer(model, cache, parts, limit, ends, recall)
             texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
             found = [task.score(prompts[i][0], t) for i, t in zip(places, texts, strict=True)]
         for i, score in zip(places, found, strict=True):
@@ -104,6 +125,7 @@ def measure(
         extra_bytes=sum(size for name, size in sizes.items() if name not in COMMON),
         scores=tuple(scores),
         unit=unit_of(task),
+        plain=bool(task.MAX_NEW_TOKENS) and not has_template(runtime.tokenizer),
     )
 
 

@@ -74,6 +74,7 @@ class Cell:
     extra_bytes: int | None = None  # of `kv_bytes`, what only this policy makes the cache hold
     scores: tuple[float, ...] | None = None  # of every sample in order; None: were not kept
     unit: str = "share"  # a name in `UNITS`
+    plain: bool = False  # asked in plain text, as the model has no chat template
 
     @property
     def of(self) -> Unit:

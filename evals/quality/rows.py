@@ -10,7 +10,7 @@ import hashlib
 import io
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -123,7 +123,7 @@ class RowsTask:
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> RowSample:
         """Any row. `depth` means nothing here."""
-        return self._fitted(rng.choice(self.samples), tokenizer, length)
+        return self.fit(rng.choice(self.samples), tokenizer, length)
 
     def draw(self, tokenizer: Any, length: int, count: int, seed: int) -> list[RowSample]:
         """`count` different rows: the first of an order that the seed alone decides.
@@ -137,17 +137,12 @@ class RowsTask:
                 f"--samples {len(self.samples)} or fewer"
             )
         order = Random(f"rows/{seed}").sample(range(len(self.samples)), len(self.samples))
-        return [self._fitted(self.samples[i], tokenizer, length) for i in order[:count]]
+        return [self.fit(self.samples[i], tokenizer, length) for i in order[:count]]
 
     def score(self, sample: RowSample, reply: str) -> float:
         """What the row's metric says of the reply."""
         metric = load_metric(sample.metric)
         return metric(self.read(reply), sample.answers, sample.classes)
-
-    def _fitted(self, sample: RowSample, tokenizer: Any, length: int) -> RowSample:
-        if sample.chat and not getattr(tokenizer, "chat_template", None) and not sample.before:
-            sample = replace(sample, chat=False)  # a base model goes on from the text itself
-        return self.fit(sample, tokenizer, length)
 
 
 def rows_task(

@@ -33,7 +33,13 @@ from kvcap.evals.quality.cells import (
     mend,
 )
 from kvcap.evals.quality.table import describe, results
-from kvcap.evals.quality.tasks import is_placed, load_task, make_samples, prompt_parts
+from kvcap.evals.quality.tasks import (
+    has_template,
+    is_placed,
+    load_task,
+    make_samples,
+    prompt_parts,
+)
 from kvcap.evals.quality.workers import Failed, Here, spread
 from kvcap.evals.quality.workers.crew import Crew
 from kvcap.evals.reports import versions
@@ -50,6 +56,10 @@ from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.types import Positions
 
 HERE = Crew()
+PLAIN = (
+    "{} has no chat template: it is asked in plain text, which ends with the beginning of the "
+    "answer, and its answers are as long as naming what is asked for takes"
+)
 ALL = "all"  # among the names of a sweep's policies
 Key = tuple[str, int, float | None, Question | None]  # what prompts depend on
 
@@ -199,7 +209,8 @@ def run(
         on_cell: called with (cells finished, cells in all, the one just finished).
         crew: where cells are measured.
         compared: policies, the first of which `results.md` compares with each of the others.
-        note: told of cells that fail, of workers that die, and of a file that was cut short.
+        note: told of cells that fail, of workers that die, of a file that was cut short, and of a
+            model without a chat template.
 
     Raises:
         ValueError, PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ExtraMissing:
@@ -222,7 +233,12 @@ def run(
     path = out / CELLS
     known = {cell.setting for cell in current_cells(path)}  # others are measured anew
     missing = [setting for setting in settings if setting not in known]
-    prompts = _prompts(load_tokenizer(where), missing) if missing else {}
+    prompts: dict[Key, list[Prompt]] = {}
+    if missing:
+        tokenizer = load_tokenizer(where)
+        if not has_template(tokenizer) and any(setting.question for setting in missing):
+            note(PLAIN.format(sweep.model))
+        prompts = _prompts(tokenizer, missing)
     out.mkdir(parents=True, exist_ok=True)
     with locked(out / ".lock", partial(_refuse, out)):
         if mend(path):

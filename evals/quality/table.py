@@ -208,6 +208,7 @@ def measured(cells: Sequence[Cell]) -> str:
     return (
         f"{unit.label[0].upper()}{unit.label[1:]}, {better} is better; {s.samples} samples, seed "
         f"{s.seed}, block {s.block_size}, {s.dtype}, {devices}{limit}"
+        + ("; asked in plain text, without a chat template" if cells[0].plain else "")
         + (f"; file {s.data[:8]}" if s.data else "")
     )
 

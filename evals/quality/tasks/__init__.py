@@ -43,7 +43,8 @@ class Sample:
     answers: tuple[str, ...]
     joint: str = "\n\n"  # between the context and the question
     opening: str = ""  # of the answer: the model goes on from it
-    chat: bool = True  # a message in the model's chat template; False: plain text
+    cue: str = ""  # the opening in plain text, where nothing else says that an answer follows
+    chat: bool = True  # a message in the model's chat template, if it has one; False: plain text
     ids: tuple[int, ...] | None = None  # the prompt in tokens, of a task that asks nothing
     before: tuple[tuple[str, str], ...] = ()  # earlier messages: role and content
 
@@ -52,6 +53,13 @@ class Sample:
         """The conversation to be answered."""
         asked = ("user", f"{self.context}{self.joint}{self.question}")
         return [{"role": role, "content": content} for role, content in (*self.before, asked)]
+
+    @property
+    def plain(self) -> str:
+        """The text that a model without a chat template goes on from, as RULER asks such models."""
+        begun = self.opening or self.cue
+        gap = " " if begun and not begun[0].isspace() else ""
+        return f"{self.messages[-1]['content']}{gap}{begun}"
 
 
 class Task(Protocol):
@@ -180,14 +188,25 @@ def make_samples(
         return first + list(pool.map(make, range(1, count)))
 
 
+def has_template(tokenizer: Any) -> bool:
+    """Return whether a model is asked by a chat template; a base model has none."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def tokens_to_say(tokenizer: Any, sample: Sample) -> int:
+    """Return the tokens that suffice to name all answers of a sample in a list or a sentence.
+
+    A base model does not end its answer by itself.
+    """
+    said = f" {', '.join(sample.answers)}"
+    return 16 + 2 * len(tokenizer(said, add_special_tokens=False)["input_ids"])
+
+
 def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
     """The token ids that the model reads, chat template and opening of the answer included."""
     if sample.ids is not None:
         return list(sample.ids)
-    ids: list[int] = tokenizer(_text(tokenizer, sample), add_special_tokens=not sample.chat)[
-        "input_ids"
-    ]
-    return ids
+    return _encode(tokenizer, sample, _text(tokenizer, sample))
 
 
 def prompt_parts(
@@ -218,11 +237,23 @@ def prompt_parts(
             "writes; use --question aware"
         )
     # A token across the border holds letters of the question, and is none of the context's.
-    alone = tokenizer(text[:place], add_special_tokens=not sample.chat)["input_ids"]
-    split = common_prefix(alone, ids)
+    split = common_prefix(_encode(tokenizer, sample, text[:place]), ids)
     return ids[:split], ids[split:]
 
 
+def _in_chat(tokenizer: Any, sample: Sample) -> bool:
+    """Whether the chat template writes a sample; no plain text tells several messages apart."""
+    return sample.chat and (has_template(tokenizer) or bool(sample.before))
+
+
 def _text(tokenizer: Any, sample: Sample) -> str:
-    text = render(tokenizer, sample.messages) if sample.chat else sample.messages[0]["content"]
-    return text + sample.opening
+    if not _in_chat(tokenizer, sample):
+        return sample.plain
+    return render(tokenizer, sample.messages) + sample.opening
+
+
+def _encode(tokenizer: Any, sample: Sample, text: str) -> list[int]:
+    """Token ids of a sample's text; in plain text they begin as the tokenizer has texts begin."""
+    special = not _in_chat(tokenizer, sample)
+    ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+    return ids

@@ -31,6 +31,6 @@ def _draw(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     def write(sentences: list[str]) -> Sample:
         place = int(depth * (len(sentences) + 1))
         lines = [*sentences[:place], fact.statement, *sentences[place:]]
-        return Sample(" ".join(lines), fact.question, (fact.value,))
+        return Sample(" ".join(lines), fact.question, (fact.value,), cue="Answer:")
 
     return write(fit(lambda s: len(prompt_ids(tokenizer, write(s))), filler(rng), length))

@@ -29,6 +29,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
             "\n".join([" ".join([*prose, "Here is a phone book."]), *lines]),
             fact.question,
             (fact.value,),
+            cue="Answer:",
         )
 
     def measure(entries: list[str], prose: list[str]) -> int:

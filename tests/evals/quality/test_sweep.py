@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -343,6 +344,43 @@ def test_a_sweep_writes_every_cell_and_a_table(sweep: Sweep, tmp_path: Path) -> 
         "ms per block",
         "extra memory",
     ]
+
+
+def test_a_base_model_is_asked_in_plain_text_and_the_command_says_so(
+    folder: Path,
+    tokenizer: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(folder, base)
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    plain.save_pretrained(base)
+    limits: list[int] = []
+
+    def noted(model: Any, cache: Any, parts: Any, limit: int, stops: Any) -> list[list[int]]:
+        limits.append(limit)
+        return answer(model, cache, parts, 1, stops)
+
+    monkeypatch.setattr("kvcap.evals.quality.answering.answer", noted)
+    out = tmp_path / "out"
+    command = ["eval", str(base), "--tasks", "niah_single_1,perplexity", "--policies", "keydiff",
+               "--budgets", "24", "--lengths", "300", "--samples", "2", "--block-size", "16",
+               "--positions", "true", "--device", "cpu", "--out", str(out)]  # fmt: skip
+    assert cli.run(command) == 0
+    assert f"{base} has no chat template" in capsys.readouterr().err.replace("\n", "")
+    cells = {cell.setting.task: cell for cell in read_cells(out / "cells.jsonl")}
+    assert cells["niah_single_1"].plain
+    assert not cells["perplexity"].plain
+    assert (out / "results.md").read_text().count("without a chat template") == 1
+    assert load_task("niah_single_1").MAX_NEW_TOKENS == 128
+    digits = len(tokenizer(" 1234567", add_special_tokens=False)["input_ids"])
+    assert set(limits) == {16 + 2 * digits}
+    assert cli.run([*command, "--max-new-tokens", "3", "--tasks", "niah_single_1"]) == 0
+    assert limits[-1] == 3
 
 
 def test_cell_bytes_are_those_of_an_allocated_cache(sweep: Sweep, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice, pairwise
@@ -36,6 +37,7 @@ from kvcap.evals.quality.tasks import (
     prompt_ids,
     prompt_parts,
     tasks,
+    tokens_to_say,
 )
 from kvcap.evals.quality.text import fit_whole
 from kvcap.pocket.corpus import filler
@@ -98,6 +100,24 @@ def test_samples_are_exact_and_repeat(
     assert task.score(sample, "I do not know.") == 0
     share = 1 / len(sample.answers)
     assert task.score(sample, f"Only {sample.answers[-1]}.") == pytest.approx(share)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ASKING)
+def test_base_models_go_on_from_plain_text(name: str, kind: str) -> None:
+    tokenizer = copy(tokenizer_of(kind))
+    tokenizer.chat_template = None
+    task = load_task(name)
+    sample = task.make(Random(3), tokenizer, 1000, 0.5)
+    ids, begun = prompt_ids(tokenizer, sample), sample.opening or "Answer:"
+    assert len(ids) == 1000
+    asked = f"{sample.context}{sample.joint}{sample.question} {begun}"
+    assert ids == tokenizer(asked)["input_ids"]  # with the tokenizer's own opening token
+    context, question = prompt_parts(tokenizer, sample, "after")
+    assert [*context, *question] == ids
+    assert sample.question in tokenizer.decode(question)
+    said = tokenizer(f" 1. {', '.join(sample.answers)}", add_special_tokens=False)["input_ids"]
+    assert len(said) <= tokens_to_say(tokenizer, sample)
 
 
 def once(sample: Sample, answer: str) -> int:
