@@ -6,8 +6,12 @@ Knows the file's own fields; needs the package `gguf`, and imports it when a fil
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,10 +76,8 @@ def read_gguf(where: str) -> GgufFile:
             f"{where!r} is a GGUF file, which {' and '.join(missing)} must read; "
             f"{how_to_install('gguf')}"
         )
-    from gguf import GGUFReader
-
     try:
-        reader = GGUFReader(where)
+        reader = _parsed(where)
         architecture = _field(reader, "general.architecture")
         parts = _field(reader, "split.count") or 0
         tensors = [(x.tensor_type.name, int(x.n_bytes)) for x in reader.tensors]
@@ -102,6 +104,42 @@ def read_gguf(where: str) -> GgufFile:
     known = list(dict.fromkeys(token for token in ends if token is not None))
     numbers, scaled = max(sizes, key=lambda kind: sizes[kind]), factors or scaling != "none"
     return GgufFile(architecture, numbers, sizes.total(), known, scaled)
+
+
+@contextmanager
+def parsed_once(where: str) -> Iterator[None]:
+    """Give transformers a GGUF file as it was parsed before, if `where` is one.
+
+    It parses the file anew for every config, tokenizer and model, and each time takes some ten
+    seconds for a vocabulary of 262,144 tokens. What was parsed is held until `forget`.
+    """
+    if not is_gguf(where):
+        yield
+        return
+    package: Any = importlib.import_module("gguf")
+    package.GGUFReader = _parsed  # called as the class is
+    try:
+        yield
+    finally:
+        package.GGUFReader = package.gguf_reader.GGUFReader
+
+
+def forget() -> None:
+    """Give back the memory of the file that was parsed last."""
+    _reader.cache_clear()
+
+
+def _parsed(path: str | Path, mode: str = "r") -> Any:
+    """The package's reader of a file that has not changed since it was parsed."""
+    assert mode == "r", "nobody writes to a model's file"
+    state = Path(path).resolve().stat()
+    return _reader(str(Path(path).resolve()), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=1)
+def _reader(path: str, changed: int, nbytes: int) -> Any:
+    package: Any = importlib.import_module("gguf")
+    return package.gguf_reader.GGUFReader(path)
 
 
 def loading() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import struct
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from kvcap.cli import run
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, UnsupportedModel
 from kvcap.runtime.models import gguf as gguf_files
-from kvcap.runtime.models.files import load_config, load_model
+from kvcap.runtime.models.files import load_config, load_model, load_tokenizer
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
 from kvcap.runtime.session.settings import end_tokens
 
@@ -121,6 +122,28 @@ def test_its_logits_are_those_of_transformers_own_load(file):
 
 
 @needs_gguf
+def test_it_is_parsed_once_until_its_model_is_loaded(file, tmp_path, monkeypatch):
+    import gguf
+
+    parsed = []
+    begin = gguf.GGUFReader.__init__
+
+    def noted(reader, path, *given):
+        parsed.append(Path(path).name)
+        begin(reader, path, *given)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", noted)
+    copied = tmp_path / "a.gguf"
+    shutil.copyfile(file, copied)
+    load_tokenizer(str(copied))
+    Runtime.from_pretrained(copied, kv_budget_tokens=32, block_size=16, device="cpu")
+    assert parsed == ["a.gguf"]
+    assert gguf.GGUFReader is gguf.gguf_reader.GGUFReader
+    write(copied, eos=7)  # another file of that name
+    assert load_config(str(copied)).eos_token_id == 7
+    assert parsed == ["a.gguf"] * 2
+
+
 def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     assert run(["plan", file, "--kv-budget-tokens", "32", "--dtype", "bfloat16"]) == 0
     said = capsys.readouterr().out
