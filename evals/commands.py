@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        help="pocket, pocket-plain or pocket-text, a directory, or a repository of the hub."
+        help="pocket, pocket-plain or pocket-text, a directory, a GGUF file, or a repository of "
+        "the hub."
     ),
 ]
 BlockSize = Annotated[
@@ -69,7 +70,7 @@ SinkTokens = Annotated[
     typer.Option(
         min=0,
         metavar="N",
-        help="First tokens that are never evicted, of every policy (those of its paper).",
+        help="Never evict the first N tokens, whatever the policy (only what its paper pins).",
     ),
 ]
 BASELINE = Path("memory-baseline.json")

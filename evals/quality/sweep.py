@@ -50,6 +50,7 @@ from kvcap.runtime.errors import CellsFailed, first_line
 from kvcap.runtime.files import locked
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.models.files import load_config, load_tokenizer
+from kvcap.runtime.models.gguf import is_gguf, read_gguf
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.weights import read_headers, weigh
 from kvcap.runtime.recall.settings import RecallSettings
@@ -209,8 +210,8 @@ def run(
         on_cell: called with (cells finished, cells in all, the one just finished).
         crew: where cells are measured.
         compared: policies, the first of which `results.md` compares with each of the others.
-        note: told of cells that fail, of workers that die, of a file that was cut short, and of a
-            model without a chat template.
+        note: told of cells that fail, of workers that die, of a file that was cut short, of a model
+            without a chat template, and of what a GGUF file becomes.
 
     Raises:
         ValueError, PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ExtraMissing:
@@ -235,6 +236,9 @@ def run(
     missing = [setting for setting in settings if setting not in known]
     prompts: dict[Key, list[Prompt]] = {}
     if missing:
+        if is_gguf(where):
+            size = weigh(config, dtype).nbytes
+            note(f"{sweep.model}: {read_gguf(where).becomes(size, settings[0].dtype)}")
         tokenizer = load_tokenizer(where)
         if not has_template(tokenizer) and any(setting.question for setting in missing):
             note(PLAIN.format(sweep.model))

@@ -32,6 +32,7 @@ from kvcap.evals.quality.tasks import (
     prompt_ids,
     prompt_parts,
     spelled_out,
+    tasks,
 )
 from kvcap.evals.quality.text import fit, has_word, number_facts
 from kvcap.evals.quality.workers import Here
@@ -448,6 +449,31 @@ def test_ruler_is_every_family_of_rulers_once() -> None:
     assert named[0] == "vt"
     assert len(named) == len(set(named)) == 12
     assert all(load_task(name) for name in named)
+
+
+def test_sinks_are_pinned_in_every_task(sweep: Sweep) -> None:
+    config = tiny_config("llama")
+    every = replace(sweep, tasks=tuple(tasks()), options={"sink_tokens": 5})
+    settings = every.settings("float32")
+    assert {setting.task for setting in settings} == set(tasks())
+    for setting in settings:
+        eviction = new_cache(config, setting).eviction
+        assert eviction.sink_tokens == (5 if eviction.policy.evicts else 0)
+
+
+def test_sinks_change_what_a_text_loses(folder: Path, tmp_path: Path) -> None:
+    def scores(name: str, *sinks: str) -> list[float]:
+        command = ["eval", str(folder), "--tasks", "perplexity", "--policies", "random,full",
+                   "--budgets", "24", "--lengths", "90", "--samples", "2", "--block-size", "16",
+                   "--positions", "true", "--device", "cpu", *sinks]  # fmt: skip
+        assert cli.run([*command, "--out", str(tmp_path / name)]) == 0
+        return [cell.score for cell in read_cells(tmp_path / name / "cells.jsonl")]
+
+    papers, same = scores("papers"), scores("none", "--sink-tokens", "0")
+    pinned = scores("pinned", "--sink-tokens", "8")
+    assert papers == same
+    assert papers[0] != pinned[0]
+    assert papers[1] == pinned[1]  # nothing is evicted
 
 
 def test_options_go_to_the_policies_that_have_them(sweep: Sweep, tmp_path: Path) -> None:

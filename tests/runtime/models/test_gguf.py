@@ -173,6 +173,20 @@ def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
 
 
 @needs_gguf
+def test_it_is_evaluated_and_says_what_it_becomes(file, tmp_path, capsys):
+    command = ["eval", file, "--policies", "keydiff", "--budgets", "32", "--block-size", "16",
+               "--tasks", "perplexity,niah_single", "--lengths", "128", "--samples", "2",
+               "--max-new-tokens", "2", "--positions", "true", "--device", "cpu",
+               "--out", str(tmp_path), "--json"]  # fmt: skip
+    assert run(command) == 0
+    told = capsys.readouterr()
+    assert "of Q8_0 in the file become" in told.err
+    perplexity, recall = json.loads(told.out)
+    assert 1 < perplexity["score"] < 1e6
+    assert 0 <= recall["score"] <= 1
+
+
+@needs_gguf
 def test_an_answer_ends_at_the_control_token_that_its_template_writes(tmp_path, capsys):
     """Which is none of those that the fields name."""
     path, own = tmp_path / "model.gguf", AutoTokenizer.from_pretrained(pocket.path())
