@@ -49,6 +49,10 @@ class KeyDiff(Policy):
         self.require("expand", self.expand in (True, False), "True or False")
         self.require("recent", 0 <= self.recent < 1, "a fraction of the budget, 0 to below 1")
 
+    @property
+    def compares_pairs(self) -> bool:
+        return self.anchor == "pairwise"
+
     def recents_pinned(self, budget: int) -> int:
         return int(self.recent * budget)
 

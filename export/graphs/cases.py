@@ -34,7 +34,7 @@ def cases(graph: Graph, quick: bool = False) -> list[Case]:
     usual = shape.budget + shape.block
     found = [Case("random", n) for n in sorted({1, 2, shape.budget, usual})]
     found += [Case(kind, usual) for kind in ("outliers", "zero keys", "all zero")]
-    if not quick and getattr(graph.form.eviction.policy, "anchor", "") != "pairwise":  # O(n²)
+    if not quick and not graph.form.eviction.policy.compares_pairs:
         found.append(Case("random", LONG))
     return found
 

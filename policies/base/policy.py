@@ -30,6 +30,11 @@ class Policy(Component):
         """Whether a head's scores depend on that head alone, as heads of unequal length require."""
         return True
 
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether a score compares all slots with each other: of many, that takes gigabytes."""
+        return False
+
     def score(self, obs: Observation) -> Tensor:
         """Worth of every slot, higher is kept. Shape [B, K, n], float32."""
         raise NotImplementedError
