@@ -119,7 +119,15 @@ class Observation:
 
         Shape [B, K, G, w, n].
         """
-        return self._capped(self._products * self.scaling) * self.visible
+        return self.unmasked_logits * self.visible
+
+    @property
+    def unmasked_logits(self) -> Tensor:
+        """`z` of every query and slot, also of slots newer than the query: to those to come.
+
+        Shape [B, K, G, w, n].
+        """
+        return self._capped(self._products * self.scaling)
 
     def _capped(self, z: Tensor) -> Tensor:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)

@@ -1,0 +1,75 @@
+"""LagKV: keeps tokens whose keys and values stand out from those of the tokens after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcap.policies.base import Observation, Policy
+
+
+@dataclass(frozen=True)
+class LagKV(Policy):
+    """Scores a token within its partition, by the range of the next partition's keys and values.
+
+    The held tokens behind the sinks are cut in time order into partitions of `lag`. With `min` and
+    `max` of each channel over partition `p+1`, `std` over channels and softmax over the tokens of
+    `p`: `s_j = softmax(std((k_j - min) / (max - min))) + the same of v_j`, and `score_j` is the
+    rank of `s_j` in its partition over `lag`. LagKV, https://arxiv.org/abs/2504.04704, the score of
+    its section on the method. The last whole partition has no next one: it and what is newer score
+    highest, and up to `lag` of the newest are pinned. Published code never scores a kept token
+    again and keeps as many of every partition; a fixed number of slots has no room for that, so
+    that here partitions are cut anew in what is held after every block. Evicted once, the sets are
+    the same.
+    """
+
+    lag: int = 128  # tokens of a partition
+    sinks: int = 16
+
+    observes: ClassVar = frozenset({"keys", "values", "positions"})
+    paper: ClassVar = "LagKV, arXiv 2504.04704"
+    formula: ClassVar = "rank in its part of std((k_j - min) / (max - min)) of the next, and of v_j"
+    when: ClassVar = (
+        "without attention, from 4 lags of slots on; in fewer as a baseline: a sliding window"
+    )
+    small: ClassVar = {"lag": 4, "sinks": 2}
+
+    def __post_init__(self) -> None:
+        self.require("lag", self.lag >= 2, "a number of tokens, 2 or more")
+        self.require("sinks", self.sinks >= 0, "a number of tokens, 0 or more")
+
+    def sinks_pinned(self) -> int:
+        return self.sinks
+
+    def recents_pinned(self, budget: int) -> int:
+        # At most half of what sinks leave, so that a user can pin, too: all of it scores highest.
+        return min(self.lag, max(0, budget - self.sinks) // 2)
+
+    def score(self, obs: Observation) -> Tensor:
+        slots = obs.positions.shape[-1]
+        in_time = obs.positions.argsort(-1)  # [B, K, n]
+        sinks = (obs.positions < self.sinks).sum(-1, keepdim=True)  # [B, K, 1]
+        # Some places beyond the last token, so that there are two partitions whatever is held.
+        places = torch.arange((slots // self.lag + 2) * self.lag, device=in_time.device)  # [P·lag]
+        chosen = in_time.gather(-1, (sinks + places).clamp(max=slots - 1))  # [B, K, P·lag]
+        found = self._stand_out(obs.keys, chosen) + self._stand_out(obs.values, chosen)
+        ranks = found.argsort(dim=-1, stable=True).argsort(dim=-1).flatten(2)  # [B, K, P·lag]
+        place = in_time.argsort(-1) - sinks  # [B, K, n], below 0 for sinks
+        scores = ranks.gather(-1, place.clamp(min=0)) / self.lag
+        last = ((slots - sinks) // self.lag - 1) * self.lag  # where the last whole one begins
+        return scores.masked_fill((place < 0) | (place >= last), 1.0)
+
+    def _stand_out(self, states: Tensor, chosen: Tensor) -> Tensor:
+        """How far each of `chosen` [B, K, P·lag] stands out of the next partition. [B, K, P, lag].
+
+        Of the last partition the next is the first.
+        """
+        index = chosen[..., None].expand(-1, -1, -1, states.shape[-1])
+        parts = states.gather(-2, index).float().unflatten(-2, (-1, self.lag))  # [B, K, P, lag, D]
+        low = parts.amin(-2, keepdim=True).roll(-1, 2)
+        range_ = parts.amax(-2, keepdim=True).roll(-1, 2) - low
+        spread: Tensor = ((parts - low) / range_.clamp(min=1e-8)).std(-1)
+        return spread.softmax(-1)
