@@ -33,7 +33,7 @@ class LagKV(Policy):
     paper: ClassVar = "LagKV, arXiv 2504.04704"
     formula: ClassVar = "rank in its part of std((k_j - min) / (max - min)) of the next, and of v_j"
     when: ClassVar = (
-        "without attention, from 4 lags of slots on; in fewer as a baseline: a sliding window"
+        "for keys and values alone, in 4 lags of slots or more; a sliding window in fewer"
     )
     small: ClassVar = {"lag": 4, "sinks": 2}
 
