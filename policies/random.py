@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.policies.base import Observation, Policy
+from kvcap.policies.base import Observation, Policy, hashed
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,4 @@ class Random(Policy):
         heads = torch.arange(obs.positions.shape[1], device=obs.positions.device)[:, None]
         heads = heads + obs.first_head
         x = obs.positions.long() + 0x9E3779B1 * (heads + 1) + 0x85EBCA6B * (self.seed + 1)
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # a 32-bit mixer
-            x = (x & 0xFFFFFFFF) ^ ((x & 0xFFFFFFFF) >> shift)
-            x = x * factor
-        return (x & 0xFFFFFF).float()  # 24 bits: exact in float32
+        return hashed(x).float()

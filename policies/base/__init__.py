@@ -12,6 +12,8 @@ from kvcap.policies.base.companions import (
 )
 from kvcap.policies.base.component import Component, PolicyError, Preset
 from kvcap.policies.base.eviction import Eviction
+from kvcap.policies.base.hashing import hashed, sign_sketch
+from kvcap.policies.base.leverage import leverage
 from kvcap.policies.base.observation import Expansion, Observation, Rows
 from kvcap.policies.base.policy import Group, Policy, WindowPolicy, over_group, pool_in_time
 
@@ -34,6 +36,9 @@ __all__ = [
     "apportion",
     "apportion_rows",
     "evenly",
+    "hashed",
+    "leverage",
     "over_group",
     "pool_in_time",
+    "sign_sketch",
 ]
