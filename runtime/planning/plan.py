@@ -76,6 +76,7 @@ class MemoryPlan:
     kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
     weights_dtype: PackedDtype | None = None  # of matrices; None: `dtype`, or the checkpoint's own
     evicted_in: str = ""  # 'device', 'host' or a directory with a file of them; '': none are kept
+    recall_store: int = 0  # at most, beside the cache: the index of a conversation's text
 
     @property
     def summary(self) -> str:
@@ -105,8 +106,9 @@ class MemoryPlan:
 
     @property
     def run_bytes(self) -> int:
-        """Cache, workspace, logits and weights: what the run adds to the process."""
-        return self.cache_bytes + self.workspace + self.logits + self.weights
+        """Everything that the run adds to the process: cache, index, workspace, logits, weights."""
+        beside = self.recall_store + self.workspace + self.logits + self.weights
+        return self.cache_bytes + beside
 
     @property
     def total_bytes(self) -> int:
@@ -149,6 +151,7 @@ class MemoryPlan:
         rehearse: bool = False,
         kv_dtype: KvDtype | None = None,
         weights: PackedDtype | None = None,
+        recall_store: int = 0,
     ) -> MemoryPlan:
         """Plan a run.
 
@@ -173,6 +176,7 @@ class MemoryPlan:
             kv_dtype: 'int8', 'int8-int4' (keys, values) or 'int4' to quantise what slots hold, so
                 that the same bytes hold more of them.
             weights: 'int8' or 'int4' to hold matrices so, on a CPU.
+            recall_store: bytes of the index by which a conversation finds its evicted text.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
@@ -211,8 +215,9 @@ class MemoryPlan:
         baseline = 0 if memory_cap is None else own
         slot_format = SlotFormat.of(kv_dtype)
         model = ModelPlanner(
-            text, eviction, dtype, positions, batch, held, weights, baseline, slot_format
-        )
+            text, eviction, dtype, positions, batch, held, weights, baseline, slot_format,
+            recall_store,
+        )  # fmt: skip
         heads = len(shape.capped), shape.kv_heads
         if tokens is not None:
             eviction.check(tokens, *heads)
@@ -245,6 +250,7 @@ class ModelPlanner:
     packed: PackedDtype | None
     baseline: int  # bytes of the process before, where it has a cap
     slot_format: SlotFormat
+    recall_store: int  # bytes
 
     def plan(self, tokens: int, block: int) -> MemoryPlan:
         """The plan of `tokens` slots and blocks of `block`, its workspace estimated."""
@@ -295,6 +301,7 @@ class ModelPlanner:
             kv_dtype=slots.name,
             weights_dtype=self.packed,
             evicted_in="" if eviction.corrector is None else eviction.corrector.place,
+            recall_store=self.recall_store,
         )
 
     def rehearsed(self, plan: MemoryPlan) -> MemoryPlan:
@@ -507,8 +514,9 @@ def fitting(plan: MemoryPlan, cap: int) -> MemoryPlan:
 def _parts(plan: MemoryPlan) -> str:
     """What makes up the total, in words."""
     rest = plan.workspace + plan.logits
+    index = f"the index of recall {plan.recall_store:,}, " if plan.recall_store else ""
     return (
-        f"the process takes {plan.baseline:,} bytes, weights {plan.weights:,}, the cache "
+        f"the process takes {plan.baseline:,} bytes, weights {plan.weights:,}, {index}the cache "
         f"{plan.cache_bytes:,} and a block {rest:,}, together {plan.total_bytes:,},"
     )
 

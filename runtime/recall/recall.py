@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcap.runtime.recall.segments import TextEnds, next_cut, question_start, segment_length
 from kvcap.runtime.recall.settings import RecallSettings
-from kvcap.runtime.recall.store import PassageStore
+from kvcap.runtime.recall.store import STORE_BYTES, PassageStore
 from kvcap.runtime.types import KeptTokens, Span
 
 LEAST = 0.2  # share of a question's words that a passage must have; below it they agree by chance
@@ -39,13 +39,20 @@ class Recall:
         tokenizer: of the model.
         encode: gives the token ids of a text that follows another.
         budget: slots per KV head and layer.
+        store: bytes that were planned for the index; 0: none were, and nothing is recalled.
     """
 
-    def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]], budget: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        encode: Callable[[str], list[int]],
+        budget: int,
+        store: int = STORE_BYTES,
+    ) -> None:
         self._budget = budget
         self._start = 0  # of the segment that is read
         self._before: int | None = None  # start of the one before it, with which it is a passage
-        self.set(RecallSettings())
+        self.set(RecallSettings(None if store else 0, store))
         self.spans: list[Span] = []
         """The tokens that are recalled text: where it was read, not where it came from."""
         self.passages: list[Passage] = []
@@ -58,6 +65,8 @@ class Recall:
         self._limit = settings.limit(self._budget)
         self.store = PassageStore(settings.store_bytes)
         self._start, self._before = 0, None
+        self.settings = settings
+        """What was asked for, from which the limit follows at this budget."""
 
     @property
     def limit(self) -> int:
@@ -71,6 +80,7 @@ class Recall:
         if segment_length(tokens) != segment_length(self._limit):
             self._forget_beyond(0)  # passages of another length are indexed with the next search
         self._limit = tokens
+        self.settings = self.settings._replace(tokens=tokens)
 
     def begin(self, seen: int) -> None:
         """Forget what lies beyond the first `seen` tokens, as after the cache was emptied."""

@@ -9,6 +9,8 @@ from kvcap.runtime.units import format_bytes, parse_bytes
 
 AUTO, OFF = "auto", "off"
 SHARE, USUAL = 4, 64  # a quarter of the slots; of few slots so many tokens, but half at most
+LEAST_BYTES = PAGE * PAGES  # of an index
+CAP_SHARE = 32  # of a small cap of the process, this part is for the index
 
 
 class RecallSettings(NamedTuple):
@@ -22,8 +24,15 @@ class RecallSettings(NamedTuple):
     store_bytes: int = STORE_BYTES  # of a conversation's index, at most
 
     @classmethod
-    def parse(cls, tokens: str | int = AUTO, store: str | int = STORE_BYTES) -> RecallSettings:
+    def parse(
+        cls, tokens: str | int = AUTO, store: str | int | None = None, cap: int | None = None
+    ) -> RecallSettings:
         """Read settings as commands take them: 'auto', 'off' or a number, and bytes ('8MiB').
+
+        Args:
+            tokens: to be read again for a message, at most.
+            store: bytes of the index, at most; None: as `usual_store` has it.
+            cap: bytes of the process, if there is such a cap.
 
         Raises:
             ValueError: naming what would work.
@@ -34,11 +43,11 @@ class RecallSettings(NamedTuple):
                 f"recall of {tokens!r} will not work; use auto, off, or the most tokens to read "
                 "again for a message, such as 128"
             )
-        nbytes = parse_bytes(store)
-        if nbytes < PAGE * PAGES:
+        nbytes = usual_store(cap) if store is None else parse_bytes(store)
+        if nbytes < LEAST_BYTES:
             raise ValueError(
                 f"an index of evicted text in {format_bytes(nbytes)} will not work; use "
-                f"{format_bytes(PAGE * PAGES)} or more, or turn recall off"
+                f"{format_bytes(LEAST_BYTES)} or more, or turn recall off"
             )
         return cls(None if said == AUTO else 0 if said == OFF else int(said), nbytes)
 
@@ -52,3 +61,28 @@ class RecallSettings(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that the index of a conversation takes at most; 0 where there is none."""
         return 0 if self.tokens == 0 else self.store_bytes
+
+
+def usual_store(cap: int | None = None) -> int:
+    """Return the most bytes of an index where nobody says how many: fewer under a small cap.
+
+    >>> usual_store(), usual_store(64 << 20), usual_store(1 << 20)
+    (8388608, 2097152, 262144)
+
+    Args:
+        cap: bytes of the process; None: there is none.
+    """
+    return STORE_BYTES if cap is None else max(LEAST_BYTES, min(STORE_BYTES, cap // CAP_SHARE))
+
+
+def planned_store(asked: str | int | None, cap: int | None = None) -> int:
+    """Return the bytes to plan for an index; 0: there is none, and nothing is recalled.
+
+    Args:
+        asked: a number of bytes or such as '8MiB'; None: as `usual_store` has it.
+        cap: bytes of the process, if there is such a cap.
+
+    Raises:
+        ValueError: an index needs more.
+    """
+    return 0 if asked == 0 else RecallSettings.parse(store=asked, cap=cap).nbytes

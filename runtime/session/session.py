@@ -106,7 +106,10 @@ class Session:
         """What reads into the conversation's cache."""
         self.cache_away: Callable[[], None] | None = None
         """Brings back what the cache held, where that is elsewhere while answers are written."""
-        self.recall = Recall(runtime.tokenizer, self._encoded, runtime.plan.budget_tokens)
+        plan = runtime.plan
+        self.recall = Recall(
+            runtime.tokenizer, self._encoded, plan.budget_tokens, plan.recall_store
+        )
         """Finds evicted text that a message asks about, to be read again in front of it."""
         self._decoding = Decoding(runtime, self.loop)
         self._unusual = False  # `loop` is not what the runtime would make

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,13 @@ ROTATION = 2 * 4  # bytes of a cosine and a sine
 
 
 def plan_of(
-    manifest: Manifest, policy: str, sizes: Sizes, *, pinned: int = 0, loaded: bool = False
+    manifest: Manifest,
+    policy: str,
+    sizes: Sizes,
+    *,
+    pinned: int = 0,
+    loaded: bool = False,
+    recall_store: int = 0,
 ) -> MemoryPlan:
     """Plan a run of an exported decoder.
 
@@ -40,6 +46,7 @@ def plan_of(
         sizes: what was asked for; the export says what was not.
         pinned: slots that the policy pins, which are the least budget.
         loaded: the weights are in this process already.
+        recall_store: bytes of the index by which a conversation finds its evicted text.
 
     Raises:
         PlanInfeasible: nothing fits, naming what would.
@@ -50,12 +57,20 @@ def plan_of(
         sizes = sizes._replace(memory_cap=parse_cap(sizes.memory_cap))
         weights = manifest.model["weights_bytes"]
         baseline = process_bytes() + (RUNNING - weights if loaded else LOADING)
+    beside = Beside(baseline, recall_store)
     if manifest.shared:
-        return _of_shared(manifest, policy, sizes, baseline)
-    return _of_any_budget(manifest, policy, sizes, pinned, baseline)
+        return _of_shared(manifest, policy, sizes, beside)
+    return _of_any_budget(manifest, policy, sizes, pinned, beside)
 
 
-def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> MemoryPlan:
+class Beside(NamedTuple):
+    """Bytes of a run that depend on no graph, under the plan's names."""
+
+    baseline: int
+    recall_store: int
+
+
+def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) -> MemoryPlan:
     """The plan of a decoder whose graph fixes the budget."""
     facts = manifest.facts
     cap = None if sizes.memory_cap is None else parse_cap(sizes.memory_cap)
@@ -71,7 +86,7 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> 
             f"this decoder was exported for blocks of up to {facts['block_size']:,} tokens; use "
             f"--block-size {facts['block_size']} or less"
         )
-    found = _shared(manifest, policy, baseline, block)
+    found = _shared(manifest, policy, beside, block)
     if sizes.kv_budget is not None and found.cache_bytes > parse_bytes(sizes.kv_budget):
         raise PlanInfeasible(
             f"the cache takes {found.cache_bytes:,} bytes for its {tokens:,} slots, more than "
@@ -80,26 +95,27 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, baseline: int) -> 
         )
     while cap is not None and sizes.block_size is None and found.total_bytes > cap and block > 1:
         block = -(-block // 2)  # a smaller block takes a smaller workspace
-        found = _shared(manifest, policy, baseline, block)
+        found = _shared(manifest, policy, beside, block)
     if cap is not None and found.total_bytes > cap:
         raise PlanInfeasible(
             f"the process takes {found.total_bytes:,} bytes with blocks of {block:,} tokens, more "
-            f"than the cap of {cap:,}: {baseline:,} of its own, {found.weights:,} of weights, "
-            f"{found.cache_bytes:,} for {tokens:,} slots; raise it to "
+            f"than the cap of {cap:,}: {beside.baseline:,} of its own, {found.weights:,} of "
+            f"weights, {found.recall_store:,} of the index of recall, {found.cache_bytes:,} for "
+            f"{tokens:,} slots; raise it to "
             f"{with_margin(found.total_bytes) >> 20}MiB, or {again}",
             least_memory_cap=with_margin(found.total_bytes),
         )
-    least = found if sizes.block_size else _shared(manifest, policy, baseline, 1)
+    least = found if sizes.block_size else _shared(manifest, policy, beside, 1)
     return _with_least(found, least, sizes)
 
 
 def _of_any_budget(
-    manifest: Manifest, policy: str, sizes: Sizes, pinned: int, baseline: int
+    manifest: Manifest, policy: str, sizes: Sizes, pinned: int, beside: Beside
 ) -> MemoryPlan:
     """The plan of a decoder for any budget: the graph that evicts takes it as an input."""
     facts, model = manifest.facts, manifest.model
     made = _grouped if facts["kind"] == GROUPED else _paired
-    plan = partial(made, manifest, policy, sizes.positions or facts["positions"], baseline)
+    plan = partial(made, manifest, policy, sizes.positions or facts["positions"], beside)
     search = PlanSearch(plan, sizes, pinned, model["trained_length"])
     found = search.found(facts["budget_tokens"], facts["block_size"])
     if found.budget_tokens < pinned:
@@ -132,7 +148,7 @@ def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPla
     )
 
 
-def _shared(manifest: Manifest, policy: str, baseline: int, block: int) -> MemoryPlan:
+def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> MemoryPlan:
     parts = {"keys": 0, "values": 0, "positions": 0, "queries": 0, "state": 0}
     also = {"arrived": "keys", "shifts": "positions"}  # of keys in fewer bits that are turned
     cache, slots, kv_dtype = "float32", 1, manifest.facts.get("kv_dtype")
@@ -162,7 +178,7 @@ def _shared(manifest: Manifest, policy: str, baseline: int, block: int) -> Memor
         logits=4 * manifest.model["vocabulary"],
         weights=manifest.model["weights_bytes"],
         weights_from="the manifest",
-        baseline=baseline,
+        **beside._asdict(),
         **_uncapped(manifest, cache),
     )
 
@@ -184,7 +200,7 @@ def _told(manifest: Manifest, block: int) -> int:
 
 
 def _paired(
-    manifest: Manifest, policy: str, positions: Any, baseline: int, tokens: int, block: int
+    manifest: Manifest, policy: str, positions: Any, beside: Beside, tokens: int, block: int
 ) -> MemoryPlan:
     model, cache = manifest.model, np.dtype(manifest.facts["cache_dtype"])
     compact = positions == "compact"
@@ -209,13 +225,13 @@ def _paired(
         logits=4 * block * model["vocabulary"],  # such graphs give those of every token
         weights=model["weights_bytes"],
         weights_from="the manifest",
-        baseline=baseline,
+        **beside._asdict(),
         **_uncapped(manifest, cache),
     )
 
 
 def _grouped(
-    manifest: Manifest, policy: str, positions: Any, baseline: int, tokens: int, block: int
+    manifest: Manifest, policy: str, positions: Any, beside: Beside, tokens: int, block: int
 ) -> MemoryPlan:
     model, facts = manifest.model, manifest.facts
     specs, span = grouped_buffers(manifest, tokens, block), tokens + block + 1
@@ -238,7 +254,7 @@ def _grouped(
         logits=4 * model["vocabulary"] * (1 if facts["last_only"] else block),
         weights=model["weights_bytes"],
         weights_from="the manifest",
-        baseline=baseline,
+        **beside._asdict(),
         **_uncapped(manifest, np.dtype(facts["cache_dtype"])),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,7 @@ from kvcap.runtime.planning.plan import (
     parse_cap,
     warn_if_short,
 )
+from kvcap.runtime.recall.settings import planned_store
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.ends import with_ends
@@ -137,6 +138,7 @@ class OrtRuntime:
         kv_dtype: str | None = None,
         threads: int | None = None,
         evict_every: int | None = None,
+        recall_store: str | int | None = None,
     ) -> OrtRuntime:
         """Load a decoder that `kvcap export decoder` wrote or prepared.
 
@@ -155,6 +157,8 @@ class OrtRuntime:
             threads: of the CPU; OMP_NUM_THREADS, or all cores, by default.
             evict_every: in generation, evict every so many tokens, at most `block_size`; 64, or
                 the block, by default. After every token where the graph writes its cache anew.
+            recall_store: bytes of the index by which a conversation finds its evicted text, at
+                most; 8 MiB by default, less under a small `memory_cap`; 0: nothing is recalled.
 
         Raises:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, PlanInfeasible: before
@@ -168,7 +172,11 @@ class OrtRuntime:
         check_dtype(found, dtype)
         check_slots(found, kv_dtype)
         check_every(found, evict_every)
-        plan = plan_of(found, chosen.name, sizes, pinned=chosen.least)
+        plan_for = partial(
+            plan_of, found, chosen.name, sizes, pinned=chosen.least,
+            recall_store=planned_store(recall_store, cap),
+        )  # fmt: skip
+        plan = plan_for()
         if evict_every is not None and evict_every > plan.block_size:
             raise PlanInfeasible(
                 f"evict_every={evict_every}, block_size={plan.block_size}: evict every 1 to "
@@ -180,7 +188,7 @@ class OrtRuntime:
         graph = Graph(found.decoder, threads)
         if cap is not None:
             # What loading really took is known now.
-            plan = plan_of(found, chosen.name, sizes, pinned=chosen.least, loaded=True)
+            plan = plan_for(loaded=True)
             if enforce == "rlimit":
                 limit_data(cap)
         return cls(found, tokenizer, plan, chosen, graph, str(folder), sizes, cap, evict_every)
@@ -289,7 +297,10 @@ class OrtRuntime:
     def _replanned(self, policy: ExportedPolicy, sizes: Sizes) -> OrtRuntime:
         """The same decoder under another plan."""
         asked = sizes._replace(memory_cap=None, block_size=self.plan.block_size)
-        plan = plan_of(self.manifest, policy.name, asked, pinned=policy.least)
+        plan = plan_of(
+            self.manifest, policy.name, asked, pinned=policy.least,
+            recall_store=self.plan.recall_store,
+        )  # fmt: skip
         # What the process took without a cache is known.
         plan = replace(plan, baseline=self.plan.baseline)
         return replace(self, plan=plan, policy=policy, sizes=sizes)

@@ -56,6 +56,7 @@ from kvcap.runtime.planning.plan import (
     parse_cap,
     warn_if_short,
 )
+from kvcap.runtime.recall.settings import planned_store
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.batch import Batch
@@ -155,6 +156,7 @@ class Runtime:
         kv_dtype: KvDtype | None = None,
         weights: PackedDtype | None = None,
         sink_tokens: int | None = None,
+        recall_store: str | int | None = None,
     ) -> Runtime:
         """Load a model to chat in fixed memory.
 
@@ -182,6 +184,8 @@ class Runtime:
             sink_tokens: first tokens that are never evicted, the attention sink; 4 by default,
                 fewer where the policy leaves less than 32 slots unpinned. With 0 the policy is as
                 its paper has it.
+            recall_store: bytes of the index by which a conversation finds its evicted text, at
+                most; 8 MiB by default, less under a small `memory_cap`; 0: nothing is recalled.
 
         Raises:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
@@ -208,6 +212,7 @@ class Runtime:
             headers=read_headers(where),
             kv_dtype=kv_dtype,
             weights=weights,
+            recall_store=planned_store(recall_store, cap),
         )
         if weights is not None:
             check_packing(config, precision, chosen, weights)
@@ -451,6 +456,7 @@ class Runtime:
             rehearse=self.memory_cap is not None,
             kv_dtype=self.plan.kv_dtype,
             weights=self.plan.weights_dtype,
+            recall_store=self.plan.recall_store,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
         several = self.memory_cap is None
         warm_up(

@@ -214,6 +214,27 @@ def test_a_cap_of_all_that_is_free(monkeypatch):
         MemoryPlan.of(config, memory_cap="all")
 
 
+def test_the_index_of_evicted_text_is_planned_beside_the_cache(monkeypatch):
+    monkeypatch.setattr(plan_module, "process_bytes", lambda: 400 << 20)
+    config, mib = tiny_config("llama", max_position_embeddings=100_000), 1 << 20
+
+    def of(**options):
+        return MemoryPlan.of(config, dtype=torch.float32, **options)
+
+    without, having = of(), of(recall_store=2 * mib)
+    assert (having.recall_store, having.cache_bytes) == (2 * mib, without.cache_bytes)
+    assert having.run_bytes == without.run_bytes + 2 * mib
+    cap = 480 * mib
+    fewer = of(memory_cap=cap, recall_store=2 * mib)
+    assert fewer.total_bytes <= cap
+    assert fewer.budget_tokens < of(memory_cap=cap).budget_tokens
+    with pytest.raises(PlanInfeasible, match=f"the index of recall {32 * mib:,}, "):
+        of(memory_cap=cap, recall_store=32 * mib)
+    least = of(rehearse=True, kv_budget_tokens=8, block_size=4).least_memory_cap
+    more = of(rehearse=True, kv_budget_tokens=8, block_size=4, recall_store=32 * mib)
+    assert more.least_memory_cap == least + 32 * mib
+
+
 def test_an_uncapped_cache_is_what_transformers_holds():
     for family in ("llama", "gemma2"):
         config = tiny_config(family)
