@@ -6,7 +6,7 @@ Ctrl-C and a reached cap end an answer early; the text so far is never lost.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, cast
@@ -15,6 +15,7 @@ from kvcap.runtime.cli.console import CAP, INTERRUPTED, OK, columns, complain, d
 from kvcap.runtime.cli.live_meter import Meter, summary
 from kvcap.runtime.cli.options import Output
 from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.recall.recall import Passage
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.session.stats import Stats, Turn
 
@@ -59,8 +60,9 @@ def print_answer(
     text, stats, begun = "".join(said), session.stats, session.turn is not last
     if session.turn is None or not begun:  # refused before anything was read
         stats = replace(stats, turn=Turn(finish_reason="cap" if code == CAP else "interrupted"))
+    passages = session.recall.passages if stats.turn and stats.turn.recalled_tokens else []
     if output.json:
-        document = as_document(stats, text)
+        document = as_document(stats, text, passages)
         if begun and session.logprobs:
             document["logprobs"] = [one.as_dict() for one in session.logprobs]
         print(json.dumps(document), flush=True)
@@ -70,6 +72,8 @@ def print_answer(
         complain(refused)
     if not output.quiet:
         dim(summary(stats, empty=not text.strip(), width=columns()))
+        if stats.turn and passages:
+            dim(f"recalled {recalled(len(passages), stats.turn.recalled_tokens)}")
         _print_notice(session.notice if begun else None)
     return code
 
@@ -79,8 +83,23 @@ def _print_notice(notice: str | None) -> None:
         dim(notice)
 
 
-def as_document(stats: Stats, text: str) -> dict[str, Any]:
-    """The JSON document of one answer; times that were not measured are null."""
+def recalled(passages: int, tokens: int) -> str:
+    """Say how many passages were read again, and how many tokens that took.
+
+    >>> recalled(2, 192)
+    '2 passages, 192 tokens'
+    """
+    return f"{passages:,} passage{'' if passages == 1 else 's'}, {tokens:,} tokens"
+
+
+def as_document(stats: Stats, text: str, passages: Sequence[Passage]) -> dict[str, Any]:
+    """The JSON document of one answer; times that were not measured are null.
+
+    Args:
+        stats: of the conversation, once it was answered.
+        text: of the answer.
+        passages: that were read again for it.
+    """
     turn = stats.turn or Turn()
     stopped = {"stop_string": turn.stop_string} if turn.stop_string is not None else {}
     return {
@@ -90,7 +109,11 @@ def as_document(stats: Stats, text: str) -> dict[str, Any]:
         "usage": {
             "prompt_tokens": turn.prompt_tokens,
             "completion_tokens": turn.completion_tokens,
+            "recalled": turn.recalled_tokens,
         },
+        "recalled": [
+            {"tokens": list(one.span), "text": one.text, "score": one.score} for one in passages
+        ],
         "kv": {
             "policy": stats.policy,
             "budget_tokens": stats.budget_tokens,

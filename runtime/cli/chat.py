@@ -9,12 +9,12 @@ import shlex
 import sys
 import textwrap
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from kvcap import __version__
-from kvcap.runtime.cli.answer import print_answer
+from kvcap.runtime.cli.answer import print_answer, recalled
 from kvcap.runtime.cli.console import (
     INTERRUPTED,
     OK,
@@ -31,6 +31,8 @@ from kvcap.runtime.errors import KvcapError, MemoryCapExceeded, PlanInfeasible, 
 from kvcap.runtime.files import read_text
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
+from kvcap.runtime.recall.recall import MOSTLY, Passage, held_shares
+from kvcap.runtime.recall.settings import AUTO, OFF, RecallSettings
 from kvcap.runtime.session.decoding import MAX_NEW_TOKENS
 from kvcap.runtime.session.encoding import check_letters
 from kvcap.runtime.session.engine import Engine
@@ -42,6 +44,7 @@ YOU = "cyan"  # the colour of the user's words
 SETTINGS = (*(field.name for field in fields(Sampling)), "markdown")
 COMMAND = re.compile(r"/([A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
 SHOWN_LINES, SHOWN = 8, 600  # lines and characters of a message that is shown again
+FOUND, PASSAGE = 5, 240  # passages that /recall shows, and letters of one
 REREAD = "; the next message reads the conversation again"
 KEYS = """\
 Enter sends · Alt+Enter or a final backslash: new line · Tab completes
@@ -253,14 +256,18 @@ class Chat:
             ]
         if stats.execution:
             lines.append(stats.execution)
+        if nbytes := self.session.recall.store.nbytes:
+            lines.append(f"index of evicted text {format_bytes(nbytes)}")
         dim("\n".join(lines))
 
     def _mem(self, _: str) -> None:
         stats, plan = self.session.stats, self.session.runtime.plan
-        graphs = self.session.graph_bytes
+        graphs, store = self.session.graph_bytes, self.session.recall.store
+        index = format_bytes(store.nbytes, of=store.limit) if store.nbytes else ""
         dim(
             f"{kv(stats)} in use, {format_bytes(stats.peak_bytes)} allocated at the peak\n"
             + (f"CUDA graphs {format_bytes(graphs)} · " if graphs else "")
+            + (f"index of evicted text {index} · " if index else "")
             + f"weights {format_bytes(plan.weights)} · workspace of a block about "
             f"{format_bytes(plan.workspace)} · this process {format_bytes(process_bytes())}"
         )
@@ -294,12 +301,13 @@ class Chat:
         old = self.session
         before, messages, system, seed = old.runtime, old.messages, old.system, old.seed
         generation, pinned, pin_system = old.generation, old.pinned, old.pin_system
-        on_full, tools = old.on_full, old.tools
+        on_full, tools, recall = old.on_full, old.tools, old.recall.settings
 
         def new(runtime: Engine) -> Session:
             session: Session = runtime.session(system, seed=seed, generation=generation)
             session.messages, session.pinned = messages, pinned
             session.pin_system, session.on_full, session.tools = pin_system, on_full, tools
+            session.recall.set(recall)
             return session
 
         with interrupts_deferred():
@@ -363,6 +371,47 @@ class Chat:
         dim("\n".join(pinned) or "nothing is pinned; /pin TEXT says TEXT and never evicts it")
         return OK
 
+    def _recall(self, rest: str) -> None:
+        recall = self.session.recall
+        if rest.lower() in (AUTO, OFF) or (rest.isascii() and rest.isdigit()):
+            self._set_recall(rest)
+        elif not rest:
+            turn = self.session.turn
+            tokens = 0 if turn is None else turn.recalled_tokens
+            count = len(recall.passages) if tokens else 0
+            dim(
+                f"{self._recall_setting}\n"
+                f"last message: {recalled(count, tokens)} recalled · index of evicted text "
+                f"{format_bytes(recall.store.nbytes)}"
+            )
+        elif not recall.limit:
+            raise ValueError("recall is off, so that nothing is indexed; /recall auto turns it on")
+        elif found := self.session.search(rest):
+            held = held_shares(self.session.cache.kept_tokens(), len(self.session.read_ids))
+            dim("\n".join(shown_passage(one, held) for one in found[:FOUND]))
+        else:
+            dim("no passage of the conversation has enough of these words")
+
+    def _set_recall(self, said: str) -> None:
+        """Change how much is recalled; the index keeps the bytes that were planned for it."""
+        plan, recall = self.session.runtime.plan, self.session.recall
+        wanted = RecallSettings.parse(said, recall.settings.nbytes or plan.recall_store or None)
+        if plan.baseline and wanted.nbytes > plan.recall_store:
+            raise ValueError(
+                "--memory-cap has no room for an index of evicted text, as the chat began with "
+                "--recall off; begin it with --recall auto, and switch that off when you like"
+            )
+        recall.set(wanted)
+        dim(self._recall_setting)
+
+    @property
+    def _recall_setting(self) -> str:
+        recall = self.session.recall
+        if not recall.limit:
+            return "recall off: evicted text stays forgotten"
+        kind = " (auto)" if recall.settings.tokens is None else ""
+        return f"recall at most {recall.limit:,} tokens of evicted text for a message{kind}"
+
     def _save(self, rest: str) -> None:
         if not rest:
             raise ValueError("give a file, such as /save chat.safetensors")
@@ -385,6 +434,11 @@ class Chat:
         "undo": ("", "take back the last message and its answer", _undo),
         "regen": ("", "answer again; reads the conversation again", _regen),
         "pin": ("[TEXT]", "say what is never evicted, or show what is pinned", _pin),
+        "recall": (
+            "[WORDS|auto|off|N]",
+            "find passages of the conversation; or show or change how much is recalled",
+            _recall,
+        ),
         "system": ("[TEXT]", "show or set the system prompt", _system),
         "clear": ("", "forget the conversation", _clear),
         "save": ("FILE", "save the conversation, to the bit", _save),
@@ -433,6 +487,21 @@ def shortened(text: str, lines: int = SHOWN_LINES) -> str:
     """The beginning of a message, by which people recognise it."""
     head = "\n".join(text.strip().split("\n")[:lines])[:SHOWN]
     return head if head == text.strip() else f"{head} ..."
+
+
+def shown_passage(passage: Passage, held: Sequence[float]) -> str:
+    """Return one line for a passage: where its tokens stand, if they are evicted, and its text.
+
+    Args:
+        passage: that was found.
+        held: how many of the first 0, 1, ... tokens are held.
+    """
+    start, stop = passage.span
+    evicted = held[stop] - held[start] <= MOSTLY * (stop - start)
+    text = " ".join(passage.text.split())
+    end = " ..." if len(text) > PASSAGE else ""
+    where = f"tokens {start:,} to {stop:,}, {'mostly evicted' if evicted else 'held'}"
+    return f"{where}: {text[:PASSAGE]}{end}"
 
 
 def join_continued(lines: Iterable[str]) -> Iterator[str]:

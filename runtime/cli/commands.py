@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -26,6 +27,7 @@ from kvcap.runtime.cli.options import (
     Json,
     Model,
     Output,
+    Recalling,
     Running,
     Sampling,
     grouped,
@@ -51,6 +53,7 @@ from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
     from kvcap.runtime.models.packed import PackedDtype
+    from kvcap.runtime.recall.settings import RecallSettings
     from kvcap.runtime.session.ends import End
     from kvcap.runtime.session.engine import Engine
     from kvcap.runtime.session.session import Session
@@ -69,6 +72,7 @@ def chat_command(
     backend: Backend,
     budget: Budget,
     running: Running,
+    recalling: Recalling,
     sampling: Sampling,
     output: Output,
 ) -> None:
@@ -84,9 +88,10 @@ def chat_command(
     if sampling.json_schema == STDIN:
         raise ValueError("stdin is the conversation; give --json-schema a file")
     check_logprobs(sampling, output)
-    runtime = load(model, backend, budget, running, output)
+    recall = recalling.settings(budget.memory_cap)
+    runtime = load(model, backend, budget, running, output, recall.nbytes)
     render_turn(runtime.tokenizer, None, [{"role": "user", "content": "Hello!"}])  # can it chat?
-    session = start_session(runtime, running, sampling)
+    session = start_session(runtime, running, sampling, recall)
     chat = Chat(session, output, running.session, commands=not no_commands)
     if sys.stdin.isatty() and styled():
         from kvcap.runtime.cli.terminal import converse
@@ -127,12 +132,18 @@ def generate_command(
         ),
     ] = POCKET,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")
+        bool,
+        typer.Option(
+            "--raw",
+            help="Continue the prompt, without the chat template; evicted text is read again in "
+            "it only with --recall N.",
+        ),
     ] = False,
     *,
     backend: Backend,
     budget: Budget,
     running: Running,
+    recalling: Recalling,
     sampling: Sampling,
     output: Output,
 ) -> None:
@@ -157,10 +168,16 @@ def generate_command(
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
     check_logprobs(sampling, output)
-    runtime = load(model, backend, budget, running, output)
-    session = start_session(runtime, running, sampling)
-    say = session.complete if raw else session.send
-    code = print_answer(session, lambda: say(prompt), output)
+    recall = recalling.settings(budget.memory_cap)
+    runtime = load(model, backend, budget, running, output, recall.nbytes)
+    session = start_session(runtime, running, sampling, recall)
+
+    def say() -> Iterator[str]:
+        if raw:  # a text that is to be read as it is: nothing is put into it unasked
+            return session.complete(prompt, recall=bool(recall.tokens))
+        return session.send(prompt)
+
+    code = print_answer(session, say, output)
     if running.session is not None:
         session.save(running.session)
     raise typer.Exit(code)
@@ -190,6 +207,7 @@ def plan_command(
     ] = False,
     backend: Backend,
     budget: Budget,
+    recalling: Recalling,
     json_: Json = False,
 ) -> None:
     """Predict what a run will hold in memory, from the config and the headers of the weights.
@@ -203,7 +221,11 @@ def plan_command(
     try:
         if serve:
             serving = planned_serving(model, backend, budget)
-        plan = planned(model, backend, budget) if serving is None else serving.one
+        if serving is None:
+            index = recalling.settings(budget.memory_cap).nbytes
+            plan = planned(model, backend, budget, index)
+        else:
+            plan = serving.one
     except PlanInfeasible as error:
         if not json_:
             raise
@@ -324,8 +346,24 @@ def policy_command(
         print_policy(row)
 
 
-def load(model: str, backend: Backend, budget: Budget, running: Running, output: Output) -> Engine:
-    """The model under its budget, with a note on stderr while it loads."""
+def load(
+    model: str,
+    backend: Backend,
+    budget: Budget,
+    running: Running,
+    output: Output,
+    recall_store: int | None = None,
+) -> Engine:
+    """Load the model under its budget, with a note on stderr meanwhile.
+
+    Args:
+        model: as the user named it.
+        backend: that runs it.
+        budget: of its cache.
+        running: where, and how often, answers evict.
+        output: whether notes are shown.
+        recall_store: bytes of the index of a conversation's text; None: as is usual.
+    """
     exported = backend.exported(model)
     if exported and backend.weights is not None:
         model = str(
@@ -340,8 +378,8 @@ def load(model: str, backend: Backend, budget: Budget, running: Running, output:
         sys.stderr.flush()
     try:
         if exported:
-            return _load_export(model, budget, running)
-        return _load_model(model, budget, running, backend.weights)
+            return _load_export(model, budget, running, recall_store)
+        return _load_model(model, budget, running, backend.weights, recall_store)
     finally:
         if note:
             sys.stderr.write("\r\x1b[2K")
@@ -349,7 +387,11 @@ def load(model: str, backend: Backend, budget: Budget, running: Running, output:
 
 
 def _load_model(
-    model: str, budget: Budget, running: Running, weights: PackedDtype | None
+    model: str,
+    budget: Budget,
+    running: Running,
+    weights: PackedDtype | None,
+    recall_store: int | None,
 ) -> Engine:
     quiet_libraries()
     use_threads(running.threads)
@@ -365,6 +407,7 @@ def _load_model(
         evict_every=running.evict_every,
         kv_dtype=budget.kv_dtype,
         weights=weights,
+        recall_store=recall_store,
     )
 
 
@@ -389,7 +432,7 @@ def _unpacked(model: str, budget: Budget, weights: PackedDtype | None) -> tuple[
     return weights or str(dtype).removeprefix("torch."), nbytes
 
 
-def _load_export(model: str, budget: Budget, running: Running) -> Engine:
+def _load_export(model: str, budget: Budget, running: Running, recall_store: int | None) -> Engine:
     """The decoder in the directory `model`.
 
     Raises:
@@ -405,12 +448,18 @@ def _load_export(model: str, budget: Budget, running: Running) -> Engine:
     return OrtRuntime.from_directory(
         _export_folder(model), _policy_request(budget), **budget.sizes(), enforce=budget.enforce,
         dtype=budget.dtype, kv_dtype=budget.kv_dtype, threads=running.threads,
-        evict_every=running.evict_every,
+        evict_every=running.evict_every, recall_store=recall_store,
     )  # fmt: skip
 
 
-def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
-    """The plan of a run, without reading weights.
+def planned(model: str, backend: Backend, budget: Budget, recall_store: int = 0) -> MemoryPlan:
+    """Plan a run, without reading weights.
+
+    Args:
+        model: as the user named it.
+        backend: that runs it.
+        budget: of its cache.
+        recall_store: bytes of the index of a conversation's text.
 
     Raises:
         PlanInfeasible: nothing fits, naming what would.
@@ -418,7 +467,7 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
     if backend.exported(model):
         if backend.weights is not None:
             model = str(kept_export(model, backend.weights, budget, calibrate=backend.calibrate))
-        return _planned_export(model, budget)
+        return _planned_export(model, budget, recall_store)
     quiet_libraries()
     from kvcap.runtime.backends.pytorch.runtime import parse_dtype
     from kvcap.runtime.models.files import load_config
@@ -433,6 +482,7 @@ def planned(model: str, backend: Backend, budget: Budget) -> MemoryPlan:
         rehearse=True,
         kv_dtype=budget.kv_dtype,
         weights=backend.weights,
+        recall_store=recall_store,
         **sizes,
     )
 
@@ -514,7 +564,7 @@ def planned_serving(
     )
 
 
-def _planned_export(model: str, budget: Budget) -> MemoryPlan:
+def _planned_export(model: str, budget: Budget, recall_store: int) -> MemoryPlan:
     from kvcap.runtime.backends.onnxruntime import manifest
     from kvcap.runtime.backends.onnxruntime.plan import plan_of
     from kvcap.runtime.backends.onnxruntime.runtime import check_dtype, check_slots, find_policy
@@ -523,7 +573,9 @@ def _planned_export(model: str, budget: Budget) -> MemoryPlan:
     policy = find_policy(found, _policy_request(budget), budget.positions)
     check_dtype(found, budget.dtype)
     check_slots(found, budget.kv_dtype)
-    return plan_of(found, policy.name, Sizes(**budget.sizes()), pinned=policy.least)
+    return plan_of(
+        found, policy.name, Sizes(**budget.sizes()), pinned=policy.least, recall_store=recall_store
+    )
 
 
 def _policy_request(budget: Budget) -> PolicyRequest:
@@ -551,7 +603,9 @@ def _export_folder(model: str) -> Path:
     return folder
 
 
-def start_session(runtime: Engine, running: Running, sampling: Sampling) -> Session:
+def start_session(
+    runtime: Engine, running: Running, sampling: Sampling, recall: RecallSettings
+) -> Session:
     """The conversation with the settings that were given, from its file where there is one.
 
     Raises:
@@ -573,6 +627,7 @@ def start_session(runtime: Engine, running: Running, sampling: Sampling) -> Sess
         raise ValueError("--pin-system needs a system prompt; give one with --system-prompt")
     session.pin_system = session.pin_system or running.pin_system
     session.on_full = running.on_full
+    session.recall.set(recall)
     if given:
         session.set_generation(**given)
     if file is not None:

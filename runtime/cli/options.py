@@ -20,7 +20,7 @@ import typer
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.names import is_export
-from kvcap.runtime.planning.plan import AUTO, Sizes
+from kvcap.runtime.planning.plan import AUTO, Sizes, parse_cap
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.types import BUILT_IN, PINS
 from kvcap.runtime.units import parse_bytes
@@ -484,22 +484,27 @@ class Recalling:
         ),
     ] = "auto"
     recall_store: Annotated[
-        str,
+        str | None,
         option(
             "--recall-store",
             metavar="SIZE",
-            help="The most memory that the index of a conversation's text takes.",
-            show_default=True,
+            callback=_size,
+            help="The most memory that the index of a conversation's text takes (8MiB by default, "
+            "less under a --memory-cap below 256MiB).",
         ),
-    ] = "8MiB"
+    ] = None
 
-    def settings(self) -> RecallSettings:
+    def settings(self, memory_cap: str | None = None) -> RecallSettings:
         """Return them as a session takes them.
+
+        Args:
+            memory_cap: of the process, as `Budget` has it.
 
         Raises:
             ValueError: naming what would work.
         """
-        return RecallSettings.parse(self.recall, self.recall_store)
+        cap = None if memory_cap is None else parse_cap(memory_cap)
+        return RecallSettings.parse(self.recall, self.recall_store, cap)
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,8 @@ def print_plan(
     rows += [("KV cache, all of the above", plan.cache_bytes, "exact")]
     rows += [("workspace of a block", plan.workspace, "dry run" if plan.rehearsed else "estimate")]
     rows += [("logits of a token", plan.logits, "estimate")]
+    if plan.recall_store:
+        rows += [("index of evicted text", plan.recall_store, "at most")]
     rows += [("weights", plan.weights, f"exact, from {plan.weights_from}")]
     if plan.baseline:
         rows += [("Python, libraries, loading", plan.baseline, "measured here")]

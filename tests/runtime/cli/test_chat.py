@@ -222,7 +222,7 @@ def test_a_full_cache_ends_the_turn_not_the_chat(
     assert code == 4
     assert [d["finish_reason"] for d in documents] == ["cap", "cap", "length"]
     assert documents[0]["text"]
-    assert documents[1]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0}
+    assert documents[1]["usage"] == {"prompt_tokens": 0, "completion_tokens": 0, "recalled": 0}
     assert err.count("kvcap: policy 'full' never evicts") == 2
 
 

@@ -28,12 +28,12 @@ ANSWER = {
     *("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--quiet", "-q"),
     *("--session", "--pin-system", "--on-full", "--threads"),
     *("--repetition-penalty", "--repeat-penalty", "--json-schema", "--regex", "--logprobs"),
-    "--template-option",
+    *("--template-option", "--recall", "--recall-store"),
 }
 OPTIONS = {
     "chat": BUDGET | ANSWER | {"--no-commands"},
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
-    "plan": BUDGET | {"--context", "--serve"},
+    "plan": BUDGET | {"--context", "--serve", "--recall", "--recall-store"},
     "warm": (BUDGET - {"--json", "--backend"}) | {"--device", "--evict-every"},
     "policies": {"--json"},
     "eval": {"--json", "--threads", "--prefill-chunk-size", "--kv-dtype"},
@@ -145,7 +145,7 @@ def test_generate_json(every: tuple[str, ...], waiting: int, model: str, kvcap: 
     )
     document = json.loads(out)
     assert code == 0
-    assert set(document) == {"text", "finish_reason", "usage", "kv", "timing"}
+    assert set(document) == {"text", "finish_reason", "usage", "recalled", "kv", "timing"}
     assert document["finish_reason"] == "length"
     assert document["usage"]["completion_tokens"] == 8
     kv, read = document["kv"], document["usage"]["prompt_tokens"] + 7  # the last is not read
