@@ -8,7 +8,8 @@ as part of it, and are evicted again in time like any other tokens. The cache ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,9 +177,16 @@ class Recall:
             self._start, self._before = 0, None
 
     def _text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        text: str = self._tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=True)
-        return text
+        """Return the text of tokens, with a new line in place of special ones."""
+        backend = self._tokenizer.backend_tokenizer
+        runs = groupby(ids, self._special.__contains__)
+        return "\n".join(backend.decode(list(run)) for special, run in runs if not special)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """The ids of special tokens, such as those that end a message."""
+        known = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, added in known.items() if added.special)
 
 
 def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:
