@@ -8,7 +8,9 @@ import pytest
 
 import kvcap
 from kvcap import Session
-from kvcap.runtime.errors import SessionFileCorrupt
+from kvcap.runtime.errors import SessionFileCorrupt, SessionNotSaved
+from kvcap.runtime.recall.settings import RecallSettings
+from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.session import with_gap
 
 FACT = "The secret code of the vault is 7421. Remember it."
@@ -115,6 +117,16 @@ def test_what_was_recalled_is_no_text_of_the_conversation(runtime):
     assert not any("Earlier in this" in one.text for one in found)
 
 
+def test_words_of_two_messages_stay_two_words(runtime):
+    session = runtime.session(seed=0)
+    session.set_generation(max_new_tokens=1)
+    for text in ("The door is 77", "Apples grow here", filler(400)):
+        say(session, text)
+    (found,) = session.search("77")
+    assert "The door is 77\n" in found.text
+    assert "\nApples grow here\n" in found.text
+
+
 def test_a_saved_conversation_recalls_as_one_that_never_stopped(runtime, tmp_path):
     session = told(runtime)
     say(session, QUESTION)
@@ -126,6 +138,44 @@ def test_a_saved_conversation_recalls_as_one_that_never_stopped(runtime, tmp_pat
     assert say(loaded, QUESTION) == say(session, QUESTION)
     assert loaded.recall.passages == session.recall.passages != []
     assert loaded.read_ids == session.read_ids
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "replace"])
+def test_a_conversation_that_cannot_be_saved_still_recalls(runtime, tmp_path, monkeypatch, name):
+    session = told(runtime)
+    session.save(tmp_path / "one")
+    before = (tmp_path / "one").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session_file.os, name, full)
+    with pytest.raises(SessionNotSaved, match="No space left"):
+        session.save(tmp_path / "one")
+    monkeypatch.undo()
+    assert (tmp_path / "one").read_bytes() == before
+    for one in (session, Session.load(runtime, tmp_path / "one")):
+        assert "7421" in say(one, QUESTION)
+        assert one.turn.recalled_tokens > 0
+
+
+def test_a_session_recalls_in_the_bytes_that_were_planned(runtime):
+    for asked, planned in ((None, 8 << 20), ("1MiB", 1 << 20), (0, 0)):
+        other = kvcap.Runtime.from_pretrained("pocket", "streaming_llm", recall_store=asked)
+        assert other.plan.recall_store == planned
+        for one in (other, other.with_budget(300), other.with_policy_name("knorm", {})):
+            session = one.session()
+            assert session.recall.store.limit == one.plan.recall_store == planned
+            assert bool(session.recall.limit) == bool(planned)
+    with pytest.raises(ValueError, match=r"use 256\.0 KiB or more"):
+        kvcap.Runtime.from_pretrained("pocket", recall_store=1024)
+
+
+def test_settings_follow_a_limit(runtime):
+    recall = runtime.session().recall
+    assert recall.settings == RecallSettings()
+    recall.limit = 96
+    assert recall.settings == RecallSettings(96)
 
 
 def test_a_file_whose_recalled_tokens_cannot_be_is_refused(runtime, tmp_path):

@@ -715,6 +715,51 @@ def test_a_saved_conversation_goes_on_to_the_bit(exported, tiny, tmp_path, kind)
     ]
 
 
+def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tmp_path):
+    sizes = {"kv_budget_tokens": 48, "block_size": 32, "evict_every": 32}
+    runtimes: list[Any] = [
+        OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
+        Runtime.from_pretrained("pocket", dtype="float32", device="cpu", **sizes),
+    ]
+    said = []
+    for runtime in runtimes:
+        session = runtime.session()
+        session.set_generation(max_new_tokens=12, do_sample=False)
+        bread = (f"A baker of Lund sells {number} kinds of bread." for number in range(40))
+        for text in (FACT, " ".join(bread)):
+            list(session.send(text))
+        assert session.recall.store.limit == runtime.plan.recall_store == 8 << 20
+        session.recall.limit = 64
+        session.save(tmp_path / "s")
+        loaded = Session.load(runtime, tmp_path / "s")
+        loaded.recall.limit = 64
+        for one in (session, loaded):
+            list(one.send(QUESTION))
+            assert 0 < one.turn.recalled_tokens <= 64
+            assert "the code for the red door is 77\n" in one.recall.passages[0].text
+            assert one.stats.held_tokens <= 48
+            assert not one.cache.pinned_spans
+            said.append((one.messages, one.recall.passages, one.recall.spans, one.read_ids))
+        session.save(tmp_path / "s")
+        loaded = Session.load(runtime, tmp_path / "s")
+        loaded.recall.limit = 64
+        assert loaded.recall.spans == session.recall.spans
+        assert loaded.search("red door") == session.search("red door") != []
+    assert said == [said[0]] * 4
+
+
+def test_the_index_of_evicted_text_is_planned(tiny):
+    folder, mib = tiny / "decoder", 1 << 20
+    plans = [
+        OrtRuntime.from_directory(folder, memory_cap="4GiB", recall_store=asked).plan
+        for asked in (None, "1MiB", 0)
+    ]
+    assert [plan.recall_store for plan in plans] == [8 * mib, mib, 0]
+    assert all(plan.run_bytes - plan.recall_store == plans[2].run_bytes for plan in plans)
+    switched = OrtRuntime.from_directory(folder, recall_store="1MiB").with_budget(20)
+    assert switched.session().recall.store.limit == mib
+
+
 @pytest.mark.slow
 def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_path):
     runtime = both(exported, tiny, "found")
