@@ -263,11 +263,11 @@ class Chat:
     def _mem(self, _: str) -> None:
         stats, plan = self.session.stats, self.session.runtime.plan
         graphs, store = self.session.graph_bytes, self.session.recall.store
-        index = format_bytes(store.nbytes, of=store.limit) if store.nbytes else ""
+        index = f"index of evicted text {format_bytes(store.nbytes)} of {format_bytes(store.limit)}"
         dim(
             f"{kv(stats)} in use, {format_bytes(stats.peak_bytes)} allocated at the peak\n"
             + (f"CUDA graphs {format_bytes(graphs)} · " if graphs else "")
-            + (f"index of evicted text {index} · " if index else "")
+            + (f"{index} · " if store.nbytes else "")
             + f"weights {format_bytes(plan.weights)} · workspace of a block about "
             f"{format_bytes(plan.workspace)} · this process {format_bytes(process_bytes())}"
         )
@@ -381,8 +381,8 @@ class Chat:
             count = len(recall.passages) if tokens else 0
             dim(
                 f"{self._recall_setting}\n"
-                f"last message: {recalled(count, tokens)} recalled · index of evicted text "
-                f"{format_bytes(recall.store.nbytes)}"
+                f"last message: {recalled(count, tokens) if tokens else 'nothing'} recalled · "
+                f"index of evicted text {format_bytes(recall.store.nbytes)}"
             )
         elif not recall.limit:
             raise ValueError("recall is off, so that nothing is indexed; /recall auto turns it on")

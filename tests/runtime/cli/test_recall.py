@@ -99,11 +99,15 @@ def test_the_command_shows_the_setting_and_changes_it(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat = chat_of(runtime)
+    capsys.readouterr()
+    chat.handle("/recall")
+    assert "last message: nothing recalled" in capsys.readouterr().err
     chat.handle(QUESTION)
     recall, tokens = chat.session.recall, chat.session.turn.recalled_tokens
     for line, limit, says in (
         ("/recall", 64, f"last message: 1 passage, {tokens} tokens recalled · index of evicted"),
         ("/recall off", 0, "recall off"),
+        ("/recall", 0, "tokens recalled · index of evicted text 0 B"),
         ("/recall 96", 96, "recall at most 96 tokens of evicted text for a message\n"),
         ("/RECALL AUTO", 64, "recall at most 64 tokens of evicted text for a message (auto)\n"),
     ):
@@ -171,7 +175,7 @@ def test_clear_forgets_what_could_be_recalled_and_figures_count_the_index(
     chat = chat_of(runtime)
     chat.run_script(["/recall 60", QUESTION])
     capsys.readouterr()
-    for line, says in (("/stats", "index of evicted text"), ("/mem", "/8.0 MiB")):
+    for line, says in (("/stats", "index of evicted text"), ("/mem", "KiB of 8.0 MiB")):
         chat.handle(line)
         assert says in capsys.readouterr().err
     chat.run_script(["/clear", "/stats", "/mem", filler(), "/recall vault"])
