@@ -17,6 +17,7 @@ from kvcap.runtime.memory.cap_guard import CapGuard, limit_data
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import RUNNING, parse_cap
 from kvcap.runtime.planning.serving import ServingPlan
+from kvcap.runtime.recall.settings import DEFAULT, RecallSettings
 from kvcap.runtime.session.template_forms import without_default
 from kvcap.runtime.units import parse_bytes
 from kvcap.serve.saved import SavedConversations
@@ -48,6 +49,7 @@ def open_conversations(
     folder: str | os.PathLike[str] | None = None,
     disk_cap: str | int = DISK,
     shared: bool = False,
+    recall: RecallSettings = DEFAULT,
 ) -> Opened:
     """Load a model to answer many conversations at once.
 
@@ -65,6 +67,7 @@ def open_conversations(
             wanted.
         disk_cap: bytes of that folder.
         shared: other processes keep theirs there as well.
+        recall: how much evicted text is read again where a request does not say.
 
     Raises:
         PlanInfeasible: not even one conversation fits, or fewer than were asked for; nothing is
@@ -75,7 +78,9 @@ def open_conversations(
     cap = None if budget.memory_cap is None else parse_cap(budget.memory_cap)
     if cap is not None:
         budget = replace(budget, memory_cap=str(cap))
-    plan = planned_serving(model, backend, budget, together, places, running, free=False, body=body)
+    plan = planned_serving(
+        model, backend, budget, together, places, running, free=False, body=body, recall=recall
+    )
     disk = (
         None if folder is None else SavedConversations(folder, parse_bytes(disk_cap), shared=shared)
     )
@@ -89,7 +94,8 @@ def open_conversations(
         found = measured(plan, runtime, places)
         limits = Limits(found.places, found.together, waiting)
         watch = None if cap is None else Watch.of(found, runtime, enforce=budget.enforce)
-        return Opened(Scheduler(runtime, limits, disk, watch=watch, memory_cap=cap), found)
+        scheduler = Scheduler(runtime, limits, disk, watch=watch, memory_cap=cap, recall=recall)
+        return Opened(scheduler, found)
 
     try:
         return by_a_thread(made)
@@ -109,7 +115,7 @@ def measured(plan: ServingPlan, runtime: Any, places: int | None) -> ServingPlan
     one = replace(plan.one, weights=runtime.plan.weights, baseline=own)
     return ServingPlan.of(
         one, lambda _: plan.shared, cap=plan.cap, together=plan.together, places=places,
-        body=plan.body,
+        body=plan.body, index=plan.index,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from kvcap.runtime.cli.options import (
     Device,
     Model,
     Output,
+    Recalling,
     Running,
     Sampling,
     Threads,
@@ -238,6 +239,7 @@ def serve_command(
         ),
     ] = None,
     sampling: Sampling,
+    recalling: Recalling,
     quiet: Annotated[
         bool, option("--quiet", "-q", help="Nothing on stderr but warnings and errors.")
     ] = False,
@@ -245,7 +247,8 @@ def serve_command(
     """Serve a model over OpenAI's API, with a fixed amount of KV memory for every conversation.
 
     --memory-cap is of the whole process: as many conversations as fit are taken on at once, others
-    wait, and what waits is bounded too. Sampling options hold where a request says nothing.
+    wait, and what waits is bounded too. Sampling options and --recall hold where a request says
+    nothing.
 
     \b
     kvcap serve
@@ -254,8 +257,9 @@ def serve_command(
     """  # noqa: D301  # \\b: lines of the help that are not joined
     running = Running(device=device, threads=threads, evict_every=evict_every)
     server = opened(
-        model, address, load, engine, backend, budget, running, sampling, Output(quiet=quiet)
-    )
+        model, address, load, engine, backend, budget, running, sampling, Output(quiet=quiet),
+        recalling,
+    )  # fmt: skip
     # uvicorn hears SIGTERM itself and raises it again once all is saved: then the end is a good one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):
@@ -274,6 +278,7 @@ def opened(
     running: Running,
     sampling: Sampling,
     output: Output,
+    recalling: Recalling,
 ) -> Server:
     """A server that has its address and its model, and is yet to run.
 
@@ -311,6 +316,7 @@ def opened(
         OPEN_PATHS,
     )
     engine.check()
+    recall = recalling.settings()
     listening = bound(address.host, address.port)
     taken_on: Any = {
         "together": load.max_together,
@@ -319,6 +325,7 @@ def opened(
         "body": limits.body_bytes,
         "folder": load.keep,
         "disk_cap": load.keep_cap,
+        "recall": recall,
     }
     try:
         if engine.engine == "ray":

@@ -46,6 +46,10 @@ class Ask:
     pins: frozenset[int] = frozenset()
     """Indices of `messages`, of the system or the user, that are never evicted. To be sent with
     every request: a message that is pinned, or not, only now is read again with all others."""
+    recall: str | int | None = None
+    """How much evicted text is read again in front of the last message, as `RecallSettings.parse`
+    takes it: 'auto', 'off' or so many tokens at most. None: as the server was started, and none for
+    a `prompt`."""
 
 
 class Piece(NamedTuple):
@@ -67,6 +71,8 @@ class Usage:
     waiting: int  # above it, until the next eviction
     evicted: int  # read at some time, and no longer held
     cap_bytes: int  # the cap of the conversation's cache
+    recalled_tokens: int = 0  # of the prompt: evicted text that was read again
+    recalled_passages: int = 0  # that these have
 
 
 class Reply(Protocol):
@@ -123,6 +129,7 @@ class Figures:
     most_waiting: int = 0  # the queue's bound
     on_disk: int = 0  # conversations
     memory_bytes: int = 0  # of all caches that were made
+    index_bytes: int = 0  # of the indexes of these conversations' text
     disk_bytes: int = 0
     disk_cap: int = 0
     process_bytes: int = 0
@@ -137,6 +144,7 @@ class Figures:
     reused_tokens: int = 0  # that need not be read again
     completion_tokens: int = 0
     evicted_tokens: int = 0
+    recalled_tokens: int = 0  # of those read, that were evicted before
     saved: int = 0  # conversations to disk
     restored: int = 0  # from disk
     dropped: int = 0  # files that could not be taken, or conversations that could not be saved

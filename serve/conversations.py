@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kvcap.runtime.errors import MessagesInvalid
+from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.messages import checked_messages
@@ -75,6 +76,13 @@ class Held:
         self.conversations: list[Conversation] = []
         self.free: list[Session] = []
         self.made = 0
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the indexes of all sessions; any thread may ask."""
+        sessions = [*self.free, *(one.session for one in list(self.conversations))]
+        known = {id(session): session for session in sessions if session is not None}
+        return sum(session.recall.store.nbytes for session in known.values())
 
     def find(self, ask: Ask, keys: Sequence[str]) -> Found:
         """The longest conversation that a request goes on.
@@ -247,6 +255,27 @@ def check(ask: Ask) -> None:
             )
 
 
+def recall_of(ask: Ask, usual: RecallSettings) -> RecallSettings:
+    """Return how much evicted text is read again for a request.
+
+    Args:
+        ask: the request.
+        usual: how much where it does not say.
+
+    Raises:
+        ValueError: it says what cannot be, or asks for an index that was not planned.
+    """
+    if ask.recall is None:
+        return usual
+    wanted = RecallSettings.parse(ask.recall, usual.store_bytes)
+    if wanted.nbytes > usual.nbytes:
+        raise ValueError(
+            f"recall {ask.recall!r} will not work, as the server was started with --recall off and "
+            "has no memory for an index; leave recall out, or start it with --recall auto"
+        )
+    return wanted
+
+
 def blank(session: Session) -> None:
     """Let a session forget everything that was said and set."""
     session.clear()
@@ -254,18 +283,28 @@ def blank(session: Session) -> None:
     session.on_full = "evict"
 
 
-def begin(session: Session, ask: Ask, count: int) -> Iterator[str]:
+def begin(session: Session, ask: Ask, count: int, recall: RecallSettings) -> Iterator[str]:
     """The answer of a session that holds the first `count` messages of a request.
+
+    Args:
+        session: that answers.
+        ask: the request.
+        count: messages that it holds.
+        recall: how much evicted text is read again for the last one.
 
     Raises:
         KvcapError, ValueError: as `Session.send` and `Session.complete`.
     """
+    budget = session.runtime.plan.budget_tokens
     session.turn = None
     session.generation = settings.copied(session.runtime.generation)
     session.set_generation(**{"seed": None, **ask.options})
+    session.recall.limit = recall.limit(budget)
+    if session.recall.limit and session.cache.seen > budget:
+        session.recall.index(session.read_ids)  # here, where it holds no other answer up
     if ask.messages is None:
         assert ask.prompt is not None
-        return session.complete(ask.prompt)
+        return session.complete(ask.prompt, recall=ask.recall is not None)
     messages = list(ask.messages)
     session.tools = tuple(ask.tools)
     if count:

@@ -55,7 +55,7 @@ class Opening:
     budget: Budget
     running: Running
     load: dict[str, Any] = field(default_factory=dict)
-    """`together`, `places`, `waiting`, `folder` and `disk_cap`."""
+    """`together`, `places`, `waiting`, `folder`, `disk_cap` and `recall`."""
 
 
 class Part(NamedTuple):

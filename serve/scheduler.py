@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kvcap.runtime.errors import Busy, ConversationUnknown, KvcapError, ReaderTooSlow
 from kvcap.runtime.memory.free_memory import process_bytes, return_freed
+from kvcap.runtime.recall.settings import DEFAULT, RecallSettings
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.session.stats import FinishReason, Turn
@@ -39,6 +40,7 @@ from kvcap.serve.conversations import (
     check,
     key_of,
     keys_of,
+    recall_of,
     salt_of,
 )
 from kvcap.serve.saved import Saved, SavedConversations
@@ -211,6 +213,7 @@ class Scheduler:
         disk: where idle conversations go; None: those without a place are forgotten.
         watch: whether the process has memory for one more session, and for each block; see `Watch`.
         memory_cap: of the process, for the figures.
+        recall: how much evicted text is read again where a request does not say.
     """
 
     def __init__(
@@ -221,8 +224,9 @@ class Scheduler:
         *,
         watch: Watch | None = None,
         memory_cap: int | None = None,
+        recall: RecallSettings = DEFAULT,
     ) -> None:
-        self.runtime, self.limits, self.disk = runtime, limits, disk
+        self.runtime, self.limits, self.disk, self.recall = runtime, limits, disk, recall
         self._watch, self._memory_cap = watch, memory_cap
         self.batch = runtime.batch(limits.together)
         self._held = Held(runtime, limits.places, disk)
@@ -234,7 +238,7 @@ class Scheduler:
         self._looks: list[Callable[[], bool]] = []  # whether each has found what it is for
         self._count = dict.fromkeys(
             ("asked", "answered", "stopped", "failed", "refused", "prompt_tokens", "reused_tokens",
-             "completion_tokens", "evicted_tokens"), 0,
+             "completion_tokens", "evicted_tokens", "recalled_tokens"), 0,
         )  # fmt: skip
         self._lock = threading.Lock()  # of what follows
         self._queued = self._queued_letters = 0
@@ -250,6 +254,7 @@ class Scheduler:
     def submit(self, ask: Ask) -> Answering:
         """Put a request into the queue; see `Conversations.submit`."""
         check(ask)
+        recall_of(ask, self.recall)
         texts = [ask.prompt or "", *(str(x.get("content")) for x in ask.messages or ())]
         letters = sum(map(len, texts))
         with self._lock:
@@ -381,6 +386,7 @@ class Scheduler:
             waiting=queued,
             most_waiting=self.limits.waiting,
             memory_bytes=held.made * plan.cache_bytes + self.batch.nbytes,
+            index_bytes=held.index_bytes,
             process_bytes=process_bytes(),
             memory_cap=self._memory_cap,
             closing=self._closing,
@@ -546,7 +552,7 @@ class Scheduler:
                         conversation.file, conversation.clean = None, False
             job.seen = session.cache.seen
             if not job.cancelled:
-                job.answer = begin(session, job.ask, count)
+                job.answer = begin(session, job.ask, count, recall_of(job.ask, self.recall))
         except Exception as raised:
             error = raised
         if job.letters >= LONG:
@@ -555,6 +561,7 @@ class Scheduler:
 
     def _new_session(self) -> Session:
         session: Session = self.runtime.session()
+        session.recall.set(self.recall)
         if self._watch is not None:
             self._watch.over(session)
         return session
@@ -658,11 +665,14 @@ class Scheduler:
             waiting=slots.waiting,
             evicted=seen - held,
             cap_bytes=self.runtime.cap_bytes,
+            recalled_tokens=turn.recalled_tokens,
+            recalled_passages=len(session.recall.passages) if turn.recalled_tokens else 0,
         )
         self._counted("prompt_tokens", turn.read_tokens)
         self._counted("reused_tokens", reused)
         self._counted("completion_tokens", turn.completion_tokens)
         self._counted("evicted_tokens", turn.evicted_tokens)
+        self._counted("recalled_tokens", turn.recalled_tokens)
         self._mean_s += 0.1 * (turn.ttft_s + turn.decode_s - self._mean_s)
         key = ""
         if job.ask.messages is not None:

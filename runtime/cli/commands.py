@@ -48,6 +48,7 @@ from kvcap.runtime.planning.plan import (
     warn_if_short,
 )
 from kvcap.runtime.planning.serving import ServingPlan, Shared
+from kvcap.runtime.recall.settings import DEFAULT, RecallSettings
 from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
 
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
@@ -521,6 +522,7 @@ def planned_serving(
     *,
     free: bool = True,
     body: int | None = None,
+    recall: RecallSettings = DEFAULT,
 ) -> ServingPlan:
     """The plan of a server, without reading weights.
 
@@ -533,6 +535,7 @@ def planned_serving(
         running: where, and how often, answers evict; by default as suits the device.
         free: without a `memory_cap`, what is free is the cap; otherwise there is none.
         body: bytes of a request, at most; by default as `ServingPlan.of` has it.
+        recall: how large the index of a conversation's text may be.
 
     Raises:
         PlanInfeasible: not even one fits, or fewer than `together` and `places` ask for.
@@ -543,8 +546,9 @@ def planned_serving(
     one = replace(one, baseline=process_bytes() + LOADING)
     if backend.exported(model):
         return ServingPlan.of(
-            one, lambda _: Shared(), cap=cap, together=together, places=places, body=body
-        )
+            one, lambda _: Shared(), cap=cap, together=together, places=places, body=body,
+            index=recall.nbytes,
+        )  # fmt: skip
     from kvcap.runtime.backends.pytorch.batch import plan_shared
     from kvcap.runtime.backends.pytorch.runtime import best_device, usable, usual_every
     from kvcap.runtime.models.files import load_config
@@ -561,6 +565,7 @@ def planned_serving(
         together=together,
         places=places,
         body=body,
+        index=recall.nbytes,
     )
 
 

@@ -3,7 +3,7 @@
 Evictions make every conversation the same size, so that this is arithmetic:
 
     process + weights + passes + rows of those that are answered + one prompt that is tokenised
-    + places × (cache + text) <= cap
+    + places × (cache + text + index of it) <= cap
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class ServingPlan:
     places: int  # conversations in memory
     cap: int | None = None  # bytes of the process
     body: int = BODY  # bytes of a request, at most
+    index: int = 0  # bytes of the index of a conversation's text, at most
 
     @property
     def tokenising(self) -> int:
@@ -58,7 +59,7 @@ class ServingPlan:
     @property
     def place_bytes(self) -> int:
         """What each conversation in memory adds."""
-        return self.one.cache_bytes + TEXT
+        return self.one.cache_bytes + TEXT + self.index
 
     @property
     def restoring(self) -> int:
@@ -92,6 +93,7 @@ class ServingPlan:
             "places": self.places,
             "together": self.together,
             "place_bytes": self.place_bytes,
+            "index_bytes": self.index,
             "fixed_bytes": self.fixed_bytes,
             "rows_bytes": self.shared.rows,
             "passes_bytes": self.passes,
@@ -113,6 +115,7 @@ class ServingPlan:
         together: int | None = None,
         places: int | None = None,
         body: int | None = None,
+        index: int = 0,
     ) -> ServingPlan:
         """Plan a server.
 
@@ -123,6 +126,7 @@ class ServingPlan:
             together: answers at once; by default 8, or as many as places fit.
             places: conversations in memory, at most; by default all that fit, 64 without a cap.
             body: bytes of a request, at most; by default 256 KiB, 4 MiB without a cap.
+            index: bytes of the index of a conversation's text, at most.
 
         Raises:
             PlanInfeasible: not one fits, or fewer than were asked for, saying how many do.
@@ -131,7 +135,7 @@ class ServingPlan:
         for number in (together,) if together else TOGETHER:
             if places is not None and places < number and not together:
                 continue
-            found = cls(one, number, shared(number), 0, cap, body)
+            found = cls(one, number, shared(number), 0, cap, body, index)
             fit = None if cap is None else (cap - found.fixed_bytes) // found.place_bytes
             if fit is None or fit >= max(number, places or 1):
                 count = places or (PLACES if fit is None else fit)
@@ -144,7 +148,7 @@ class ServingPlan:
             f"a server of {asked} takes {least:,} bytes, more than the cap of {cap:,}: "
             f"{found.fixed_bytes:,} beside them and {found.place_bytes:,} each, so that "
             f"{max(0, fit or 0):,} fit; raise the cap to {with_margin(least) >> 20}MiB, or lower "
-            "the KV budget or --max-body",
+            f"{'--recall-store, the KV budget' if index else 'the KV budget'} or --max-body",
             least_memory_cap=with_margin(least),
         )
 

@@ -64,6 +64,7 @@ class Recall:
     def set(self, settings: RecallSettings) -> None:
         """Read again as much as `settings` say, from now on; an index is made anew."""
         self._limit = settings.limit(self._budget)
+        self._longest = segment_length(self._limit)  # tokens of a segment of the index
         self.store = PassageStore(settings.store_bytes)
         self._start, self._before = 0, None
         self.settings = settings
@@ -78,7 +79,8 @@ class Recall:
     def limit(self, tokens: int) -> None:
         if tokens < 0:
             raise ValueError(f"recall of {tokens} tokens will not work; use 0 (off) or more")
-        if segment_length(tokens) != segment_length(self._limit):
+        if tokens and segment_length(tokens) != self._longest:
+            self._longest = segment_length(tokens)
             self._forget_beyond(0)  # passages of another length are indexed with the next search
         self._limit = tokens
         self.settings = self.settings._replace(tokens=tokens)
@@ -109,7 +111,7 @@ class Recall:
             ids: every token that was read; below 0 are unknown ones.
             kept: what the cache holds, to leave out passages that it mostly does; None: all count.
         """
-        self._index(ids)
+        self.index(ids)
         held = None if kept is None else held_shares(kept, len(ids))
         found = list[Passage]()
         ranked = self.store.search(question)
@@ -150,8 +152,14 @@ class Recall:
         """Forget the conversation."""
         self.begin(0)
 
-    def _index(self, ids: Sequence[int]) -> None:
-        """Index the passages of the tokens that were read since the last time."""
+    def index(self, ids: Sequence[int]) -> None:
+        """Index the passages of the tokens that were read since the last time.
+
+        A search does so as well; to do it before saves the next one the time.
+
+        Args:
+            ids: every token that was read; below 0 are unknown ones.
+        """
         self._forget_beyond(len(ids))
         while (start := self._start) < len(ids):
             over = next((b for a, b in self.spans if a <= start < b), start)
@@ -159,10 +167,9 @@ class Recall:
                 self._start, self._before = max(over, start + 1), None
                 continue
             stop = next((a for a, _ in self.spans if a > start), len(ids))
-            longest = segment_length(self._limit)
-            near = [token < 0 for token in ids[start : min(stop, start + longest)]]
+            near = [token < 0 for token in ids[start : min(stop, start + self._longest)]]
             stop = start + near.index(True) if True in near else stop
-            cut = next_cut(ids, start, stop, self._ends, longest)
+            cut = next_cut(ids, start, stop, self._ends, self._longest)
             if cut is None and stop == len(ids):
                 return  # more is to come
             if self._before is not None or cut is None:

@@ -86,3 +86,7 @@ def planned_store(asked: str | int | None, cap: int | None = None) -> int:
         ValueError: an index needs more.
     """
     return 0 if asked == 0 else RecallSettings.parse(store=asked, cap=cap).nbytes
+
+
+DEFAULT = RecallSettings()
+"""For those who say nothing."""

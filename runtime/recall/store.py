@@ -54,13 +54,11 @@ class PassageStore:
         self.limit = limit
         self.dropped = 0
         """Passages that were dropped since it was last cleared, as there was no room."""
-        self._pages = max(PAGES, limit // PAGE)
+        # A fifth is for what SQLite holds beside its pages: their headers and what lies between.
+        self._pages = max(PAGES, limit // PAGE) * 4 // 5
+        self.nbytes = 0
+        """Exact bytes of the index's pages, in use or not; any thread may read it."""
         self._database: sqlite3.Connection | None = None  # made for the first passage
-
-    @property
-    def nbytes(self) -> int:
-        """Exact bytes of the index's pages, in use or not."""
-        return 0 if self._database is None else PAGE * self._pragma("page_count")
 
     def add(self, span: Span, text: str) -> None:
         """Index a passage by the words of its text."""
@@ -113,7 +111,7 @@ class PassageStore:
         """Forget everything; its memory is given back."""
         if self._database is not None:
             self._database.close()
-        self._database, self.dropped = None, 0
+        self._database, self.dropped, self.nbytes = None, 0, 0
 
     def _opened(self) -> sqlite3.Connection:
         if self._database is None:
@@ -128,14 +126,11 @@ class PassageStore:
             self._database = database
         return self._database
 
-    def _pragma(self, name: str) -> int:
-        assert self._database is not None
-        (value,) = self._database.execute(f"PRAGMA {name}").fetchone()
-        return int(value)
-
     def _insert(self, rows: Sequence[tuple[int, int, str]]) -> None:
         with self._opened() as database:
             database.executemany("INSERT INTO passages(start, stop, words) VALUES (?, ?, ?)", rows)
+        (pages,) = database.execute("PRAGMA page_count").fetchone()
+        self.nbytes = PAGE * pages
 
     def _drop_older_half(self) -> None:
         """Make room: deleting from a full index takes pages of its own, so it is made again."""

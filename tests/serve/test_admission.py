@@ -22,6 +22,7 @@ from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.runtime.errors import ChatTemplateMissing, PlanInfeasible
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.planning.serving import CAPPED_BODY, TOKENISING, ServingPlan, Shared
+from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.serve.admission import Watch, open_conversations
 
 MIB = 1 << 20
@@ -64,6 +65,30 @@ def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
     assert longer.fixed_bytes - plan.fixed_bytes == TOKENISING * CAPPED_BODY
 
 
+def test_the_index_of_a_conversation_is_planned_beside_its_cache(one: MemoryPlan) -> None:
+    without, plan = (ServingPlan.of(one, shared, cap=1 << 40, index=n) for n in (0, MIB))
+    assert plan.place_bytes - without.place_bytes == plan.as_dict()["index_bytes"] == MIB
+    assert plan.places < without.places
+    assert plan.fixed_bytes == without.fixed_bytes
+    with pytest.raises(PlanInfeasible, match="or lower --recall-store, the KV budget"):
+        ServingPlan.of(one, shared, cap=300 * MIB, index=MIB)
+
+
+@pytest.mark.parametrize(("words", "tokens", "nbytes"), [("auto", 32, MIB), ("off", 0, 0)])
+def test_a_server_is_planned_with_the_indexes_that_its_sessions_may_have(
+    folder: str, words: str, tokens: int, nbytes: int
+) -> None:
+    opened = open_conversations(
+        folder, Backend(), Budget(kv_budget_tokens=64, dtype="float32"), Running(device="cpu"),
+        Output(quiet=True), recall=RecallSettings.parse(words, "1MiB"),
+    )  # fmt: skip
+    session = opened.scheduler._new_session()
+    opened.scheduler.close()
+    assert opened.plan.index == nbytes
+    assert session.recall.limit == tokens
+    assert session.recall.store.limit == MIB
+
+
 def test_fewer_are_answered_at_once_where_more_do_not_fit(one: MemoryPlan) -> None:
     base = ServingPlan.of(one, lambda _: Shared(), cap=1 << 40).fixed_bytes
     plan = ServingPlan.of(one, shared, cap=base + 25 * MIB)
@@ -86,7 +111,8 @@ def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
     assert run([*given, "4GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["serve"]
     assert found["total_bytes"] <= found["cap"] == 4 << 30
-    assert found["places"] > 1000
+    assert found["places"] > 100
+    assert found["index_bytes"] == 8 * MIB
     assert (found["rows_bytes"] > 0) is (best_device() != "cpu")  # where nothing is lent
     assert run([*given, "64MiB", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["least_memory_cap"] > 64 * MIB

@@ -148,6 +148,7 @@ def test_other_machines_are_let_in_only_with_a_key(tmp_path, capsys):
         (["--api-key-file", str(empty)], "there is no key"),
         (["--api-key-file", str(tmp_path / "none")], "cannot read"),
         (["--max-body", "many"], "many"),
+        (["--recall", "some"], "use auto, off, or"), (["--recall-store", "9KiB"], "256"),
         (["--host", "no.such.name.invalid", "--insecure"], "no address"),
     ):  # fmt: skip
         assert run(["serve", "--port", "0", *options]) in (2, 3)

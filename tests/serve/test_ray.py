@@ -19,7 +19,7 @@ from tools import PATIENCE
 from transformers import AutoTokenizer
 
 from kvcap import pocket
-from kvcap.runtime.cli.options import Backend, Budget, Output, Running, Sampling
+from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Running, Sampling
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.serve.admission import open_conversations
 from kvcap.serve.commands import Address, Engine, Load, opened
@@ -76,7 +76,7 @@ def server(cluster: Any, model: str, keep: Path) -> Iterator[Server]:
     made = opened(
         model, Address(port=0, api_key=["ada", "bob"]), Load(keep=keep),
         Engine("ray", 2, cluster.address), Backend(), BUDGET, Running(device="cpu"), Sampling(),
-        Output(quiet=True),
+        Output(quiet=True), Recalling(),
     )  # fmt: skip
     with made:
         yield made
@@ -258,7 +258,7 @@ def test_an_answer_ends_whose_conversation_is_deleted(server: Server) -> None:
 def small(cluster: Any, model: str, replicas: int, budget: Budget) -> None:
     opened(
         model, Address(port=0, name="small"), Load(), Engine("ray", replicas, cluster.address),
-        Backend(), budget, Running(device="cpu"), Sampling(), Output(quiet=True),
+        Backend(), budget, Running(device="cpu"), Sampling(), Output(quiet=True), Recalling(),
     )  # fmt: skip
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 from typing import Any
 
 import pytest
 
-from kvcap.runtime.cli.options import Backend, Budget, Running
+from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Running, Sampling
 from kvcap.runtime.cluster import Share
 from kvcap.runtime.errors import Busy, ConversationUnknown, ExtraMissing, KvcapError
-from kvcap.serve.commands import Engine
+from kvcap.runtime.recall.settings import RecallSettings
+from kvcap.serve.admission import open_conversations
+from kvcap.serve.commands import Address, Engine, Load, opened
 from kvcap.serve.contract import Ask, Figures
 from kvcap.serve.replicas import Opening, open_replicas, place_of, routed, sent, shared, total
 
@@ -103,6 +106,23 @@ def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPa
 def test_options_of_a_cluster_need_one(engine: Engine) -> None:
     with pytest.raises(ValueError, match="needs --engine ray"):
         engine.check()
+
+
+def test_every_replica_recalls_as_the_command_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Opening] = []
+
+    def start(opening: Opening, *_: Any) -> Any:
+        found.append(pickle.loads(pickle.dumps(opening)))
+        raise KvcapError("there is no cluster")
+
+    monkeypatch.setattr("kvcap.serve.replicas.open_replicas", start)
+    with pytest.raises(KvcapError, match="no cluster"):
+        opened(
+            "pocket", Address(port=0), Load(), Engine("ray"), Backend(), Budget(), Running(),
+            Sampling(), Output(quiet=True), Recalling("96", "1MiB"),
+        )  # fmt: skip
+    assert found[0].load["recall"] == RecallSettings(96, 1 << 20)
+    inspect.signature(open_conversations).bind("", "", "", "", "", **found[0].load)
 
 
 def test_errors_are_the_same_on_the_other_side(caplog: pytest.LogCaptureFixture) -> None:
