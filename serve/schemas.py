@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from kvcap.runtime.recall.settings import AUTO, OFF
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.tool_calls import schema_of_call
 from kvcap.runtime.types import Message
@@ -33,6 +34,7 @@ TOOLS = 128
 SCHEMA_DEPTH = 64  # of a JSON schema and of a tool's parameters
 TOP_LOGPROBS, TOP_LOGPROBS_OF_TEXT = 20, 5  # the most there are, as in OpenAI's API
 REPETITION = 10.0
+RECALLED = 2**20  # tokens
 
 
 class Strict(BaseModel):
@@ -218,6 +220,15 @@ def _choice(value: Any) -> Any:
     )
 
 
+def _recall(value: Any) -> Any:
+    """Refuses what is no measure of recall."""
+    if value in (AUTO, OFF) or (type(value) is int and 0 <= value <= RECALLED):
+        return value
+    raise ValueError(
+        f"use '{AUTO}', '{OFF}', or the most tokens of evicted text to read again, such as 128"
+    )
+
+
 class NamedSchema(Strict):
     """The schema of `response_format`."""
 
@@ -285,6 +296,8 @@ class Request(Strict):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    recall: Annotated[Any, AfterValidator(_recall)] | None = None
+    """kvcap's own: how much evicted text is read again in front of the last message."""
     # Answered only where they ask for nothing.
     n: Literal[1] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -424,6 +437,7 @@ class ChatRequest(Request):
             session_id=session_id,
             tools=self.offered,
             pins=frozenset(i for i, one in enumerate(self.messages) if one.pin),
+            recall=self.recall,
         )
 
 
@@ -452,4 +466,5 @@ class CompletionRequest(Request):
         """
         if session_id is not None:
             raise ApiError(400, "a completion goes on with no session; leave X-Session-Id out")
-        return Ask(prompt=self.prompt, options=self.options(limits, defaults), owner=owner)
+        options = self.options(limits, defaults)
+        return Ask(prompt=self.prompt, options=options, owner=owner, recall=self.recall)

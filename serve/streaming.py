@@ -40,7 +40,7 @@ Found = TypeVar("Found")
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """OpenAI's figures, and under `kv` those of the conversation's cache."""
+    """OpenAI's figures, under `kv` those of the conversation's cache, and what was recalled."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -53,6 +53,8 @@ def usage_of(usage: Usage) -> dict[str, Any]:
             "cap_bytes": usage.cap_bytes,
             "reused": usage.reused_tokens,
         },
+        "recalled": usage.recalled_tokens,
+        "recalled_passages": usage.recalled_passages,
     }
 
 

@@ -92,6 +92,7 @@ def test_a_chat_is_answered_with_its_usage(client, talk):
         "cap_bytes": 4096,
         "reused": 4,
     }
+    assert (answer.usage.recalled, answer.usage.recalled_passages) == (5, 1)
     asked = talk.asked
     assert asked.messages == ({"role": "system", "content": "Be brief."}, *HELLO)
     assert asked.session_id == "mine"
@@ -112,6 +113,7 @@ def test_a_chat_is_streamed(client, talk):
     assert parts[0].choices[0].delta.role == "assistant"
     assert parts[-2].choices[0].finish_reason == "stop"
     assert (parts[-1].choices, parts[-1].usage.kv["held"]) == ([], 9)
+    assert parts[-1].usage.recalled == 5
     assert len({part.id for part in parts}) == 1
 
 
@@ -176,6 +178,9 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "assistant", "tool_calls": [
         {"id": "1", "type": "function", "function": {"name": "f", "arguments": "["}}]}]},
      "messages.0"),
+    ({"recall": "some"}, "recall"), ({"recall": -1}, "recall"), ({"recall": True}, "recall"),
+    ({"recall": 2**30}, "recall"), ({"recall": "64"}, "recall"), ({"recall": []}, "recall"),
+    ({"prompt": "x", "recall": 1.5}, "recall"),
     ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": [1, 2]}, "prompt"),
     ({"prompt": "x", "echo": True}, "echo"), ({"prompt": "x", "best_of": 2}, "best_of"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
@@ -211,6 +216,14 @@ def test_what_is_no_letter_is_refused_by_name(url, talk, bad):
         assert said.status_code == 400, said.text
         assert "give UTF-8, and whole letters" in said.json()["error"]["message"]
     assert len(talk.answers) == before
+
+
+@pytest.mark.parametrize("said", ["auto", "off", 0, 96, None])
+def test_a_request_says_how_much_it_recalls(client, talk, said):
+    client.chat.completions.create(model="pocket", messages=HELLO, extra_body={"recall": said})
+    assert talk.asked.recall == said
+    client.completions.create(model="pocket", prompt="Once", extra_body={"recall": said})
+    assert talk.asked.recall == said
 
 
 def test_options_of_the_chat_template_change_those_of_the_server(url, talk):

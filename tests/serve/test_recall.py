@@ -1,0 +1,302 @@
+"""Evicted text that a server recalls: each conversation's own, whatever others do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+import tiny_chat
+from server_chats import ask, limits, plain, said, serve, text_of, until, user
+from tools import PATIENCE
+
+import kvcap
+from kvcap.runtime.recall.settings import RecallSettings
+from kvcap.runtime.recall.store import PassageStore
+from kvcap.serve.app import Settings, application
+from kvcap.serve.contract import Ask
+from kvcap.serve.limits import Limits
+from kvcap.serve.saved import SavedConversations
+from kvcap.serve.scheduler import Scheduler
+from kvcap.serve.server import Server, bound
+
+FACT = "The secret code of the vault is {}. Remember it."
+QUESTION = "What is the secret code of the vault?"
+WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
+BUDGET = 128
+
+
+def load(folder: Path, **more: Any) -> kvcap.Runtime:
+    return kvcap.Runtime.from_pretrained(
+        tiny_chat.save(folder), "streaming_llm", kv_budget_tokens=BUDGET, block_size=16,
+        dtype="float32", device="cpu", **more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> kvcap.Runtime:
+    return load(tmp_path_factory.mktemp("model"))
+
+
+def filler(seed: Any, count: int = 90) -> str:
+    rng = random.Random(str(seed))
+    return " ".join(rng.choice(WORDS) for _ in range(count)) + "."
+
+
+class Recalled(NamedTuple):
+    """What an answer's conversation was when it ended."""
+
+    owner: str
+    session_id: str | None
+    passages: list[str]
+    read: str  # every token but special ones
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[Recalled]:
+    """Filled as answers end, before anything else can have their places."""
+    found, finish = list[Recalled](), Scheduler._finish
+
+    def noting(self: Scheduler, job: Any, error: Any) -> None:
+        session = job.conversation.session
+        passages = [one.text for one in session.recall.passages]
+        read = session.runtime.tokenizer.decode(session.read_ids, skip_special_tokens=True)
+        found.append(Recalled(job.ask.owner, job.ask.session_id, passages, read))
+        finish(self, job, error)
+
+    monkeypatch.setattr(Scheduler, "_finish", noting)
+    return found
+
+
+async def turn(s: Scheduler, messages: list[Any], text: str, **more: Any) -> Any:
+    """Send a text after `messages`, which it and the answer join."""
+    messages.append(user(text))
+    reply = s.submit(ask(*messages, tokens=4, **more))
+    messages.append(said(await text_of(reply)))
+    return reply
+
+
+async def told(s: Scheduler, fact: str, turns: int = 2, **more: Any) -> list[Any]:
+    """Return a conversation that has evicted a fact."""
+    messages = list[Any]()
+    for text in (fact, *map(filler, range(turns))):
+        await turn(s, messages, text, **more)
+    return messages
+
+
+KEYS = ("one-key", "two-key", "three-key")
+TALKS = [(key, name) for key in KEYS for name in ("mine", None)]  # one name, of three owners
+
+
+@pytest.fixture(params=["forgotten", "kept"])
+def url(runtime: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A server of three keys, with fewer places than conversations."""
+    disk = SavedConversations(tmp_path, 64 << 20) if request.param == "kept" else None
+    scheduler = Scheduler(runtime, limits(places=3, together=2, save_after_s=0.01), disk)
+    settings = Settings("tiny", keys=KEYS)
+    with Server(application(scheduler, settings), bound("127.0.0.1", 0), Limits()) as server:
+        yield f"{server.url}/v1"
+
+
+def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recalled]) -> None:
+    """Of six that speak at once about one subject, in three places."""
+
+    def talk(number: int) -> None:
+        key, name = TALKS[number]
+        client = openai.OpenAI(base_url=url, api_key=key, timeout=PATIENCE)
+        messages = list[Any]()
+        before = [filler(i, 20) for i in range(number % 3)]  # facts stand at unlike places
+        for text in (*before, FACT.format(7000 + number), *map(filler, range(2)), QUESTION):
+            messages.append(user(text))
+            parts = client.chat.completions.create(
+                model="tiny", messages=messages, stream=True, max_tokens=4, temperature=0,
+                stream_options={"include_usage": True},
+                extra_headers={} if name is None else {"X-Session-Id": name},
+            )  # fmt: skip
+            last, answer = None, ""
+            for last in parts:
+                answer += last.choices[0].delta.content or "" if last.choices else ""
+            messages.append(said(answer))
+        assert last is not None
+        assert last.usage is not None
+        assert last.usage.recalled > 0  # type: ignore[attr-defined]
+        assert last.usage.recalled_passages == 1  # type: ignore[attr-defined]
+
+    with ThreadPoolExecutor(len(TALKS)) as threads:
+        list(threads.map(talk, range(len(TALKS))))
+    assert len(ended) == 4 * len(TALKS) + 6
+    asked = [one for one in ended if QUESTION in one.read]
+    assert len({one.owner for one in asked}) == len(KEYS)
+    numbers = [str(7000 + number) for number in range(len(TALKS))]
+    seen = set[str]()
+    for one in ended:
+        own = {number for number in numbers if number in one.read}
+        assert len(own) <= 1
+        for text in one.passages:
+            assert text in one.read
+        if one in asked:
+            assert any(number in text for number in own for text in one.passages)
+            seen |= own
+    assert seen == set(numbers)
+
+
+@pytest.mark.parametrize("name", ["mine", None])
+@pytest.mark.parametrize("change", ["first", "later", "again"])
+def test_what_a_request_changes_is_forgotten(
+    runtime: Any, ended: list[Recalled], tmp_path: Path, name: str | None, change: str
+) -> None:
+    """Also where what stands before it is restored from a file."""
+
+    async def chat(s: Scheduler) -> None:
+        messages = list[Any]()
+        for text in (filler("a"), FACT.format(1111), filler("b"), filler("c")):
+            await turn(s, messages, text, session_id=name)
+            await until(lambda: s._moving == 0 and all(x.clean for x in s._held.conversations))
+        if change == "again":
+            first = await turn(s, messages, QUESTION, session_id=name)
+            again = await turn(s, messages[:-2], QUESTION, session_id=name)
+            assert again.usage.recalled_tokens == first.usage.recalled_tokens > 0
+            assert ended[-1].passages == ended[-2].passages
+            assert ended[-1].read.count("(Earlier in this conversation:") == 1
+            return
+        kept = 0 if change == "first" else 2
+        changed = messages[:kept]
+        for text in (FACT.format(2222), filler("d"), filler("e"), QUESTION):
+            reply = await turn(s, changed, text, session_id=name)
+        assert (s.figures().restored > 0) == (change == "later")
+        assert reply.usage.recalled_tokens > 0
+        assert "1111" not in ended[-1].read
+        assert any(FACT.format(2222) in text for text in ended[-1].passages)
+        assert not any("1111" in text for text in ended[-1].passages)
+
+    disk = SavedConversations(tmp_path, 64 << 20)
+    serve(Scheduler(runtime, limits(places=2, save_after_s=0.0), disk), chat)
+
+
+def test_after_a_restart_the_same_is_recalled(
+    runtime: Any, ended: list[Recalled], tmp_path: Path
+) -> None:
+    settings = RecallSettings(60, 1 << 20)
+
+    async def tell(s: Scheduler) -> list[Any]:
+        messages = await told(s, FACT.format(7421))
+        await turn(s, messages, QUESTION)
+        await turn(s, messages, filler("later", 150))
+        return messages
+
+    async def go_on(s: Scheduler) -> Any:
+        reply = await turn(s, messages[:], QUESTION)
+        session = s._held.conversations[0].session
+        assert session is not None
+        assert (session.recall.limit, session.recall.store.limit) == (60, 1 << 20)
+        return reply.usage
+
+    async def without_end(s: Scheduler) -> Any:
+        return (await turn(s, await tell(s), QUESTION)).usage
+
+    files = [SavedConversations(tmp_path, 64 << 20)]
+    messages = serve(Scheduler(runtime, limits(), files[0], recall=settings), tell)
+    files.append(SavedConversations(tmp_path, 64 << 20))
+    usage = serve(Scheduler(runtime, limits(), files[1], recall=settings), go_on)
+    assert files[1].restored == 1
+    restored = ended[-1]
+    assert serve(Scheduler(runtime, limits(), recall=settings), without_end) == usage
+    assert ended[-1] == restored
+    assert usage.recalled_tokens > 0
+
+
+@pytest.mark.parametrize("every", [1, 16])
+def test_an_answer_with_recalled_text_beside_others_is_as_alone(tmp_path: Path, every: int) -> None:
+    """And nobody waits for its end: some are read in rows of one cache meanwhile, it is not."""
+    runtime = load(tmp_path, evict_every=every)
+    facts = [FACT.format(7000 + number) for number in range(3)]
+    asked = [QUESTION, filler("long", 200), QUESTION]
+
+    def begun() -> list[Any]:
+        found = [plain(runtime, [user(fact)], 4)[0] for fact in facts]
+        for session in found:
+            for number in range(2):
+                "".join(session.send(filler(number)))
+            session.set_generation(max_new_tokens=40)
+        return found
+
+    alone, sessions = begun(), begun()
+    expected = ["".join(x.send(text)) for x, text in zip(alone, asked, strict=True)]
+    counts = [session.turn.recalled_tokens for session in alone]
+    assert [count > 0 for count in counts] == [True, False, True]
+    batch = runtime.batch(3)
+    assert batch.apart is None
+    for session, text in zip(sessions, asked, strict=True):
+        batch.add(session, session.send(text))
+    pieces = [(sessions.index(session), text) for session, text in batch]
+    order = [number for number, _ in pieces]
+    assert max(map(order.index, range(3))) < len(order) - max(
+        order[::-1].index(n) for n in range(3)
+    )
+    assert ["".join(text for n, text in pieces if n == number) for number in range(3)] == expected
+
+    async def chat(s: Scheduler) -> None:
+        talks = [await told(s, fact, session_id=str(n)) for n, fact in enumerate(facts)]
+        replies = [
+            s.submit(ask(*talk, user(text), tokens=40, session_id=str(number)))
+            for number, (talk, text) in enumerate(zip(talks, asked, strict=True))
+        ]
+        assert await asyncio.gather(*map(text_of, replies)) == expected
+        assert [reply.usage.recalled_tokens for reply in replies] == counts
+
+    serve(Scheduler(runtime, limits(together=3)), chat)
+
+
+def test_a_request_says_how_much_is_recalled_for_its_message(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared = list[PassageStore]()
+    clear = PassageStore.clear
+    monkeypatch.setattr(PassageStore, "clear", lambda self: (cleared.append(self), clear(self))[1])
+
+    async def chat(s: Scheduler) -> None:
+        messages = await told(s, FACT.format(7421))
+        counts = []
+        for recall in (None, "off", 0, "auto", 40, None):
+            reply = await turn(s, messages, QUESTION, recall=recall)
+            counts.append(reply.usage.recalled_tokens)
+            assert (reply.usage.recalled_passages > 0) == (counts[-1] > 0)
+            if recall == "auto":
+                assert not cleared  # nothing was indexed anew
+            await turn(s, messages, filler(recall, 150), recall="off")
+        assert all(0 < counts[i] <= BUDGET // 2 for i in (0, 3, 5)), counts
+        assert counts[1:3] == [0, 0]
+        assert 0 < counts[4] <= 40
+        figures = s.figures()
+        assert figures.recalled_tokens == sum(counts)
+        (one,) = s._held.conversations
+        assert one.session is not None
+        assert figures.index_bytes == one.session.recall.store.nbytes > 0
+        text = f"{FACT.format(7421)} {filler('long', 300)}\n\n{QUESTION}"
+        for recall, some in ((None, False), ("auto", True), ("off", False)):
+            reply = s.submit(Ask(prompt=text, options={"max_new_tokens": 2}, recall=recall))
+            await text_of(reply)
+            assert (reply.usage.recalled_tokens > 0) == some
+        for wrong in ("some", -1):
+            with pytest.raises(ValueError, match="use auto, off, or the most tokens"):
+                s.submit(ask(user("Hello!"), recall=wrong))
+
+    serve(Scheduler(runtime, limits()), chat)
+
+
+def test_a_server_without_indexes_recalls_nothing_and_says_so(runtime: Any) -> None:
+    async def chat(s: Scheduler) -> None:
+        messages = await told(s, FACT.format(7421))
+        for recall in (None, "off", 0):
+            assert (await turn(s, messages, QUESTION, recall=recall)).usage.recalled_tokens == 0
+        for recall in ("auto", 64):
+            with pytest.raises(ValueError, match="started with --recall off"):
+                s.submit(ask(user("Hello!"), recall=recall))
+        assert s.figures().index_bytes == 0
+
+    serve(Scheduler(runtime, limits(), recall=RecallSettings.parse("off")), chat)
