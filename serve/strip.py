@@ -59,6 +59,8 @@ class Strip(BaseModel):
     """First tokens that are never evicted."""
     pinned: list[Span]
     """Tokens [start, stop) that the user pinned, in order."""
+    recalled: list[Span]
+    """Tokens [start, stop) that are evicted text, read again in front of a message, in order."""
     tokens: list[str | None]
     """The text of each; '' where it belongs to a character that a later one completes, None where
     it is not known which token it is."""
@@ -73,7 +75,9 @@ def strip_of(session: Session, session_id: str) -> Strip:
         session_id: by which the API knows it.
     """
     ids, figures, cache = session.read_ids, session.stats, session.cache
-    spans = [(start, min(stop, len(ids))) for start, stop in cache.pinned_spans]
+    recalled = clipped(session.recall.spans, len(ids))
+    # What is recalled is pinned until its answer is written, by nobody's wish.
+    pinned = [span for span in clipped(cache.pinned_spans, len(ids)) if span not in recalled]
     return Strip(
         session_id=session_id,
         policy=figures.policy,
@@ -84,10 +88,16 @@ def strip_of(session: Session, session_id: str) -> Strip:
         waiting=figures.waiting_tokens,
         evicted=figures.evicted_tokens,
         sinks=cache.sinks,
-        pinned=merged(spans),
+        pinned=merged(pinned),
+        recalled=merged(recalled),
         tokens=pieces(session.runtime.tokenizer, ids),
         groups=grouped(cache.kept_tokens(), len(ids)),
     )
+
+
+def clipped(spans: Sequence[Span], seen: int) -> list[Span]:
+    """Return the spans as far as they were read."""
+    return [(start, min(stop, seen)) for start, stop in spans if start < seen]
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:

@@ -52,19 +52,20 @@ export class Api {
    * @param {object} asked the model, the messages, the pinned ones' indices, the conversation's id
    * @param {AbortSignal} signal stops the answer
    * @param {(text: string) => void} hear hears of every piece
-   * @returns {Promise<string | null>} why it ended
+   * @returns {Promise<{reason: string | null, usage: object | null}>} why it ended, and what it took
    */
   async answer({ model, messages, pins, id }, signal, hear) {
     const marked = messages.map((one, i) => (pins.includes(i) ? { ...one, pin: true } : one));
-    const body = { model, messages: marked, stream: true };
+    const body = { model, messages: marked, stream: true, stream_options: { include_usage: true } };
     const response = await this.#ask("v1/chat/completions",
       { method: "POST", body: JSON.stringify(body), signal },
       { "Content-Type": "application/json", "X-Session-Id": id });
-    let reason = null;
+    let reason = null, usage = null;
     for await (const event of events(response.body)) {
-      if (event === "[DONE]") return reason;
-      const { choices = [], error } = JSON.parse(event);
+      if (event === "[DONE]") return { reason, usage };
+      const { choices = [], error, ...more } = JSON.parse(event);
       if (error) throw new Refused(error.message, 500);
+      usage = more.usage ?? usage;
       for (const { delta, finish_reason: ended } of choices) {
         if (delta?.content) hear(delta.content);
         reason = ended ?? reason;

@@ -185,7 +185,7 @@ function turn(index) {
   } else {
     new Growing(said).update(content);
     article.append(html("div", { class: "tools" }, tool("Copy", copy),
-      last ? tool("Answer again", repeat) : null));
+      last ? tool("Answer again", repeat) : null, recalledBefore(index)));
   }
   return article;
 
@@ -193,6 +193,14 @@ function turn(index) {
     const done = await navigator.clipboard?.writeText(content).then(() => true, () => false);
     currentTarget.textContent = done ? "Copied" : "Not allowed here";
   }
+}
+
+/** How much evicted text was read again in front of the message that was answered; null where none was. */
+function recalledBefore(index) {
+  const { passages = 0, tokens = 0 } = now.recalled?.[index] ?? {};
+  if (!tokens) return null;
+  return html("span", { class: "recall-note" },
+    `recalled ${number(passages)} passage${passages === 1 ? "" : "s"}, ${number(tokens)} tokens`);
 }
 
 function tool(text, act) {
@@ -249,18 +257,18 @@ async function answer(messages, takeBack, again) {
   const said = html("div", { class: "said writing", "aria-busy": "true" }), growing = new Growing(said);
   byId("log").append(html("article", { class: "turn assistant", "aria-label": "Answer" }, said));
   follow(true);
-  let frame = 0, reason = null, failed = null;
+  let frame = 0, reason = null, usage = null, failed = null;
   const draw = () => {
     frame = 0;
     growing.update(writing.text);
     follow();
   };
   try {
-    reason = await api.answer({ ...conversation, model }, control.signal, (piece) => {
+    ({ reason, usage } = await api.answer({ ...conversation, model }, control.signal, (piece) => {
       if (!writing.text) byId("notice").textContent = "";
       writing.text += piece;
       frame ||= requestAnimationFrame(draw);
-    });
+    }));
   } catch (error) {
     if (control.signal.aborted) reason = "stopped";
     else failed = error;
@@ -270,7 +278,11 @@ async function answer(messages, takeBack, again) {
   const nothing = !text && (failed !== null || reason === "stopped");
   writing = null;
   working(false);
-  if (!nothing) conversation.messages = [...messages, { role: "assistant", content: text }];
+  if (!nothing) {
+    conversation.messages = [...messages, { role: "assistant", content: text }];
+    conversation.recalled = { ...conversation.recalled,
+      [messages.length]: { passages: usage?.recalled_passages, tokens: usage?.recalled } };
+  }
   else if (seen) conversation.messages = before; // elsewhere the message waits to be answered
   conversation.pins = conversation.pins.filter((index) => index < conversation.messages.length);
   if (!conversation.messages.length) store.drop(conversation.id);

@@ -30,7 +30,7 @@ function fresh() {
 }
 
 /** A conversation that has not begun; it is kept once something is said. */
-export const begun = () => ({ id: fresh(), messages: [], pins: [], changed: 0 });
+export const begun = () => ({ id: fresh(), messages: [], pins: [], recalled: {}, changed: 0 });
 
 /** What a list calls a conversation: the beginning of its first message. */
 export function titled({ messages }) {

@@ -16,6 +16,12 @@ function spoken(piece) {
   return piece.includes("\n") ? "new line" : piece ? "space" : "part of a character";
 }
 const step = (count, all) => (count === 0 ? 0 : Math.ceil((STEPS * count) / all));
+/** Whether each of so many tokens lies in one of the spans. */
+function within(spans, count) {
+  const found = new Array(count).fill(false);
+  for (const [start, stop] of spans) found.fill(true, start, stop);
+  return found;
+}
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
 /** A group's layers in words: `layer 3`, `layers 4–7`, or each where they are no neighbours. */
@@ -33,6 +39,7 @@ export class Strip {
   #counts = []; // how many of the chosen heads hold each
   #all = 0; // the chosen heads
   #pinned = []; // whether each is
+  #recalled = []; // whether each is evicted text that was read again
   #here = -1; // the token that is pointed at
 
   constructor() {
@@ -62,8 +69,8 @@ export class Strip {
       html("span", { id: `token-${from + i}`, role: "option", "aria-selected": "false",
         "aria-label": piece?.trim() ? null : spoken(piece) }, visible(piece)));
     for (const span of made) this.#spans.push(span);
-    this.#pinned = new Array(data.tokens.length).fill(false);
-    for (const [start, stop] of data.pinned) this.#pinned.fill(true, start, stop);
+    this.#pinned = within(data.pinned, data.tokens.length);
+    this.#recalled = within(data.recalled, data.tokens.length);
     this.#offer();
     this.#draw();
     const follows = this.box.scrollHeight - this.box.clientHeight - this.box.scrollTop < 40;
@@ -109,15 +116,17 @@ export class Strip {
     this.#all = sum(chosen.map(({ heads }) => heads));
     this.#counts = tokens.map((_, i) => sum(chosen.map(({ held }) => held[i])));
     this.#spans.forEach((span, i) => {
-      const shade = `token s${step(this.#counts[i], this.#all)}${this.#pinned[i] ? " pinned" : ""}`;
+      const marks = `${this.#pinned[i] ? " pinned" : ""}${this.#recalled[i] ? " recalled" : ""}`;
+      const shade = `token s${step(this.#counts[i], this.#all)}${marks}`;
       if (this.#shades[i] === shade) return;
       span.className = `${shade}${i === this.#here ? " here" : ""}`;
       this.#shades[i] = shade;
     });
-    const held = this.#counts.filter((count) => count > 0).length, pins = this.#pinned.filter(Boolean).length;
+    const held = this.#counts.filter((count) => count > 0).length;
+    const pins = this.#pinned.filter(Boolean).length, again = this.#recalled.filter(Boolean).length;
     const where = byId("group").value === "-1" ? "any layer" : named(chosen[0]);
     byId("summary").textContent = `${number(held)} of ${number(tokens.length)} tokens are held by a head of ${where}` +
-      `${pins ? `, ${number(pins)} are pinned` : ""}.`;
+      `${pins ? `, ${number(pins)} are pinned` : ""}${again ? `, ${number(again)} are recalled text` : ""}.`;
     this.#describe();
   }
 
@@ -126,7 +135,8 @@ export class Strip {
     if (i < 0) return;
     const piece = this.#data.tokens[i], count = this.#counts[i];
     const pin = this.#pinned[i] ? "; it is pinned" : i < this.#data.sinks ? "; the policy never evicts it" : "";
-    const text = `“${spoken(piece)}”: ${count ? `held by ${count} of ${this.#all} heads` : "evicted"}${pin}`;
+    const again = this.#recalled[i] ? "; it is evicted text that was read again" : "";
+    const text = `“${spoken(piece)}”: ${count ? `held by ${count} of ${this.#all} heads` : "evicted"}${pin}${again}`;
     this.#spans[i].setAttribute("aria-label", text);
     byId("said").textContent = `Token ${number(i + 1)}, ${text}.`;
     byId("layers").replaceChildren(...this.#data.groups.map((group) =>

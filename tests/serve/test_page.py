@@ -271,6 +271,38 @@ def test_the_strip_is_read_by_keys(page, url):
 
 
 @in_browser
+def test_what_was_recalled_is_marked_and_told_below_the_answer(page):
+    runtime = Runtime.from_pretrained("pocket", "streaming_llm", kv_budget_tokens=128)
+    fact = "The secret code of the vault is 7421. Remember it."
+    question = "What is the secret code of the vault?"
+    session = runtime.session()
+    session.set_generation(max_new_tokens=64)
+    for text in (fact, LONG, LONG, question):
+        "".join(session.send(text))
+    tokens = session.turn.recalled_tokens
+    note = f"recalled 1 passage, {tokens} tokens"
+    with serving(Scheduler(runtime)) as server:
+        opened(page, f"{server.url}/")
+        for text in (fact, LONG, LONG):
+            say(page, text)
+        assert page.locator(".recall-note").count() == 0
+        say(page, question)
+        assert page.locator(".assistant").last.locator(".recall-note").inner_text() == note
+        page.locator("#strip .recalled").first.wait_for(state="attached")
+        marked = page.locator("#strip .recalled").all_text_contents()
+        assert len(marked) == tokens
+        assert "vault is 7421" in "".join(marked)
+        assert page.locator("#strip .pinned").count() == 0
+        page.get_by_role("button", name="Memory", exact=True).click()
+        assert f"{tokens} are recalled text" in page.locator("#summary").inner_text()
+        page.locator("#strip .recalled").first.click()
+        assert "evicted text that was read again" in page.locator("#said").inner_text()
+        page.reload()
+        assert page.locator(".recall-note").all_inner_texts() == [note]
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+@in_browser
 def test_a_pinned_message_stays(page, url):
     opened(page, url)
     say(page, FACT)

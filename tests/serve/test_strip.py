@@ -98,6 +98,30 @@ def test_pinned_tokens_are_the_message_and_are_held(tmp_path_factory):
         assert group.held[start:stop] == [group.heads] * (stop - start)
 
 
+def test_recalled_text_is_told_from_pins_while_its_answer_is_written_and_afterwards(tmp_path):
+    folder = tiny_chat.save(tmp_path)
+    runtime = Runtime.from_pretrained(
+        folder, "streaming_llm", kv_budget_tokens=128, block_size=16, device="cpu"
+    )
+    session = session_of(runtime)
+    list(session.send("The secret code of the vault is 7421. Remember it."))
+    for _ in range(2):
+        list(session.send(LONG))
+    assert sound(session).recalled == []
+    found = [sound(session) for _ in session.send("What is the secret code?", pin=True)]
+    for strip in (*found, sound(session)):
+        ((start, stop),) = strip.recalled
+        assert "vault is 7421" in "".join(strip.tokens[start:stop])
+        assert strip.tokens[start].startswith("(")
+        assert strip.pinned  # the question, around what is recalled
+        assert all(b <= start or stop <= a for a, b in strip.pinned)
+    assert found
+    begun = session.send("And the code of the vault?")
+    session.recall.spans.append((10**6, 10**6 + 9))  # as where reading was cut short
+    assert sound(session).recalled == found[0].recalled
+    begun.close()
+
+
 def test_a_loaded_conversation_knows_its_tokens(runtime, tmp_path):
     session = session_of(runtime)
     list(session.send(LONG))
