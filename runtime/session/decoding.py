@@ -41,6 +41,8 @@ class Insertion(NamedTuple):
 
     at: int  # tokens of the prompt that stand before them
     tokens: Callable[[], list[int]]
+    prepare: Callable[[int], None]
+    """Called with the tokens of the prompt that are read, after every block before them."""
 
 
 class BlockRead(NamedTuple):
@@ -259,6 +261,7 @@ class Decoding:
             # Of a few tokens none is evicted before a block is whole: they need no block alone.
             if insertion.at > engine.plan.block_size:
                 for done, _ in loop.blocks(engine.token_ids(ids[: insertion.at])):
+                    insertion.prepare(done)
                     yield done, None
             found = insertion.tokens()
             ids = [*ids[: insertion.at], *found, *ids[insertion.at :]]

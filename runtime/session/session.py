@@ -725,7 +725,11 @@ class Session:
                     self.recall.begin(start[0])
                 insertion = None
                 if prompt.question is not None:
-                    insertion = Insertion(prompt.question, lambda: self._recalled(prompt, start[0]))
+                    insertion = Insertion(
+                        prompt.question,
+                        lambda: self._recalled(prompt, start[0]),
+                        lambda done: self.recall.index(self._decoding.read_ids[: start[0] + done]),
+                    )
                 yield from self._decoding.answer(
                     prompt.ids, self.generation, self.rng, turn, written, self.on_block, insertion
                 )

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,6 +251,20 @@ def test_an_answer_with_recalled_text_beside_others_is_as_alone(tmp_path: Path, 
         assert [reply.usage.recalled_tokens for reply in replies] == counts
 
     serve(Scheduler(runtime, limits(together=3)), chat)
+
+
+def test_a_long_prompt_is_indexed_block_by_block(runtime: Any) -> None:
+    """So that others, whose tokens are read in between, wait for no more of it."""
+    session = runtime.session()
+    session.set_generation(max_new_tokens=2)
+    lengths, index = [0], session.recall.index
+    session.recall.index = lambda ids: (lengths.append(len(ids)), index(ids))[1]
+    "".join(session.send(f"{FACT.format(7421)} {filler('long', 400)}\n\n{QUESTION}"))
+    assert session.turn.recalled_tokens > 0
+    steps = [b - a for a, b in pairwise(lengths)]
+    assert len(steps) > 20
+    assert max(steps) <= runtime.plan.block_size
+    assert lengths[-1] == session.recall.spans[0][0]
 
 
 def test_a_request_says_how_much_is_recalled_for_its_message(
