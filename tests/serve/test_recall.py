@@ -17,6 +17,7 @@ from server_chats import ask, limits, plain, said, serve, text_of, until, user
 from tools import PATIENCE
 
 import kvcap
+from kvcap.runtime.backends.pytorch.batch import Rows
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.recall.store import PassageStore
 from kvcap.serve.app import Settings, application
@@ -211,26 +212,35 @@ def test_after_a_restart_the_same_is_recalled(
     assert usage.recalled_tokens > 0
 
 
-@pytest.mark.parametrize("every", [1, 16])
-def test_an_answer_with_recalled_text_beside_others_is_as_alone(tmp_path: Path, every: int) -> None:
+@pytest.mark.parametrize(("every", "ahead"), [(1, False), (1, True), (16, False)])
+def test_an_answer_with_recalled_text_beside_others_is_as_alone(
+    tmp_path: Path, every: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And nobody waits for its end: some are read in rows of one cache meanwhile, it is not."""
+    init = Rows.__init__
+
+    def made(self: Rows, *args: Any) -> None:
+        init(self, *args)
+        self.begins_ahead = ahead  # as on a GPU, where a pass begins before the last one is told
+
+    monkeypatch.setattr(Rows, "__init__", made)
     runtime = load(tmp_path, evict_every=every)
-    facts = [FACT.format(7000 + number) for number in range(3)]
-    asked = [QUESTION, filler("long", 200), QUESTION]
+    facts = [FACT.format(7000 + number) for number in range(4)]
+    asked = [QUESTION, filler("long", 120), QUESTION, filler("more", 60)]
 
     def begun() -> list[Any]:
         found = [plain(runtime, [user(fact)], 4)[0] for fact in facts]
         for session in found:
             for number in range(2):
                 "".join(session.send(filler(number)))
-            session.set_generation(max_new_tokens=40)
+            session.set_generation(max_new_tokens=24)
         return found
 
     alone, sessions = begun(), begun()
     expected = ["".join(x.send(text)) for x, text in zip(alone, asked, strict=True)]
     counts = [session.turn.recalled_tokens for session in alone]
-    assert [count > 0 for count in counts] == [True, False, True]
-    batch = runtime.batch(3)
+    assert [count > 0 for count in counts] == [True, False, True, False]
+    batch = runtime.batch(4)
     assert batch.apart is None
     for session, text in zip(sessions, asked, strict=True):
         batch.add(session, session.send(text))
@@ -239,18 +249,18 @@ def test_an_answer_with_recalled_text_beside_others_is_as_alone(tmp_path: Path, 
     assert max(map(order.index, range(3))) < len(order) - max(
         order[::-1].index(n) for n in range(3)
     )
-    assert ["".join(text for n, text in pieces if n == number) for number in range(3)] == expected
+    assert ["".join(text for n, text in pieces if n == number) for number in range(4)] == expected
 
     async def chat(s: Scheduler) -> None:
         talks = [await told(s, fact, session_id=str(n)) for n, fact in enumerate(facts)]
         replies = [
-            s.submit(ask(*talk, user(text), tokens=40, session_id=str(number)))
+            s.submit(ask(*talk, user(text), tokens=24, session_id=str(number)))
             for number, (talk, text) in enumerate(zip(talks, asked, strict=True))
         ]
         assert await asyncio.gather(*map(text_of, replies)) == expected
         assert [reply.usage.recalled_tokens for reply in replies] == counts
 
-    serve(Scheduler(runtime, limits(together=3)), chat)
+    serve(Scheduler(runtime, limits(together=4)), chat)
 
 
 def test_a_long_prompt_is_indexed_block_by_block(runtime: Any) -> None:
