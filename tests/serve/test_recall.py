@@ -140,7 +140,7 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
         own = {number for number in numbers if number in one.read}
         assert len(own) <= 1
         for text in one.passages:
-            assert text in one.read
+            assert "".join(text.split()) in "".join(one.read.split())
         if one in asked:
             assert any(number in text for number in own for text in one.passages)
             seen |= own
