@@ -22,7 +22,7 @@ STORE_BYTES = 8 << 20
 PAGE = 4096  # bytes of a page of SQLite
 PAGES = 64  # of an index, at least: an empty one has about 10
 MOST_WORDS = 64  # of a question; more would only repeat what others say
-COMMON, FEW = 0.5, 16  # words of more passages than this share say nothing, but among a few
+LEAST_WEIGHT = 1.0  # of a passage's words: two that half of all passages have, or a rarer one
 # Marks of vowels are no letters for Python: those from Arabic to Sinhala scripts are named here.
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u0670\u06d6-\u06ed\u0900-\u0dff"
@@ -75,7 +75,8 @@ class PassageStore:
         """Return the passages with the largest shares of a question's words, the best first.
 
         A word weighs the more the fewer passages have it: `log(1 + (N - n + 0.5) / (n + 0.5))` of
-        `N` passages and the `n` that do. Passages with as many are in BM25's order.
+        `N` passages and the `n` that do. Passages with as many are in BM25's order; those are left
+        out that have none but common words.
         """
         asked = list(dict.fromkeys(word.lower() for word in terms(words)))[:MOST_WORDS]
         if self._database is None or not asked:
@@ -87,16 +88,16 @@ class PassageStore:
             rows = self._all("SELECT rowid FROM passages WHERE passages MATCH ?", f'"{word}"')
             weight = log(1 + (everything - len(rows) + 0.5) / (len(rows) + 0.5))
             total += weight
-            if len(rows) <= everything * COMMON or everything < FEW:
-                for (row,) in rows:
-                    shares[row] += weight
+            for (row,) in rows:
+                shares[row] += weight
         # Of passages with the same words BM25 knows which has them oftener.
         query = " OR ".join(f'"{word}"' for word in asked)
         ranks = dict(
             self._all("SELECT rowid, bm25(passages) FROM passages WHERE passages MATCH ?", query)
         )
+        enough = [row for row in shares if shares[row] >= LEAST_WEIGHT]
         best = nlargest(
-            count, shares, key=lambda row: (round(shares[row] / total, 2), -ranks[row], row)
+            count, enough, key=lambda row: (round(shares[row] / total, 2), -ranks[row], row)
         )
         return [Found(self._span(row), shares[row] / total) for row in best]
 

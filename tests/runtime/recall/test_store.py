@@ -41,7 +41,8 @@ def test_the_passage_with_the_rarest_words_comes_first():
     scores = [one.score for one in store.search("the harbour key stone")]
     assert scores == sorted(scores, reverse=True)
     assert scores[-1] > 0
-    assert len(store.search("the", count=2)) == 2
+    assert len(store.search("the harbour market", count=2)) == 2
+    assert not store.search("the a for")
 
 
 @pytest.mark.parametrize(
