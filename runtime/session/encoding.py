@@ -58,6 +58,29 @@ def encode_behind(backend: Any, text: str) -> list[int]:
     return encode(backend, text)
 
 
+def encode_with(
+    tokenizer: Any, text: str, *, special: bool = False, follows: bool = False
+) -> list[int]:
+    """Return the token ids of a text by a model's tokenizer.
+
+    Args:
+        tokenizer: with its `backend_tokenizer`, which may have been asked to truncate or pad.
+        text: of any length.
+        special: whether tokens are added that begin or end a text.
+        follows: the text goes on from another.
+
+    Raises:
+        MessagesInvalid: it holds a lone surrogate, which is no letter.
+    """
+    check_letters(text)
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation or backend.padding or backend.encode_special_tokens:
+        # Somebody has asked for these, which transformers takes back with the next call.
+        slowly: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+        return slowly
+    return encode_behind(backend, text) if follows else encode(backend, text, special=special)
+
+
 def check_letters(text: str) -> None:
     """Refuse a text with halves of letters, or bytes that are no UTF-8, which no tokenizer reads.
 

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 from weakref import ref
@@ -17,7 +18,7 @@ from kvcap.runtime.recall.recall import Passage, Recall
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.decoding import Decoding, Insertion, Written
 from kvcap.runtime.session.detokenizer import Detokenizer
-from kvcap.runtime.session.encoding import check_letters, encode, encode_behind
+from kvcap.runtime.session.encoding import check_letters, encode_with
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
@@ -108,7 +109,10 @@ class Session:
         """Brings back what the cache held, where that is elsewhere while answers are written."""
         plan = runtime.plan
         self.recall = Recall(
-            runtime.tokenizer, self._encoded, plan.budget_tokens, plan.recall_store
+            runtime.tokenizer,
+            partial(encode_with, runtime.tokenizer, follows=True),
+            plan.budget_tokens,
+            plan.recall_store,
         )
         """Finds evicted text that a message asks about, to be read again in front of it."""
         self._decoding = Decoding(runtime, self.loop)
@@ -471,14 +475,7 @@ class Session:
         Raises:
             MessagesInvalid: it holds a lone surrogate, which is no letter.
         """
-        check_letters(text)
-        tokenizer = self.runtime.tokenizer
-        backend = tokenizer.backend_tokenizer
-        if backend.truncation or backend.padding or backend.encode_special_tokens:
-            # Somebody has asked for these, which transformers takes back with the next call.
-            slowly: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
-            return slowly
-        return encode_behind(backend, text) if follows else encode(backend, text, special=special)
+        return encode_with(self.runtime.tokenizer, text, special=special, follows=follows)
 
     @property
     def _transcript(self) -> Transcript:
