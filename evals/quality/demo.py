@@ -74,6 +74,7 @@ class Demo:
         self._sentences = filler(rng)
         self._order = rng.sample(self.facts, facts)
         self.runtime, self.session = runtime, runtime.session(seed=seed)
+        self.session.recall.limit = 0  # the demo shows what the cache itself still knows
         self.read = 0  # filler tokens so far, turn marks and acknowledgements included
         self._reading_since = 0.0
 

@@ -20,7 +20,7 @@ from kvcap.runtime.recall.store import STORE_BYTES, PassageStore
 from kvcap.runtime.types import KeptTokens, Span
 
 LEAST = 0.2  # share of a question's words that a passage must have; below it they agree by chance
-NEAR_BEST = 0.6  # of the best passage's share: a weaker one answers less than what may be held
+NEAR_BEST = 0.85  # of the best passage's share: a weaker one answers less than what may be held
 MOSTLY = 0.5  # of a passage's slots: fewer are held, or it is no candidate
 BEFORE, BETWEEN, AFTER = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
 

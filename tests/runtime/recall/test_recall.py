@@ -79,7 +79,7 @@ def test_what_is_read_again_stays_within_the_limit(tokenizer, recall):
         assert len(tokens) <= limit
         assert bool(tokens) == (limit >= 64)
         assert [one.span for one in recall.passages] == sorted(o.span for o in recall.passages)
-    assert len(recall.passages) > 3
+    assert len(recall.passages) > 2
     with pytest.raises(ValueError, match="use 0"):
         recall.limit = -1
 
@@ -97,12 +97,13 @@ def test_unknown_tokens_are_left_out(tokenizer, recall):
 def test_no_two_passages_overlap(tokenizer, recall):
     ids = read(tokenizer, 20)
     spans = sorted(one.span for one in recall.find(" ".join(FACTS), ids))
-    assert len(spans) > 3
+    assert len(spans) > 2
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
 def test_a_shorter_conversation_is_another_one(tokenizer, recall):
     assert recall.find("gulls roof", read(tokenizer))
-    other = encode(tokenizer, "Bread and butter are on the table in the kitchen. " * 6)
+    words = " ".join(islice(filler(Random(1)), 12))
+    other = encode(tokenizer, f"Bread and butter are in the kitchen. {words}")
     assert not recall.find("gulls roof", other)
-    assert recall.find("butter", other) or recall.store.search("butter")
+    assert recall.find("bread and butter", other)
