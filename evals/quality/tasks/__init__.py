@@ -56,7 +56,13 @@ class Sample:
 
     @property
     def plain(self) -> str:
-        """The text that a model without a chat template goes on from, as RULER asks such models."""
+        """The text that a model without a chat template goes on from, as RULER asks such models.
+
+        Several messages are written as a dialogue, a line each.
+        """
+        if self.before:
+            said = [f"{role.capitalize()}: {content}\n" for role, content in self.before]
+            return f"{''.join(said)}User: {self.messages[-1]['content']}\nAssistant:{self.opening}"
         begun = self.opening or self.cue
         gap = " " if begun and not begun[0].isspace() else ""
         return f"{self.messages[-1]['content']}{gap}{begun}"
@@ -242,8 +248,8 @@ def prompt_parts(
 
 
 def _in_chat(tokenizer: Any, sample: Sample) -> bool:
-    """Whether the chat template writes a sample; no plain text tells several messages apart."""
-    return sample.chat and (has_template(tokenizer) or bool(sample.before))
+    """Return whether the chat template writes a sample."""
+    return sample.chat and has_template(tokenizer)
 
 
 def _text(tokenizer: Any, sample: Sample) -> str:

@@ -47,7 +47,10 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.session.messages import render
 
 ASKING = [name for name, task in tasks().items() if task.MAX_NEW_TOKENS]
-INSTRUCTIONS = "{{ bos_token }}[INST] {{ messages[0]['content'] | trim }} [/INST]"
+INSTRUCTIONS = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] "
+    "{{ m['content'] | trim }} [/INST]{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+)
 KINDS = ["bytes", "pieces"]
 NEAR = {"niah_multikey_2": 0.25, "niah_multikey_3": 0.4}  # of long sentences few fit in
 
@@ -90,11 +93,12 @@ def test_samples_are_exact_and_repeat(
     assert [*context, *question] == ids
     asked = tokenizer.decode(question)
     assert asked.rstrip().endswith(sample.opening)
+    told = sample.context or " ".join(text for _, text in sample.before)
     for answer in sample.answers:
-        assert sample.context.count(answer) == TIMES.get(name, once)(sample, answer)
+        assert told.count(answer) == TIMES.get(name, once)(sample, answer)
         assert answer not in asked
     if is_placed(task):
-        at = sample.context.index(sample.answers[0]) / len(sample.context)
+        at = told.index(sample.answers[0]) / len(told)
         assert abs(at - depth) < NEAR.get(name, 0.15)
     assert task.score(sample, f"They are {', '.join(sample.answers)}.") == 1
     assert task.score(sample, "I do not know.") == 0
@@ -112,6 +116,9 @@ def test_base_models_go_on_from_plain_text(name: str, kind: str) -> None:
     ids, begun = prompt_ids(tokenizer, sample), sample.opening or "Answer:"
     assert len(ids) == 1000
     asked = f"{sample.context}{sample.joint}{sample.question} {begun}"
+    if sample.before:
+        assert sample.plain.startswith(f"User: {sample.before[0][1]}\nAssistant: ")
+        asked = sample.plain
     assert ids == tokenizer(asked)["input_ids"]  # with the tokenizer's own opening token
     context, question = prompt_parts(tokenizer, sample, "after")
     assert [*context, *question] == ids

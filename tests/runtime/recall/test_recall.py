@@ -72,14 +72,14 @@ def test_shares_that_are_held_are_means_over_heads():
 
 
 def test_what_is_read_again_stays_within_the_limit(tokenizer, recall):
-    ids, question = read(tokenizer, 20), encode(tokenizer, " ".join(FACTS))
+    ids, question = read(tokenizer, 20), encode(tokenizer, "Is it harbour, market or orchard?")
     for limit in (0, 1, 20, 64, 100, 200, 1000):
         recall.limit = limit
         tokens = recall.read_again(question, ids, NOTHING, len(ids))
         assert len(tokens) <= limit
         assert bool(tokens) == (limit >= 64)
         assert [one.span for one in recall.passages] == sorted(o.span for o in recall.passages)
-    assert len(recall.passages) > 2
+    assert len(recall.passages) > 1
     with pytest.raises(ValueError, match="use 0"):
         recall.limit = -1
 
@@ -96,8 +96,8 @@ def test_unknown_tokens_are_left_out(tokenizer, recall):
 
 def test_no_two_passages_overlap(tokenizer, recall):
     ids = read(tokenizer, 20)
-    spans = sorted(one.span for one in recall.find(" ".join(FACTS), ids))
-    assert len(spans) > 2
+    spans = sorted(one.span for one in recall.find("gulls orchard Lisbon", ids))
+    assert len(spans) > 1
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
