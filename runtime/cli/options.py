@@ -479,7 +479,7 @@ class Recalling:
             "--recall",
             metavar="auto|off|N",
             help="Read evicted text again in front of a message that asks about it, at most N "
-            "tokens (auto: a quarter of the budget).",
+            "tokens (auto: 64, or half of the budget).",
             show_default=True,
         ),
     ] = "auto"

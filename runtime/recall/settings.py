@@ -8,7 +8,7 @@ from kvcap.runtime.recall.store import PAGE, PAGES, STORE_BYTES
 from kvcap.runtime.units import format_bytes, parse_bytes
 
 AUTO, OFF = "auto", "off"
-SHARE, USUAL = 4, 64  # a quarter of the slots; of few slots so many tokens, but half at most
+USUAL = 64  # tokens: one passage, or two short ones; more answer less (docs/quality.md)
 LEAST_BYTES = PAGE * PAGES  # of an index
 CAP_SHARE = 32  # of a small cap of the process, this part is for the index
 
@@ -17,7 +17,7 @@ class RecallSettings(NamedTuple):
     """What a user asked for.
 
     >>> RecallSettings.parse("auto").limit(512), RecallSettings.parse("off").limit(512)
-    (128, 0)
+    (64, 0)
     """
 
     tokens: int | None = None  # read again for a message, at most; 0: none; None: by the budget
@@ -55,7 +55,7 @@ class RecallSettings(NamedTuple):
         """Return the most tokens that are read again at a budget of so many slots."""
         if self.tokens is not None:
             return self.tokens
-        return max(budget // SHARE, min(USUAL, budget // 2))
+        return min(USUAL, budget // 2)
 
     @property
     def nbytes(self) -> int:

@@ -165,7 +165,7 @@ def test_policy_and_budget_keep_the_settings_of_recall(
     chat.run_script(["/recall off", "/policy knorm"])
     assert chat.session.recall.limit == 0
     chat.run_script(["/recall auto", "/budget 512"])
-    assert chat.session.recall.limit == 128  # a quarter of the new budget
+    assert chat.session.recall.limit == 64
     assert chat.session.recall.store.limit == STORE_BYTES
 
 
