@@ -316,7 +316,7 @@ def opened(
         OPEN_PATHS,
     )
     engine.check()
-    recall = recalling.settings()
+    recall = recalling.served()
     listening = bound(address.host, address.port)
     taken_on: Any = {
         "together": load.max_together,

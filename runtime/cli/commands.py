@@ -221,7 +221,7 @@ def plan_command(
     serving = None
     try:
         if serve:
-            serving = planned_serving(model, backend, budget)
+            serving = planned_serving(model, backend, budget, recall=recalling.served())
         if serving is None:
             index = recalling.settings(budget.memory_cap).nbytes
             plan = planned(model, backend, budget, index)

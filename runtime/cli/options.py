@@ -21,7 +21,7 @@ from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.names import is_export
 from kvcap.runtime.planning.plan import AUTO, Sizes, parse_cap
-from kvcap.runtime.recall.settings import RecallSettings
+from kvcap.runtime.recall.settings import SERVED_BYTES, RecallSettings
 from kvcap.runtime.types import BUILT_IN, PINS
 from kvcap.runtime.units import parse_bytes
 
@@ -490,7 +490,7 @@ class Recalling:
             metavar="SIZE",
             callback=_size,
             help="The most memory that the index of a conversation's text takes (8MiB by default, "
-            "less under a --memory-cap below 256MiB).",
+            "less under a --memory-cap below 256MiB; 1MiB for each of a server's).",
         ),
     ] = None
 
@@ -505,6 +505,14 @@ class Recalling:
         """
         cap = None if memory_cap is None else parse_cap(memory_cap)
         return RecallSettings.parse(self.recall, self.recall_store, cap)
+
+    def served(self) -> RecallSettings:
+        """Return them as each conversation of a server takes them, with a smaller index by default.
+
+        Raises:
+            ValueError: naming what would work.
+        """
+        return RecallSettings.parse(self.recall, self.recall_store or SERVED_BYTES)
 
 
 @dataclass(frozen=True)

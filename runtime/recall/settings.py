@@ -10,6 +10,7 @@ from kvcap.runtime.units import format_bytes, parse_bytes
 AUTO, OFF = "auto", "off"
 USUAL = 64  # tokens: one passage, or two short ones; more answer less (docs/quality.md)
 LEAST_BYTES = PAGE * PAGES  # of an index
+SERVED_BYTES = 1 << 20  # of the index of each of a server's conversations: some 35,000 tokens
 CAP_SHARE = 32  # of a small cap of the process, this part is for the index
 
 

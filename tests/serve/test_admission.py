@@ -112,7 +112,7 @@ def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
     found = json.loads(capsys.readouterr().out)["serve"]
     assert found["total_bytes"] <= found["cap"] == 4 << 30
     assert found["places"] > 100
-    assert found["index_bytes"] == 8 * MIB
+    assert found["index_bytes"] == MIB
     assert (found["rows_bytes"] > 0) is (best_device() != "cpu")  # where nothing is lent
     assert run([*given, "64MiB", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["least_memory_cap"] > 64 * MIB

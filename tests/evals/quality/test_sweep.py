@@ -362,9 +362,11 @@ def test_a_base_model_is_asked_in_plain_text_and_the_command_says_so(
     plain.save_pretrained(base)
     limits: list[int] = []
 
-    def noted(model: Any, cache: Any, parts: Any, limit: int, stops: Any) -> list[list[int]]:
+    def noted(
+        model: Any, cache: Any, parts: Any, limit: int, stops: Any, recall: Any
+    ) -> list[list[int]]:
         limits.append(limit)
-        return answer(model, cache, parts, 1, stops)
+        return answer(model, cache, parts, 1, stops, recall)
 
     monkeypatch.setattr("kvcap.evals.quality.answering.answer", noted)
     out = tmp_path / "out"

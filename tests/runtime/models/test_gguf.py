@@ -144,6 +144,7 @@ def test_it_is_parsed_once_until_its_model_is_loaded(file, tmp_path, monkeypatch
     assert parsed == ["a.gguf"] * 2
 
 
+@needs_gguf
 def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     assert run(["plan", file, "--kv-budget-tokens", "32", "--dtype", "bfloat16"]) == 0
     said = capsys.readouterr().out
