@@ -520,6 +520,7 @@ def bench_command(
         typer.Argument(
             help="prefill, decode, scoring, positions, ragged; cpu, beside llama.cpp and others; "
             "slots, of fewer bits beside floats; encoding, a text made into tokens; "
+            "recall, evicted text found and read again; "
             "use, the first answers of machines, processes and sessions; "
             "serve, a server under load; clients, many long conversations at one; "
             "on CUDA: kernels, token, parts, gpu, throughput; "

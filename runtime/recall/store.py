@@ -22,6 +22,7 @@ STORE_BYTES = 8 << 20
 PAGE = 4096  # bytes of a page of SQLite
 PAGES = 64  # of an index, at least: an empty one has about 10
 MOST_WORDS = 64  # of a question; more would only repeat what others say
+COMMON, FEW = 0.2, 32  # words of more passages than this share, and than so many, are left out
 LEAST_WEIGHT = 1.0  # of a passage's words: two that half of all passages have, or a rarer one
 # Marks of vowels are no letters for Python: those from Arabic to Sinhala scripts are named here.
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
@@ -82,19 +83,26 @@ class PassageStore:
         if self._database is None or not asked:
             return []
         everything = self._all("SELECT count(*) FROM passages_docsize")[0][0]
-        total, shares = 0.0, defaultdict[int, float](float)
+        most = max(FEW, int(COMMON * everything))
+        total, shares, rare = 0.0, defaultdict[int, float](float), list[str]()
         for word in asked:
             # Quoted, a word is no operator of FTS5.
-            rows = self._all("SELECT rowid FROM passages WHERE passages MATCH ?", f'"{word}"')
+            query = f'"{word}"'
+            rows = self._all(
+                "SELECT rowid FROM passages WHERE passages MATCH ? LIMIT ?", query, most + 1
+            )
+            if len(rows) > most:
+                continue  # it says next to nothing, and would be looked up in most passages
             weight = log(1 + (everything - len(rows) + 0.5) / (len(rows) + 0.5))
             total += weight
+            rare += [query] if rows else []
             for (row,) in rows:
                 shares[row] += weight
+        if not rare:
+            return []
         # Of passages with the same words BM25 knows which has them oftener.
-        query = " OR ".join(f'"{word}"' for word in asked)
-        ranks = dict(
-            self._all("SELECT rowid, bm25(passages) FROM passages WHERE passages MATCH ?", query)
-        )
+        query = "SELECT rowid, bm25(passages) FROM passages WHERE passages MATCH ?"
+        ranks = dict(self._all(query, " OR ".join(rare)))
         enough = [row for row in shares if shares[row] >= LEAST_WEIGHT]
         best = nlargest(
             count, enough, key=lambda row: (round(shares[row] / total, 2), -ranks[row], row)

@@ -95,6 +95,15 @@ def test_a_text_has_the_same_tokens_however_it_is_encoded() -> None:
     assert all(row["ratio_least"] <= row["ratio"] <= row["ratio_most"] for row in rows)
 
 
+def test_a_turn_recalls_what_is_timed() -> None:
+    options = replace(TOY, model="pocket", lengths=(1500,), budgets=(256,), repeats=1)
+    (row,) = load("recall")(options).rows
+    assert 1400 < row["tokens"] <= 1500
+    assert row["index_bytes"] > 0
+    assert 0 < row["recalled"] <= 64
+    assert 0 < row["turn_least"] <= row["turn"] <= row["turn_most"]
+
+
 def test_keys_rotated_in_place_drift() -> None:
     error = {(r["keys"], r["dtype"]): r["error_max"] for r in load("positions")(TOY).rows}
     for dtype in ("float32", "bfloat16"):
