@@ -63,7 +63,7 @@ class LagKV(Policy):
         return scores.masked_fill((place < 0) | (place >= last), 1.0)
 
     def _stand_out(self, states: Tensor, chosen: Tensor) -> Tensor:
-        """How far each of `chosen` [B, K, P·lag] stands out of the next partition. [B, K, P, lag].
+        """Return how far each of `chosen` [B, K, P·lag] stands out of the next one. [B, K, P, lag].
 
         Of the last partition the next is the first.
         """

@@ -62,7 +62,7 @@ class RKV(WindowPolicy):
         return self.mix * importance - (1 - self.mix) * redundancy
 
     def _redundancy(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """How much keys [B, n, D] repeat of each other. [B, n]."""
+        """Return how much keys [B, n, D] repeat of each other. [B, n]."""
         mine, theirs = positions[:, :, None], positions[:, None]
         units = normalize(keys.float(), dim=-1)
         cosine = torch.matmul(units, units.mT).masked_fill(mine == theirs, 0.0)  # [B, n, n]

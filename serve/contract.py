@@ -47,9 +47,10 @@ class Ask:
     """Indices of `messages`, of the system or the user, that are never evicted. To be sent with
     every request: a message that is pinned, or not, only now is read again with all others."""
     recall: str | int | None = None
-    """How much evicted text is read again in front of the last message, as `RecallSettings.parse`
-    takes it: 'auto', 'off' or so many tokens at most. None: as the server was started, and none for
-    a `prompt`."""
+    """Says how much evicted text is read again in front of the last message.
+
+    'auto', 'off' or so many tokens at most, as `RecallSettings.parse` takes it. None: as the server
+    was started, and none for a `prompt`."""
 
 
 class Piece(NamedTuple):

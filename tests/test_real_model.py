@@ -41,7 +41,7 @@ def write(folder: Path, script: Any, parts: list[bytes] = PARTS, says: bytes | N
 
 @pytest.fixture
 def index(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Path]]:
-    """What a download finds, and the folders that were downloaded to."""
+    """Give what a download finds, and the folders that were downloaded to."""
     source, fetched = tmp_path / "index", list[Path]()
 
     def fetch(folder: Path) -> None:

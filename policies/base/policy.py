@@ -32,7 +32,7 @@ class Policy(Component):
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether a score compares all slots with each other: of many, that takes gigabytes."""
+        """Return whether a score compares all pairs of slots: of many, that takes gigabytes."""
         return False
 
     def score(self, obs: Observation) -> Tensor:

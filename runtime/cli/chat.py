@@ -31,7 +31,7 @@ from kvcap.runtime.errors import KvcapError, MemoryCapExceeded, PlanInfeasible, 
 from kvcap.runtime.files import read_text
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
-from kvcap.runtime.recall.recall import MOSTLY, Passage, held_shares
+from kvcap.runtime.recall.recall import Passage, held_shares, mostly_held
 from kvcap.runtime.recall.settings import AUTO, OFF, RecallSettings
 from kvcap.runtime.session.decoding import MAX_NEW_TOKENS
 from kvcap.runtime.session.encoding import check_letters
@@ -497,10 +497,10 @@ def shown_passage(passage: Passage, held: Sequence[float]) -> str:
         held: how many of the first 0, 1, ... tokens are held.
     """
     start, stop = passage.span
-    evicted = held[stop] - held[start] <= MOSTLY * (stop - start)
     text = " ".join(passage.text.split())
     end = " ..." if len(text) > PASSAGE else ""
-    where = f"tokens {start:,} to {stop:,}, {'mostly evicted' if evicted else 'held'}"
+    state = "held" if mostly_held(held, passage.span) else "mostly evicted"
+    where = f"tokens {start:,} to {stop:,}, {state}"
     return f"{where}: {text[:PASSAGE]}{end}"
 
 

@@ -54,7 +54,6 @@ from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
     from kvcap.runtime.models.packed import PackedDtype
-    from kvcap.runtime.recall.settings import RecallSettings
     from kvcap.runtime.session.ends import End
     from kvcap.runtime.session.engine import Engine
     from kvcap.runtime.session.session import Session

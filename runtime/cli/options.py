@@ -471,7 +471,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Recalling:
-    """How much evicted text is read again."""
+    """Options that say how much evicted text is read again."""
 
     recall: Annotated[
         str,

@@ -34,7 +34,7 @@ class Passage(NamedTuple):
 
 
 class Recall:
-    """What one conversation recalls of its evicted text.
+    """Finds the evicted text of one conversation that its messages ask about.
 
     Args:
         tokenizer: of the model.
@@ -51,8 +51,6 @@ class Recall:
         store: int = STORE_BYTES,
     ) -> None:
         self._budget = budget
-        self._start = 0  # of the segment that is read
-        self._before: int | None = None  # start of the one before it, with which it is a passage
         self.set(RecallSettings(None if store else 0, store))
         self.spans: list[Span] = []
         """The tokens that are recalled text: where it was read, not where it came from."""
@@ -66,9 +64,10 @@ class Recall:
         self._limit = settings.limit(self._budget)
         self._longest = segment_length(self._limit)  # tokens of a segment of the index
         self.store = PassageStore(settings.store_bytes)
-        self._start, self._before = 0, None
+        self._start = 0  # of the segment that is read
+        self._before: int | None = None  # start of the one before it, with which it is a passage
         self.settings = settings
-        """What was asked for, from which the limit follows at this budget."""
+        """Settings that were asked for, from which the limit follows at this budget."""
 
     @property
     def limit(self) -> int:
@@ -119,7 +118,7 @@ class Recall:
         for (start, stop), score in ranked:
             if score < least:
                 break
-            if held is not None and held[stop] - held[start] > MOSTLY * (stop - start):
+            if held is not None and mostly_held(held, (start, stop)):
                 continue
             if all(stop <= one.span[0] or one.span[1] <= start for one in found):
                 found.append(Passage((start, stop), self._text(ids[start:stop]), score))
@@ -203,3 +202,9 @@ def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:
         return [float(n) for n in range(seen + 1)]
     counts = np.bincount(np.concatenate(heads), minlength=seen)[:seen]
     return [0.0, *accumulate(counts / len(heads))]
+
+
+def mostly_held(held: Sequence[float], span: Span) -> bool:
+    """Return whether the cache has most of a span; `held` is what `held_shares` gives."""
+    start, stop = span
+    return held[stop] - held[start] > MOSTLY * (stop - start)

@@ -1,4 +1,4 @@
-"""How much evicted text a conversation reads again, and how large the index of it may be."""
+"""Settings that say how much evicted text is read again, and how large the index of it may be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CAP_SHARE = 32  # of a small cap of the process, this part is for the index
 
 
 class RecallSettings(NamedTuple):
-    """What a user asked for.
+    """Settings of recall that a user asked for.
 
     >>> RecallSettings.parse("auto").limit(512), RecallSettings.parse("off").limit(512)
     (64, 0)
@@ -90,4 +90,4 @@ def planned_store(asked: str | int | None, cap: int | None = None) -> int:
 
 
 DEFAULT = RecallSettings()
-"""For those who say nothing."""
+"""Settings that hold where nobody asks for others."""

@@ -170,7 +170,7 @@ def test_capkv(obs, tau, sinks, group):
 
 @pytest.mark.parametrize(("n", "size"), [(40, 8), (97, 12)])
 def test_capkv_keeps_what_kvpress_keeps(n, size):
-    """Of the same mean query; kvpress pins sinks alone, so that the window is not pinned here."""
+    """Give both one mean query; kvpress pins sinks alone, so that the window is not pinned here."""
     obs = in_order(n, size=size)
     expected = capkv_exactly(obs, 5.0, 4)
     expected[..., :4] = torch.inf
@@ -197,7 +197,7 @@ def z(x: Tensor) -> Tensor:
 
 
 def mutual(obs: Observation, chunk: int) -> Tensor:
-    """What the queries of each run of a block pay its tokens, by loops; 0 for older tokens."""
+    """Return by loops what the queries of each run of a block pay its tokens; 0 for older ones."""
     w = obs.queries.shape[2]
     out = torch.zeros(obs.positions.shape).double()
     for b, k in heads(obs):

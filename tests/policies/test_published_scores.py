@@ -74,7 +74,7 @@ def logits(obs: Observation, b: int, head: int, t: int, j: int) -> float:
 
 
 def expected_by_loops(obs: Observation, sinks: int, epsilon: float, covariance: bool) -> Tensor:
-    """By `μ` and `Σ` of the queries, as the paper has it. [B, K, G, n], the group apart."""
+    """Score by `μ` and `Σ` of the queries, as the paper does, each query head. [B, K, G, n]."""
     scores = torch.zeros(*obs.positions.shape[:2], obs.groups, obs.positions.shape[2]).double()
     for b, k, in_time in heads_of(obs):
         rest = [j for j in in_time if obs.positions[b, k, j] >= sinks]
@@ -301,7 +301,7 @@ def test_lagkv_keeps_what_published_code_keeps(tokens, budget, seed):
 
 
 def ordered(obs: Observation) -> Observation:
-    """The same with slots in time order, which all heads share."""
+    """Score slots in time order, which all heads share."""
     positions = torch.arange(obs.positions.shape[-1], dtype=torch.int32)
     return replace(obs, positions=positions.expand_as(obs.positions).contiguous())
 
@@ -309,7 +309,7 @@ def ordered(obs: Observation) -> Observation:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("epsilon", [0.0, 0.02])
 def test_expected_attention_keeps_what_published_code_keeps(seed, epsilon):
-    """Of the hidden states of a window; its own tokens stay besides, and sinks in both."""
+    """Take the hidden states of a window; its own tokens stay besides, and sinks in both."""
     g = torch.Generator().manual_seed(seed)
     tokens, window, sinks, budget = 53, 11, 4, 30
     obs = ordered(observe(tokens, batch=1, kv_heads=3, gaps=False, budget=budget, seed=seed))
@@ -326,7 +326,7 @@ def test_expected_attention_keeps_what_published_code_keeps(seed, epsilon):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("mix", [0.07, 0.1, 0.6])
 def test_rkv_keeps_what_published_code_keeps(seed, mix):
-    """Where every key has one that it resembles: else published code spares the first slot."""
+    """Use keys that each resemble another: else published code spares the first slot."""
     tokens, window, budget = 57, 8, 30
     obs = observe(tokens, batch=1, kv_heads=3, size=16, window=window, gaps=False, seed=seed)
     obs = replace(ordered(obs), budget=budget)
@@ -420,7 +420,7 @@ def test_bad_options_are_refused_by_name(name, options):
 
 @pytest.mark.parametrize("budget", [16, 17, 40, 300])
 def test_the_cap_wins_over_the_newest_tokens(budget):
-    """Of `lagkv` they score highest, pinned or not, so that half of the slots is left to users."""
+    """Newest tokens of `lagkv` score highest, pinned or not: half of the slots is left to users."""
     for name, newest in (
         ("lagkv", min(128, (budget - 16) // 2)),
         ("expected_attention", min(32, budget - 16)),

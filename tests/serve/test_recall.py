@@ -51,7 +51,7 @@ def filler(seed: Any, count: int = 90) -> str:
 
 
 class Recalled(NamedTuple):
-    """What an answer's conversation was when it ended."""
+    """Holds an answer's conversation as it was when it ended."""
 
     owner: str
     session_id: str | None
@@ -106,7 +106,7 @@ def url(runtime: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Iterato
 
 
 def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recalled]) -> None:
-    """Of six that speak at once about one subject, in three places."""
+    """Let six speak at once about one subject, in three places."""
 
     def talk(number: int) -> None:
         key, name = TALKS[number]
@@ -152,7 +152,7 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
 def test_what_a_request_changes_is_forgotten(
     runtime: Any, ended: list[Recalled], tmp_path: Path, name: str | None, change: str
 ) -> None:
-    """Also where what stands before it is restored from a file."""
+    """Change messages, also where what stands before them is restored from a file."""
 
     async def chat(s: Scheduler) -> None:
         messages = list[Any]()
@@ -216,7 +216,7 @@ def test_after_a_restart_the_same_is_recalled(
 def test_an_answer_with_recalled_text_beside_others_is_as_alone(
     tmp_path: Path, every: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nobody waits for its end: some are read in rows of one cache meanwhile, it is not."""
+    """Nobody waits for its end: others are read in rows of one cache meanwhile, it is not."""
     init = Rows.__init__
 
     def made(self: Rows, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""What commands and the chat say and do about evicted text that is read again."""
+"""Commands and the chat say what evicted text is read again, and take its settings."""
 
 from __future__ import annotations
 
