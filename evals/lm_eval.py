@@ -31,7 +31,7 @@ from kvcap.runtime.errors import ChatTemplateMissing, ExtraMissing, how_to_insta
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.messages import render
-from kvcap.runtime.types import POCKET, Message, Positions
+from kvcap.runtime.types import DEFAULT_POLICY, POCKET, Message, Positions
 
 NAME = "kvcap"
 MAX_GEN_TOKS = 256  # lm-eval's own default
@@ -96,7 +96,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     def __init__(
         self,
         pretrained: str = POCKET,
-        policy: str = "keydiff",
+        policy: str = DEFAULT_POLICY,
         budget_tokens: int | None = None,
         kv_budget: str | int | None = None,
         block_size: int = 128,

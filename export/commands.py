@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import typer
 
 from kvcap.export.graphs.formulations import FORMULATIONS, TRACED
-from kvcap.runtime.cli.options import DEFAULT_POLICY
 from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:
     from kvcap.export.decoder.check import Report
@@ -158,7 +158,7 @@ def decoder_command(
         ),
     ],
     policy: Annotated[
-        str | None, typer.Option(help="What is evicted (keydiff); see kvcap policies.")
+        str | None, typer.Option(help=f"What is evicted ({DEFAULT_POLICY}); see kvcap policies.")
     ] = None,
     policy_option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of the policy; repeatable.")

@@ -13,6 +13,8 @@ POCKET = "pocket"
 """The name of the built-in model that commands run where none is named."""
 BUILT_IN = (POCKET, "pocket-plain", "pocket-text")
 """The names of all built-in models."""
+DEFAULT_POLICY = "lagkv"
+"""The policy where nobody names one; docs/quality.md says by which measurements."""
 EVICT_EVERY = 64
 """Tokens of an answer after which a CPU evicts, all at once, unless told otherwise."""
 SINKS = "sink_tokens"

@@ -25,6 +25,7 @@ from kvcap.policies import Eviction, load_policy, policies
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.rope import rotate
+from kvcap.runtime.types import DEFAULT_POLICY
 
 REVEALED = frozenset({"keys", "values", "positions"})  # by a decoder with past_key_values
 SLOTS, HELD = ("layers", "kv_heads", "slots"), ("layers", "kv_heads", "held")
@@ -160,7 +161,7 @@ def revealed() -> list[str]:
         name for name, made in policies().items() if len(made.parts) == 1 and not made.options
     ]
     found = [name for name in single if _fits(load_policy(name))]
-    return sorted(found, key=lambda name: (name != "keydiff", name))
+    return sorted(found, key=lambda name: (name != DEFAULT_POLICY, name))
 
 
 def _fits(eviction: Eviction) -> bool:

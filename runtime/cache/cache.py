@@ -38,7 +38,7 @@ from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import has_m_rope
-from kvcap.runtime.types import ATTENTION, KeptTokens, Positions, SlotUse, Span
+from kvcap.runtime.types import ATTENTION, DEFAULT_POLICY, KeptTokens, Positions, SlotUse, Span
 
 if TYPE_CHECKING:
     from kvcap.runtime.cache.state_layer import StateLayer
@@ -98,7 +98,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         config: Any,
         budget_tokens: int = 256,
         block_size: int = 128,
-        policy: str | Eviction | Policy = "keydiff",
+        policy: str | Eviction | Policy = DEFAULT_POLICY,
         *,
         positions: Positions | None = None,
         evict_every: int = 1,

@@ -22,7 +22,7 @@ from typing import Any
 import typer
 
 from kvcap.runtime.cli.console import dim
-from kvcap.runtime.cli.options import DEFAULT_POLICY, Budget, pairs
+from kvcap.runtime.cli.options import Budget, pairs
 from kvcap.runtime.errors import (
     ManifestError,
     ModelFilesBroken,
@@ -33,7 +33,7 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.files import locked, read_text
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
-from kvcap.runtime.types import BUILT_IN, MANIFEST
+from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, MANIFEST
 from kvcap.runtime.units import format_bytes
 
 TOKENS, BLOCK = 256, 128  # where no sizes are given

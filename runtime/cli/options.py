@@ -22,7 +22,7 @@ from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.names import is_export
 from kvcap.runtime.planning.plan import AUTO, Sizes, parse_cap
 from kvcap.runtime.recall.settings import SERVED_BYTES, RecallSettings
-from kvcap.runtime.types import BUILT_IN, PINS
+from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, PINS
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:  # PyTorch stands behind it
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # PyTorch stands behind it
 
 ENVIRONMENT = "KVCAP_"
 CONTEXT = inspect.Parameter.POSITIONAL_OR_KEYWORD
-DEFAULT_POLICY = "keydiff"
 STDIN = "-"
 
 
@@ -260,7 +259,8 @@ class Budget:
             "--policy",
             metavar="NAME",
             autocompletion=policy_names,
-            help="What is evicted (by default keydiff, or an export's own); see kvcap policies.",
+            help=f"What is evicted (by default {DEFAULT_POLICY}, or an export's own); see kvcap "
+            "policies.",
         ),
     ] = None
     policy_option: Annotated[

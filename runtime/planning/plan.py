@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import FreeMemory, free_memory, process_bytes
-from kvcap.runtime.types import Positions
+from kvcap.runtime.types import DEFAULT_POLICY, Positions
 from kvcap.runtime.units import format_bytes, parse_bytes, with_margin
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class MemoryPlan:
         cls,
         config: Any,
         *,
-        policy: str | Eviction | Policy = "keydiff",
+        policy: str | Eviction | Policy = DEFAULT_POLICY,
         kv_budget_tokens: int | None = None,
         kv_budget: str | int | None = None,
         block_size: int | None = None,

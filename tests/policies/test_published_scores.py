@@ -422,7 +422,7 @@ def test_bad_options_are_refused_by_name(name, options):
 def test_the_cap_wins_over_the_newest_tokens(budget):
     """Newest tokens of `lagkv` score highest, pinned or not: half of the slots is left to users."""
     for name, newest in (
-        ("lagkv", min(128, (budget - 16) // 2)),
+        ("lagkv", min(32, (budget - 16) // 2)),
         ("expected_attention", min(32, budget - 16)),
     ):
         eviction = load_policy(name, sinks=16)

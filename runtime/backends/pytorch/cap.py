@@ -29,7 +29,7 @@ from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch, UnsupportedModel
 from kvcap.runtime.models.arguments import CACHE_NAMES, cache_argument, cache_of
 from kvcap.runtime.models.wrappers import M_ROPE, is_wrapper, text_config
-from kvcap.runtime.types import ATTENTION, Positions
+from kvcap.runtime.types import ATTENTION, DEFAULT_POLICY, Positions
 
 MARK = "kvcap_cap"  # the attribute in which a decoder keeps its `Cap`
 HEAD_ARGUMENTS = ("labels", "logits_to_keep", "return_dict")
@@ -57,7 +57,7 @@ def cap(
     model: Any,
     budget_tokens: int = 256,
     block_size: int = 128,
-    policy: str | Eviction | Policy = "keydiff",
+    policy: str | Eviction | Policy = DEFAULT_POLICY,
     *,
     positions: Positions | None = None,
     evict_every: int = 1,

@@ -63,7 +63,7 @@ from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import EVICT_EVERY, POCKET, Positions
+from kvcap.runtime.types import DEFAULT_POLICY, EVICT_EVERY, POCKET, Positions
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Runtime:
     def from_pretrained(
         cls,
         model: str | Path = POCKET,
-        policy: str | Eviction | Policy = "keydiff",
+        policy: str | Eviction | Policy = DEFAULT_POLICY,
         *,
         kv_budget_tokens: int | None = None,
         kv_budget: str | int | None = None,
