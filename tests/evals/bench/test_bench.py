@@ -28,6 +28,7 @@ TOY = Options(
 ELSEWHERE = (
     "clients",
     "cpu",
+    "passages",
     "perturbation",
     "proxy",
     "saliency",
