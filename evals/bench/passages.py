@@ -25,6 +25,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from heapq import nlargest
 from itertools import chain
 from math import log
@@ -111,16 +112,20 @@ class Passages(PassageStore):
 
     def __init__(self, runtime: Runtime, text: str) -> None:
         super().__init__()
-        tokenizer, self.base = runtime.tokenizer, runtime.model.base_model
+        self.tokenizer, self.base = runtime.tokenizer, runtime.model.base_model
         self.spans, self.texts = list[Span](), list[str]()
-        self.ids = tokenizer(text)["input_ids"]
-        self.encode = lambda x: tokenizer(x, add_special_tokens=False)["input_ids"]
-        self.recall = Recall(tokenizer, self.encode, 512)
+        self.ids = self.tokenizer(text)["input_ids"]
+        self.recall = Recall(self.tokenizer, self.encode, 512)
         self.recall.store = self
         self.recall.index(self.ids)
         # Vectors of the token that begins a text are like no other token's.
-        self.begin = self.ids[: self.ids[0] == tokenizer.bos_token_id]
+        self.begin = self.ids[: self.ids[0] == self.tokenizer.bos_token_id]
         self.read = hidden_states(self.base, self.ids, len(self.begin))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text that follows another."""
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def add(self, span: Span, text: str) -> None:
         """Index a passage."""
@@ -203,12 +208,12 @@ def ways(
         x, q = text[layer] - text[layer].mean(0), question[layer] - text[layer].mean(0)
         size = x.shape[1]
         y = means(x)
-        yield ("mean", layer), lambda y=y, q=q: angles(y, q.mean(0)), 2 * size
-        yield ("last", layer), lambda y=y, q=q: angles(y, q[-1]), 2 * size
-        yield ("tokens", layer), lambda x=x, q=q: nearest(x, q), 2 * size * length / count
+        yield ("mean", layer), partial(angles, y, q.mean(0)), 2 * size
+        yield ("last", layer), partial(angles, y, q[-1]), 2 * size
+        yield ("tokens", layer), partial(nearest, x, q), 2 * size * length / count
         project = torch.randn(size, BITS, generator=torch.Generator().manual_seed(layer))
         bits, qbits = (x @ project).sign(), (q @ project).sign()
-        yield ("bits", layer), lambda x=bits, q=qbits: nearest(x, q), BITS / 8 * length / count
+        yield ("bits", layer), partial(nearest, bits, qbits), BITS / 8 * length / count
     kinds = getattr(base.config, "layer_types", None) or ["full_attention"] * depth
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     for layer in sorted({full[0], full[len(full) // 2], full[-1]}):
@@ -216,8 +221,8 @@ def ways(
         middle, size = keys.mean(0), 2 * keys[0].numel()
         y, k = means(keys) - middle, heads(base.layers[layer], "k", question[layer]) - middle
         q = heads(base.layers[layer], "q", question[layer]).unflatten(1, (len(middle), -1)).mean(2)
-        yield ("keys", layer), lambda y=y, k=k: angles(y, k.mean(0)), size
-        yield ("queries", layer), lambda y=y, q=q: angles(y, q.mean(0)), size
+        yield ("keys", layer), partial(angles, y, k.mean(0)), size
+        yield ("queries", layer), partial(angles, y, q.mean(0)), size
 
 
 def hidden_states(base: Any, ids: Sequence[int], skipped: int) -> list[Tensor]:
