@@ -84,14 +84,16 @@ def chat_command(
     """
     from kvcap.runtime.cli.chat import Chat
     from kvcap.runtime.session.messages import render_turn
+    from kvcap.runtime.session.settings import template_options
 
     if sampling.json_schema == STDIN:
         raise ValueError("stdin is the conversation; give --json-schema a file")
     check_logprobs(sampling, output)
     recall = recalling.settings(budget.memory_cap)
     runtime = load(model, backend, budget, running, output, recall.nbytes)
-    render_turn(runtime.tokenizer, None, [{"role": "user", "content": "Hello!"}])  # can it chat?
     session = start_session(runtime, running, sampling, recall)
+    hello, options = {"role": "user", "content": "Hello!"}, template_options(session.generation)
+    render_turn(runtime.tokenizer, None, [hello], options=options)  # can it chat?
     chat = Chat(session, output, running.session, commands=not no_commands)
     if sys.stdin.isatty() and styled():
         from kvcap.runtime.cli.terminal import converse

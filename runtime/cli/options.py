@@ -592,7 +592,7 @@ class Sampling:
             "--template-option",
             metavar="KEY=VALUE",
             help="Of the chat template, VALUE in JSON or a text, such as enable_thinking=false; "
-            "repeatable.",
+            "chat_template=NAME takes one of several templates; repeatable.",
         ),
     ] = None
     logprobs: Annotated[

@@ -6,6 +6,7 @@ the assistant, and then no answer would ever stop. Knows no library that runs mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvcap.runtime.errors import ChatTemplateMissing
@@ -28,8 +29,8 @@ class End(NamedTuple):
 def end_ids(tokenizer: Any, generation: Any = None, config: Any = None) -> list[int]:
     """Return the ids of all tokens that end an answer, in the order in which they are named.
 
-    They are those of the settings of generation, of the config, of the tokenizer, and the one by
-    which the chat template closes an assistant's message. A config's own must be a special token,
+    They are those of the settings of generation, of the config, of the tokenizer, and those by
+    which its chat templates close an assistant's message. A config's own must be a special token,
     since transformers fills in a number where config.json has none.
 
     Args:
@@ -49,7 +50,7 @@ def end_ids(tokenizer: Any, generation: Any = None, config: Any = None) -> list[
     found += [token for token in others if token in added and added[token].special]
     text = tokenizer.special_tokens_map.get("eos_token")
     own = None if text is None else backend.token_to_id(str(text))
-    return list(dict.fromkeys([*found, *_listed(own), *_listed(closing_token(tokenizer))]))
+    return list(dict.fromkeys([*found, *_listed(own), *closing_tokens(tokenizer)]))
 
 
 def ends_of(tokenizer: Any, generation: Any = None, config: Any = None) -> list[End]:
@@ -66,31 +67,38 @@ def with_ends(tokenizer: Any, generation: Any, config: Any = None) -> Any:
     return generation
 
 
-def closing_token(tokenizer: Any) -> int | None:
-    """Return the token by which the chat template closes an assistant's message, if one does.
+def closing_tokens(tokenizer: Any) -> list[int]:
+    """Return the tokens by which chat templates close an assistant's message; mostly there is one.
 
     It is the added token right behind the message's text, spaces left out. Where nothing is written
     behind the last message of a conversation, what comes between it and the user's next counts:
-    some models close their turn by opening the user's.
+    some models close their turn by opening the user's. Of several templates by name each counts, as
+    any may be asked for.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    tail, backend = _written_behind(tokenizer), tokenizer.backend_tokenizer
-    ids: list[int] = backend.encode(tail, add_special_tokens=False).ids if tail else []
-    token = backend.get_added_tokens_decoder().get(ids[0]) if ids else None
-    return ids[0] if token is not None and tail.startswith(token.content) else None
+    templates = getattr(tokenizer, "chat_template", None)
+    if not templates:
+        return []
+    backend, found = tokenizer.backend_tokenizer, dict[int, None]()
+    added = backend.get_added_tokens_decoder()
+    for name in [None] if isinstance(templates, str) else templates:
+        tail = _written_behind(tokenizer, {} if name is None else {"chat_template": name})
+        ids: list[int] = backend.encode(tail, add_special_tokens=False).ids if tail else []
+        token = added.get(ids[0]) if ids else None
+        if token is not None and tail.startswith(token.content):
+            found[ids[0]] = None
+    return list(found)
 
 
-def _written_behind(tokenizer: Any) -> str:
+def _written_behind(tokenizer: Any, options: Mapping[str, Any]) -> str:
     """Return what the chat template writes behind an assistant's text, from the first letter on."""
     user: Message = {"role": "user", "content": "."}
     said: list[Message] = [user, {"role": "assistant", "content": MARK}]
     for messages in (said, [*said, user]):
         try:
-            tail = render(tokenizer, messages, prompt=False).partition(MARK)[2].lstrip()
+            whole = render(tokenizer, messages, options=options, prompt=False)
         except ChatTemplateMissing:  # it may not write such a conversation; a message is refused
             continue
-        if tail:
+        if tail := whole.partition(MARK)[2].lstrip():
             return tail
     return ""
 

@@ -228,6 +228,32 @@ def test_options_of_the_chat_template_are_given(tmp_path: Path, kvcap: Any) -> N
         assert says in err
 
 
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_one_of_several_named_templates_is_taken(command: str, tmp_path: Path, kvcap: Any) -> None:
+    """None of them is called default, so that one must be named."""
+    folder = tiny_chat.save(tmp_path)
+    named = tmp_path / "additional_chat_templates"
+    named.mkdir()
+    template = tmp_path / "chat_template.jinja"
+    (named / "rag.jinja").write_text(template.read_text())
+    (named / "other.jinja").write_text("{{ raise_exception('not this one') }}")
+    template.unlink()
+    way: Any = ("chat", folder) if command == "chat" else ("generate", folder, "Hello!")
+    given = {"stdin": b"Hello!\n"} if command == "chat" else {}
+    way += ("-q", "--max-new-tokens", "2")
+    code, out, err = kvcap(*way, "--template-option", "chat_template=rag", **given)
+    assert code == 0, err
+    assert out.strip()
+    for more, says in (
+        ((), "name one by the template option chat_template"),
+        (("--template-option", "chat_template=default"), "there is: other, rag"),
+        (("--template-option", "chat_template=other"), "not this one"),
+    ):
+        code, _, err = kvcap(*way, *more, **given)
+        assert code == 2
+        assert says in err
+
+
 @pytest.mark.slow
 def test_sampling_is_repeatable(model: str, kvcap: Any) -> None:
     def draw(seed: str) -> str:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from kvcap import Runtime
 from kvcap.cli import run
-from kvcap.runtime.session.ends import End, closing_token, end_ids, ends_of
+from kvcap.runtime.session.ends import End, closing_tokens, end_ids, ends_of
 
 WORDS = ["<unk>", "<s>", "</s>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|return|>"]
 PLAIN = ["a", "b", "c", ".", "\n"]
@@ -55,8 +55,18 @@ def saved(folder: Path, generation: Any, config: Any = None, template: str = CHA
 @pytest.mark.parametrize("case", TEMPLATES)
 def test_a_template_closes_an_answer_by_one_token(case):
     template, closing = TEMPLATES[case]
-    expected = None if closing is None else WORDS.index(closing)
-    assert closing_token(tokenizer_of(template)) == expected
+    expected = [] if closing is None else [WORDS.index(closing)]
+    assert closing_tokens(tokenizer_of(template)) == expected
+
+
+def test_each_of_several_named_templates_closes_an_answer():
+    """Any of them may be asked for, and one that fails closes none."""
+    names = [name for name, (_, closing) in TEMPLATES.items() if closing is not None]
+    tokenizer = tokenizer_of(None)
+    tokenizer.chat_template = {name: TEMPLATES[name][0] for name in [*names, "it fails"]}
+    expected = dict.fromkeys(WORDS.index(TEMPLATES[name][1]) for name in names)
+    assert len(expected) > 1
+    assert closing_tokens(tokenizer) == list(expected)
 
 
 @pytest.mark.parametrize(("generation", "config", "expected"), [
