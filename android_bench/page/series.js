@@ -5,7 +5,8 @@ import { line, summary } from "./stats.js";
 const NAMES = {
   keydiff: "KeyDiff", snapkv: "SnapKV", tova: "TOVA", h2o: "H2O", dropkv: "DropKV", knorm: "K-norm",
   criticalkv: "CriticalKV", obcache: "OBCache", streaming_llm: "StreamingLLM", cake: "CAKE", andpro: "AnDPro",
-  random: "Random",
+  lagkv: "LagKV", expected_attention: "Expected Attention", rkv: "R-KV", compactor: "Compactor", cur: "CUR",
+  capkv: "CapKV", balanced: "Balanced", random: "Random",
 };
 
 /** A policy's name for people. */

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = {"keydiff": "#0b62a4", "tova": "#2a8a57", "h2o": "#d1590f", "snapkv": "#9b2f6f"}
-OTHERS = ("#555555", "#8c6d1f", "#1f7f8c", "#6a4fb3", "#a33b3b", "#4f7a1f", "#7a7a7a", "#b3874f")
+OTHERS = (  # one for each other policy that has a graph of its own
+    "#555555", "#8c6d1f", "#1f7f8c", "#6a4fb3", "#a33b3b", "#4f7a1f", "#7a7a7a", "#b3874f",
+    "#0f5f4e", "#c2185b", "#3f51b5", "#7b4a2e", "#00838f", "#9e9d24", "#5e1f1f", "#c77dba",
+    "#263f5c", "#b8860b", "#4b8bd4", "#6b8e6b",
+)  # fmt: skip
 DASHES: tuple[Any, ...] = ((0, (1, 1.5)), "-", (0, (5, 2)), (0, (6, 1.5, 1, 1.5)))
 FORMS = dict(zip(FORMULATIONS, DASHES, strict=True))  # of KeyDiff
 MARKERS = "os^DvP*Xp<>h"

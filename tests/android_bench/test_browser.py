@@ -41,6 +41,7 @@ from kvcap.android_bench.server.landing import Limits
 from kvcap.android_bench.server.serving import PortTaken, Serving
 from kvcap.export.graphs.formulations import FORMULATIONS
 from kvcap.export.graphs.shape import Shape
+from kvcap.export.graphs.spec import with_graphs_of_their_own
 
 
 @pytest.fixture(scope="module")
@@ -824,6 +825,19 @@ def test_lines_differ_in_more_than_colour(module, plan):
     assert len({line["dash"] for line in found[:4]}) == 4
     assert len({line["colour"] for line in found}) == 7
     assert {(line["wild"], line["bars"]) for line in found} == {(1, 3)}
+
+
+@in_browser
+def test_every_policy_of_a_plan_has_a_name_for_people(module):
+    policies = with_graphs_of_their_own()
+    found = dict(
+        zip(policies, module("series.js", "given.map(m.policyName)", policies), strict=True)
+    )
+    assert [name for name, shown in found.items() if not shown[0].isupper()] == []
+    assert not any("_" in shown for shown in found.values())
+    assert len(set(found.values())) == len(policies)
+    assert found["expected_attention"] == "Expected Attention"
+    assert found["obcache-h2o"] == "OBCache-h2o"
 
 
 @in_browser

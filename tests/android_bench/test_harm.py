@@ -29,11 +29,12 @@ from kvcap.android_bench.documents import (
 )
 from kvcap.android_bench.errors import PlanBroken, ResultBroken, ResultsFull, RunFailed
 from kvcap.android_bench.results import table
-from kvcap.android_bench.results.chart import draw
+from kvcap.android_bench.results.chart import _styles, draw
 from kvcap.android_bench.results.judge import judged
 from kvcap.android_bench.safe_text import escaped, plain
 from kvcap.android_bench.server.landing import Limits, Results
 from kvcap.cli import run
+from kvcap.export.graphs.spec import with_graphs_of_their_own
 
 few = settings(max_examples=150)
 
@@ -180,6 +181,15 @@ def test_a_chart_of_very_many_lines_shows_the_first(tmp_path):
     found |= {"repeat": None}
     draw([judged(found)], tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+def test_each_policy_of_a_plan_has_a_colour_of_its_own():
+    policies = with_graphs_of_their_own()
+    cell = result()["cells"][0]
+    lines = {(name,): [{**cell, "policy": name}] for name in policies}
+    found = _styles(lines)
+    assert len({style["color"] for style in found}) == len(policies)
+    assert found == _styles(lines)
 
 
 # Size
