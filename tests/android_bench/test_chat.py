@@ -143,6 +143,7 @@ def test_logits_and_kept_tokens_are_pythons(mode, tmp_path_factory, page):
     np.testing.assert_allclose(np.array(got["logits"]), np.array(expected), atol=2e-4)
     for layer, kept in zip(got["positions"], python.positions(seen), strict=True):
         np.testing.assert_array_equal(layer, kept)
+        assert (kept[:, :4] == np.arange(4)).all()  # the attention sink, which its graph pins
     assert (got["bytes"], got["used"]) == (python.nbytes, python.used_bytes(seen))
 
 

@@ -86,6 +86,15 @@ def test_the_command_is_told_everything(model, made):
     assert "--kv-budget-tokens 256 --block-size 32 --sink-tokens 2" in said
 
 
+def test_without_a_number_of_sinks_an_export_has_the_usual_ones(model, made):
+    """`kvcap export decoder` pins 4 where nothing is said; 0 must be said."""
+    kept_export(str(model), "int8", Budget())
+    kept_export(str(model), "int8", Budget(sink_tokens=0))
+    usual, none = made
+    assert "--sink-tokens" not in usual
+    assert none[none.index("--sink-tokens") + 1] == "0"
+
+
 def test_a_text_is_known_by_what_it_says(model, made, tmp_path):
     texts = [tmp_path / f"{i}.txt" for i in range(3)]
     for file, said in zip(texts, ("one", "one", "other"), strict=True):
