@@ -174,13 +174,14 @@ def frequencies(model: Any, index: int) -> Tensor | None:
 
 
 def both(
-    family: str, policy: str, positions: str, block: int = 6, tokens: int = 30
+    family: str, policy: str, positions: str, block: int = 6, tokens: int = 30, **pins: int
 ) -> tuple[Any, Any, Tensor, Tensor]:
     """A capped cache and the reference that read the same, and their logits."""
-    setting = Setting(policy, 12, positions, POLICIES[policy])
+    options = POLICIES[policy] | pins
+    setting = Setting(policy, 12, positions, options)
     ids = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(3))[None, :tokens]
     model = tiny_model(family)
-    eviction = kvcap.load_policy(policy, **POLICIES[policy]).plain()
+    eviction = kvcap.load_policy(policy, **options).plain()
     cache = kvcap.BudgetCache(model.config, 12, block, eviction, positions=positions)
     loop, parts = BlockLoop(model, cache), [*ids.split(block, 1), *STEPS]
     logits = torch.cat([loop.read(part) for part in parts])
@@ -211,6 +212,33 @@ def test_logits_and_kept_tokens_past_the_budget(family, policy, positions):
     for index, held in kept(cache).items():
         assert held == expected_kept(reference, index)
     close(logits, expected)
+
+
+@pytest.mark.parametrize(("family", "positions", "policy"), in_turn(
+    FAMILIES, [("compact", "keydiff"), ("true", "h2o"), ("true", "keydiff")], 1,
+))  # fmt: skip
+def test_first_tokens_are_pinned_beside_the_sink_logits(family, positions, policy):
+    """Both a model's own sink and the first 4 tokens take part, as in the reference."""
+    cache, reference, logits, expected = both(family, policy, positions, sink_tokens=4)
+    assert cache.sinks == 4
+    for index, held in kept(cache).items():
+        assert held == expected_kept(reference, index)
+        assert all(head[:4] == [0, 1, 2, 3] for head in held)
+    close(logits, expected)
+    plain, _, others, _ = both(family, policy, positions, sink_tokens=0)
+    assert any(head[:4] != [0, 1, 2, 3] for held in kept(plain).values() for head in held)
+    assert (logits - others).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_usual_first_tokens_are_pinned_in_models_with_sink_logits(family):
+    model = tiny_model(family)
+    ids = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(3))[None]
+    ids[:, :12] = 3  # all alike, which keydiff evicts first
+    cache = kvcap.BudgetCache(model.config, 32, 8)
+    BlockLoop(model, cache).prefill(ids)
+    assert cache.sinks == 4
+    assert all(head[:4] == [0, 1, 2, 3] for held in kept(cache).values() for head in held)
 
 
 def off(got: tuple[Any, Any, Tensor, Tensor]) -> bool:
