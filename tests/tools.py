@@ -29,6 +29,7 @@ from kvcap.kernels.variants import Launch
 from kvcap.runtime.backends.pytorch.warm_up import WarmUp
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.session.messages import render, system_message
 from kvcap.runtime.session.session import Session
 
 ROOT = Path(__file__).parents[1]
@@ -224,6 +225,19 @@ def kept(session: Session) -> list[list[int]]:
     """The positions that each head of a session keeps, in order."""
     segments = [s for layer in session.cache.capped_layers for s in layer.segments]
     return [sorted(head.tolist()) for s in segments for head in s.positions[0]]
+
+
+def first_kept(session: Session) -> bool:
+    """Return whether all heads hold tokens 0 to 3, which are the conversation's own first ones.
+
+    Else the conversation is not past its budget, or it was read otherwise than it is written.
+    """
+    assert session.cache.seen > session.runtime.plan.budget_tokens
+    said = [*system_message(session.system), *session.messages]
+    written = session.encode(render(session.runtime.tokenizer, said))
+    assert session.read_ids[:4] == written[:4]
+    rows = [head for layer in session.cache.kept_tokens() for head in layer.heads]
+    return all({0, 1, 2, 3} <= set(row.tolist()) for row in rows)
 
 
 def differing(sessions: list[Session], others: list[Session]) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny_chat
 from server_chats import ask, limits, said, serve, small, text_of, until, user
-from tools import ROOT
+from tools import ROOT, first_kept
 
 import kvcap
 from kvcap.policies import load_policy
@@ -185,6 +185,46 @@ def test_saved_conversations_survive_kills(
             assert reply.usage.reused_tokens > 0
 
     serve(Scheduler(runtime, limits(), SavedConversations(tmp_path, 64 << 20)), chat)
+
+
+@pytest.mark.parametrize(("sinks", "together"), [(None, 2), (None, 1), (0, 2)])
+def test_conversations_of_one_system_prompt_keep_its_first_tokens(
+    folder: str, tmp_path: Path, sinks: int | None, together: int
+) -> None:
+    """Also those that share a beginning, whose place another one had, and that come from disk."""
+    runtime = kvcap.Runtime.from_pretrained(
+        folder, kv_budget_tokens=48, block_size=16, dtype="float32", device="cpu",
+        sink_tokens=sinks,
+    )  # fmt: skip
+    system = {"role": "system", "content": "You keep the doors of a small town."}
+    story = (
+        "Seven kinds of mosses survive the cold near Porto. Number {}: bees like tall grasses, "
+        "the harbour was silver in winter, and a candle stood in every window of the market."
+    )
+
+    async def chat(s: Scheduler) -> list[bool]:
+        found, talks = list[bool](), [[system, user(story.format(n))] for n in range(3)]
+
+        async def answered(talks: list[list[dict[str, str]]]) -> list[list[dict[str, str]]]:
+            replies = [s.submit(ask(*messages, tokens=4)) for messages in talks]
+            answers = await asyncio.gather(*map(text_of, replies))
+            await until(s._wound_up)
+            for conversation in s._held.conversations:
+                session = conversation.session
+                session.fetch_cache()
+                found.append(first_kept(session))
+            return [[*m, said(answer)] for m, answer in zip(talks, answers, strict=True)]
+
+        first = await answered(talks)
+        await answered([[*talk, user(story.format("more"))] for talk in first])
+        await answered([[*talk, user(story.format("else"))] for talk in first])  # go on otherwise
+        return found
+
+    disk = SavedConversations(tmp_path, 1 << 24)
+    scheduler = Scheduler(runtime, limits(places=2, together=together, save_after_s=0.0), disk)
+    found = serve(scheduler, chat)
+    assert len(found) >= 5
+    assert all(found) if sinks is None else not all(found)
 
 
 def test_a_usage_tells_what_waits_for_the_next_eviction(folder: str) -> None:

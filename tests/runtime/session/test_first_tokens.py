@@ -1,0 +1,171 @@
+"""The tokens that stay as attention sink are the first 4 of the whole conversation, whatever comes.
+
+With a system prompt these are `<bos>`, the template's opening and the prompt's first words. The
+texts here are such that KeyDiff evicts some of them where no sinks are pinned.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_chat
+from tools import first_kept, tiny_decoder
+
+from kvcap import Runtime
+from kvcap.cli import run
+from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, PolicyRequest
+from kvcap.runtime.cli.chat import Chat
+from kvcap.runtime.cli.options import Output
+from kvcap.runtime.session.session import Session
+
+SYSTEM = "You keep the doors of a small town, and answer in one sentence."
+NOUNS = (
+    "harbour mosses baker winter lake grasses bees children milk sentence green silver engine wall "
+    "paper storm lamp river stone garden window letter candle bridge mountain apple market clock"
+)
+OTHERS = " ".join(f"{a} {b}s" for a, b in pairwise(NOUNS.split()))
+LONG = f"{OTHERS}, and the code for the blue door is 4821"
+BUDGET, BLOCK = 32, 16
+
+
+@pytest.fixture(scope="module")
+def runtimes(tmp_path_factory):
+    def runtime(backend: str, sinks: int | None) -> Any:
+        if backend == "onnxruntime":
+            folder = tiny_decoder(tmp_path_factory) / "decoder"
+            policy = PolicyRequest("keydiff", sink_tokens=sinks)
+            return OrtRuntime.from_directory(
+                folder, policy, kv_budget_tokens=BUDGET, block_size=BLOCK
+            )
+        if backend not in made:
+            made[backend] = tiny_chat.save(tmp_path_factory.mktemp("model"))
+        return Runtime.from_pretrained(
+            made[backend], "keydiff", kv_budget_tokens=BUDGET, block_size=BLOCK, device="cpu",
+            dtype="float32", sink_tokens=sinks,
+        )  # fmt: skip
+
+    made: dict[str, str] = {}
+    return runtime
+
+
+def session_of(runtime: Any, system: str | None = SYSTEM) -> Session:
+    session: Session = runtime.session(system, seed=0)
+    session.set_generation(max_new_tokens=3, temperature=0.0)
+    return session
+
+
+def say(session: Session, text: str = LONG) -> Session:
+    list(session.send(text))
+    return session
+
+
+def cleared(session: Session, _: Path) -> Session:
+    session.clear()
+    return say(session)
+
+
+def undone(session: Session, _: Path) -> Session:
+    say(session, "And then?")
+    session.undo()
+    session.undo()
+    assert not session.messages
+    return say(session)
+
+
+def again(session: Session, _: Path) -> Session:
+    list(session.regenerate())
+    return session
+
+
+def loaded(session: Session, folder: Path) -> Session:
+    session.save(folder / "s")
+    return say(Session.load(session.runtime, folder / "s"))
+
+
+def restored(session: Session, folder: Path) -> Session:
+    session.save(folder / "s")
+    session.clear()
+    session.system = None
+    say(session, "Another conversation.")
+    session.restore(folder / "s")
+    return say(session)
+
+
+def recalled(session: Session, _: Path) -> Session:
+    """A passage is read again behind the beginning, never in front of it."""
+    say(session, OTHERS)
+    return say(session, "What is the code for the blue door?")
+
+
+def of_another_system_prompt(session: Session, _: Path) -> Session:
+    chat = Chat(session, Output(quiet=True))
+    chat.run_script(["/system You sell bread.", OTHERS])
+    assert session.system != SYSTEM
+    return session
+
+
+def pinned(session: Session, _: Path) -> Session:
+    list(session.send("The cat is grey.", pin=True))
+    return say(session)
+
+
+WAYS = {
+    "said": lambda session, _: session, "said twice": lambda session, _: say(session),
+    "cleared": cleared, "undone": undone, "again": again, "loaded": loaded, "restored": restored,
+    "recalled": recalled, "another system prompt": of_another_system_prompt, "pinned": pinned,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("onnxruntime", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_first_tokens_of_the_conversation_stay(way, backend, runtimes, tmp_path):
+    assert first_kept(WAYS[way](say(session_of(runtimes(backend, None))), tmp_path))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_sinks_they_go(way, runtimes, tmp_path):
+    session = session_of(runtimes("torch", 0))
+    assert not first_kept(WAYS[way](say(session), tmp_path))
+
+
+@pytest.mark.parametrize("sinks", [None, 0])
+def test_a_text_without_a_template_keeps_its_first_tokens(sinks, runtimes):
+    session = session_of(runtimes("torch", sinks), None)
+    list(session.complete(OTHERS))
+    rows = [head for layer in session.cache.kept_tokens() for head in layer.heads]
+    assert session.read_ids[:4] == session.encode(OTHERS, special=True)[:4]
+    assert all({0, 1, 2, 3} <= set(row.tolist()) for row in rows) == (sinks is None)
+
+
+def test_conversations_that_are_answered_together_keep_theirs(runtimes):
+    """Two have the same system prompt, one has none; their rows are those of one cache."""
+    runtime = runtimes("torch", None)
+    sessions = [session_of(runtime), session_of(runtime), session_of(runtime, None)]
+    batch = runtime.batch(3)
+    for _ in range(2):
+        for number, session in enumerate(sessions):
+            batch.add(session, session.send(f"{LONG} {number}"))
+        list(batch)
+    for session in sessions:
+        session.fetch_cache()
+        assert first_kept(session)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_commands_keep_them(command, tmp_path, monkeypatch):
+    seen: list[Session] = []
+    plain = Session._begin
+    monkeypatch.setattr(Session, "_begin", lambda self, *a: (seen.append(self), plain(self, *a))[1])
+    prompt = [LONG] if command == "generate" else []
+    given = ["--kv-budget-tokens", str(BUDGET), "--block-size", str(BLOCK), "--system-prompt",
+             SYSTEM, "--max-new-tokens", "3", "-q"]  # fmt: skip
+    folder = tiny_chat.save(tmp_path)
+    for more, stay in (([], True), (["--sink-tokens", "0"], False)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{LONG}\n"))
+        assert run([command, folder, *prompt, *given, *more]) == 0
+        assert first_kept(seen[-1]) == stay
