@@ -77,7 +77,7 @@ def strip_of(session: Session, session_id: str) -> Strip:
     ids, figures, cache = session.read_ids, session.stats, session.cache
     recalled = clipped(session.recall.spans, len(ids))
     # What is recalled is pinned until its answer is written, by nobody's wish.
-    pinned = [span for span in clipped(cache.pinned_spans, len(ids)) if span not in recalled]
+    pinned = clipped(session.recall.lasting(cache.pinned_spans), len(ids))
     return Strip(
         session_id=session_id,
         policy=figures.policy,

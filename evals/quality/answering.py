@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,6 @@ from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session.encoding import encode_behind
@@ -197,10 +195,7 @@ def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> l
         return [whole]
     loop.prefill(whole[:, :place])
     recall.begin(0)
-    found = recall.read_again(ids[place:], ids[:place], cache.kept_tokens(), place)
-    if found:
-        with suppress(PinsTooLarge):  # as `Session` does
-            cache.pin([(place, place + len(found))])
+    found = recall.insert(cache, ids[place:], ids[:place], place)
     return [torch.tensor([[*found, *ids[place:]]], device=whole.device)]
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.recall.segments import TextEnds, next_cut, question_start, segment_length
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.recall.store import STORE_BYTES, PassageStore
@@ -31,6 +32,23 @@ class Passage(NamedTuple):
     span: Span  # tokens [start, stop), as they were first read
     text: str
     score: float  # how much of the question's words it has, by their weights: 0 to 1
+
+
+class Cache(Protocol):
+    """The part of a conversation's cache that recall asks."""
+
+    @property
+    def pinned_spans(self) -> Sequence[Span]:
+        """Tokens that are never evicted."""
+
+    def kept_tokens(self) -> Sequence[KeptTokens]:
+        """Return the tokens that every layer holds."""
+
+    def pinned_with(self, spans: Sequence[Span]) -> list[Span]:
+        """Return all spans once these are pinned, too, or raise `PinsTooLarge`."""
+
+    def set_pins(self, spans: Sequence[Span]) -> None:
+        """Pin exactly these spans."""
 
 
 class Recall:
@@ -56,6 +74,7 @@ class Recall:
         """The tokens that are recalled text: where it was read, not where it came from."""
         self.passages: list[Passage] = []
         """The passages that were read again for the last message, in the order of the text."""
+        self._pins: list[Span] = []  # of the answer in hand
         self._tokenizer, self._encode = tokenizer, encode
         self._ends = TextEnds(tokenizer)
 
@@ -86,7 +105,7 @@ class Recall:
 
     def begin(self, seen: int) -> None:
         """Forget what lies beyond the first `seen` tokens, as after the cache was emptied."""
-        self.passages = []
+        self.passages, self._pins = [], []
         self._forget_beyond(seen)
         self.spans = [(start, min(stop, seen)) for start, stop in self.spans if start < seen]
 
@@ -147,6 +166,46 @@ class Recall:
             self.spans.append((place, place + len(tokens)))
         return tokens
 
+    def insert(
+        self,
+        cache: Cache,
+        question: Sequence[int],
+        ids: Sequence[int],
+        place: int,
+        pins: Sequence[Span] = (),
+    ) -> list[int]:
+        """Return the tokens to read in front of a question, and pin them until `release`.
+
+        A policy that knows no question would evict at once what was recalled for it. Where no head
+        has the slots for that, it is only read.
+
+        Args:
+            cache: holds the conversation.
+            question: its tokens.
+            ids: every token that the cache has read; below 0 are unknown ones.
+            place: where the returned tokens will stand among all that was read.
+            pins: what is pinned of the tokens that are to be read, as if nothing was recalled.
+        """
+        found = self.read_again(question, ids, cache.kept_tokens(), place)
+        if found:
+            moved, own = with_gap(pins, place, len(found)), [(place, place + len(found))]
+            try:
+                cache.set_pins(cache.pinned_with([*moved, *own]))
+                self._pins = own
+            except PinsTooLarge:
+                cache.set_pins(cache.pinned_with(moved))
+        return found
+
+    def release(self, cache: Cache) -> None:
+        """Let what was pinned for an answer be evicted like any other text."""
+        if self._pins:
+            cache.set_pins(self.lasting(cache.pinned_spans))
+            self._pins = []
+
+    def lasting(self, pins: Sequence[Span]) -> list[Span]:
+        """Return the pins that stay once the answer in hand is written."""
+        return [span for span in pins if span not in self._pins]
+
     def clear(self) -> None:
         """Forget the conversation."""
         self.begin(0)
@@ -202,6 +261,17 @@ def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:
         return [float(n) for n in range(seen + 1)]
     counts = np.bincount(np.concatenate(heads), minlength=seen)[:seen]
     return [0.0, *accumulate(counts / len(heads))]
+
+
+def with_gap(spans: Sequence[Span], place: int, tokens: int) -> list[Span]:
+    """Return where spans lie once so many tokens were put in at a place.
+
+    >>> with_gap([(0, 4), (2, 9), (6, 8)], 5, 10)
+    [(0, 4), (2, 5), (15, 19), (16, 18)]
+    """
+    before = [(start, min(stop, place)) for start, stop in spans if start < place]
+    after = [(max(start, place) + tokens, stop + tokens) for start, stop in spans if stop > place]
+    return sorted(before + after)
 
 
 def mostly_held(held: Sequence[float], span: Span) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 from weakref import ref
 
-from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid, PinsTooLarge
+from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.recall.recall import Passage, Recall
 from kvcap.runtime.session import settings
@@ -613,33 +612,16 @@ class Session:
         return self.encode(text, follows=True)
 
     def _recalled(self, prompt: Prompt, start: int) -> list[int]:
-        """Return the evicted text to be read again in front of a question, and pin it.
-
-        It is pinned until the answer is written: a policy that knows no question would evict what
-        was recalled for it at once. Where no head has the slots for that, it is only read.
+        """Return the evicted text to be read again in front of a question, pinned for its answer.
 
         Args:
             prompt: that is being read.
             start: tokens that were read before it.
         """
         assert prompt.question is not None
-        cache, place = self.cache, start + prompt.question
+        cache, question = self.cache, prompt.ids[prompt.question :]
         before = self._decoding.ids_read(cache.seen)
-        found = self.recall.read_again(
-            prompt.ids[prompt.question :], before, cache.kept_tokens(), place
-        )
-        if found:
-            pins = [*with_gap(prompt.spans, place, len(found)), (place, place + len(found))]
-            with suppress(PinsTooLarge):
-                cache.pin(pins)
-        return found
-
-    def _unpin_recalled(self) -> None:
-        """Let what was recalled for an answer be evicted like any other text."""
-        recalled = set(self.recall.spans)
-        kept = [span for span in self.cache.pinned_spans if tuple(span) not in recalled]
-        if len(kept) < len(self.cache.pinned_spans):
-            self.cache.set_pins(kept)
+        return self.recall.insert(cache, question, before, start + prompt.question, prompt.spans)
 
     @property
     def _template_options(self) -> dict[str, Any]:
@@ -752,7 +734,7 @@ class Session:
         turn, cache = self.turn, self.cache
         assert turn is not None
         (seen, held), total = start, turn.prompt_tokens
-        self._unpin_recalled()
+        self.recall.release(cache)
         turn.read_tokens = turn.read_tokens or max(0, min(cache.seen - seen, total))
         turn.evicted_tokens = max(0, (cache.seen - cache.held) - (seen - held))
         failed = turn.finish_reason in ("cap", "error")
@@ -791,17 +773,6 @@ class Session:
                 f"stopped after {turn.read_tokens:,} of {total:,} tokens; the rest was not read"
             )
         self.notice = notice
-
-
-def with_gap(spans: Sequence[Span], place: int, tokens: int) -> list[Span]:
-    """Return where spans lie once so many tokens were put in at a place.
-
-    >>> with_gap([(0, 4), (2, 9), (6, 8)], 5, 10)
-    [(0, 4), (2, 5), (15, 19), (16, 18)]
-    """
-    before = [(start, min(stop, place)) for start, stop in spans if start < place]
-    after = [(max(start, place) + tokens, stop + tokens) for start, stop in spans if stop > place]
-    return sorted(before + after)
 
 
 def _reason(error: BaseException) -> FinishReason:

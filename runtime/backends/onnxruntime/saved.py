@@ -42,7 +42,7 @@ def save(session: Session, identity: dict[str, Any], path: str | os.PathLike[str
         **identity,
         "seen": cache.seen,
         "held": held,
-        "pinned_spans": cache.pinned_spans,
+        "pinned_spans": session.recall.lasting(cache.pinned_spans),
         "conversation": session.conversation,
         "generation": asdict(session.generation),
         "draws": session.rng.bit_generator.state,

@@ -78,7 +78,7 @@ def gather(
         "compact": cache.allocation.compact,
         "layers": layers,
         "preferences": cache.balance and cache.balance.preferences,
-        "pinned_spans": cache.pinned_spans,
+        "pinned_spans": session.recall.lasting(cache.pinned_spans),
         "conversation": session.conversation,
         "generation": settings(session.generation),
     }

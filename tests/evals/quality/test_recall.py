@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvcap.evals.quality import answering
 from kvcap.evals.quality.cells import Setting, label
 from kvcap.evals.quality.sweep import Sweep
 from kvcap.evals.quality.table import describe
 from kvcap.evals.quality.tasks import make_samples, prompt_parts
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
 
@@ -17,14 +19,18 @@ def runtime():
     return Runtime.from_pretrained("pocket", kv_budget_tokens=256, device="cpu")
 
 
+def setting_of(task, question, recall, count, length=1500):
+    return Setting(
+        "pocket", "bfloat16", task, length, "streaming_llm", "compact", 256, count, 0, 128,
+        options=(("sink_tokens", 4),), question=question, recall=recall,
+    )  # fmt: skip
+
+
 def scores(runtime, task, question, recall, count=3):
     tokenizer = runtime.tokenizer
     samples = make_samples(task, tokenizer, 1500, count, seed=0, depth=0.3)
     prompts = [(sample, prompt_parts(tokenizer, sample, question)) for sample in samples]
-    setting = Setting(
-        "pocket", "bfloat16", task, 1500, "streaming_llm", "compact", 256, count, 0, 128,
-        options=(("sink_tokens", 4),), question=question, recall=recall,
-    )  # fmt: skip
+    setting = setting_of(task, question, recall, count)
     return answering.measure(runtime, setting, prompts, batch=2, timed=False).scores
 
 
@@ -34,6 +40,25 @@ def test_what_was_evicted_is_answered_with_recall_alone(runtime, task, question)
     count = 1 if (task, question) == ("niah_single", "after") else 3
     assert sum(scores(runtime, task, question, 0, count)) == 0
     assert sum(scores(runtime, task, question, 64, count)) == count
+
+
+@pytest.mark.parametrize("question", ["aware", "after"])
+def test_a_cell_recalls_the_tokens_that_a_session_does_at_the_same_place(runtime, question):
+    (sample,) = make_samples("niah_single", runtime.tokenizer, 700, 1, seed=0, depth=0.3)
+    setting = setting_of("niah_single", question, 64, 1, 700)
+    recall = answering.recall_of(runtime, setting)
+    cache = answering.new_cache(runtime.model.config, setting)
+    parts = [torch.tensor([ids]) for ids in prompt_parts(runtime.tokenizer, sample, question)]
+    (rest,) = answering.with_recalled(BlockLoop(runtime.model, cache), recall, parts)
+    session = runtime.with_policy_name("streaming_llm", {}).session(seed=0)
+    session.set_generation(max_new_tokens=1)
+    answer = session.send(sample.messages)
+    next(answer)
+    assert session.recall.passages == recall.passages != []
+    assert session.recall.spans == recall.spans
+    assert session.cache.pinned_spans == cache.pinned_spans != []
+    assert session.read_ids[: session.turn.prompt_tokens][cache.seen :] == rest[0].tolist()
+    answer.close()
 
 
 def test_a_sweep_has_cells_with_and_without_recall():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 from itertools import islice
 from random import Random
@@ -12,7 +13,8 @@ from transformers import AutoTokenizer
 
 from kvcap import pocket
 from kvcap.pocket.corpus import filler
-from kvcap.runtime.recall.recall import Recall, held_shares
+from kvcap.runtime.recall import recall as recall_module
+from kvcap.runtime.recall.recall import Recall, held_shares, with_gap
 from kvcap.runtime.types import KeptTokens
 
 FACTS = [
@@ -43,6 +45,10 @@ def read(tokenizer, sentences=4):
     rest = filler(Random(0))
     parts = [f"{fact} {' '.join(islice(rest, sentences))} " for fact in FACTS]
     return encode(tokenizer, "".join(parts))
+
+
+def test_the_examples():
+    assert doctest.testmod(recall_module).failed == 0
 
 
 NOTHING = [KeptTokens(0, True, [np.zeros(0, int)])]
@@ -107,3 +113,11 @@ def test_a_shorter_conversation_is_another_one(tokenizer, recall):
     other = encode(tokenizer, f"Bread and butter are in the kitchen. {words}")
     assert not recall.find("gulls roof", other)
     assert recall.find("bread and butter", other)
+
+
+def test_spans_move_around_a_gap():
+    spans = [(0, 4), (2, 9), (5, 6), (6, 8)]
+    lengths = sum(b - a for a, b in spans)
+    moved = with_gap(spans, 5, 10)
+    assert moved == [(0, 4), (2, 5), (15, 16), (15, 19), (16, 18)]
+    assert sum(b - a for a, b in moved) == lengths

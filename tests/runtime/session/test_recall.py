@@ -11,7 +11,6 @@ from kvcap import Session
 from kvcap.runtime.errors import SessionFileCorrupt, SessionNotSaved
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session import file as session_file
-from kvcap.runtime.session.session import with_gap
 
 FACT = "The secret code of the vault is 7421. Remember it."
 QUESTION = "What is the secret code of the vault?"
@@ -238,14 +237,6 @@ def test_a_pinned_message_stays_pinned_around_what_was_recalled(runtime):
     assert not set(range(start, stop)) & set(kept)
 
 
-def test_spans_move_around_a_gap():
-    spans = [(0, 4), (2, 9), (5, 6), (6, 8)]
-    lengths = sum(b - a for a, b in spans)
-    moved = with_gap(spans, 5, 10)
-    assert moved == [(0, 4), (2, 5), (15, 16), (15, 19), (16, 18)]
-    assert sum(b - a for a, b in moved) == lengths
-
-
 def test_pins_that_leave_no_slots_do_not_keep_text_from_being_read(runtime):
     session = told(runtime, turns=1)
     say(session, filler(190), pin=True)
@@ -276,3 +267,25 @@ def test_a_raw_text_is_read_as_it_is_unless_recall_is_asked_for(runtime):
     session = runtime.session(seed=0)
     "".join(session.complete(text, recall=True))
     assert session.turn.recalled_tokens > 0
+
+
+def test_a_pinned_message_that_leaves_no_slots_for_recalled_text_is_pinned_where_it_lies(runtime):
+    session = told(runtime)
+    text = f"{filler(205)}\n\n{QUESTION}"
+    say(session, text, pin=True)
+    assert session.turn.recalled_tokens
+    first, ((start, stop),) = session.turn.reused_tokens, session.recall.spans
+    message = {*range(first, first + session.turn.prompt_tokens)}
+    pinned = {i for a, b in session.cache.pinned_spans for i in range(a, b)}
+    assert pinned == message - {*range(start, stop)}
+
+
+def test_a_conversation_saved_within_an_answer_pins_nothing_that_was_recalled(runtime, tmp_path):
+    session = told(runtime)
+    answer = session.send(QUESTION)
+    next(answer)
+    assert session.cache.pinned_spans
+    session.save(tmp_path / "one")
+    assert not Session.load(runtime, tmp_path / "one").cache.pinned_spans
+    answer.close()
+    assert not session.cache.pinned_spans
