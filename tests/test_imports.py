@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,37 @@ def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def test_importing_kvcap_loads_neither_torch_nor_transformers():
     done = python("import kvcap, sys; assert not {'torch', 'transformers'} & set(sys.modules)")
     assert done.returncode == 0, done.stderr
+
+
+OF_OTHERS = {  # what evaluates, measures, exports, serves or draws
+    "kvcap.android_bench.runner", "kvcap.evals.bench", "kvcap.evals.quality",
+    "kvcap.export.decoder", "kvcap.serve.app", "lm_eval", "matplotlib", "prompt_toolkit", "ray",
+    "starlette", "uvicorn",
+}  # fmt: skip
+NO_ONNX = {"onnx", "onnxruntime", "kvcap.runtime.backends.onnxruntime"}
+NEVER_IMPORTS = {  # by what is run; ONNX Runtime's line is in runtime/backends/onnxruntime
+    "--help": {"numpy", "torch", "transformers", *OF_OTHERS},
+    "policies": {"transformers", "torch._dynamo", "kvcap.runtime.backends", *NO_ONNX, *OF_OTHERS},
+    "plan pocket": {"kvcap.runtime.backends", *NO_ONNX, *OF_OTHERS},
+    "generate pocket Hello --max-new-tokens 1 -q": {*NO_ONNX, *OF_OTHERS},
+}
+COMMAND = """
+import json, sys
+from kvcap.cli import main
+sys.argv = ["kvcap", *{words}]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print(json.dumps(sorted({never} & sys.modules.keys())))
+"""
+
+
+@pytest.mark.parametrize("command", NEVER_IMPORTS)
+def test_a_command_imports_only_what_it_needs(command):
+    done = python(COMMAND.format(words=command.split(), never=NEVER_IMPORTS[command]))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == []
 
 
 @pytest.mark.slow(keep=1)

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvcap import dtypes
 from kvcap.evals.quality.cells import Setting
 from kvcap.evals.quality.scores import bootstrap
 from kvcap.evals.quality.sweep import Sweep
 from kvcap.evals.reports import environment, grid
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype
+from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
@@ -144,7 +145,7 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
         raise ValueError("the text is empty; give one that is longer than the budget")
     where = resolve(sweep.model)
     config = load_config(where)
-    dtype = parse_dtype(sweep.dtype) or getattr(config, "dtype", None) or torch.float32
+    dtype = dtypes.parse(sweep.dtype) or getattr(config, "dtype", None) or torch.float32
     settings = sweep.settings(str(dtype).removeprefix("torch."))
     opening, ids = encode(load_tokenizer(where), text)
     shape = ModelShape.of(config.get_text_config(decoder=True))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers.utils import logging
 
+from kvcap import dtypes
 from kvcap.evals.quality.answering import Prompt, measure, new_cache
 from kvcap.evals.quality.cells import (
     CELLS,
@@ -44,7 +45,7 @@ from kvcap.evals.quality.workers import Failed, Here, spread
 from kvcap.evals.quality.workers.crew import Crew
 from kvcap.evals.reports import versions
 from kvcap.policies import PINS, load_policy, policies
-from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype
+from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import CellsFailed, first_line
 from kvcap.runtime.files import locked
@@ -224,7 +225,7 @@ def run(
     _check_compared(compared, spelled_out(sweep.policies))
     where = resolve(sweep.model)
     config = load_config(where)
-    dtype = parse_dtype(sweep.dtype) or getattr(config, "dtype", None) or torch.float32
+    dtype = dtypes.parse(sweep.dtype) or getattr(config, "dtype", None) or torch.float32
     settings = sweep.settings(str(dtype).removeprefix("torch."))
     layouts = [new_cache(config, setting).layout for setting in settings]
     if crew.local_workers(sweep.device) > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcap import dtypes
 from kvcap.runtime.cli.console import INFEASIBLE, complain, styled, visible
 from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import (
@@ -270,7 +272,7 @@ def warm_command(
     where every process finds it; give the options that it will run with.
     """
     quiet_libraries()
-    from kvcap.runtime.backends.pytorch.runtime import best_device, parse_dtype, usable, warm_up
+    from kvcap.runtime.backends.pytorch.runtime import best_device, usable, warm_up
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.weights import read_headers
 
@@ -280,7 +282,7 @@ def warm_command(
     plan = MemoryPlan.of(
         config,
         policy=eviction,
-        dtype=parse_dtype(budget.dtype),
+        dtype=dtypes.parse(budget.dtype),
         headers=read_headers(where),
         **budget.sizes(),
     )
@@ -312,8 +314,8 @@ def policies_command(
     """List the eviction policies and what each costs."""
     if context.invoked_subcommand is not None:
         return
-    quiet_libraries()
-    from kvcap.policies import load_policy, policies
+    with missing_named():
+        from kvcap.policies import load_policy, policies
     from kvcap.runtime.cli.tables import describe, describe_companions, print_policies
 
     rows, others = [describe(name, load_policy(name)) for name in policies()], describe_companions()
@@ -336,8 +338,8 @@ def policy_command(
     json_: Json = False,
 ) -> None:
     """One policy: when to use it, its formula, paper, options and costs; NAME alone will do."""
-    quiet_libraries()
-    from kvcap.policies import load_policy
+    with missing_named():
+        from kvcap.policies import load_policy
     from kvcap.runtime.cli.tables import describe, print_policy
 
     row = describe(name, load_policy(name))
@@ -424,12 +426,11 @@ def _unpacked(model: str, budget: Budget, weights: PackedDtype | None) -> tuple[
     quiet_libraries()
     import torch
 
-    from kvcap.runtime.backends.pytorch.runtime import parse_dtype
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.weights import weigh
 
     config = load_config(resolve(model))
-    dtype = parse_dtype(budget.dtype) or getattr(config, "dtype", None) or torch.float32
+    dtype = dtypes.parse(budget.dtype) or getattr(config, "dtype", None) or torch.float32
     nbytes = weigh(config, dtype, packed=weights).nbytes
     return weights or str(dtype).removeprefix("torch."), nbytes
 
@@ -471,7 +472,6 @@ def planned(model: str, backend: Backend, budget: Budget, recall_store: int = 0)
             model = str(kept_export(model, backend.weights, budget, calibrate=backend.calibrate))
         return _planned_export(model, budget, recall_store)
     quiet_libraries()
-    from kvcap.runtime.backends.pytorch.runtime import parse_dtype
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.weights import read_headers
 
@@ -479,7 +479,7 @@ def planned(model: str, backend: Backend, budget: Budget, recall_store: int = 0)
     return MemoryPlan.of(
         Sizes(**sizes).config_for(load_config(where)),
         policy=budget.eviction(),
-        dtype=parse_dtype(budget.dtype),
+        dtype=dtypes.parse(budget.dtype),
         headers=read_headers(where),
         rehearse=True,
         kv_dtype=budget.kv_dtype,
@@ -704,18 +704,29 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def quiet_libraries() -> None:
-    """Keep transformers' progress bars and advice off the screen, but not those of downloads."""
+@contextmanager
+def missing_named() -> Iterator[None]:
+    """Say what to do where PyTorch or transformers cannot be imported within it.
+
+    Raises:
+        ExtraMissing: one of them cannot.
+    """
     try:
-        import torch  # noqa: F401
-        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
-        from transformers.utils import logging
+        yield
     except ImportError as error:
         raise ExtraMissing(
             f"PyTorch or transformers is not installed ({error}); run in kvcap's checkout: "
             "pip install ., or give --backend onnxruntime and a directory that kvcap export "
             "decoder wrote"
         ) from error
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' progress bars and advice off the screen, but not those of downloads."""
+    with missing_named():
+        import torch  # noqa: F401
+        from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+        from transformers.utils import logging
 
     downloads = not are_progress_bars_disabled()
     logging.set_verbosity_error()

@@ -75,3 +75,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
     found: torch.dtype = getattr(torch, full(name))
     return found
+
+
+def parse(given: str | torch.dtype | None) -> torch.dtype | None:
+    """Return PyTorch's type of a name, or the type or None that was given.
+
+    Raises:
+        ValueError: not one that models run in.
+    """
+    return torch_dtype(given) if isinstance(given, str) else given

@@ -198,7 +198,7 @@ class Runtime:
         chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
         wake(chosen, multiplies=cap is None)
-        precision = parse_dtype(dtype) or getattr(config, "dtype", None) or torch.float32
+        precision = dtypes.parse(dtype) or getattr(config, "dtype", None) or torch.float32
         plan_for = partial(
             MemoryPlan.of,
             config,
@@ -546,14 +546,3 @@ def best_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def parse_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """A torch dtype from its name or short name.
-
-    Raises:
-        ValueError: not one that models run in.
-    """
-    if name is None or isinstance(name, torch.dtype):
-        return name
-    return dtypes.torch_dtype(name)
