@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tiny_chat
+from chat_templates import PLAIN, with_template
 from tools import first_kept, tiny_decoder
 
 from kvcap import Runtime
@@ -131,6 +132,17 @@ def test_the_first_tokens_of_the_conversation_stay(way, backend, runtimes, tmp_p
 def test_without_sinks_they_go(way, runtimes, tmp_path):
     session = session_of(runtimes("torch", 0))
     assert not first_kept(WAYS[way](say(session), tmp_path))
+
+
+@pytest.mark.parametrize("sinks", [None, 0])
+def test_a_template_without_bos_keeps_its_opening(sinks, runtimes):
+    runtime = runtimes("torch", sinks)
+    runtime.tokenizer = with_template(
+        runtime.tokenizer, PLAIN["text"].replace("{{ bos_token }}", "")
+    )
+    session = say(session_of(runtime))
+    assert session.read_ids[0] != runtime.tokenizer.bos_token_id
+    assert first_kept(session) == (sinks is None)
 
 
 @pytest.mark.parametrize("sinks", [None, 0])
