@@ -8,6 +8,7 @@ as part of it, and are evicted again in time like any other tokens. The cache ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple, Protocol
@@ -174,10 +175,12 @@ class Recall:
         place: int,
         pins: Sequence[Span] = (),
     ) -> list[int]:
-        """Return the tokens to read in front of a question, and pin them until `release`.
+        """Return the tokens to read in front of a question; pin them and it until `release`.
 
-        A policy that knows no question would evict at once what was recalled for it. Where no head
-        has the slots for that, it is only read.
+        A policy that knows no question would evict at once what was recalled for it. It would also
+        evict the question: one that keeps distinct keys takes the words of the question for copies
+        of those that were recalled. Where no head has the slots for both, recalled text is pinned
+        alone; where none has them for that, it is only read.
 
         Args:
             cache: holds the conversation.
@@ -188,12 +191,12 @@ class Recall:
         """
         found = self.read_again(question, ids, cache.kept_tokens(), place)
         if found:
-            moved, own = with_gap(pins, place, len(found)), [(place, place + len(found))]
-            try:
-                cache.set_pins(cache.pinned_with([*moved, *own]))
-                self._pins = own
-            except PinsTooLarge:
-                cache.set_pins(cache.pinned_with(moved))
+            moved, stop = with_gap(pins, place, len(found)), place + len(found)
+            for own in ([(place, stop + len(question))], [(place, stop)], []):
+                with suppress(PinsTooLarge):
+                    cache.set_pins(cache.pinned_with([*moved, *own]))
+                    self._pins = own
+                    break
         return found
 
     def release(self, cache: Cache) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
 from kvcap.evals.quality import answering
 from kvcap.evals.quality.cells import Setting, label
-from kvcap.evals.quality.sweep import Sweep
+from kvcap.evals.quality.sweep import CellJob, Sweep, run
 from kvcap.evals.quality.table import describe
 from kvcap.evals.quality.tasks import make_samples, prompt_parts
+from kvcap.evals.quality.workers.crew import Crew
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
@@ -79,3 +82,35 @@ def test_a_sweep_has_cells_with_and_without_recall():
     assert "keydiff recall 64" in describe(one)
     with pytest.raises(ValueError, match="use auto, off"):
         Sweep(["keydiff"], [128], recalls=["some"]).check()
+
+
+def sweep_of(samples):
+    return Sweep(
+        ["streaming_llm"], [256], lengths=[700], positions=["compact"], samples=samples,
+        options={"sink_tokens": 4}, depths=[0.1], recalls=["off", "64"], device="cpu",
+    )  # fmt: skip
+
+
+def test_a_worker_elsewhere_is_sent_what_to_recall(runtime):
+    """As it is for processes and for Ray: the job and each setting are pickled."""
+    sweep = sweep_of(1)
+    settings = sweep.settings("bfloat16")
+    (sample,) = make_samples("niah_single", runtime.tokenizer, 700, 1, seed=0, depth=0.1)
+    prompts = {
+        ("niah_single", 700, 0.1, "aware"): [
+            (sample, prompt_parts(runtime.tokenizer, sample, "aware"))
+        ]
+    }
+    job = pickle.loads(pickle.dumps(CellJob(sweep, settings[0], prompts, timed=False)))
+    job.load(0)
+    cells = [job.run(pickle.loads(pickle.dumps(setting))) for setting in settings]
+    assert [(cell.setting.recall, cell.scores) for cell in cells] == [(0, (0.0,)), (64, (1.0,))]
+
+
+@pytest.mark.slow(ci=0)
+def test_processes_recall_as_one_does(tmp_path):
+    here, spread = (
+        run(sweep_of(2), tmp_path / str(workers), crew=Crew(workers=workers)) for workers in (1, 2)
+    )
+    assert [(c.setting, c.scores) for c in spread] == [(c.setting, c.scores) for c in here]
+    assert [cell.scores for cell in here] == [(0.0, 0.0), (1.0, 1.0)]

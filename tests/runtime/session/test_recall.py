@@ -9,6 +9,7 @@ import pytest
 import kvcap
 from kvcap import Session
 from kvcap.runtime.errors import SessionFileCorrupt, SessionNotSaved
+from kvcap.runtime.recall import recall
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session import file as session_file
 
@@ -61,7 +62,7 @@ def test_an_evicted_fact_is_recalled_for_a_question(runtime):
     assert FACT in read
 
 
-def test_the_cap_holds_while_text_is_recalled_and_it_is_pinned_for_its_answer_alone(runtime):
+def test_the_cap_holds_while_text_is_recalled_and_pinned_with_the_question_alone(runtime):
     session = told(runtime)
     cache, cap = session.cache, runtime.cap_bytes
     nbytes, pinned = cache.nbytes, []
@@ -69,8 +70,32 @@ def test_the_cap_holds_while_text_is_recalled_and_it_is_pinned_for_its_answer_al
         assert cache.nbytes == nbytes <= cap
         assert cache.held <= BUDGET + runtime.plan.block_size
         pinned.append(list(cache.pinned_spans))
-    assert all(spans == session.recall.spans for spans in pinned)
+    ((start, _),) = session.recall.spans
+    asked = start, session.turn.reused_tokens + session.turn.prompt_tokens
+    assert all(spans == [asked] for spans in pinned)
     assert not cache.pinned_spans
+
+
+def test_a_question_is_held_whole_beside_what_was_recalled_for_it(monkeypatch):
+    """KeyDiff keeps distinct keys: words that were recalled put out those of the question."""
+    session = told(kvcap.Runtime.from_pretrained("pocket", "keydiff", kv_budget_tokens=BUDGET))
+    monkeypatch.setattr(recall, "MOSTLY", 1)  # KeyDiff holds much of the fact
+    answer = session.send(QUESTION)
+    next(answer)
+    ((start, _),) = session.recall.spans
+    asked = {*range(start, session.turn.reused_tokens + session.turn.prompt_tokens)}
+    for layer in session.cache.kept_tokens():
+        assert all(asked <= {*heads.tolist()} for heads in layer.heads)
+    answer.close()
+
+
+def test_a_question_without_slots_is_evicted_before_what_was_recalled_for_it(runtime):
+    session = told(runtime)
+    say(session, filler(160), pin=True)
+    answer = session.send(QUESTION + " " + " ".join(WORDS) * 3)
+    next(answer)
+    assert session.recall.spans[-1] in session.cache.pinned_spans
+    answer.close()
 
 
 def test_a_question_within_a_long_message_is_preceded_by_what_was_evicted_of_it(runtime):
@@ -171,10 +196,10 @@ def test_a_session_recalls_in_the_bytes_that_were_planned(runtime):
 
 
 def test_settings_follow_a_limit(runtime):
-    recall = runtime.session().recall
-    assert recall.settings == RecallSettings()
-    recall.limit = 96
-    assert recall.settings == RecallSettings(96)
+    one = runtime.session().recall
+    assert one.settings == RecallSettings()
+    one.limit = 96
+    assert one.settings == RecallSettings(96)
 
 
 def test_a_file_whose_recalled_tokens_cannot_be_is_refused(runtime, tmp_path):
