@@ -21,7 +21,7 @@ from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.names import is_export
 from kvcap.runtime.planning.plan import AUTO, Sizes, parse_cap
-from kvcap.runtime.recall.settings import SERVED_BYTES, RecallSettings
+from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, PINS
 from kvcap.runtime.units import parse_bytes
 
@@ -512,7 +512,7 @@ class Recalling:
         Raises:
             ValueError: naming what would work.
         """
-        return RecallSettings.parse(self.recall, self.recall_store or SERVED_BYTES)
+        return RecallSettings.parse(self.recall, self.recall_store, served=True)
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,20 @@ class RecallSettings(NamedTuple):
 
     @classmethod
     def parse(
-        cls, tokens: str | int = AUTO, store: str | int | None = None, cap: int | None = None
+        cls,
+        tokens: str | int = AUTO,
+        store: str | int | None = None,
+        cap: int | None = None,
+        *,
+        served: bool = False,
     ) -> RecallSettings:
         """Read settings as commands take them: 'auto', 'off' or a number, and bytes ('8MiB').
 
         Args:
             tokens: to be read again for a message, at most.
-            store: bytes of the index, at most; None: as `usual_store` has it.
+            store: bytes of the index, at most; see `index_bytes`.
             cap: bytes of the process, if there is such a cap.
+            served: the conversation is one of a server's.
 
         Raises:
             ValueError: naming what would work.
@@ -44,12 +50,7 @@ class RecallSettings(NamedTuple):
                 f"recall of {tokens!r} will not work; use auto, off, or the most tokens to read "
                 "again for a message, such as 128"
             )
-        nbytes = usual_store(cap) if store is None else parse_bytes(store)
-        if nbytes < LEAST_BYTES:
-            raise ValueError(
-                f"an index of evicted text in {format_bytes(nbytes)} will not work; use "
-                f"{format_bytes(LEAST_BYTES)} or more, or turn recall off"
-            )
+        nbytes = index_bytes(store, cap, served=served)
         return cls(None if said == AUTO else 0 if said == OFF else int(said), nbytes)
 
     def limit(self, budget: int) -> int:
@@ -64,29 +65,37 @@ class RecallSettings(NamedTuple):
         return 0 if self.tokens == 0 else self.store_bytes
 
 
-def usual_store(cap: int | None = None) -> int:
-    """Return the most bytes of an index where nobody says how many: fewer under a small cap.
+def index_bytes(
+    asked: str | int | None = None, cap: int | None = None, *, served: bool = False
+) -> int:
+    """Return the most bytes of a conversation's index; 0: there is none, and nothing is recalled.
 
-    >>> usual_store(), usual_store(64 << 20), usual_store(1 << 20)
-    (8388608, 2097152, 262144)
-
-    Args:
-        cap: bytes of the process; None: there is none.
-    """
-    return STORE_BYTES if cap is None else max(LEAST_BYTES, min(STORE_BYTES, cap // CAP_SHARE))
-
-
-def planned_store(asked: str | int | None, cap: int | None = None) -> int:
-    """Return the bytes to plan for an index; 0: there is none, and nothing is recalled.
+    >>> index_bytes("2MiB"), index_bytes(), index_bytes(cap=64 << 20), index_bytes(served=True)
+    (2097152, 8388608, 2097152, 1048576)
 
     Args:
-        asked: a number of bytes or such as '8MiB'; None: as `usual_store` has it.
-        cap: bytes of the process, if there is such a cap.
+        asked: a number of bytes or such as '8MiB', or 0 for none; None: by what follows.
+        cap: bytes of the process, of which a 32nd is for the index; None: there is no such cap.
+        served: the conversation is one of a server's, whose cap its many caches share.
 
     Raises:
         ValueError: an index needs more.
     """
-    return 0 if asked == 0 else RecallSettings.parse(store=asked, cap=cap).nbytes
+    if asked == 0:
+        return 0
+    if asked is not None:
+        nbytes = parse_bytes(asked)
+    elif served:
+        nbytes = SERVED_BYTES
+    else:
+        nbytes = STORE_BYTES if cap is None else min(STORE_BYTES, cap // CAP_SHARE)
+        nbytes = max(LEAST_BYTES, nbytes)
+    if nbytes < LEAST_BYTES:
+        raise ValueError(
+            f"an index of evicted text in {format_bytes(nbytes)} will not work; use "
+            f"{format_bytes(LEAST_BYTES)} or more, or turn recall off"
+        )
+    return nbytes
 
 
 DEFAULT = RecallSettings()

@@ -43,7 +43,7 @@ from kvcap.runtime.planning.plan import (
     parse_cap,
     warn_if_short,
 )
-from kvcap.runtime.recall.settings import planned_store
+from kvcap.runtime.recall.settings import index_bytes
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.ends import with_ends
@@ -174,7 +174,7 @@ class OrtRuntime:
         check_every(found, evict_every)
         plan_for = partial(
             plan_of, found, chosen.name, sizes, pinned=chosen.least,
-            recall_store=planned_store(recall_store, cap),
+            recall_store=index_bytes(recall_store, cap),
         )  # fmt: skip
         plan = plan_for()
         if evict_every is not None and evict_every > plan.block_size:

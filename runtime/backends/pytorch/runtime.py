@@ -56,7 +56,7 @@ from kvcap.runtime.planning.plan import (
     parse_cap,
     warn_if_short,
 )
-from kvcap.runtime.recall.settings import planned_store
+from kvcap.runtime.recall.settings import index_bytes
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.batch import Batch
@@ -212,7 +212,7 @@ class Runtime:
             headers=read_headers(where),
             kv_dtype=kv_dtype,
             weights=weights,
-            recall_store=planned_store(recall_store, cap),
+            recall_store=index_bytes(recall_store, cap),
         )
         if weights is not None:
             check_packing(config, precision, chosen, weights)

@@ -7,7 +7,7 @@ import doctest
 import pytest
 
 from kvcap.runtime.recall import settings
-from kvcap.runtime.recall.settings import RecallSettings, planned_store, usual_store
+from kvcap.runtime.recall.settings import RecallSettings, index_bytes
 
 
 def test_the_examples():
@@ -29,7 +29,7 @@ def test_what_is_no_number_of_tokens_is_refused(tokens):
         RecallSettings.parse(tokens)
 
 
-@pytest.mark.parametrize("store", ["1KiB", 0, "100000"])
+@pytest.mark.parametrize("store", ["1KiB", "0", "100000"])
 def test_an_index_without_room_is_refused(store):
     with pytest.raises(ValueError, match=r"use 256\.0 KiB or more"):
         RecallSettings.parse("auto", store)
@@ -38,12 +38,14 @@ def test_an_index_without_room_is_refused(store):
 def test_where_nobody_says_a_small_cap_has_a_small_index():
     mib = 1 << 20
     caps = (None, 4096 * mib, 256 * mib, 128 * mib, 16 * mib, mib)
-    assert [usual_store(cap) for cap in caps] == [
+    assert [index_bytes(cap=cap) for cap in caps] == [
         8 * mib, 8 * mib, 8 * mib, 4 * mib, mib // 2, mib // 4,
     ]  # fmt: skip
     assert RecallSettings.parse(cap=128 * mib).nbytes == 4 * mib
     assert RecallSettings.parse(store="8MiB", cap=128 * mib).nbytes == 8 * mib
     assert RecallSettings.parse("off", cap=128 * mib).nbytes == 0
-    assert [planned_store(asked, 128 * mib) for asked in (None, 0, "1MiB")] == [4 * mib, 0, mib]
+    assert RecallSettings.parse(served=True, cap=8 * mib).nbytes == mib
+    assert RecallSettings.parse(store="2MiB", served=True).nbytes == 2 * mib
+    assert [index_bytes(asked, 128 * mib) for asked in (None, 0, "1MiB")] == [4 * mib, 0, mib]
     with pytest.raises(ValueError, match="will not work"):
-        planned_store(4096)
+        index_bytes(4096)

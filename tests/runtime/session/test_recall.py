@@ -9,7 +9,6 @@ import pytest
 import kvcap
 from kvcap import Session
 from kvcap.runtime.errors import SessionFileCorrupt, SessionNotSaved
-from kvcap.runtime.recall import recall
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session import file as session_file
 
@@ -74,19 +73,6 @@ def test_the_cap_holds_while_text_is_recalled_and_pinned_with_the_question_alone
     asked = start, session.turn.reused_tokens + session.turn.prompt_tokens
     assert all(spans == [asked] for spans in pinned)
     assert not cache.pinned_spans
-
-
-def test_a_question_is_held_whole_beside_what_was_recalled_for_it(monkeypatch):
-    """KeyDiff keeps distinct keys: words that were recalled put out those of the question."""
-    session = told(kvcap.Runtime.from_pretrained("pocket", "keydiff", kv_budget_tokens=BUDGET))
-    monkeypatch.setattr(recall, "MOSTLY", 1)  # KeyDiff holds much of the fact
-    answer = session.send(QUESTION)
-    next(answer)
-    ((start, _),) = session.recall.spans
-    asked = {*range(start, session.turn.reused_tokens + session.turn.prompt_tokens)}
-    for layer in session.cache.kept_tokens():
-        assert all(asked <= {*heads.tolist()} for heads in layer.heads)
-    answer.close()
 
 
 def test_a_question_without_slots_is_evicted_before_what_was_recalled_for_it(runtime):
