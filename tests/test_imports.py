@@ -182,14 +182,15 @@ NEVER_IMPORTS = {  # by what is run; ONNX Runtime's line is in runtime/backends/
     "generate pocket Hello --max-new-tokens 1 -q": {*NO_ONNX, *OF_OTHERS},
 }
 COMMAND = """
-import json, sys
+import gc, json, sys
 from kvcap.cli import main
 sys.argv = ["kvcap", *{words}]
 try:
     main()
 except SystemExit as end:
     assert not end.code, end.code
-print(json.dumps(sorted({never} & sys.modules.keys())))
+looks = gc.get_stats()[2]["collections"]
+print(json.dumps([sorted({never} & sys.modules.keys()), looks]))
 """
 
 
@@ -197,7 +198,9 @@ print(json.dumps(sorted({never} & sys.modules.keys())))
 def test_a_command_imports_only_what_it_needs(command):
     done = python(COMMAND.format(words=command.split(), never=NEVER_IMPORTS[command]))
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == []
+    imported, collections = json.loads(done.stdout.splitlines()[-1])
+    assert imported == []
+    assert collections <= 1, "of all objects, while imports make them"
 
 
 @pytest.mark.slow(keep=1)

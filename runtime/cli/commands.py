@@ -19,6 +19,7 @@ import typer
 
 from kvcap import dtypes
 from kvcap.runtime.cli.console import INFEASIBLE, complain, styled, visible
+from kvcap.runtime.cli.importing import large_imports
 from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import (
     STDIN,
@@ -314,7 +315,7 @@ def policies_command(
     """List the eviction policies and what each costs."""
     if context.invoked_subcommand is not None:
         return
-    with missing_named():
+    with missing_named(), large_imports():
         from kvcap.policies import load_policy, policies
     from kvcap.runtime.cli.tables import describe, describe_companions, print_policies
 
@@ -338,7 +339,7 @@ def policy_command(
     json_: Json = False,
 ) -> None:
     """One policy: when to use it, its formula, paper, options and costs; NAME alone will do."""
-    with missing_named():
+    with missing_named(), large_imports():
         from kvcap.policies import load_policy
     from kvcap.runtime.cli.tables import describe, print_policy
 
@@ -350,6 +351,7 @@ def policy_command(
         print_policy(row)
 
 
+@large_imports()
 def load(
     model: str,
     backend: Backend,
@@ -455,6 +457,7 @@ def _load_export(model: str, budget: Budget, running: Running, recall_store: int
     )  # fmt: skip
 
 
+@large_imports()
 def planned(model: str, backend: Backend, budget: Budget, recall_store: int = 0) -> MemoryPlan:
     """Plan a run, without reading weights.
 
