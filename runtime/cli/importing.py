@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import wrapt
 
 BETWEEN_COLLECTIONS = 50_000  # objects made and not freed, where Python's own is 700
 
@@ -24,3 +28,16 @@ def large_imports() -> Iterator[None]:
         gc.freeze()  # all there is becomes old, without a look at it,
         gc.unfreeze()  # and is looked at when as much again has been made
         gc.set_threshold(*usual)
+
+
+def _known_once_read(import_utils: Any) -> None:
+    """Have transformers read the names in its models' files once, and not twice.
+
+    It goes through more than 500 folders in the same order again, and keeps only the last 128.
+    """
+    read = getattr(import_utils, "create_import_structure_from_path", None)
+    if hasattr(read, "cache_info"):
+        import_utils.create_import_structure_from_path = functools.cache(read.__wrapped__)
+
+
+wrapt.register_post_import_hook(_known_once_read, "transformers.utils.import_utils")
