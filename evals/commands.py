@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvcap.runtime.cli import options
 from kvcap.runtime.cli.console import styled
 from kvcap.runtime.types import SlotUse
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from kvcap.evals.calibrate import Calibration
     from kvcap.evals.memory import Baseline, Matrix
     from kvcap.evals.quality.cells import Cell
@@ -783,6 +783,15 @@ def update_command(
 @contextmanager
 def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
     """A live line on stderr that is gone when the work is done."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     shown = [BarColumn(bar_width=24), *(TextColumn(c) for c in columns), TimeRemainingColumn()]
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     shown.append(TimeElapsedColumn())

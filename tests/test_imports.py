@@ -176,7 +176,7 @@ OF_OTHERS = {  # what evaluates, measures, exports, serves or draws
 }  # fmt: skip
 NO_ONNX = {"onnx", "onnxruntime", "kvcap.runtime.backends.onnxruntime"}
 NEVER_IMPORTS = {  # by what is run; ONNX Runtime's line is in runtime/backends/onnxruntime
-    "--help": {"numpy", "torch", "transformers", *OF_OTHERS},
+    "--help": {"numpy", "rich", "torch", "transformers", *OF_OTHERS},
     "policies": {"transformers", "torch._dynamo", "kvcap.runtime.backends", *NO_ONNX, *OF_OTHERS},
     "plan pocket": {"kvcap.runtime.backends", *NO_ONNX, *OF_OTHERS},
     "generate pocket Hello --max-new-tokens 1 -q": {*NO_ONNX, *OF_OTHERS},
