@@ -1,4 +1,4 @@
-"""Options of the commands that measure: `kvcap eval`, `lm-eval`, `analyze`, `bench` and others.
+"""Options of the commands that measure: `kvcap eval`, `tune`, `analyze`, `bench` and others.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -6,11 +6,13 @@ Imports of torch wait until a command runs. Results go to stdout, everything els
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -264,6 +266,109 @@ def eval_command(
     print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells, against))
     if failed is not None:
         raise failed
+
+
+@options.grouped
+def tune_command(
+    model: options.Model = "pocket",
+    *,
+    file: Annotated[
+        str,
+        typer.Option(
+            "--file",
+            "-f",
+            metavar="TEXT",
+            help="A text like those that the model will read, of some thousand tokens; - is stdin.",
+        ),
+    ],
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Candidates, with commas; all is every one that kvcap policies lists (dropkv, "
+            "snapkv, lagkv, streaming_llm and keydiff-window by default).",
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="Tokens of a piece of the text (by default as many as the time allows, from twice "
+            "the budget to 4,096).",
+        ),
+    ] = None,
+    minutes: Annotated[
+        float,
+        typer.Option(min=0.01, metavar="N", help="For everything, loading the model included."),
+    ] = 5.0,
+    seed: Annotated[int, typer.Option(help="Of the facts.")] = 0,
+    cap: options.Cap,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    json_: options.Json = False,
+) -> None:
+    """Measure which policy suits a model and a text at a budget; print the command to use.
+
+    Candidates read pieces of the text, find facts without and with recall, and are timed, beside
+    random eviction and the uncapped model. Of those that keep the text's flow as well as the best
+    does, and no worse than random, the one that finds most facts is taken; of equals, the fastest.
+    The last line of stdout is the command alone. Exits with 1 if nothing can be recommended.
+    """
+    started = perf_counter()
+    from kvcap.evals.quality.recommend import command
+    from kvcap.evals.quality.tune import Request, describe, table, tune
+    from kvcap.runtime.cli.commands import quiet_libraries, read_input, use_threads
+    from kvcap.runtime.cli.tables import show
+    from kvcap.runtime.errors import NothingRecommended
+    from kvcap.runtime.planning.plan import Sizes
+
+    text = read_input(file)
+    quiet_libraries()
+    use_threads(threads)
+    request = Request(
+        model,
+        text,
+        Sizes(**cap.sizes()),
+        cap.pins,
+        _names(policies or ""),
+        length,
+        minutes,
+        seed,
+        cap.dtype,
+        device,
+        cap.kv_dtype,
+    )
+    with _meter("{task.fields[doing]}") as progress:
+        meter = progress.add_task("tune", total=60 * minutes, doing="")
+
+        def report(seconds: float, doing: str) -> None:
+            progress.update(meter, completed=seconds, doing=doing)
+
+        def note(text: str) -> None:
+            progress.console.print(f"kvcap: {text}", markup=False)
+
+        found = tune(request, started, report, note)
+    line: list[str] | None = None
+    if found.choice.policy is not None:
+        given = _given(**vars(cap), device=device, threads=threads)
+        if not {"--kv-budget", "--kv-budget-tokens", "--memory-cap"} & set(given):
+            given["--kv-budget-tokens"] = found.rows[0].slots
+        line = command(found.choice, model, file, given, found.recall, plain=found.plain)
+    if json_:
+        shown = None if line is None else shlex.join(line)
+        print(jsonlib.dumps({**found.as_dict(), "command": line, "command_line": shown}))
+    else:
+        print(f"{describe(found)}\n")
+        show(table(found))
+        print("".join(f"\n{remark}" for remark in found.choice.remarks))
+    if line is None:
+        raise NothingRecommended(
+            "every policy that was measured is worse than random eviction on this text; give a "
+            "larger budget, or --policies others"
+        )
+    if not json_:
+        print(shlex.join(line))
 
 
 def analyze_command(
@@ -803,6 +908,11 @@ def _policy_options(texts: list[str] | None, sink_tokens: int | None) -> dict[st
     """Options for every policy that has them, from KEY=VALUE texts and --sink-tokens."""
     pins = {} if sink_tokens is None else {"sink_tokens": sink_tokens}
     return pins | options.pairs(texts or [])
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """Return the options that have a value, by their names on the command line."""
+    return {f"--{k.replace('_', '-')}": v for k, v in values.items() if v is not None}
 
 
 def _check_folder(option: str, path: Path) -> None:

@@ -32,6 +32,7 @@ KvcapError
 ├── ExtraMissing            a package is not installed; names the extra that brings it
 ├── CellsFailed             some cells of a sweep could not be measured; the others are kept
 ├── WorkersLost             processes that were to share work ended by themselves
+├── NothingRecommended      every policy that was measured is worse than random eviction
 ├── PeerFailed              a benchmark's peer cannot be run, or ended; nothing was measured
 ├── NotExportable           there is no graph of that policy, stage or formulation
 ├── ExportExists            something else was exported to that place; nothing was replaced
@@ -207,6 +208,10 @@ class CellsFailed(KvcapError, RuntimeError):
 
 class WorkersLost(KvcapError, RuntimeError):
     """Processes that were to share work ended by themselves, for want of memory perhaps."""
+
+
+class NothingRecommended(KvcapError, RuntimeError):
+    """Every policy that was measured is worse than random; the message says what to try."""
 
 
 class NotExportable(KvcapError, ValueError):

@@ -39,7 +39,7 @@ COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers", "
 Prompt = tuple[Sample, tuple[Sequence[int] | np.ndarray[Any, Any], ...]]
 
 
-def new_cache(config: Any, setting: Setting) -> BudgetCache:
+def new_cache(config: Any, setting: Setting, evict_every: int = 1) -> BudgetCache:
     """A cache for one cell, not yet allocated; one that never evicts holds prompt and answer.
 
     Sinks are pinned by the policy itself, or by `sink_tokens` among the options, and by none else.
@@ -50,6 +50,7 @@ def new_cache(config: Any, setting: Setting) -> BudgetCache:
         setting.block_size,
         load_policy(setting.policy, **dict(setting.options)).plain(),
         positions=setting.positions,
+        evict_every=evict_every,
         kv_dtype=setting.kv_dtype,
     )
 

@@ -250,23 +250,9 @@ Json = Annotated[bool, option("--json", help="Print one JSON document per result
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How much is kept, and by which policy."""
+class Cap:
+    """Options that say how much is kept, whatever the policy."""
 
-    policy: Annotated[
-        str | None,
-        option(
-            "--policy",
-            metavar="NAME",
-            autocompletion=policy_names,
-            help=f"What is evicted (by default {DEFAULT_POLICY}, or an export's own); see kvcap "
-            "policies.",
-        ),
-    ] = None
-    policy_option: Annotated[
-        list[str] | None,
-        option("--policy-option", metavar="KEY=VALUE", help="Of the policy; repeatable."),
-    ] = None
     kv_budget: Annotated[
         str | None,
         option(
@@ -296,13 +282,6 @@ class Budget:
             "largest budget that fits.",
         ),
     ] = None
-    enforce: Annotated[
-        Literal["check", "rlimit"],
-        option(
-            "--enforce",
-            help="Hold --memory-cap by looking before every block, or by the system too.",
-        ),
-    ] = "check"
     block_size: Annotated[
         int | None,
         option(
@@ -359,17 +338,6 @@ class Budget:
         """The options of `PINS` that were given."""
         return {name: n for name in PINS if (n := getattr(self, name)) is not None}
 
-    def eviction(self) -> Eviction:
-        """The policy with its options.
-
-        Raises:
-            PolicyError: unknown names, refused values.
-        """
-        from kvcap.policies import load_policy
-
-        options = {**self.pins, **pairs(self.policy_option or [])}
-        return load_policy(self.policy or DEFAULT_POLICY, **options)
-
     def sizes(self) -> dict[str, Any]:
         """The sizes as `MemoryPlan.of` and `Runtime.from_pretrained` take them.
 
@@ -382,6 +350,44 @@ class Budget:
                 "(KVCAP_KV_BUDGET and KVCAP_KV_BUDGET_TOKENS count too)"
             )
         return {name: getattr(self, name) for name in Sizes._fields}
+
+
+@dataclass(frozen=True)
+class Budget(Cap):
+    """How much is kept, and by which policy."""
+
+    policy: Annotated[
+        str | None,
+        option(
+            "--policy",
+            metavar="NAME",
+            autocompletion=policy_names,
+            help=f"What is evicted (by default {DEFAULT_POLICY}, or an export's own); see kvcap "
+            "policies.",
+        ),
+    ] = None
+    policy_option: Annotated[
+        list[str] | None,
+        option("--policy-option", metavar="KEY=VALUE", help="Of the policy; repeatable."),
+    ] = None
+    enforce: Annotated[
+        Literal["check", "rlimit"],
+        option(
+            "--enforce",
+            help="Hold --memory-cap by looking before every block, or by the system too.",
+        ),
+    ] = "check"
+
+    def eviction(self) -> Eviction:
+        """The policy with its options.
+
+        Raises:
+            PolicyError: unknown names, refused values.
+        """
+        from kvcap.policies import load_policy
+
+        options = {**self.pins, **pairs(self.policy_option or [])}
+        return load_policy(self.policy or DEFAULT_POLICY, **options)
 
 
 @dataclass(frozen=True)

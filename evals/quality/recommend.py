@@ -1,0 +1,182 @@
+"""Chooses a policy from what was measured on a user's model: flow first, then facts, then time.
+
+Flow is the loss on pieces of the user's text, facts are needles that are found again. Every figure
+is of the same pieces and samples for all policies, so that policies are compared pair by pair. Here
+nothing is measured, and no model is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from kvcap.evals.quality.paired import Comparison, compare
+from kvcap.evals.quality.scores import UNITS, cell_score
+
+FLOOR, UNCAPPED = "random", "full"
+NEVER = (FLOOR, UNCAPPED)  # are measured beside the candidates, and never recommended
+SAME_FLOW = 1.01  # times the best perplexity: up to here nobody reads a difference
+FLOW, FACTS = UNITS["perplexity"], UNITS["share"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one policy at the budget."""
+
+    policy: str
+    slots: int | None  # per KV head and layer; None: it never evicts
+    kv_bytes: int | None  # of the cache, likewise
+    losses: tuple[float, ...]  # mean loss per token of every piece of the text, in nats
+    facts: tuple[float, ...] = ()  # score of every needle; (): none was hidden
+    recalled: tuple[float, ...] = ()  # of the same with recall; (): not measured
+    eviction_ms: float | None = None  # per block, all layers together
+    decode_ms: float | None = None  # per token of an answer
+
+    @property
+    def perplexity(self) -> float:
+        """The perplexity over all pieces."""
+        return cell_score(self.losses, FLOW)
+
+    @property
+    def recall_helps(self) -> bool:
+        """Whether more facts are found with recall than without it."""
+        return bool(self.recalled) and fmean(self.recalled) > fmean(self.facts)
+
+    @property
+    def best_facts(self) -> tuple[float, ...]:
+        """The scores of needles as the policy would be used: with recall where that helps."""
+        return self.recalled if self.recall_helps else self.facts
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            **asdict(self),
+            "perplexity": self.perplexity,
+            "facts_found": _mean(self.facts),
+            "recalled_found": _mean(self.recalled),
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to use, and why."""
+
+    policy: str | None  # None: nothing that was measured can be recommended
+    recall: bool
+    near: tuple[str, ...]  # the policies whose flow is as good as the best, in the order measured
+    remarks: tuple[str, ...]  # sentences that a reader needs beside the table
+
+
+def near_best(rows: Sequence[Row]) -> list[Row]:
+    """Return the candidates whose flow cannot be told from the best, and is no worse than random.
+
+    Flow is told apart by the 95 % interval of the paired difference, and by more than `SAME_FLOW`
+    from the best.
+    """
+    sound = [row for row in _candidates(rows) if not _below_floor(row, rows)]
+    if not sound:
+        return []
+    best = min(sound, key=lambda row: row.perplexity)
+    return [row for row in sound if flow_beside(row, best).ci_low <= SAME_FLOW]
+
+
+def flow_beside(row: Row, other: Row) -> Comparison:
+    """Compare perplexities on the same pieces: how many times the other's a row's is."""
+    return compare(row.losses, other.losses, FLOW)
+
+
+def choose(rows: Sequence[Row]) -> Choice:
+    """Choose among the candidates near the best flow by facts, and among equal facts by time."""
+    near = near_best(rows)
+    bad = [row for row in _candidates(rows) if _below_floor(row, rows)]
+    remarks = [
+        f"{row.policy} is worse than random eviction: "
+        f"{flow_beside(row, _named(rows, FLOOR)).difference:.2f} times its perplexity"
+        for row in bad
+    ]
+    if not near:
+        return Choice(None, False, (), tuple(remarks))
+    chosen = min(near, key=_rank)
+    facts = chosen.best_facts
+    if facts:
+        remarks += _on_facts(chosen, rows, near)
+    names = tuple(row.policy for row in near)
+    return Choice(chosen.policy, chosen.recall_helps, names, tuple(remarks))
+
+
+def command(
+    choice: Choice, model: str, file: str, given: Mapping[str, Any], recall: int, *, plain: bool
+) -> list[str]:
+    """Return the command line to use.
+
+    Args:
+        choice: which names a policy.
+        model: as the user named it.
+        file: with the text, which a model without a chat template goes on from.
+        given: values of options that hold for every policy, by the options' names.
+        recall: tokens that were read again for a question, at most.
+        plain: the model has no chat template.
+
+    >>> chosen = Choice("snapkv", True, ("snapkv",), ())
+    >>> " ".join(command(chosen, "pocket", "a.txt", {"--kv-budget": "1MiB"}, 64, plain=False))
+    'kvcap chat pocket --policy snapkv --kv-budget 1MiB --recall auto'
+    """
+    assert choice.policy is not None, "nothing was recommended"
+    begun = ["generate", model, "--file", file, "--raw"] if plain else ["chat", model]
+    options = [part for name, value in given.items() for part in (name, str(value))]
+    # In a text that is read as it is, only a number of tokens has evicted text read again.
+    mode = "off" if not choice.recall else str(recall) if plain else "auto"
+    return ["kvcap", *begun, "--policy", choice.policy, *options, "--recall", mode]
+
+
+def _on_facts(chosen: Row, rows: Sequence[Row], near: Sequence[Row]) -> list[str]:
+    """Return what is to be said of the facts that were found."""
+    said, full = [], _named(rows, UNCAPPED).facts
+    if not any(full) and not any(chosen.best_facts):
+        return ["the model finds no fact even uncapped, so that flow and time alone decide"]
+    if chosen.recalled:
+        more = "where" if chosen.recall_helps else "no more than"
+        said.append(
+            f"with recall {_share(chosen.recalled)} facts are found, {more} {chosen.policy} alone "
+            f"finds {_share(chosen.facts)}"
+        )
+    names = [row.policy for row in near]
+    others = [row for row in _candidates(rows) if row.policy not in names and row.best_facts]
+    best = max(others, key=lambda row: fmean(row.best_facts), default=None)
+    if best is not None and compare(best.best_facts, chosen.best_facts, FACTS).ci_low > 0:
+        ratio = flow_beside(best, chosen).difference
+        said.append(
+            f"{best.policy} finds far more facts, {_share(best.best_facts)}, at {ratio:.2f} times "
+            "the perplexity: take it where facts are all that counts"
+        )
+    return said
+
+
+def _candidates(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.policy not in NEVER]
+
+
+def _named(rows: Iterable[Row], policy: str) -> Row:
+    return next(row for row in rows if row.policy == policy)
+
+
+def _below_floor(row: Row, rows: Sequence[Row]) -> bool:
+    """Return whether a row's flow is worse than that of random eviction, beyond chance."""
+    return flow_beside(row, _named(rows, FLOOR)).ci_low > 1
+
+
+def _rank(row: Row) -> tuple[float, float, float]:
+    """Return what the best of several rows has the least of."""
+    facts = _mean(row.best_facts) or 0.0
+    time = float("inf") if row.eviction_ms is None else row.eviction_ms
+    return -facts, time, row.perplexity
+
+
+def _mean(scores: Sequence[float]) -> float | None:
+    return fmean(scores) if scores else None
+
+
+def _share(scores: Sequence[float]) -> str:
+    return f"{sum(scores):g} of {len(scores)}"

@@ -1,0 +1,573 @@
+"""Measures candidate policies on a user's model and text at one budget, within a time limit.
+
+Each reads pieces of the text, finds needles in prose without and with recall, and is timed, by the
+same functions as `kvcap eval`. Pieces and needles are read in rounds, each by all policies, so that
+every figure is of the same ones; rounds go on as long as another one fits the time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from transformers import PretrainedConfig
+
+from kvcap.evals.measure import decode_ms, eviction_ms
+from kvcap.evals.quality.answering import Prompt, losses, measure, new_cache
+from kvcap.evals.quality.cells import Setting, as_options
+from kvcap.evals.quality.recommend import (
+    FLOOR,
+    NEVER,
+    UNCAPPED,
+    Choice,
+    Row,
+    choose,
+    flow_beside,
+    near_best,
+)
+from kvcap.evals.quality.sweep import PLAIN, spelled_out
+from kvcap.evals.quality.tasks import (
+    GOLDEN,
+    Sample,
+    has_template,
+    make_samples,
+    prompt_parts,
+)
+from kvcap.evals.reports import environment
+from kvcap.policies import Eviction, PolicyError, load_policy
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype, usual_every
+from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
+from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.files import encode, load_config, load_tokenizer
+from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.weights import read_headers
+from kvcap.runtime.planning.plan import MemoryPlan, Sizes, parse_cap
+from kvcap.runtime.recall.settings import RecallSettings, planned_store
+from kvcap.runtime.units import format_bytes
+
+CANDIDATES = ("dropkv", "snapkv", "lagkv", "streaming_llm", "keydiff-window")
+FACTS_TASK = "niah_single_2"
+LEAST_PIECES, WANTED_PIECES, MOST_PIECES = 2, 6, 12  # fewer than two tell nothing apart
+LONGEST = 4096  # tokens of a piece, unless others were asked for
+LEAST_SAMPLES, MOST_SAMPLES, LEAST_FACTS_LENGTH = 2, 16, 512
+ANSWER = 32  # tokens: enough to say a number
+AT_ONCE = 4  # pieces or facts that a GPU reads at once; a CPU gains nothing by it
+FLOW_SHARE = 0.35  # of the time that is left once the model is loaded; facts take the rest
+TIMED_BLOCKS, TIMED_TOKENS = 4, 8
+Report = Callable[[float, str], None]  # seconds since the start, and what is being done
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks to be measured."""
+
+    model: str
+    text: str
+    sizes: Sizes
+    pins: Mapping[str, int] = field(default_factory=dict)  # of every policy: sinks, recent tokens
+    policies: Sequence[str] = ()  # candidates; (): the usual ones, as far as they can be run
+    length: int | None = None  # tokens of a piece; None: as many as the time allows
+    minutes: float = 5.0  # for everything
+    seed: int = 0  # of needles
+    dtype: str | None = None
+    device: str | None = None
+    kv_dtype: KvDtype | None = None
+
+    @property
+    def budget_option(self) -> str:
+        """The option that says how large the budget is."""
+        if self.sizes.kv_budget is not None:
+            return "--kv-budget"
+        tokens = self.sizes.kv_budget_tokens is not None or self.sizes.memory_cap is None
+        return "--kv-budget-tokens" if tokens else "--memory-cap"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured, and what it says."""
+
+    model: str
+    dtype: str
+    block_size: int
+    positions: str
+    text_tokens: int  # of the whole text
+    length: int  # tokens of a piece
+    pieces: int
+    facts_task: str
+    facts_length: int  # tokens of a prompt
+    samples: int
+    recall: int  # tokens that were read again for a question, at most
+    plain: bool  # asked in plain text, as the model has no chat template
+    minutes: float  # that were given
+    seconds: float  # that it took
+    environment: dict[str, Any]
+    rows: tuple[Row, ...]
+    choice: Choice
+
+    def as_dict(self) -> dict[str, Any]:
+        """One JSON document."""
+        near = self.choice.near
+        rows = [{**row.as_dict(), "flow_near_best": row.policy in near} for row in self.rows]
+        chosen = {"policy": self.choice.policy, "recall": self.choice.recall}
+        rest = {"rows": rows, **chosen, "remarks": list(self.choice.remarks)}
+        return {**{k: v for k, v in vars(self).items() if k != "choice"}, **rest}
+
+
+@dataclass
+class _Side:
+    """A policy as it is measured."""
+
+    policy: str
+    plan: MemoryPlan
+    setting: Setting  # of flow; facts differ in task, length and recall
+    losses: list[float] = field(default_factory=list)
+    facts: list[float] = field(default_factory=list)
+    recalled: list[float] = field(default_factory=list)
+    eviction_ms: float | None = None
+    decode_ms: float | None = None
+
+    def row(self) -> Row:
+        return Row(
+            self.policy,
+            self.setting.budget,
+            None if self.setting.budget is None else self.plan.cache_bytes,
+            tuple(self.losses),
+            tuple(self.facts),
+            tuple(self.recalled),
+            self.eviction_ms,
+            self.decode_ms,
+        )
+
+
+class _Clock:
+    """The time limit of a run, in seconds since its start."""
+
+    def __init__(self, started: float, minutes: float) -> None:
+        self._started, self.limit = started, 60 * minutes
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self._started
+
+    @property
+    def left(self) -> float:
+        return self.limit - self.now
+
+    def rounds(self, count: int, least: int, size: int, until: float) -> Iterator[slice]:
+        """Yield parts of `count` things, `size` at a time, as long as another one fits the time.
+
+        Args:
+            count: at most so many things.
+            least: so many are yielded whatever the time is.
+            size: of a part.
+            until: when the next part should be done, if it takes as long as the last one.
+        """
+        took = 0.0
+        for first in range(0, count, size):
+            begun = self.now
+            if first >= least and begun + took > until:
+                return
+            yield slice(first, first + size)
+            took = self.now - begun
+
+
+def tune(
+    request: Request,
+    started: float,
+    report: Report = lambda *_: None,
+    note: Callable[[str], None] = lambda _: None,
+) -> Tuning:
+    """Measure what was asked for and choose.
+
+    Args:
+        request: the model, the text, the budget and the time.
+        started: when the time began, by `time.perf_counter`.
+        report: called with the seconds so far and what is done next.
+        note: told of usual candidates that cannot be run here, and how a base model is asked.
+
+    Raises:
+        ValueError: too short a text for the budget, or too few minutes for the model; before
+            anything is measured, and naming what would do.
+        PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ModelFilesBroken: before
+            weights are read.
+    """
+    clock = _Clock(started, request.minutes)
+    if not request.text.strip():
+        raise ValueError("the text is empty; give one of some thousand tokens")
+    where = resolve(request.model)
+    config = request.sizes.config_for(load_config(where))
+    sides = _sides(request, where, config, note)
+    tokenizer = load_tokenizer(where)
+    opening, ids = encode(tokenizer, request.text)
+    least = _least_length(sides)
+    trained = ModelShape.of(config.get_text_config(decoder=True)).trained_length
+    facts_least = max(request.length or least, min(LEAST_FACTS_LENGTH, trained))
+    _check_lengths(request, sides, least, trained, len(opening), len(ids))
+    if not has_template(tokenizer):
+        note(PLAIN.format(request.model))
+    report(clock.now, "loading the model")
+    block = max(side.plan.block_size for side in sides)
+    runtime = Runtime.from_pretrained(
+        request.model,
+        kv_budget_tokens=sides[0].plan.budget_tokens,
+        block_size=block,
+        dtype=request.dtype,
+        device=request.device,
+        positions=sides[0].plan.positions,
+        kv_dtype=request.kv_dtype,
+    )
+    report(clock.now, "timing a block")
+    pace = _pace(runtime, sides[0].setting, ids[: block + 1])
+    _check_time(request, clock, _least_seconds(sides, least, facts_least, pace), pace)
+    report(clock.now, "timing a piece")
+    pace = _pace(runtime, sides[0].setting, ids[: request.length or least])
+    length = request.length or _length(
+        least,
+        min(LONGEST, trained, (len(opening) + len(ids)) // WANTED_PIECES),
+        FLOW_SHARE * clock.left / (pace.read * len(sides) * WANTED_PIECES),
+        block,
+    )
+    asked = max(length, facts_least)
+    needed = _least_seconds(sides, length, asked, pace)
+    _check_time(request, clock, needed, pace)
+    for side in sides:
+        side.setting = replace(side.setting, length=length)
+        if side.setting.budget is not None:
+            report(clock.now, f"timing {side.policy}")
+            _time(runtime, side, ids)
+    prompts = _pieces(opening, ids, length)
+    at_once = 1 if runtime.model.device.type == "cpu" else AT_ONCE
+    until = min(
+        clock.now + FLOW_SHARE * clock.left, clock.limit - _facts_seconds(sides, asked, pace)
+    )
+    for part in clock.rounds(len(prompts), LEAST_PIECES, at_once, until):
+        for side in sides:
+            report(clock.now, f"piece {part.start + 1}, {side.policy}")
+            side.losses += _scores(runtime, side.setting, prompts[part])
+    near = {row.policy for row in near_best([side.row() for side in sides])}
+    recall = _find_facts(runtime, request, [s for s in sides if s.policy != FLOOR], near, asked,
+                         clock, report)  # fmt: skip
+    rows = tuple(side.row() for side in sides)
+    return Tuning(
+        model=request.model,
+        dtype=runtime.plan.dtype,
+        block_size=block,
+        positions=sides[0].plan.positions,
+        text_tokens=len(ids),
+        length=length,
+        pieces=len(rows[0].losses),
+        facts_task=FACTS_TASK,
+        facts_length=asked,
+        samples=len(rows[0].facts),
+        recall=recall,
+        plain=not has_template(tokenizer),
+        minutes=request.minutes,
+        seconds=round(clock.now, 1),
+        environment=environment(runtime.model.device),
+        rows=rows,
+        choice=choose(rows),
+    )
+
+
+def _sides(
+    request: Request, where: str, config: PretrainedConfig, note: Callable[[str], None]
+) -> list[_Side]:
+    """Plan the candidates, and what they are measured beside: random eviction, and no cap, last.
+
+    Raises:
+        ValueError: no candidate was named.
+        PolicyError, PlanInfeasible, UnsupportedModel: one that was named cannot be run, or none of
+            the usual ones can.
+    """
+    named = [name for name in spelled_out(request.policies) if name not in NEVER]
+    if request.policies and not named:
+        raise ValueError(
+            f"--policies {','.join(request.policies)}: {' and '.join(NEVER)} are measured beside "
+            "others and never recommended; name at least one other policy"
+        )
+    if uncapped := [name for name in named if not load_policy(name).policy.evicts]:
+        raise ValueError(f"--policies {uncapped[0]}: it never evicts; leave it out")
+    refused = list[Exception]()
+
+    def usual(name: str) -> _Side | None:
+        try:
+            return _side(request, where, config, name)
+        except (PolicyError, PlanInfeasible, UnsupportedModel) as error:
+            note(f"{name} is left out: {error}")
+            refused.append(error)
+            return None
+
+    found = [_side(request, where, config, name) for name in named]
+    found = found or [side for name in CANDIDATES if (side := usual(name)) is not None]
+    if not found:
+        raise refused[0]
+    floor = _side(request, where, config, FLOOR)
+    full = replace(
+        floor.setting, policy=UNCAPPED, budget=None, options=(), kv_dtype=None, positions="true"
+    )
+    return [*found, floor, _Side(UNCAPPED, floor.plan, full)]
+
+
+def _side(request: Request, where: str, config: PretrainedConfig, policy: str) -> _Side:
+    """Plan a policy as a conversation would run it: its slots, block, positions and sinks."""
+    eviction = load_policy(policy, **request.pins)
+    dtype = parse_dtype(request.dtype) or getattr(config, "dtype", None) or torch.float32
+    cap = request.sizes.memory_cap
+    plan = MemoryPlan.of(
+        config,
+        policy=eviction,
+        dtype=dtype,
+        headers=read_headers(where),
+        kv_dtype=request.kv_dtype,
+        recall_store=planned_store(None, None if cap is None else parse_cap(cap)),
+        **request.sizes._asdict(),
+    )
+    run = _with_sinks(eviction, config, plan.budget_tokens)
+    setting = Setting(
+        model=request.model,
+        dtype=plan.dtype,
+        task="perplexity",
+        length=0,  # known once a block was timed
+        policy=policy,
+        positions=plan.positions,
+        budget=plan.budget_tokens,
+        samples=1,
+        seed=request.seed,
+        block_size=plan.block_size,
+        options=as_options({**request.pins, "sink_tokens": run.sink_tokens}),
+        kv_dtype=request.kv_dtype,
+        question=None,
+    )
+    return _Side(policy, plan, setting)
+
+
+def _with_sinks(eviction: Eviction, config: PretrainedConfig, budget: int) -> Eviction:
+    """Return an eviction as conversations run it, which pins sinks where evaluations do not."""
+    shape = ModelShape.of(config.get_text_config(decoder=True))
+    return eviction.with_sinks(budget, len(shape.capped), shape.kv_heads)
+
+
+def _least_length(sides: Sequence[_Side]) -> int:
+    """Return the fewest tokens of a piece in which evictions show: twice the largest budget."""
+    plans = [side.plan for side in sides]
+    return max(
+        max(2 * plan.budget_tokens, (plan.budget_tokens // plan.block_size + 2) * plan.block_size)
+        for plan in plans
+    )
+
+
+def _check_lengths(
+    request: Request, sides: Sequence[_Side], least: int, trained: int, opening: int, tokens: int
+) -> None:
+    """Refuse a text or a piece in which no eviction would show.
+
+    Raises:
+        ValueError: naming what would do.
+    """
+    slots = max(side.plan.budget_tokens for side in sides)
+    budget = f"a budget of {slots:,} slots ({request.budget_option})"
+    if least > trained:
+        raise ValueError(
+            f"{budget} shows only in pieces of {least:,} tokens, and the model was trained on "
+            f"{trained:,} at once; give a smaller budget"
+        )
+    length = request.length or least
+    if not least <= length <= trained:
+        raise ValueError(
+            f"--length {length:,}: under {budget} give one from {least:,} to {trained:,} tokens"
+        )
+    if (needed := LEAST_PIECES * (length - opening)) > tokens:
+        raise ValueError(
+            f"the text has {tokens:,} tokens, and {budget} needs at least {needed:,}, "
+            f"{LEAST_PIECES} pieces of {length:,}; give a longer text, or a smaller "
+            + ("--length" if length > least else request.budget_option)
+        )
+
+
+def _length(least: int, most: int, by_time: float, block: int) -> int:
+    """Return the tokens of a piece: whole blocks, as many as time and text allow.
+
+    >>> _length(1024, 4096, by_time=1500.0, block=128), _length(1024, 900, 9000.0, 128)
+    (1408, 1024)
+    """
+    return max(least, min(most, int(by_time)) // block * block)
+
+
+class _Pace(NamedTuple):
+    """Seconds that a token takes."""
+
+    read: float  # in a piece, where every token is predicted
+    write: float  # in an answer
+
+
+def _pace(runtime: Runtime, setting: Setting, ids: Sequence[int]) -> _Pace:
+    """Measure reading so many tokens, after a block that warms up, and writing some."""
+    model = runtime.model
+    text = torch.tensor([[*ids]], device=model.device)
+    setting = replace(setting, length=len(ids))
+    losses(model, new_cache(model.config, setting), text[:, : setting.block_size]).sum().item()
+    begun = time.perf_counter()
+    cache = new_cache(model.config, setting)
+    losses(model, cache, text).sum().item()
+    read = (time.perf_counter() - begun) / len(ids)
+    loop = BlockLoop(model, cache)
+    return _Pace(read, median(decode_ms(_reader(loop), TIMED_TOKENS)) / 1000)
+
+
+def _reader(loop: BlockLoop) -> Callable[[torch.Tensor], float]:
+    """Return what reads a token and waits for the device."""
+    return lambda token: float(loop.read(token.to(loop.model.device))[0, 0])
+
+
+def _least_seconds(sides: Sequence[_Side], length: int, asked: int, pace: _Pace) -> float:
+    """Return how long the least that tells policies apart takes.
+
+    Tokens of facts and of times take less than those of pieces, of which every one is predicted.
+    """
+    timed = sum(s.plan.budget_tokens + 2 * TIMED_BLOCKS * s.plan.block_size for s in sides[:-1])
+    pieces = LEAST_PIECES * length * len(sides)
+    return pace.read * (timed + pieces) + _facts_seconds(sides, asked, pace)
+
+
+def _facts_seconds(sides: Sequence[_Side], asked: int, pace: _Pace) -> float:
+    """Return how long the fewest facts take: all but random find them, candidates twice."""
+    answers = LEAST_SAMPLES * (2 * len(sides) - 3)
+    return answers * (asked * pace.read + ANSWER * pace.write)
+
+
+def _check_time(request: Request, clock: _Clock, needed: float, pace: _Pace) -> None:
+    """Refuse to begin what will not be done in time.
+
+    Raises:
+        ValueError: naming the minutes that would do.
+    """
+    if needed > clock.left:
+        minutes = math.ceil((clock.now + 1.25 * needed) / 60)
+        raise ValueError(
+            f"--minutes {request.minutes:g} are too few: at {1 / pace.read:,.0f} tokens a second, "
+            f"the least that tells policies apart takes about {minutes}; give --minutes {minutes}, "
+            "fewer --policies, or a smaller budget"
+        )
+
+
+def _time(runtime: Runtime, side: _Side, ids: Sequence[int]) -> None:
+    """Measure the eviction of a block, and a token of an answer behind a full cache."""
+    model, setting = runtime.model, side.setting
+    every = usual_every(model.device, setting.block_size)
+    text = torch.tensor([[*ids]], device=model.device)
+    cache = new_cache(model.config, setting)
+    side.eviction_ms = median(eviction_ms(model, cache, text, TIMED_BLOCKS))
+    loop = BlockLoop(model, new_cache(model.config, setting, every))
+    loop.prefill(text[:, : setting.budget])
+    side.decode_ms = median(decode_ms(_reader(loop), TIMED_TOKENS))
+
+
+def _pieces(opening: Sequence[int], ids: Sequence[int], length: int) -> list[Prompt]:
+    """Cut a text into pieces that do not overlap; the first ones are spread over all of it."""
+    size = length - len(opening)
+    count = len(ids) // size
+    order = dict.fromkeys(int(k * GOLDEN % 1 * count) for k in range(4 * count))
+    sample = Sample("", "", (), chat=False)
+    cuts = [ids[i * size : (i + 1) * size] for i in [*order][:MOST_PIECES]]
+    return [(sample, ([*opening, *cut],)) for cut in cuts]
+
+
+def _scores(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt]) -> tuple[float, ...]:
+    """Return the score of every prompt, of which those of equal lengths are read at once."""
+    cell = measure(runtime, setting, prompts, len(prompts), timed=False)
+    return cell.scores or ()
+
+
+def _find_facts(
+    runtime: Runtime,
+    request: Request,
+    sides: Sequence[_Side],
+    near: set[str],
+    length: int,
+    clock: _Clock,
+    report: Report,
+) -> int:
+    """Have policies find needles, those with the best flow with recall, too.
+
+    Returns:
+        The tokens that were read again for a question, at most.
+    """
+    tokenizer, threads = runtime.tokenizer, torch.get_num_threads()
+    at_once = LEAST_SAMPLES if runtime.model.device.type == "cpu" else AT_ONCE
+    report(clock.now, "hiding facts")
+    samples = make_samples(FACTS_TASK, tokenizer, length, MOST_SAMPLES, request.seed, None, threads)
+    prompts = [(sample, prompt_parts(tokenizer, sample, "aware")) for sample in samples]
+    usual, most = RecallSettings.parse(), 0
+    for part in clock.rounds(MOST_SAMPLES, LEAST_SAMPLES, at_once, clock.limit):
+        for side in sides:
+            setting = replace(side.setting, task=FACTS_TASK, length=length, question="aware",
+                              max_new_tokens=ANSWER)  # fmt: skip
+            report(clock.now, f"fact {part.start + 1}, {side.policy}")
+            side.facts += _scores(runtime, setting, prompts[part])
+            if side.policy in near:
+                tokens = usual.limit(setting.budget or 0)
+                most = max(most, tokens)
+                report(clock.now, f"fact {part.start + 1}, {side.policy} with recall")
+                with_recall = replace(setting, recall=tokens)
+                side.recalled += _scores(runtime, with_recall, prompts[part])
+    return most
+
+
+def table(found: Tuning) -> Table:
+    """Return the figures of all policies, the best flow first."""
+    shown = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    shown.add_column("policy")
+    for name in ("slots", "KV cache", "perplexity", "times the best (95 %)", "facts", "with recall",
+                 "eviction/block", "token"):  # fmt: skip
+        shown.add_column(name, justify="right")
+    rows = sorted(found.rows, key=lambda row: row.perplexity)
+    best = next((row for row in rows if row.policy in found.choice.near), None)
+    for row in rows:
+        shown.add_row(
+            row.policy,
+            "uncapped" if row.slots is None else f"{row.slots:,}",
+            "" if row.kv_bytes is None else format_bytes(row.kv_bytes),
+            f"{row.perplexity:.3f}",
+            "" if best is None else _beside(row, best),
+            _found(row.facts),
+            _found(row.recalled),
+            _ms(row.eviction_ms),
+            _ms(row.decode_ms),
+            style="bold" if row.policy == found.choice.policy else "",
+        )
+    return shown
+
+
+def describe(found: Tuning) -> str:
+    """Return what was measured, on how much, in one sentence."""
+    template = ", asked in plain text" if found.plain else ""
+    return (
+        f"{found.model}: {found.pieces} pieces of {found.length:,} tokens of a text of "
+        f"{found.text_tokens:,}; {found.samples} facts, one in {found.facts_length:,} tokens each "
+        f"({found.facts_task}{template}); {found.dtype}, blocks of {found.block_size:,}, "
+        f"{found.positions} positions, {found.environment['device']}; {found.seconds:,.0f} s of "
+        f"{found.minutes:g} minutes"
+    )
+
+
+def _beside(row: Row, best: Row) -> str:
+    if row is best:
+        return "1"
+    beside = flow_beside(row, best)
+    return f"{beside.difference:.3f} ({beside.ci_low:.3f}–{beside.ci_high:.3f})"
+
+
+def _found(scores: Sequence[float]) -> str:
+    return f"{sum(scores):g} of {len(scores)}" if scores else ""
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} ms"
