@@ -17,7 +17,7 @@ from kvcap.evals.quality.scores import UNITS, cell_score
 
 FLOOR, UNCAPPED = "random", "full"
 NEVER = (FLOOR, UNCAPPED)  # are measured beside the candidates, and never recommended
-SAME_FLOW = 1.01  # times the best perplexity: up to here nobody reads a difference
+SAME_FLOW = 1.01  # times another perplexity: up to here nobody reads a difference
 FLOW, FACTS = UNITS["perplexity"], UNITS["share"]
 
 
@@ -70,16 +70,19 @@ class Choice:
 
 
 def near_best(rows: Sequence[Row]) -> list[Row]:
-    """Return the candidates whose flow cannot be told from the best, and is no worse than random.
-
-    Flow is told apart by the 95 % interval of the paired difference, and by more than `SAME_FLOW`
-    from the best.
-    """
-    sound = [row for row in _candidates(rows) if not _below_floor(row, rows)]
+    """Return the candidates whose flow is not worse than the best, nor than random eviction."""
+    floor = _named(rows, FLOOR)
+    sound = [row for row in _candidates(rows) if not is_worse(row, floor)]
     if not sound:
         return []
     best = min(sound, key=lambda row: row.perplexity)
-    return [row for row in sound if flow_beside(row, best).ci_low <= SAME_FLOW]
+    return [row for row in sound if not is_worse(row, best)]
+
+
+def is_worse(row: Row, other: Row) -> bool:
+    """Return whether a row's flow is worse: beyond chance, and by more than a reader would see."""
+    beside = flow_beside(row, other)
+    return beside.ci_low > 1 and beside.difference > SAME_FLOW
 
 
 def flow_beside(row: Row, other: Row) -> Comparison:
@@ -89,12 +92,12 @@ def flow_beside(row: Row, other: Row) -> Comparison:
 
 def choose(rows: Sequence[Row]) -> Choice:
     """Choose among the candidates near the best flow by facts, and among equal facts by time."""
-    near = near_best(rows)
-    bad = [row for row in _candidates(rows) if _below_floor(row, rows)]
+    near, floor = near_best(rows), _named(rows, FLOOR)
     remarks = [
         f"{row.policy} is worse than random eviction: "
-        f"{flow_beside(row, _named(rows, FLOOR)).difference:.2f} times its perplexity"
-        for row in bad
+        f"{flow_beside(row, floor).difference:.2f} times its perplexity"
+        for row in _candidates(rows)
+        if is_worse(row, floor)
     ]
     if not near:
         return Choice(None, False, (), tuple(remarks))
@@ -160,11 +163,6 @@ def _candidates(rows: Iterable[Row]) -> list[Row]:
 
 def _named(rows: Iterable[Row], policy: str) -> Row:
     return next(row for row in rows if row.policy == policy)
-
-
-def _below_floor(row: Row, rows: Sequence[Row]) -> bool:
-    """Return whether a row's flow is worse than that of random eviction, beyond chance."""
-    return flow_beside(row, _named(rows, FLOOR)).ci_low > 1
 
 
 def _rank(row: Row) -> tuple[float, float, float]:

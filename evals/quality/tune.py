@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 from transformers import PretrainedConfig
 
-from kvcap.evals.measure import decode_ms, eviction_ms
+from kvcap.evals.measure import decode_ms, eviction_ms, seconds
 from kvcap.evals.quality.answering import Prompt, losses, measure, new_cache
 from kvcap.evals.quality.cells import Setting, as_options
 from kvcap.evals.quality.recommend import (
@@ -31,7 +31,7 @@ from kvcap.evals.quality.recommend import (
     flow_beside,
     near_best,
 )
-from kvcap.evals.quality.sweep import PLAIN, spelled_out
+from kvcap.evals.quality.sweep import ALL, PLAIN, spelled_out
 from kvcap.evals.quality.tasks import (
     GOLDEN,
     Sample,
@@ -61,7 +61,7 @@ LEAST_SAMPLES, MOST_SAMPLES, LEAST_FACTS_LENGTH = 2, 16, 512
 ANSWER = 32  # tokens: enough to say a number
 AT_ONCE = 4  # pieces or facts that a GPU reads at once; a CPU gains nothing by it
 FLOW_SHARE = 0.35  # of the time that is left once the model is loaded; facts take the rest
-TIMED_BLOCKS, TIMED_TOKENS = 4, 8
+WARM_UPS, TIMED_BLOCKS, TIMED_TOKENS = 3, 4, 8
 Report = Callable[[float, str], None]  # seconds since the start, and what is being done
 
 
@@ -225,14 +225,14 @@ def tune(
         kv_dtype=request.kv_dtype,
     )
     report(clock.now, "timing a block")
-    pace = _pace(runtime, sides[0].setting, ids[: block + 1])
+    pace = _pace(runtime, sides[0].setting, ids[: block + 1], WARM_UPS)
     _check_time(request, clock, _least_seconds(sides, least, facts_least, pace), pace)
     report(clock.now, "timing a piece")
     pace = _pace(runtime, sides[0].setting, ids[: request.length or least])
     length = request.length or _length(
         least,
         min(LONGEST, trained, (len(opening) + len(ids)) // WANTED_PIECES),
-        FLOW_SHARE * clock.left / (pace.read * len(sides) * WANTED_PIECES),
+        FLOW_SHARE * clock.left / (pace.predict * len(sides) * WANTED_PIECES),
         block,
     )
     asked = max(length, facts_least)
@@ -283,30 +283,30 @@ def _sides(
     """Plan the candidates, and what they are measured beside: random eviction, and no cap, last.
 
     Raises:
-        ValueError: no candidate was named.
+        ValueError: no candidate was named, or one that never evicts.
         PolicyError, PlanInfeasible, UnsupportedModel: one that was named cannot be run, or none of
             the usual ones can.
     """
-    named = [name for name in spelled_out(request.policies) if name not in NEVER]
-    if request.policies and not named:
+    strict = bool(request.policies) and ALL not in request.policies
+    names = [name for name in spelled_out(request.policies or CANDIDATES) if name not in NEVER]
+    if not names:
         raise ValueError(
             f"--policies {','.join(request.policies)}: {' and '.join(NEVER)} are measured beside "
             "others and never recommended; name at least one other policy"
         )
-    if uncapped := [name for name in named if not load_policy(name).policy.evicts]:
-        raise ValueError(f"--policies {uncapped[0]}: it never evicts; leave it out")
     refused = list[Exception]()
 
-    def usual(name: str) -> _Side | None:
+    def planned(name: str) -> _Side | None:
         try:
             return _side(request, where, config, name)
         except (PolicyError, PlanInfeasible, UnsupportedModel) as error:
+            if strict:
+                raise
             note(f"{name} is left out: {error}")
             refused.append(error)
             return None
 
-    found = [_side(request, where, config, name) for name in named]
-    found = found or [side for name in CANDIDATES if (side := usual(name)) is not None]
+    found = [side for name in names if (side := planned(name)) is not None]
     if not found:
         raise refused[0]
     floor = _side(request, where, config, FLOOR)
@@ -319,6 +319,8 @@ def _sides(
 def _side(request: Request, where: str, config: PretrainedConfig, policy: str) -> _Side:
     """Plan a policy as a conversation would run it: its slots, block, positions and sinks."""
     eviction = load_policy(policy, **request.pins)
+    if not eviction.policy.evicts:
+        raise PolicyError(f"{policy} never evicts, so that it needs no budget; leave it out")
     dtype = parse_dtype(request.dtype) or getattr(config, "dtype", None) or torch.float32
     cap = request.sizes.memory_cap
     plan = MemoryPlan.of(
@@ -404,22 +406,24 @@ def _length(least: int, most: int, by_time: float, block: int) -> int:
 class _Pace(NamedTuple):
     """Seconds that a token takes."""
 
-    read: float  # in a piece, where every token is predicted
+    predict: float  # in a piece, where every token is predicted
+    read: float  # in a prompt, where one is
     write: float  # in an answer
 
 
-def _pace(runtime: Runtime, setting: Setting, ids: Sequence[int]) -> _Pace:
-    """Measure reading so many tokens, after a block that warms up, and writing some."""
+def _pace(runtime: Runtime, setting: Setting, ids: Sequence[int], repeats: int = 1) -> _Pace:
+    """Measure so many tokens as a piece and as a prompt, the best of `repeats` times each."""
     model = runtime.model
     text = torch.tensor([[*ids]], device=model.device)
     setting = replace(setting, length=len(ids))
-    losses(model, new_cache(model.config, setting), text[:, : setting.block_size]).sum().item()
-    begun = time.perf_counter()
-    cache = new_cache(model.config, setting)
-    losses(model, cache, text).sum().item()
-    read = (time.perf_counter() - begun) / len(ids)
-    loop = BlockLoop(model, cache)
-    return _Pace(read, median(decode_ms(_reader(loop), TIMED_TOKENS)) / 1000)
+    pieces, prompts = list[float](), list[float]()
+    for _ in range(repeats):
+        cache = new_cache(model.config, setting)
+        pieces.append(seconds(lambda cache=cache: losses(model, cache, text).sum().item()))
+        loop = BlockLoop(model, new_cache(model.config, setting))
+        prompts.append(seconds(lambda loop=loop: loop.prefill(text).sum().item()))
+    write = median(decode_ms(_reader(loop), TIMED_TOKENS)) / 1000
+    return _Pace(min(pieces) / len(ids), min(prompts) / len(ids), write)
 
 
 def _reader(loop: BlockLoop) -> Callable[[torch.Tensor], float]:
@@ -428,13 +432,10 @@ def _reader(loop: BlockLoop) -> Callable[[torch.Tensor], float]:
 
 
 def _least_seconds(sides: Sequence[_Side], length: int, asked: int, pace: _Pace) -> float:
-    """Return how long the least that tells policies apart takes.
-
-    Tokens of facts and of times take less than those of pieces, of which every one is predicted.
-    """
+    """Return how long the least that tells policies apart takes."""
     timed = sum(s.plan.budget_tokens + 2 * TIMED_BLOCKS * s.plan.block_size for s in sides[:-1])
     pieces = LEAST_PIECES * length * len(sides)
-    return pace.read * (timed + pieces) + _facts_seconds(sides, asked, pace)
+    return pace.read * timed + pace.predict * pieces + _facts_seconds(sides, asked, pace)
 
 
 def _facts_seconds(sides: Sequence[_Side], asked: int, pace: _Pace) -> float:
@@ -452,9 +453,10 @@ def _check_time(request: Request, clock: _Clock, needed: float, pace: _Pace) -> 
     if needed > clock.left:
         minutes = math.ceil((clock.now + 1.25 * needed) / 60)
         raise ValueError(
-            f"--minutes {request.minutes:g} are too few: at {1 / pace.read:,.0f} tokens a second, "
-            f"the least that tells policies apart takes about {minutes}; give --minutes {minutes}, "
-            "fewer --policies, or a smaller budget"
+            f"--minutes {request.minutes:g} are too few: the model reads {1 / pace.read:,.0f} "
+            f"tokens a second here and predicts {1 / pace.predict:,.0f} of a text, and the least "
+            f"that tells policies apart takes about {minutes}; give --minutes {minutes}, fewer "
+            "--policies, or a smaller budget"
         )
 
 

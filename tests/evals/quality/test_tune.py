@@ -1,0 +1,284 @@
+"""`kvcap tune` from a text to a command that runs, on small models; refusals; the time limit."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import sys
+from itertools import islice
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_chat
+import torch
+from conftest import tiny_model
+from transformers import AutoTokenizer
+
+from kvcap import cli, pocket
+from kvcap.evals.quality import recommend, tune
+from kvcap.evals.quality.tune import Request
+from kvcap.pocket.corpus import filler
+from kvcap.runtime.models.files import encode, load_config, load_tokenizer
+from kvcap.runtime.models.names import resolve
+from kvcap.runtime.planning.plan import Sizes
+
+TEXT = " ".join(islice(filler(Random(0)), 60))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random base model: it has pocket's tokens, and no chat template."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(pocket.path())
+    tokenizer.chat_template = None
+    size = len(tokenizer)
+    tiny_model("llama", vocab_size=size, max_position_embeddings=512).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "a text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer pieces and facts than minutes would allow."""
+    monkeypatch.setattr(tune, "MOST_PIECES", 3)
+    monkeypatch.setattr(tune, "MOST_SAMPLES", 2)
+
+
+def asked(model: str, file: str, *more: str) -> list[str]:
+    small = ["--kv-budget-tokens", "48", "--block-size", "16", "--device", "cpu"]
+    return ["tune", model, "-f", file, *small, "--policies", "snapkv,streaming_llm", *more]
+
+
+def request(model: str, **changes: Any) -> Request:
+    sizes = Sizes(kv_budget_tokens=48, block_size=16)
+    return Request(**{"model": model, "text": TEXT, "sizes": sizes, "device": "cpu", **changes})
+
+
+def sides(given: Request, notes: list[str] | None = None) -> list[Any]:
+    where = resolve(given.model)
+    return tune._sides(
+        given, where, load_config(where), [].append if notes is None else notes.append
+    )
+
+
+def test_the_last_line_is_a_command_that_runs(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_chat.save(tmp_path / "model", template=False)
+    assert cli.run(asked(folder, file, "--length", "160", "--dtype", "float32")) == 0
+    said, noted = capsys.readouterr()
+    lines = said.splitlines()
+    assert "3 pieces of 160 tokens" in lines[0]
+    assert "2 facts, one in 512 tokens each (niah_single_2, asked in plain text)" in lines[0]
+    for policy in ("snapkv", "streaming_llm", "random", "full"):
+        assert sum(line.startswith(f"{policy} ") for line in lines) == 1
+    assert "has no chat template" in noted
+    given = shlex.split(lines[-1])
+    assert given[:6] == ["kvcap", "generate", folder, "--file", file, "--raw"]
+    assert given[6] == "--policy"
+    assert given[7] in ("snapkv", "streaming_llm")
+    assert given[8:] == ["--kv-budget-tokens", "48", "--block-size", "16", "--dtype", "float32",
+                         "--device", "cpu", "--recall", "off"]  # fmt: skip
+    assert cli.run([*given[1:], "--max-new-tokens", "1"]) == 0
+
+
+def test_one_json_document_and_a_chat(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_chat.save(tmp_path / "model")
+    assert cli.run(asked(model, file, "--length", "160", "--threads", "1", "--json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    rows = {row["policy"]: row for row in document["rows"]}
+    assert [*rows] == ["snapkv", "streaming_llm", "random", "full"]
+    assert (document["pieces"], document["samples"], document["length"]) == (3, 2, 160)
+    assert all(len(row["losses"]) == 3 and row["perplexity"] > 1 for row in rows.values())
+    assert [len(row["facts"]) for row in rows.values()] == [2, 2, 0, 2]
+    for policy, row in rows.items():
+        assert (row["eviction_ms"] is None) == (policy == "full")
+        assert (row["slots"], row["kv_bytes"] is None) == ((None, True) if policy == "full"
+                                                           else (48, False))  # fmt: skip
+        assert len(row["recalled"]) == 2 * row["flow_near_best"]
+    chosen = document["policy"]
+    assert document["command"] == [
+        "kvcap", "chat", model, "--policy", chosen, "--kv-budget-tokens", "48", "--block-size",
+        "16", "--device", "cpu", "--threads", "1", "--recall", "off",
+    ]  # fmt: skip
+    assert shlex.split(document["command_line"]) == document["command"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n")))
+    assert cli.run([*document["command"][1:], "--max-new-tokens", "1"]) == 0
+
+
+def test_losses_are_those_of_the_pieces(folder: str) -> None:
+    found = tune.tune(request(folder, policies=("streaming_llm",), length=100), _now())
+    opening, ids = encode(load_tokenizer(folder), TEXT)
+    pieces = [torch.tensor([[*parts[0]]]) for _, parts in tune._pieces(opening, ids, 100)]
+    model = tiny_model("llama", "eager", vocab_size=len(AutoTokenizer.from_pretrained(folder)),
+                       max_position_embeddings=512)  # fmt: skip
+    with torch.no_grad():
+        expected = [float(model(piece, labels=piece).loss) for piece in pieces]
+    capped, _, full = found.rows
+    assert len(expected) == 3
+    assert full.losses == pytest.approx(expected, abs=1e-4)
+    assert capped.losses != pytest.approx(expected, abs=1e-4)
+
+
+def test_recall_is_measured_and_taken_on_a_model_that_uses_it(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = tmp_path / "long.txt"
+    long.write_text(" ".join(islice(filler(Random(1)), 150)))
+    given = ["tune", "pocket", "-f", str(long), "--policies", "streaming_llm", "--device", "cpu",
+             "--length", "768", "--json"]  # fmt: skip
+    assert cli.run(given) == 0
+    document = json.loads(capsys.readouterr().out)
+    row = document["rows"][0]
+    assert (row["slots"], row["facts_found"], row["recalled_found"]) == (256, 0, 1)
+    assert document["command"][-4:] == ["--kv-budget-tokens", "256", "--recall", "auto"]
+
+
+def test_nothing_is_recommended_where_random_is_better(
+    folder: str, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recommend, "is_worse", lambda row, other: True)
+    given = asked(folder, file, "--length", "100")
+    assert cli.run(given) == 1
+    said, noted = capsys.readouterr()
+    assert "snapkv is worse than random eviction" in said
+    assert "kvcap generate" not in said
+    assert "give a larger budget" in noted
+    assert cli.run([*given, "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["policy"], document["command"], document["command_line"]) == (None,) * 3
+    assert len(document["rows"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "said"),
+    [
+        (" \n", [], "the text is empty"),
+        (
+            "A few words.",
+            [],
+            "the text has 4 tokens, and a budget of 48 slots (--kv-budget-tokens) needs at least "
+            "192, 2 pieces of 96; give a longer text, or a smaller --kv-budget-tokens",
+        ),
+        (
+            TEXT,
+            ["--kv-budget-tokens", "250"],
+            "a budget of 250 slots (--kv-budget-tokens) needs at least 1,000, 2 pieces of 500",
+        ),
+        (TEXT, ["--kv-budget-tokens", "300"], "the model was trained on 512 at once; give a sm"),
+        (TEXT, ["--length", "90"], "under a budget of 48 slots (--kv-budget-tokens) give one from"),
+        (TEXT, ["--length", "513"], "from 96 to 512 tokens"),
+        (TEXT, ["--length", "500"], "give a longer text, or a smaller --length"),
+        (TEXT, ["--policies", "random,full"], "name at least one other policy"),
+        (TEXT, ["--policies", "keydif"], "keydiff"),
+        (TEXT, ["--policies", "snapkv,headkv"], "headkv needs a table"),
+        (TEXT, ["--kv-budget", "1MiB"], "not both"),
+    ],
+)
+def test_refusals_come_before_the_model_is_loaded(
+    text: str,
+    more: list[str],
+    said: str,
+    folder: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tune.Runtime, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    file = tmp_path / "text.txt"
+    file.write_text(text)
+    assert cli.run(asked(folder, str(file), *more)) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_text_that_is_not_there(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(asked(folder, "/none")) == 2
+    assert "cannot read '/none'" in capsys.readouterr().err
+
+
+def test_too_little_time_is_refused_and_says_how_much_would_do(
+    folder: str, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "_pace", lambda *_: tune._Pace(predict=2.0, read=1.0, write=1.0))
+    monkeypatch.setattr(tune, "_scores", lambda *_: pytest.fail("measured"))
+    assert cli.run(asked(folder, file)) == 2
+    said = capsys.readouterr().err
+    assert "--minutes 5 are too few: the model reads 1 tokens a second here" in said
+    assert "fewer --policies, or a smaller budget" in said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(10, [0, 1, 2, 3, 4]), (30, [0, 1, 2]), (99, [0, 1])],
+)
+def test_rounds_go_on_as_long_as_another_one_fits(
+    seconds: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 7.0
+    monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: now))
+    done = []
+    for part in tune._Clock(7.0, minutes=100).rounds(5, least=2, size=1, until=100):
+        done.append(part.start)
+        now += seconds
+    assert done == expected
+
+
+def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "MOST_PIECES", 12)
+    ids = range(100, 1100)
+    found = [[*parts[0]] for _, parts in tune._pieces([1], ids, 91)]
+    assert len(found) == 11
+    assert all(len(piece) == 91 and piece[0] == 1 for piece in found)
+    tokens = [token for piece in found for token in piece[1:]]
+    assert sorted(tokens) == list(range(100, 1090))
+    assert tokens != sorted(tokens)  # the first ones are spread over the text
+
+
+def test_policies_are_measured_as_conversations_run_them(folder: str) -> None:
+    given = request(folder, policies=("streaming_llm", "keydiff"), pins={"recent_tokens": 8})
+    found = {side.policy: side.setting for side in sides(given)}
+    assert [*found] == ["streaming_llm", "keydiff", "random", "full"]
+    assert dict(found["keydiff"].options) == {"recent_tokens": 8, "sink_tokens": 4}
+    assert (found["keydiff"].positions, found["keydiff"].budget) == ("compact", 48)
+    assert (found["full"].options, found["full"].budget) == ((), None)
+    own = sides(request(folder, policies=("keydiff",), pins={"sink_tokens": 0}))
+    assert dict(own[0].setting.options) == {"sink_tokens": 0}
+
+
+def test_equal_bytes_give_policies_their_own_slots(folder: str) -> None:
+    given = request(folder, policies=("snapkv", "lagkv"), sizes=Sizes(kv_budget="64KiB"))
+    snapkv, lagkv = (side.plan for side in sides(given)[:2])
+    assert snapkv.cache_bytes <= 64 << 10
+    assert lagkv.cache_bytes <= 64 << 10
+    assert snapkv.budget_tokens < lagkv.budget_tokens  # it keeps queries beside
+    assert given.budget_option == "--kv-budget"
+
+
+@pytest.mark.parametrize("policies", [(), ("all",)])
+def test_candidates_that_cannot_be_run_are_left_out_and_said(
+    policies: tuple[str, ...], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "CANDIDATES", ("headkv", "streaming_llm"))
+    monkeypatch.setattr(tune, "spelled_out", lambda names: ["headkv", "streaming_llm", "full"])
+    notes: list[str] = []
+    found = [side.policy for side in sides(request(folder, policies=policies), notes)]
+    assert found == ["streaming_llm", "random", "full"]
+    (note,) = notes
+    assert note.startswith("headkv is left out: headkv needs a table")
+
+
+def _now() -> float:
+    return tune.time.perf_counter()
