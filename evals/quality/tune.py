@@ -416,12 +416,16 @@ def _pace(runtime: Runtime, setting: Setting, ids: Sequence[int], repeats: int =
     model = runtime.model
     text = torch.tensor([[*ids]], device=model.device)
     setting = replace(setting, length=len(ids))
-    pieces, prompts = list[float](), list[float]()
-    for _ in range(repeats):
-        cache = new_cache(model.config, setting)
-        pieces.append(seconds(lambda cache=cache: losses(model, cache, text).sum().item()))
-        loop = BlockLoop(model, new_cache(model.config, setting))
-        prompts.append(seconds(lambda loop=loop: loop.prefill(text).sum().item()))
+    loop = BlockLoop(model, new_cache(model.config, setting))
+
+    def predict() -> None:
+        losses(model, new_cache(model.config, setting), text).sum().item()
+
+    def read() -> None:
+        loop.cache.reset()
+        loop.prefill(text).sum().item()
+
+    pieces, prompts = ([seconds(one) for _ in range(repeats)] for one in (predict, read))
     write = median(decode_ms(_reader(loop), TIMED_TOKENS)) / 1000
     return _Pace(min(pieces) / len(ids), min(prompts) / len(ids), write)
 
@@ -433,15 +437,18 @@ def _reader(loop: BlockLoop) -> Callable[[torch.Tensor], float]:
 
 def _least_seconds(sides: Sequence[_Side], length: int, asked: int, pace: _Pace) -> float:
     """Return how long the least that tells policies apart takes."""
-    timed = sum(s.plan.budget_tokens + 2 * TIMED_BLOCKS * s.plan.block_size for s in sides[:-1])
+    plans = [side.plan for side in sides[:-1]]
+    timed = sum(2 * plan.budget_tokens + 2 * TIMED_BLOCKS * plan.block_size for plan in plans)
     pieces = LEAST_PIECES * length * len(sides)
     return pace.read * timed + pace.predict * pieces + _facts_seconds(sides, asked, pace)
 
 
 def _facts_seconds(sides: Sequence[_Side], asked: int, pace: _Pace) -> float:
-    """Return how long the fewest facts take: all but random find them, candidates twice."""
-    answers = LEAST_SAMPLES * (2 * len(sides) - 3)
-    return answers * (asked * pace.read + ANSWER * pace.write)
+    """Return how long the fewest facts take: without recall at once, with it one by one."""
+    without, recalled = len(sides) - 1, len(sides) - 2  # neither is asked of random eviction
+    answers = without + LEAST_SAMPLES * recalled
+    prompts = LEAST_SAMPLES * (without + recalled)
+    return prompts * asked * pace.read + answers * ANSWER * pace.write
 
 
 def _check_time(request: Request, clock: _Clock, needed: float, pace: _Pace) -> None:
