@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -207,65 +207,38 @@ def tune(
     sides = _sides(request, where, config, note)
     tokenizer = load_tokenizer(where)
     opening, ids = encode(tokenizer, request.text)
-    least = _least_length(sides)
     trained = ModelShape.of(config.get_text_config(decoder=True)).trained_length
-    facts_least = max(request.length or least, min(LEAST_FACTS_LENGTH, trained))
-    _check_lengths(request, sides, least, trained, len(opening), len(ids))
+    _check_lengths(request, sides, trained, len(opening), len(ids))
     if not has_template(tokenizer):
         note(PLAIN.format(request.model))
     report(clock.now, "loading the model")
-    block = max(side.plan.block_size for side in sides)
+    plan = sides[0].plan
     runtime = Runtime.from_pretrained(
         request.model,
-        kv_budget_tokens=sides[0].plan.budget_tokens,
-        block_size=block,
+        kv_budget_tokens=plan.budget_tokens,
+        block_size=plan.block_size,
         dtype=request.dtype,
         device=request.device,
-        positions=sides[0].plan.positions,
+        positions=plan.positions,
         kv_dtype=request.kv_dtype,
     )
-    report(clock.now, "timing a block")
-    pace = _pace(runtime, sides[0].setting, ids[: block + 1], WARM_UPS)
-    _check_time(request, clock, _least_seconds(sides, least, facts_least, pace), pace)
-    report(clock.now, "timing a piece")
-    pace = _pace(runtime, sides[0].setting, ids[: request.length or least])
-    length = request.length or _length(
-        least,
-        min(LONGEST, trained, (len(opening) + len(ids)) // WANTED_PIECES),
-        FLOW_SHARE * clock.left / (pace.predict * len(sides) * WANTED_PIECES),
-        block,
-    )
-    asked = max(length, facts_least)
-    needed = _least_seconds(sides, length, asked, pace)
-    _check_time(request, clock, needed, pace)
-    for side in sides:
-        side.setting = replace(side.setting, length=length)
-        if side.setting.budget is not None:
-            report(clock.now, f"timing {side.policy}")
-            _time(runtime, side, ids)
-    prompts = _pieces(opening, ids, length)
-    at_once = 1 if runtime.model.device.type == "cpu" else AT_ONCE
-    until = min(
-        clock.now + FLOW_SHARE * clock.left, clock.limit - _facts_seconds(sides, asked, pace)
-    )
-    for part in clock.rounds(len(prompts), LEAST_PIECES, at_once, until):
-        for side in sides:
-            report(clock.now, f"piece {part.start + 1}, {side.policy}")
-            side.losses += _scores(runtime, side.setting, prompts[part])
+    run = _Run(request, runtime, sides, opening, ids, clock, report)
+    length, facts_length, pace = run.fit(trained)
+    run.time()
+    run.read_pieces(length, _facts_seconds(sides, facts_length, pace))
     near = {row.policy for row in near_best([side.row() for side in sides])}
-    recall = _find_facts(runtime, request, [s for s in sides if s.policy != FLOOR], near, asked,
-                         clock, report)  # fmt: skip
+    recall = run.find_facts(facts_length, near) if near else 0
     rows = tuple(side.row() for side in sides)
     return Tuning(
         model=request.model,
         dtype=runtime.plan.dtype,
-        block_size=block,
-        positions=sides[0].plan.positions,
+        block_size=plan.block_size,
+        positions=plan.positions,
         text_tokens=len(ids),
         length=length,
         pieces=len(rows[0].losses),
         facts_task=FACTS_TASK,
-        facts_length=asked,
+        facts_length=facts_length,
         samples=len(rows[0].facts),
         recall=recall,
         plain=not has_template(tokenizer),
@@ -275,6 +248,101 @@ def tune(
         rows=rows,
         choice=choose(rows),
     )
+
+
+@dataclass
+class _Run:
+    """A loaded model, and what is measured on it by and by."""
+
+    request: Request
+    runtime: Runtime
+    sides: Sequence[_Side]
+    opening: Sequence[int]  # of every piece
+    ids: Sequence[int]  # of the text
+    clock: _Clock
+    report: Report
+
+    def fit(self, trained: int) -> tuple[int, int, _Pace]:
+        """Find the tokens of a piece, and of a prompt with a fact, for which there is time.
+
+        A block is timed first, so that hopeless cases are refused soon, and then a piece.
+
+        Raises:
+            ValueError: there is not enough time, naming the minutes that would do.
+        """
+        request, clock, first = self.request, self.clock, self.sides[0]
+        least = request.length or _least_length(self.sides)
+        floor = min(LEAST_FACTS_LENGTH, trained)
+        for doing, tokens, repeats in (
+            ("timing a block", first.plan.block_size + 1, WARM_UPS),
+            ("timing a piece", least, 1),
+        ):
+            self.report(clock.now, doing)
+            pace = _pace(self.runtime, first.setting, self.ids[:tokens], repeats)
+            needed = _least_seconds(self.sides, least, max(least, floor), pace)
+            _check_time(request, clock, needed, pace)
+        length = request.length or _length(
+            least,
+            min(LONGEST, trained, (len(self.opening) + len(self.ids)) // WANTED_PIECES),
+            FLOW_SHARE * clock.left / (pace.predict * len(self.sides) * WANTED_PIECES),
+            first.plan.block_size,
+        )
+        return length, max(length, floor), pace
+
+    def time(self) -> None:
+        """Time evictions, and tokens of an answer."""
+        for side in self.sides:
+            if side.setting.budget is not None:
+                self.report(self.clock.now, f"timing {side.policy}")
+                _time(self.runtime, side, self.ids)
+
+    def read_pieces(self, length: int, kept: float) -> None:
+        """Read pieces of the text; `kept` seconds at least are left for facts."""
+        clock = self.clock
+        prompts = _pieces(self.opening, self.ids, length)
+        until = min(clock.now + FLOW_SHARE * clock.left, clock.limit - kept)
+        for part in clock.rounds(len(prompts), LEAST_PIECES, self._at_once(1), until):
+            for side in self.sides:
+                self.report(clock.now, f"piece {part.start + 1}, {side.policy}")
+                setting = replace(side.setting, length=length)
+                side.losses += _scores(self.runtime, setting, prompts[part])
+
+    def find_facts(self, length: int, near: Collection[str]) -> int:
+        """Have policies find needles, those named `near` with recall, too.
+
+        Returns:
+            The tokens that were read again for a question, at most.
+        """
+        clock, seed, most = self.clock, self.request.seed, 0
+        tokenizer, threads = self.runtime.tokenizer, torch.get_num_threads()
+        self.report(clock.now, "hiding facts")
+        samples = make_samples(FACTS_TASK, tokenizer, length, MOST_SAMPLES, seed, None, threads)
+        prompts = [(sample, prompt_parts(tokenizer, sample, "aware")) for sample in samples]
+        size = self._at_once(LEAST_SAMPLES)
+        for part in clock.rounds(MOST_SAMPLES, LEAST_SAMPLES, size, clock.limit):
+            for side in self.sides:
+                if side.policy == FLOOR:
+                    continue
+                setting = replace(
+                    side.setting,
+                    task=FACTS_TASK,
+                    length=length,
+                    question="aware",
+                    max_new_tokens=ANSWER,
+                )
+                self.report(clock.now, f"fact {part.start + 1}, {side.policy}")
+                side.facts += _scores(self.runtime, setting, prompts[part])
+                if side.policy in near:
+                    tokens = RecallSettings.parse().limit(setting.budget or 0)
+                    most = max(most, tokens)
+                    self.report(clock.now, f"fact {part.start + 1}, {side.policy} with recall")
+                    setting = replace(setting, recall=tokens)
+                    side.recalled += _scores(self.runtime, setting, prompts[part])
+        return most
+
+    def _at_once(self, fewest: int) -> int:
+        """Return how many prompts a round has: of a CPU, the fewest."""
+        return fewest if self.runtime.model.device.type == "cpu" else AT_ONCE
 
 
 def _sides(
@@ -337,7 +405,7 @@ def _side(request: Request, where: str, config: PretrainedConfig, policy: str) -
         model=request.model,
         dtype=plan.dtype,
         task="perplexity",
-        length=0,  # known once a block was timed
+        length=0,  # known once a piece was timed
         policy=policy,
         positions=plan.positions,
         budget=plan.budget_tokens,
@@ -367,14 +435,14 @@ def _least_length(sides: Sequence[_Side]) -> int:
 
 
 def _check_lengths(
-    request: Request, sides: Sequence[_Side], least: int, trained: int, opening: int, tokens: int
+    request: Request, sides: Sequence[_Side], trained: int, opening: int, tokens: int
 ) -> None:
     """Refuse a text or a piece in which no eviction would show.
 
     Raises:
         ValueError: naming what would do.
     """
-    slots = max(side.plan.budget_tokens for side in sides)
+    least, slots = _least_length(sides), max(side.plan.budget_tokens for side in sides)
     budget = f"a budget of {slots:,} slots ({request.budget_option})"
     if least > trained:
         raise ValueError(
@@ -495,41 +563,6 @@ def _scores(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt]) -> tu
     return cell.scores or ()
 
 
-def _find_facts(
-    runtime: Runtime,
-    request: Request,
-    sides: Sequence[_Side],
-    near: set[str],
-    length: int,
-    clock: _Clock,
-    report: Report,
-) -> int:
-    """Have policies find needles, those with the best flow with recall, too.
-
-    Returns:
-        The tokens that were read again for a question, at most.
-    """
-    tokenizer, threads = runtime.tokenizer, torch.get_num_threads()
-    at_once = LEAST_SAMPLES if runtime.model.device.type == "cpu" else AT_ONCE
-    report(clock.now, "hiding facts")
-    samples = make_samples(FACTS_TASK, tokenizer, length, MOST_SAMPLES, request.seed, None, threads)
-    prompts = [(sample, prompt_parts(tokenizer, sample, "aware")) for sample in samples]
-    usual, most = RecallSettings.parse(), 0
-    for part in clock.rounds(MOST_SAMPLES, LEAST_SAMPLES, at_once, clock.limit):
-        for side in sides:
-            setting = replace(side.setting, task=FACTS_TASK, length=length, question="aware",
-                              max_new_tokens=ANSWER)  # fmt: skip
-            report(clock.now, f"fact {part.start + 1}, {side.policy}")
-            side.facts += _scores(runtime, setting, prompts[part])
-            if side.policy in near:
-                tokens = usual.limit(setting.budget or 0)
-                most = max(most, tokens)
-                report(clock.now, f"fact {part.start + 1}, {side.policy} with recall")
-                with_recall = replace(setting, recall=tokens)
-                side.recalled += _scores(runtime, with_recall, prompts[part])
-    return most
-
-
 def table(found: Tuning) -> Table:
     """Return the figures of all policies, the best flow first."""
     shown = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
@@ -558,10 +591,11 @@ def table(found: Tuning) -> Table:
 def describe(found: Tuning) -> str:
     """Return what was measured, on how much, in one sentence."""
     template = ", asked in plain text" if found.plain else ""
+    facts = f"{found.samples} facts, one in {found.facts_length:,} tokens each"
+    facts = f"{facts} ({found.facts_task}{template})" if found.samples else "no facts"
     return (
         f"{found.model}: {found.pieces} pieces of {found.length:,} tokens of a text of "
-        f"{found.text_tokens:,}; {found.samples} facts, one in {found.facts_length:,} tokens each "
-        f"({found.facts_task}{template}); {found.dtype}, blocks of {found.block_size:,}, "
+        f"{found.text_tokens:,}; {facts}; {found.dtype}, blocks of {found.block_size:,}, "
         f"{found.positions} positions, {found.environment['device']}; {found.seconds:,.0f} s of "
         f"{found.minutes:g} minutes"
     )
