@@ -99,7 +99,8 @@ def measure(
         parts = [ids.to(model.device).long() for ids in read]  # [B, T] each
         cache = new_cache(model.config, setting)
         if not task.MAX_NEW_TOKENS:
-            found = losses(model, cache, parts[0]).mean(-1).tolist()
+            start = sum(part.shape[1] for part in parts[:-1])  # of what is scored
+            found = losses(model, cache, torch.cat(parts, dim=1), start).mean(-1).tolist()
         else:
             said = answer(model, cache, parts, limit, ends, recall)
             texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
@@ -201,13 +202,23 @@ def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> l
 
 
 @torch.inference_mode()
-def losses(model: Any, cache: BudgetCache, ids: Tensor) -> Tensor:
+def losses(model: Any, cache: BudgetCache, ids: Tensor, start: int = 0) -> Tensor:
     """The loss of every token but the first of texts [B, T], in nats: [B, T - 1], float32.
+
+    With `start`, those of the tokens behind it alone, but the first: [B, T - 1 - start].
 
     Tokens are read block by block: each sees what the cache held before its block, and the block up
     to itself.
+
+    Args:
+        model: loaded with `attn_implementation='kvcap'`.
+        cache: empty.
+        ids: of the texts.
+        start: tokens that are only read, as a prompt is, before the text that is scored.
     """
-    loop, found, done = BlockLoop(model, cache), list[Tensor](), 0
+    loop, found, done = BlockLoop(model, cache), list[Tensor](), start
+    if start:
+        loop.prefill(ids[:, :start])
     while done < ids.shape[1] - 1:
         block = ids[:, done : done + cache.room]
         after = ids[:, done + 1 : done + 1 + block.shape[1]]

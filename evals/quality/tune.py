@@ -55,12 +55,13 @@ from kvcap.runtime.units import format_bytes
 
 CANDIDATES = ("dropkv", "snapkv", "lagkv", "streaming_llm", "keydiff-window")
 FACTS_TASK = "niah_single_2"
-LEAST_PIECES, WANTED_PIECES, MOST_PIECES = 2, 6, 12  # fewer than two tell nothing apart
+LEAST_PIECES, WANTED_PIECES, MOST_PIECES = 2, 3, 12  # fewer than two tell nothing apart
 LONGEST = 4096  # tokens of a piece, unless others were asked for
+SCORED = 1024  # of a piece, at most: its end, where most was evicted before
 LEAST_SAMPLES, MOST_SAMPLES, LEAST_FACTS_LENGTH = 2, 16, 512
 ANSWER = 32  # tokens: enough to say a number
 AT_ONCE = 4  # pieces or facts that a GPU reads at once; a CPU gains nothing by it
-FLOW_SHARE = 0.35  # of the time that is left once the model is loaded; facts take the rest
+FLOW_SHARE = 0.4  # of the time that is left once the model is loaded; facts take the rest
 WARM_UPS, TIMED_BLOCKS, TIMED_TOKENS = 3, 4, 8
 Report = Callable[[float, str], None]  # seconds since the start, and what is being done
 
@@ -100,6 +101,7 @@ class Tuning:
     positions: str
     text_tokens: int  # of the whole text
     length: int  # tokens of a piece
+    scored: int  # the last ones of these, whose flow is measured
     pieces: int
     facts_task: str
     facts_length: int  # tokens of a prompt
@@ -223,7 +225,8 @@ def tune(
         kv_dtype=request.kv_dtype,
     )
     run = _Run(request, runtime, sides, opening, ids, clock, report)
-    length, facts_length, pace = run.fit(trained)
+    facts_length = max(_least_length(sides), min(LEAST_FACTS_LENGTH, trained))
+    length, pace = run.fit(trained, facts_length)
     run.time()
     run.read_pieces(length, _facts_seconds(sides, facts_length, pace))
     near = {row.policy for row in near_best([side.row() for side in sides])}
@@ -236,6 +239,7 @@ def tune(
         positions=plan.positions,
         text_tokens=len(ids),
         length=length,
+        scored=_scored(length),
         pieces=len(rows[0].losses),
         facts_task=FACTS_TASK,
         facts_length=facts_length,
@@ -262,8 +266,8 @@ class _Run:
     clock: _Clock
     report: Report
 
-    def fit(self, trained: int) -> tuple[int, int, _Pace]:
-        """Find the tokens of a piece, and of a prompt with a fact, for which there is time.
+    def fit(self, trained: int, facts_length: int) -> tuple[int, _Pace]:
+        """Find the tokens of a piece for which there is time.
 
         A block is timed first, so that hopeless cases are refused soon, and then a piece.
 
@@ -272,22 +276,20 @@ class _Run:
         """
         request, clock, first = self.request, self.clock, self.sides[0]
         least = request.length or _least_length(self.sides)
-        floor = min(LEAST_FACTS_LENGTH, trained)
         for doing, tokens, repeats in (
             ("timing a block", first.plan.block_size + 1, WARM_UPS),
             ("timing a piece", least, 1),
         ):
             self.report(clock.now, doing)
             pace = _pace(self.runtime, first.setting, self.ids[:tokens], repeats)
-            needed = _least_seconds(self.sides, least, max(least, floor), pace)
+            needed = _least_seconds(self.sides, least, facts_length, pace)
             _check_time(request, clock, needed, pace)
-        length = request.length or _length(
-            least,
-            min(LONGEST, trained, (len(self.opening) + len(self.ids)) // WANTED_PIECES),
-            FLOW_SHARE * clock.left / (pace.predict * len(self.sides) * WANTED_PIECES),
-            first.plan.block_size,
-        )
-        return length, max(length, floor), pace
+        most = min(LONGEST, trained, (len(self.opening) + len(self.ids)) // WANTED_PIECES)
+        each = FLOW_SHARE * clock.left / (len(self.sides) * WANTED_PIECES)
+        block = first.plan.block_size
+        lengths = range(most // block * block, least, -block)
+        longest = next((n for n in lengths if _piece_seconds(n, pace) <= each), least)
+        return request.length or longest, pace
 
     def time(self) -> None:
         """Time evictions, and tokens of an answer."""
@@ -462,15 +464,6 @@ def _check_lengths(
         )
 
 
-def _length(least: int, most: int, by_time: float, block: int) -> int:
-    """Return the tokens of a piece: whole blocks, as many as time and text allow.
-
-    >>> _length(1024, 4096, by_time=1500.0, block=128), _length(1024, 900, 9000.0, 128)
-    (1408, 1024)
-    """
-    return max(least, min(most, int(by_time)) // block * block)
-
-
 class _Pace(NamedTuple):
     """Seconds that a token takes."""
 
@@ -507,8 +500,14 @@ def _least_seconds(sides: Sequence[_Side], length: int, asked: int, pace: _Pace)
     """Return how long the least that tells policies apart takes."""
     plans = [side.plan for side in sides[:-1]]
     timed = sum(2 * plan.budget_tokens + 2 * TIMED_BLOCKS * plan.block_size for plan in plans)
-    pieces = LEAST_PIECES * length * len(sides)
-    return pace.read * timed + pace.predict * pieces + _facts_seconds(sides, asked, pace)
+    pieces = LEAST_PIECES * len(sides) * _piece_seconds(length, pace)
+    return pace.read * timed + pieces + _facts_seconds(sides, asked, pace)
+
+
+def _piece_seconds(length: int, pace: _Pace) -> float:
+    """Return how long one policy reads one piece."""
+    scored = _scored(length)
+    return (length - scored) * pace.read + scored * pace.predict
 
 
 def _facts_seconds(sides: Sequence[_Side], asked: int, pace: _Pace) -> float:
@@ -553,8 +552,14 @@ def _pieces(opening: Sequence[int], ids: Sequence[int], length: int) -> list[Pro
     count = len(ids) // size
     order = dict.fromkeys(int(k * GOLDEN % 1 * count) for k in range(4 * count))
     sample = Sample("", "", (), chat=False)
-    cuts = [ids[i * size : (i + 1) * size] for i in [*order][:MOST_PIECES]]
-    return [(sample, ([*opening, *cut],)) for cut in cuts]
+    found = [[*opening, *ids[i * size : (i + 1) * size]] for i in [*order][:MOST_PIECES]]
+    before = length - _scored(length)
+    return [(sample, (piece[:before], piece[before:])) for piece in found]
+
+
+def _scored(length: int) -> int:
+    """Return how many tokens at the end of a piece are scored: of half of it, evictions show."""
+    return min(SCORED, length // 2)
 
 
 def _scores(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt]) -> tuple[float, ...]:
@@ -595,8 +600,8 @@ def describe(found: Tuning) -> str:
     facts = f"{facts} ({found.facts_task}{template})" if found.samples else "no facts"
     return (
         f"{found.model}: {found.pieces} pieces of {found.length:,} tokens of a text of "
-        f"{found.text_tokens:,}; {facts}; {found.dtype}, blocks of {found.block_size:,}, "
-        f"{found.positions} positions, {found.environment['device']}; {found.seconds:,.0f} s of "
+        f"{found.text_tokens:,}, the last {found.scored:,} of each scored; {facts}; "
+        f"{found.dtype}, blocks of {found.block_size:,}, {found.positions} positions, {found.environment['device']}; {found.seconds:,.0f} s of "
         f"{found.minutes:g} minutes"
     )
 

@@ -280,6 +280,20 @@ def test_texts_read_at_once_have_the_losses_of_each_alone(policy: str, length: i
     assert torch.allclose(together, torch.cat(alone), atol=1e-5)
 
 
+@pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "full"])
+def test_text_that_is_only_read_leaves_the_losses_behind_it(policy: str) -> None:
+    model = tiny_model("llama")
+    ids = torch.randint(
+        model.config.vocab_size, (2, 90), generator=torch.Generator().manual_seed(3)
+    )
+    size = 90 if policy == "full" else 24
+    whole, part = (
+        losses(model, BudgetCache(model.config, size, 16, policy), ids, start) for start in (0, 48)
+    )
+    assert part.shape == (2, 41)
+    torch.testing.assert_close(part, whole[:, 48:])
+
+
 def test_losses_never_hold_a_block_of_several_texts_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 import tiny_chat
 import torch
 from conftest import tiny_model
+from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from kvcap import cli, pocket
@@ -79,7 +80,7 @@ def test_the_last_line_is_a_command_that_runs(
     assert cli.run(asked(folder, file, "--length", "160", "--dtype", "float32")) == 0
     said, noted = capsys.readouterr()
     lines = said.splitlines()
-    assert "3 pieces of 160 tokens" in lines[0]
+    assert "3 pieces of 160 tokens of a text of 732, the last 80 of each scored; " in lines[0]
     assert "2 facts, one in 512 tokens each (niah_single_2, asked in plain text)" in lines[0]
     for policy in ("snapkv", "streaming_llm", "random", "full"):
         assert sum(line.startswith(f"{policy} ") for line in lines) == 1
@@ -122,13 +123,16 @@ def test_one_json_document_and_a_chat(
 def test_losses_are_those_of_the_pieces(folder: str) -> None:
     found = tune.tune(request(folder, policies=("streaming_llm",), length=100), _now())
     opening, ids = encode(load_tokenizer(folder), TEXT)
-    pieces = [torch.tensor([[*parts[0]]]) for _, parts in tune._pieces(opening, ids, 100)]
+    pieces = [(torch.tensor([[*a, *b]]), len(a)) for _, (a, b) in tune._pieces(opening, ids, 100)]
     model = tiny_model("llama", "eager", vocab_size=len(AutoTokenizer.from_pretrained(folder)),
                        max_position_embeddings=512)  # fmt: skip
     with torch.no_grad():
-        expected = [float(model(piece, labels=piece).loss) for piece in pieces]
+        expected = [
+            float(cross_entropy(model(piece).logits[0, start:-1], piece[0, start + 1 :]))
+            for piece, start in pieces
+        ]
     capped, _, full = found.rows
-    assert len(expected) == 3
+    assert [start for _, start in pieces] == [50, 50, 50]
     assert full.losses == pytest.approx(expected, abs=1e-4)
     assert capped.losses != pytest.approx(expected, abs=1e-4)
 
@@ -143,7 +147,7 @@ def test_recall_is_measured_and_taken_on_a_model_that_uses_it(
     assert cli.run(given) == 0
     document = json.loads(capsys.readouterr().out)
     row = document["rows"][0]
-    assert (row["slots"], row["facts_found"], row["recalled_found"]) == (256, 0, 1)
+    assert (row["slots"], row["facts_found"], row["recalled_found"]) == (256, 0.5, 1)
     assert document["command"][-4:] == ["--kv-budget-tokens", "256", "--recall", "auto"]
 
 
@@ -239,7 +243,7 @@ def test_rounds_go_on_as_long_as_another_one_fits(
 def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MOST_PIECES", 12)
     ids = range(100, 1100)
-    found = [[*parts[0]] for _, parts in tune._pieces([1], ids, 91)]
+    found = [[*before, *scored] for _, (before, scored) in tune._pieces([1], ids, 91)]
     assert len(found) == 11
     assert all(len(piece) == 91 and piece[0] == 1 for piece in found)
     tokens = [token for piece in found for token in piece[1:]]
