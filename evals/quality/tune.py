@@ -601,8 +601,8 @@ def describe(found: Tuning) -> str:
     return (
         f"{found.model}: {found.pieces} pieces of {found.length:,} tokens of a text of "
         f"{found.text_tokens:,}, the last {found.scored:,} of each scored; {facts}; "
-        f"{found.dtype}, blocks of {found.block_size:,}, {found.positions} positions, {found.environment['device']}; {found.seconds:,.0f} s of "
-        f"{found.minutes:g} minutes"
+        f"{found.dtype}, blocks of {found.block_size:,}, {found.positions} positions, "
+        f"{found.environment['device']}; {found.seconds:,.0f} s of {found.minutes:g} minutes"
     )
 
 

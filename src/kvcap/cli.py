@@ -26,8 +26,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut option names off
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="The environment sets options of chat, generate, plan, warm and tune too: --kv-budget by "
-    "KVCAP_KV_BUDGET, MODEL by KVCAP_MODEL. "
+    epilog="The environment sets options of chat, generate, plan, warm and tune too: --kv-budget "
+    "by KVCAP_KV_BUDGET, MODEL by KVCAP_MODEL. "
     "KVCAP_DEBUG=1 shows tracebacks. Exit codes: 0 done, 1 failed, 2 wrong input, 3 no plan fits, "
     "4 cap reached, 130 interrupted.",
 )

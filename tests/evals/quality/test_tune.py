@@ -240,6 +240,29 @@ def test_rounds_go_on_as_long_as_another_one_fits(
     assert done == expected
 
 
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.001, 240), (0.08, 112), (0.1, 96)],  # a third of the text; what there is time for; least
+)
+def test_pieces_are_as_long_as_time_and_text_allow(
+    seconds: float, expected: int, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(tune, "_pace", lambda *_: tune._Pace(seconds, seconds, 0.0))
+    given = request(folder, policies=("snapkv", "streaming_llm"))
+    clock = tune._Clock(0.0, minutes=5)
+    run: Any = tune._Run(given, None, sides(given), [1], range(732), clock, lambda *_: None)
+    length, pace = run.fit(trained=512, facts_length=96)
+    assert (length, pace.read) == (expected, seconds)
+    given = request(folder, policies=("snapkv", "streaming_llm"), length=200)
+    run = tune._Run(given, None, sides(given), [1], range(732), clock, lambda *_: None)
+    if seconds < 0.1:
+        assert run.fit(512, 96)[0] == 200
+    else:
+        with pytest.raises(ValueError, match="--minutes 5 are too few"):
+            run.fit(512, 96)
+
+
 def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MOST_PIECES", 12)
     ids = range(100, 1100)
