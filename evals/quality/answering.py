@@ -99,8 +99,8 @@ def measure(
         parts = [ids.to(model.device).long() for ids in read]  # [B, T] each
         cache = new_cache(model.config, setting)
         if not task.MAX_NEW_TOKENS:
-            start = sum(part.shape[1] for part in parts[:-1])  # of what is scored
-            found = losses(model, cache, torch.cat(parts, dim=1), start).mean(-1).tolist()
+            before = sum(part.shape[1] for part in parts[:-1])  # is only read
+            found = losses(model, cache, torch.cat(parts, dim=1), before).mean(-1).tolist()
         else:
             said = answer(model, cache, parts, limit, ends, recall)
             texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
