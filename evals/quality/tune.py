@@ -18,6 +18,7 @@ import torch
 from rich.table import Table
 from transformers import PretrainedConfig
 
+from kvcap.dtypes import parse
 from kvcap.evals.measure import decode_ms, eviction_ms, seconds
 from kvcap.evals.quality.answering import Prompt, losses, measure, new_cache
 from kvcap.evals.quality.cells import Setting, as_options
@@ -42,7 +43,7 @@ from kvcap.evals.quality.tasks import (
 from kvcap.evals.reports import environment
 from kvcap.policies import Eviction, PolicyError, load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.backends.pytorch.runtime import Runtime, parse_dtype, usual_every
+from kvcap.runtime.backends.pytorch.runtime import Runtime, usual_every
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
@@ -50,7 +51,7 @@ from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.weights import read_headers
 from kvcap.runtime.planning.plan import MemoryPlan, Sizes, parse_cap
-from kvcap.runtime.recall.settings import RecallSettings, planned_store
+from kvcap.runtime.recall.settings import RecallSettings, index_bytes
 from kvcap.runtime.units import format_bytes
 
 CANDIDATES = ("dropkv", "snapkv", "lagkv", "streaming_llm", "keydiff-window")
@@ -391,7 +392,7 @@ def _side(request: Request, where: str, config: PretrainedConfig, policy: str) -
     eviction = load_policy(policy, **request.pins)
     if not eviction.policy.evicts:
         raise PolicyError(f"{policy} never evicts, so that it needs no budget; leave it out")
-    dtype = parse_dtype(request.dtype) or getattr(config, "dtype", None) or torch.float32
+    dtype = parse(request.dtype) or getattr(config, "dtype", None) or torch.float32
     cap = request.sizes.memory_cap
     plan = MemoryPlan.of(
         config,
@@ -399,7 +400,7 @@ def _side(request: Request, where: str, config: PretrainedConfig, policy: str) -
         dtype=dtype,
         headers=read_headers(where),
         kv_dtype=request.kv_dtype,
-        recall_store=planned_store(None, None if cap is None else parse_cap(cap)),
+        recall_store=index_bytes(cap=None if cap is None else parse_cap(cap)),
         **request.sizes._asdict(),
     )
     run = _with_sinks(eviction, config, plan.budget_tokens)
