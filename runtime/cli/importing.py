@@ -35,7 +35,7 @@ def _known_once_read(import_utils: Any) -> None:
 
     It goes through more than 500 folders in the same order again, and keeps only the last 128.
     """
-    read = getattr(import_utils, "create_import_structure_from_path", None)
+    read: Any = getattr(import_utils, "create_import_structure_from_path", None)
     if hasattr(read, "cache_info"):
         import_utils.create_import_structure_from_path = functools.cache(read.__wrapped__)
 
