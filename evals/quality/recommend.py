@@ -91,7 +91,11 @@ def flow_beside(row: Row, other: Row) -> Comparison:
 
 
 def choose(rows: Sequence[Row]) -> Choice:
-    """Choose among the candidates near the best flow by facts, and among equal facts by time."""
+    """Choose among the candidates near the best flow by facts, and among equals by time.
+
+    Equals have as many facts, and perplexities within `SAME_FLOW` of the least: where few pieces
+    leave wide intervals, a policy that reads worse is not taken for its speed.
+    """
     near, floor = near_best(rows), _named(rows, FLOOR)
     remarks = [
         f"{row.policy} is worse than random eviction: "
@@ -101,7 +105,8 @@ def choose(rows: Sequence[Row]) -> Choice:
     ]
     if not near:
         return Choice(None, False, (), tuple(remarks))
-    chosen = min(near, key=_rank)
+    least = min(row.perplexity for row in near)
+    chosen = min(near, key=lambda row: _rank(row, least))
     facts = chosen.best_facts
     if facts:
         remarks += _on_facts(chosen, rows, near)
@@ -165,11 +170,11 @@ def _named(rows: Iterable[Row], policy: str) -> Row:
     return next(row for row in rows if row.policy == policy)
 
 
-def _rank(row: Row) -> tuple[float, float, float]:
-    """Return what the best of several rows has the least of."""
+def _rank(row: Row, least: float) -> tuple[float, bool, float, float]:
+    """Return what the best of several rows has the least of; `least` is their perplexity."""
     facts = _mean(row.best_facts) or 0.0
     time = float("inf") if row.eviction_ms is None else row.eviction_ms
-    return -facts, time, row.perplexity
+    return -facts, row.perplexity > SAME_FLOW * least, time, row.perplexity
 
 
 def _mean(scores: Sequence[float]) -> float | None:
