@@ -119,7 +119,7 @@ def test_a_config_of_another_model_is_refused(decoder):
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "full", "adakv", "pyramidkv", "calidrop"])
 def test_policies_that_need_more_are_refused(name):
-    with pytest.raises(NotExportable, match="use keydiff, cur, knorm, "):
+    with pytest.raises(NotExportable, match="use lagkv, cur, keydiff, knorm, "):
         Evictor(load_policy(name), 2, 2, 16)
 
 

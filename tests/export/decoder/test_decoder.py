@@ -183,7 +183,7 @@ def test_a_fault_in_how_slots_are_kept_is_found(fault, monkeypatch):
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """A checkpoint of two layers, exported by the command with its defaults but sizes."""
+    """A checkpoint of two layers, exported by the command with its defaults but the cap."""
     folder = tmp_path_factory.mktemp("decoder")
     model = tiny_model("qwen2", vocab_size=2560, eos_token_id=[2, 5])
     model.generation_config.temperature = 0.5
@@ -192,7 +192,8 @@ def shelf(tmp_path_factory):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(pocket.path() / name, folder / "model")
     code = run(["export", "decoder", str(folder / "model"), "-o", str(folder / "made"),
-                "--kv-budget-tokens", "20", "--block-size", "8"])  # fmt: skip
+                "--policy", "keydiff", "--kv-budget-tokens", "20",
+                "--block-size", "8"])  # fmt: skip
     assert code == 0
     return folder
 

@@ -290,14 +290,16 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
 
 def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys, traced_once):
     out = tmp_path / "x"
-    code = run(["export", "decoder", str(checkpoint), "-o", str(out), "--kv-budget-tokens", "12",
+    code = run(["export", "decoder", str(checkpoint), "-o", str(out),
+                "--policy", "keydiff", "--kv-budget-tokens", "12",
                 "--block-size", "4", "--dtype", "int4", "--symmetric", "--quick",
                 "--json"])  # fmt: skip
     assert code == 0
     assert json.loads(capsys.readouterr().out)["dtype"] == "int4"
     assert json.loads((out / MANIFEST).read_text())["symmetric"] is True
     assert run(["export", "verify", str(out), "--quick"]) == 0
-    other = ["export", "decoder", str(checkpoint), "-o", str(out), "--kv-budget-tokens", "12",
+    other = ["export", "decoder", str(checkpoint), "-o", str(out),
+                "--policy", "keydiff", "--kv-budget-tokens", "12",
              "--block-size", "4", "--dtype", "int4"]  # fmt: skip
     capsys.readouterr()
     assert run(other) == 2
