@@ -719,7 +719,7 @@ def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tm
     sizes = {"kv_budget_tokens": 48, "block_size": 32, "evict_every": 32}
     runtimes: list[Any] = [
         OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
-        Runtime.from_pretrained("pocket", dtype="float32", device="cpu", **sizes),
+        Runtime.from_pretrained("pocket", "keydiff", dtype="float32", device="cpu", **sizes),
     ]
     said = []
     for runtime in runtimes:
