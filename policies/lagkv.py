@@ -20,14 +20,15 @@ class LagKV(Policy):
     `p`: `s_j = softmax(std((k_j - min) / (max - min))) + the same of v_j`, and `score_j` is the
     rank of `s_j` in its partition over `lag`. LagKV, https://arxiv.org/abs/2504.04704, the score of
     its section on the method. The last whole partition has no next one: it and what is newer score
-    highest, and up to `lag` of the newest are pinned. Published code never scores a kept token
-    again and keeps as many of every partition; a fixed number of slots has no room for that, so
-    that here partitions are cut anew in what is held after every block. Evicted once, the sets are
-    the same.
+    highest, so that the newest stay. Published code never scores a kept token again and keeps as
+    many of every partition; a fixed number of slots has no room for that, so that here partitions
+    are cut anew in what is held after every block. Evicted once, the sets are the same. Published
+    are a lag of 128 and 16 sinks; a lag of 32 keeps as much of a text's flow, and facts in fewer
+    slots (docs/quality.md), and what runs a model pins its first tokens.
     """
 
     lag: int = 32  # tokens of a partition
-    sinks: int = 16
+    sinks: int = 0  # first tokens that are pinned and no part of a partition
 
     observes: ClassVar = frozenset({"keys", "values", "positions"})
     paper: ClassVar = "LagKV, arXiv 2504.04704"
@@ -43,10 +44,6 @@ class LagKV(Policy):
 
     def sinks_pinned(self) -> int:
         return self.sinks
-
-    def recents_pinned(self, budget: int) -> int:
-        # At most half of what sinks leave, so that a user can pin, too: all of it scores highest.
-        return min(self.lag, max(0, budget - self.sinks) // 2)
 
     def score(self, obs: Observation) -> Tensor:
         slots = obs.positions.shape[-1]

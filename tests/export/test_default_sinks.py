@@ -48,7 +48,7 @@ def test_the_presets_for_phones_have_them():
         for variant, dtype, budget in group.models():
             if group.stage == "evict":
                 spec = _spec(SHAPE, variant, group.stage, dtype, budget)
-                own = spec.eviction.policy.sinks_pinned()  # 16 of lagkv
+                own = spec.eviction.policy.sinks_pinned()
                 assert spec.eviction.sinks() == max(4, own), variant
 
 

@@ -423,16 +423,20 @@ def test_bad_options_are_refused_by_name(name, options):
 
 @pytest.mark.parametrize("budget", [16, 17, 40, 300])
 def test_the_cap_wins_over_the_newest_tokens(budget):
-    """Newest tokens of `lagkv` score highest, pinned or not: half of the slots is left to users."""
-    for name, newest in (
-        ("lagkv", min(32, (budget - 16) // 2)),
-        ("expected_attention", min(32, budget - 16)),
-    ):
+    for name, newest in (("lagkv", 0), ("expected_attention", min(32, budget - 16))):
         eviction = load_policy(name, sinks=16)
         eviction.check(budget)
         assert eviction.recents(budget) == newest
         with pytest.raises(PolicyError, match="at least 16"):
             eviction.check(15)
+
+
+@pytest.mark.parametrize(("budget", "seed"), [(8, 0), (9, 1), (14, 2)])
+def test_lagkv_keeps_the_newest_tokens_of_few_slots(budget, seed):
+    obs = ordered(observe(40, batch=1, kv_heads=3, budget=budget, seed=seed))
+    newest = [head[-8:] for head in obs.positions[0].sort().values.tolist()]
+    kept = kept_once(load_policy("lagkv", lag=8), obs)
+    assert all({*new} <= {*times} for new, times in zip(newest, kept, strict=True))
 
 
 def test_lagkv_of_keys_that_are_all_alike_is_a_number():

@@ -482,7 +482,7 @@ def test_it_says_what_it_is(tokens):
     assert "not allocated yet" in repr(cache)
     BlockLoop(MODEL, cache).prefill(tokens(40))
     assert repr(cache) == (
-        "BudgetCache(llama, 2 of 2 layers capped, 2 KV heads of 16; policy 'keydiff', compact "
+        "BudgetCache(llama, 2 of 2 layers capped, 2 KV heads of 16; policy 'lagkv', compact "
         f"positions; 40 tokens read, 24 of 24 slots, blocks of 8; {cache.nbytes:,} bytes)"
     )
 

@@ -104,7 +104,7 @@ def test_what_each_turn_evicted_is_reported(chat: Chat, capsys: pytest.CaptureFi
         ("/clear", "forgotten"),
         ("/HELP", "/undo"),
         ("/budget", "32 slots in"),
-        ("/budget 48", "policy keydiff, 48 slots in"),
+        ("/budget 48", "policy lagkv, 48 slots in"),
         ("/budget 1,024", "1,024 slots in"),
         ("/budget 64KiB", "; the next message reads the conversation again"),
         ("/undo", "taken back: Hello!"),
@@ -648,7 +648,7 @@ def terminal(model: str, tmp_path: Path) -> Iterator[Any]:
 def test_a_conversation_on_a_terminal(terminal: Any, tmp_path: Path) -> None:
     at = terminal("--kv-budget-tokens", "64", "--block-size", "16")
     at.wait_for(READY)
-    assert "keydiff keeps 64 slots" in at.seen
+    assert "lagkv keeps 64 slots" in at.seen
     assert "max_new_tokens = 8" in at.enter("/set max_new_tokens 8")
     answered = at.enter("Hello there\\\rmy friend")
     assert "· at max_new_tokens" in answered

@@ -149,7 +149,7 @@ def test_generate_json(every: tuple[str, ...], waiting: int, model: str, kvcap: 
     assert document["finish_reason"] == "length"
     assert document["usage"]["completion_tokens"] == 8
     kv, read = document["kv"], document["usage"]["prompt_tokens"] + 7  # the last is not read
-    assert (kv["policy"], kv["budget_tokens"], kv["held_tokens"]) == ("keydiff", 16, 16)
+    assert (kv["policy"], kv["budget_tokens"], kv["held_tokens"]) == ("lagkv", 16, 16)
     assert kv["waiting_tokens"] == waiting  # for the next eviction
     assert kv["evicted_tokens"] == read - 16 - waiting
     assert kv["bytes"] <= kv["cap_bytes"] == kv["peak_bytes"]
@@ -452,7 +452,7 @@ def test_policies(kvcap: Any) -> None:
     [
         (["--policy", "keydif"], 2, "did you mean 'keydiff'?"),
         (["--policy", "snapkv", "--policy-option", "windo=8"], 2, "did you mean 'window'?"),
-        (["--policy-option", "anchor=middle"], 2, "anchor='middle' will not work"),
+        (["--policy-option", "lag=1"], 2, "lag=1 will not work"),
         (["--policy-option", "anchor"], 2, "'anchor' is not KEY=VALUE"),
         (["--kv-budget-tokens", "0"], 2, "--kv-budget-tokens"),
         (["--kv-budget-tokens", "8", "--sink-tokens", "9"], 2, "at least 9"),

@@ -58,7 +58,7 @@ def test_the_plan_takes_the_largest_budget_that_fits(policy, steady):
 
 
 def test_a_small_cap_takes_a_small_block(steady):
-    least = plan(policy="keydiff", kv_budget_tokens=8, block_size=4, memory_cap=1 << 40)
+    least = plan(kv_budget_tokens=8, block_size=4, memory_cap=1 << 40)
     found = plan(memory_cap=least.total_bytes + MIB // 4)
     assert found.block_size < 128
     assert found.budget_tokens >= 2 * found.block_size

@@ -677,7 +677,7 @@ def test_other_tools_can_look_inside(session, tmp_path):
     with safe_open(tmp_path / "s", framework="pt") as file:
         facts = json.loads(file.metadata()["session"])
         assert file.metadata()["format"] == "kvcap-session"
-        assert facts["policy"] == "keydiff"
+        assert facts["policy"] == "lagkv"
         assert file.get_tensor("layers.0.slots.keys").shape == (2 * 32, 16)
 
 

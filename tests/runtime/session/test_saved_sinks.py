@@ -91,7 +91,7 @@ def test_a_file_that_is_refused_changes_nothing(tokens, tmp_path):
 
 def test_sessions_of_both_kinds_are_answered_together(tmp_path):
     usual = tiny(tmp_path)
-    plain = usual.with_policy(kvcap.load_policy("keydiff", sink_tokens=0))
+    plain = usual.with_policy(kvcap.load_policy("lagkv", sink_tokens=0))
     old = session_of(plain)
     list(old.send("A long story about a door. " * 8))
     old.save(tmp_path / "s")

@@ -156,7 +156,7 @@ def test_unequal_heads_are_advised_a_budget_for_the_smallest(torch_runtime):
 def test_another_budget_of_the_same_model(torch_runtime, tmp_path):
     other = torch_runtime.with_budget(40)
     assert other.model is torch_runtime.model
-    assert (other.plan.budget_tokens, other.plan.policy) == (40, "keydiff")
+    assert (other.plan.budget_tokens, other.plan.policy) == (40, "lagkv")
     session = session_of(other)
     list(session.send(LONG))
     assert session.stats.held_tokens == 40
@@ -183,7 +183,7 @@ def test_reprs_are_one_short_line(runtime, torch_runtime):
         assert "\n" not in repr(thing)
     assert f"holds {held} of 64 slots" in repr(session.stats)
     assert f"2 messages, {runtime.plan.policy} holds {held} of 64 slots" in repr(session)
-    assert "keydiff keeps 64 slots in 47.6 KiB" in repr(torch_runtime)
+    assert "lagkv keeps 64 slots in 47.6 KiB" in repr(torch_runtime)
     assert "in all" in repr(torch_runtime.plan)
 
 
