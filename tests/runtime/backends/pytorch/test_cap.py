@@ -267,10 +267,10 @@ def test_a_loop_of_a_programs_own_with_the_cache_it_made(make, family, tokens):
     """Within the budget it says what it says uncapped; beyond, what the block loop does."""
     model, ids = tiny_model(family, "sdpa"), tokens(40)
     uncapped, _ = said_by(model, ids, make(model.config))
-    with kvcap.cap(model, 64, 8):
+    with kvcap.cap(model, 64, 8, "keydiff"):
         logits, _ = said_by(model, ids, make(model.config))
     torch.testing.assert_close(logits, uncapped, rtol=1e-4, atol=1e-4)
-    with kvcap.cap(model, 24, 8) as capped:
+    with kvcap.cap(model, 24, 8, "keydiff") as capped:
         own = make(model.config)
         logits, cache = said_by(model, ids, own)
         assert cache is capped.cache
