@@ -114,9 +114,16 @@ def author_text(target: Path) -> str:
 
 
 def sections(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells by model, task and way of asking; those of several depths as one, of all samples."""
+    """Sort cells by model, task and way of asking; those of several depths are one, of all samples.
+
+    Models come in the order of their first cells.
+    """
     ordered = sorted(cells, key=lambda cell: cell.setting.depth or 0.0)  # pooled in this order
-    found = sorted(pooled(ordered), key=lambda cell: _section(cell.setting))
+    models = [*dict.fromkeys(cell.setting.model for cell in ordered)]
+    place = {model: number for number, model in enumerate(models)}
+    found = sorted(
+        pooled(ordered), key=lambda cell: (place[cell.setting.model], _section(cell.setting))
+    )
     return [list(part) for _, part in groupby(found, key=lambda cell: _section(cell.setting))]
 
 
