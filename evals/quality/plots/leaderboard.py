@@ -21,7 +21,7 @@ ALWAYS = ("keydiff", "keydiff-window", "streaming_llm")  # drawn wherever they w
 LINES = 7  # beside the uncapped ones
 PANEL, HEADING = 2.4, 1.2  # inches: of a panel's height, above and below all panels
 APART = 1.05  # between the points of neighbouring lines, so that no interval covers another's
-COLUMNS = 4  # of the legend
+COLUMNS, LETTERS = 4, 100  # of the legend: at most, and in all of them
 
 
 def drawn_rows(rows: Sequence[Row]) -> list[str]:
@@ -72,8 +72,9 @@ def figure(tables: Sequence[Table], heading: str) -> Figure:
     legend = {text: line for axis in axes.flat
               for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}  # fmt: skip
     order = sorted(legend, key=lambda text: names.index(text) if text in names else len(names))
+    columns = max(1, min(COLUMNS, LETTERS // max(map(len, order), default=1)))
     drawn.legend(
-        [legend[text] for text in order], order, loc="outside lower center", ncols=COLUMNS,
+        [legend[text] for text in order], order, loc="outside lower center", ncols=columns,
         fontsize=SIZES["tick"], frameon=False, handlelength=3.5,
         title="the best mean first; bars and band: 95 % intervals", title_fontsize=SIZES["tick"],
     )  # fmt: skip
