@@ -157,7 +157,7 @@ def test_bench_ends_with_a_json_line() -> None:
 
 @needs_pocket
 def test_pocket_remembers_what_it_no_longer_holds() -> None:
-    runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=256, device="cpu")
+    runtime = Runtime.from_pretrained("pocket", "keydiff", kv_budget_tokens=256, device="cpu")
     report = Demo(runtime, tokens=6000, facts=8).run()
     assert report.recall >= 0.75
     assert report.kv["evicted_tokens"] > 5500
