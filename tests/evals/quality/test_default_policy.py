@@ -65,7 +65,6 @@ def test_the_default_policy_keeps_the_flow_of_a_text_as_a_window_of_the_last_tok
     ("model", "measured"),
     [
         ("gemma-3-270m", {128, 256, 512, 1024}),
-        ("pocket", {256, 1024}),
         ("pocket-plain", {256, 1024}),
         ("pocket-text", {256, 1024}),
     ],
