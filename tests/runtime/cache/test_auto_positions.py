@@ -240,13 +240,13 @@ def test_in_generation_by_transformers():
         expected.append(int(token))
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 2, "eos_token_id": None,
                "attention_mask": torch.ones_like(ids)}  # fmt: skip
-    cache = BudgetCache(model.config, 12, BLOCK, positions="auto")
+    cache = BudgetCache(model.config, 12, BLOCK, "keydiff", positions="auto")
     got = model.generate(ids, **as_cache(cache), prefill_chunk_size=BLOCK, **options)
     assert got[0, 13:].tolist() == expected
     assert cache.allocation.compact
     assert "auto (compact now) positions" in repr(cache)
     stock = model_with_window("llama", "sdpa")
-    with kvcap.cap(stock, 12, BLOCK, positions="auto") as capped:
+    with kvcap.cap(stock, 12, BLOCK, "keydiff", positions="auto") as capped:
         got = stock.generate(ids, **options)
         assert got[0, 13:].tolist() == expected
         assert "auto (true now) positions" in repr(capped._make())
