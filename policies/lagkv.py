@@ -34,7 +34,7 @@ class LagKV(Policy):
     paper: ClassVar = "LagKV, arXiv 2504.04704"
     formula: ClassVar = "rank in its part of std((k_j - min) / (max - min)) of the next, and of v_j"
     when: ClassVar = (
-        "first: the flow of a text as by a window of the newest tokens, and facts from 128 slots on"
+        "first: the flow of a text as by a window of the newest tokens, and facts that stand out"
     )
     small: ClassVar = {"lag": 4, "sinks": 2}
 

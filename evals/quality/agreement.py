@@ -70,7 +70,7 @@ class Row:
     stretches: tuple[Part, ...]  # all predictions, by their place in the passage
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row as one object of JSON."""
         s = self.setting
         return {
             "policy": s.policy,

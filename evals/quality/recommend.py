@@ -41,7 +41,7 @@ class Row:
 
     @property
     def recall_helps(self) -> bool:
-        """Whether more facts are found with recall than without it."""
+        """Tell whether more facts are found with recall than without it."""
         return bool(self.recalled) and fmean(self.recalled) > fmean(self.facts)
 
     @property
@@ -50,7 +50,7 @@ class Row:
         return self.recalled if self.recall_helps else self.facts
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row as one object of JSON."""
         return {
             **asdict(self),
             "perplexity": self.perplexity,
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to use, and why."""
+    """A recommendation: the policy to use, and the reasons."""
 
     policy: str | None  # None: nothing that was measured can be recommended
     recall: bool
@@ -147,8 +147,8 @@ def _on_facts(chosen: Row, rows: Sequence[Row], near: Sequence[Row]) -> list[str
     if chosen.recalled:
         more = "where" if chosen.recall_helps else "no more than"
         said.append(
-            f"with recall {_share(chosen.recalled)} facts are found, {more} {chosen.policy} alone "
-            f"finds {_share(chosen.facts)}"
+            f"with recall {share(chosen.recalled)} facts are found, {more} {chosen.policy} alone "
+            f"finds {share(chosen.facts)}"
         )
     names = [row.policy for row in near]
     others = [row for row in _candidates(rows) if row.policy not in names and row.best_facts]
@@ -156,7 +156,7 @@ def _on_facts(chosen: Row, rows: Sequence[Row], near: Sequence[Row]) -> list[str
     if best is not None and compare(best.best_facts, chosen.best_facts, FACTS).ci_low > 0:
         ratio = flow_beside(best, chosen).difference
         said.append(
-            f"{best.policy} finds far more facts, {_share(best.best_facts)}, at {ratio:.2f} times "
+            f"{best.policy} finds far more facts, {share(best.best_facts)}, at {ratio:.2f} times "
             "the perplexity: take it where facts are all that counts"
         )
     return said
@@ -181,5 +181,6 @@ def _mean(scores: Sequence[float]) -> float | None:
     return fmean(scores) if scores else None
 
 
-def _share(scores: Sequence[float]) -> str:
-    return f"{sum(scores):g} of {len(scores)}"
+def share(scores: Sequence[float]) -> str:
+    """Return how many of the needles were found, in words; '' where none was hidden."""
+    return f"{sum(scores):g} of {len(scores)}" if scores else ""

@@ -31,6 +31,7 @@ from kvcap.evals.quality.recommend import (
     choose,
     flow_beside,
     near_best,
+    share,
 )
 from kvcap.evals.quality.sweep import ALL, PLAIN, spelled_out
 from kvcap.evals.quality.tasks import (
@@ -69,7 +70,7 @@ Report = Callable[[float, str], None]  # seconds since the start, and what is be
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks to be measured."""
+    """A request of a user: the model, the text, the budget and the time."""
 
     model: str
     text: str
@@ -94,7 +95,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured, and what it says."""
+    """A result: the figures of all policies, and the choice that follows from them."""
 
     model: str
     dtype: str
@@ -585,8 +586,8 @@ def table(found: Tuning) -> Table:
             "" if row.kv_bytes is None else format_bytes(row.kv_bytes),
             f"{row.perplexity:.3f}",
             "" if best is None else _beside(row, best),
-            _found(row.facts),
-            _found(row.recalled),
+            share(row.facts),
+            share(row.recalled),
             _ms(row.eviction_ms),
             _ms(row.decode_ms),
             style="bold" if row.policy == found.choice.policy else "",
@@ -612,10 +613,6 @@ def _beside(row: Row, best: Row) -> str:
         return "1"
     beside = flow_beside(row, best)
     return f"{beside.difference:.3f} ({beside.ci_low:.3f}–{beside.ci_high:.3f})"
-
-
-def _found(scores: Sequence[float]) -> str:
-    return f"{sum(scores):g} of {len(scores)}" if scores else ""
 
 
 def _ms(value: float | None) -> str:

@@ -354,7 +354,7 @@ class Cap:
 
 @dataclass(frozen=True)
 class Budget(Cap):
-    """How much is kept, and by which policy."""
+    """Options that say how much is kept, and by which policy."""
 
     policy: Annotated[
         str | None,

@@ -92,7 +92,7 @@ def sweep_of(samples):
 
 
 def test_a_worker_elsewhere_is_sent_what_to_recall(runtime):
-    """As it is for processes and for Ray: the job and each setting are pickled."""
+    """Pickle the job and a setting, as processes and Ray do: what to recall is in it."""
     sweep = sweep_of(1)
     settings = sweep.settings("bfloat16")
     (sample,) = make_samples("niah_single", runtime.tokenizer, 700, 1, seed=0, depth=0.1)

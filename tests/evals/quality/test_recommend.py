@@ -1,4 +1,4 @@
-"""Which policy is recommended, on figures made by hand."""
+"""Tests which policy is recommended, on figures made by hand."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_flow_that_the_pieces_do_not_tell_apart_is_equal() -> None:
 
 
 def test_speed_does_not_outweigh_flow_that_few_pieces_cannot_tell_apart() -> None:
-    """As measured on a real model, with two pieces: the fastest was no better than random."""
+    """Prefer flow to speed in figures of a real model, whose fastest was no better than random."""
     best = Row("best", 64, 1000, (2.2, 2.2), _found(8), (), 8.6, 2.0)
     fast = Row("fast", 64, 1000, (2.19, 2.34), _found(8), (), 2.5, 2.0)
     floor = Row("random", 64, 1000, (2.26, 2.26), (), (), 2.5, 2.0)

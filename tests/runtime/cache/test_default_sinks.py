@@ -53,7 +53,7 @@ def test_a_cache_keeps_the_first_tokens_whatever_names_the_policy(policy, ids):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "olmo2"])
 @pytest.mark.parametrize("begins", [1, 5], ids=["bos", "no bos"])
 def test_models_with_and_without_norms_of_keys_keep_them(family, begins, ids):
-    """Which tokens are pinned goes by their place alone: a text may begin without `<bos>`."""
+    """Pin the first tokens by their place alone: a text may begin without `<bos>`."""
     model = tiny_model(family)
     ids[:, 0] = begins
     assert kept_first(read(kvcap.BudgetCache(model.config, 32, 8), model, ids), 4)
