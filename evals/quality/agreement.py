@@ -145,7 +145,7 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
         raise ValueError("the text is empty; give one that is longer than the budget")
     where = resolve(sweep.model)
     config = load_config(where)
-    dtype = dtypes.parse(sweep.dtype) or getattr(config, "dtype", None) or torch.float32
+    dtype = dtypes.of_model(sweep.dtype, config)
     settings = sweep.settings(str(dtype).removeprefix("torch."))
     opening, ids = encode(load_tokenizer(where), text)
     shape = ModelShape.of(config.get_text_config(decoder=True))

@@ -225,7 +225,7 @@ def run(
     _check_compared(compared, spelled_out(sweep.policies))
     where = resolve(sweep.model)
     config = load_config(where)
-    dtype = dtypes.parse(sweep.dtype) or getattr(config, "dtype", None) or torch.float32
+    dtype = dtypes.of_model(sweep.dtype, config)
     settings = sweep.settings(str(dtype).removeprefix("torch."))
     layouts = [new_cache(config, setting).layout for setting in settings]
     if crew.local_workers(sweep.device) > 1:

@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 from transformers import PretrainedConfig
 
-from kvcap.dtypes import parse
+from kvcap.dtypes import of_model
 from kvcap.evals.measure import decode_ms, eviction_ms, seconds
 from kvcap.evals.quality.answering import Prompt, losses, measure, new_cache
 from kvcap.evals.quality.cells import Setting, as_options
@@ -393,7 +393,7 @@ def _side(request: Request, where: str, config: PretrainedConfig, policy: str) -
     eviction = load_policy(policy, **request.pins)
     if not eviction.policy.evicts:
         raise PolicyError(f"{policy} never evicts, so that it needs no budget; leave it out")
-    dtype = parse(request.dtype) or getattr(config, "dtype", None) or torch.float32
+    dtype = of_model(request.dtype, config)
     cap = request.sizes.memory_cap
     plan = MemoryPlan.of(
         config,

@@ -97,6 +97,7 @@ def chat_command(
     session = start_session(runtime, running, sampling, recall)
     hello, options = {"role": "user", "content": "Hello!"}, template_options(session.generation)
     render_turn(runtime.tokenizer, None, [hello], options=options)  # can it chat?
+    save_at_start(session, running.session)
     chat = Chat(session, output, running.session, commands=not no_commands)
     if sys.stdin.isatty() and styled():
         from kvcap.runtime.cli.terminal import converse
@@ -176,6 +177,7 @@ def generate_command(
     recall = recalling.settings(budget.memory_cap)
     runtime = load(model, backend, budget, running, output, recall.nbytes)
     session = start_session(runtime, running, sampling, recall)
+    save_at_start(session, running.session)
 
     def say() -> Iterator[str]:
         if raw:  # a text that is to be read as it is: nothing is put into it unasked
@@ -426,13 +428,11 @@ def _in_gguf(model: str) -> GgufFile | None:
 def _unpacked(model: str, budget: Budget, weights: PackedDtype | None) -> tuple[str, int]:
     """The type of numbers that a GGUF file's weights become, and their bytes."""
     quiet_libraries()
-    import torch
-
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.weights import weigh
 
     config = load_config(resolve(model))
-    dtype = dtypes.parse(budget.dtype) or getattr(config, "dtype", None) or torch.float32
+    dtype = dtypes.of_model(budget.dtype, config)
     nbytes = weigh(config, dtype, packed=weights).nbytes
     return weights or str(dtype).removeprefix("torch."), nbytes
 
@@ -639,9 +639,13 @@ def start_session(
     session.recall.set(recall)
     if given:
         session.set_generation(**given)
-    if file is not None:
-        session.save(file)  # so that a file which cannot be written is known before an answer
     return session
+
+
+def save_at_start(session: Session, file: str | None) -> None:
+    """Save a conversation, so that a file which cannot be written is known before an answer."""
+    if file is not None:
+        session.save(file)
 
 
 def check_logprobs(sampling: Sampling, output: Output) -> None:

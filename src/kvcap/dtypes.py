@@ -6,7 +6,7 @@ own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -84,3 +84,14 @@ def parse(given: str | torch.dtype | None) -> torch.dtype | None:
         ValueError: not one that models run in.
     """
     return torch_dtype(given) if isinstance(given, str) else given
+
+
+def of_model(given: str | torch.dtype | None, config: Any) -> torch.dtype:
+    """Return the type in which a model runs: the given one, else its config's, else float32.
+
+    Raises:
+        ValueError: not one that models run in.
+    """
+    import torch
+
+    return parse(given) or getattr(config, "dtype", None) or torch.float32

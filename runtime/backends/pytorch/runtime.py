@@ -198,7 +198,7 @@ class Runtime:
         chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
         wake(chosen, multiplies=cap is None)
-        precision = dtypes.parse(dtype) or getattr(config, "dtype", None) or torch.float32
+        precision = dtypes.of_model(dtype, config)
         plan_for = partial(
             MemoryPlan.of,
             config,

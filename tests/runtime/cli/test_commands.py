@@ -254,6 +254,15 @@ def test_one_of_several_named_templates_is_taken(command: str, tmp_path: Path, k
         assert says in err
 
 
+def test_a_chat_that_cannot_begin_leaves_no_session(tmp_path: Path, kvcap: Any) -> None:
+    folder, file = tiny_chat.save(tmp_path), tmp_path / "s"
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('not this one') }}")
+    code, _, err = kvcap("chat", folder, "-q", "--session", str(file), stdin=b"Hello!\n")
+    assert code == 2
+    assert "not this one" in err
+    assert not file.exists()
+
+
 @pytest.mark.slow
 def test_sampling_is_repeatable(model: str, kvcap: Any) -> None:
     def draw(seed: str) -> str:
