@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcap.kernels.arguments import strides
 from kvcap.kernels.dequantise import QuantisedKeys
-from kvcap.kernels.device import address, multiprocessors, on_gpu, power_of_two
+from kvcap.kernels.device import multiprocessors, on_gpu, power_of_two
 from kvcap.kernels.launch import empty, launch, run
 from kvcap.kernels.token import REGISTERS
 from kvcap.kernels.turn_triton import halves, quantised_halves, turned_by, turned_on
@@ -235,7 +235,7 @@ def scores(
     chunk = -(-max(2 * tile, n * B * K // (2 * multiprocessors(keys.device))) // tile) * tile
     out = empty(B, K, n, device=keys.device)
     strides, sizes = (*keys.stride()[:3], K, n), (D, padded, tile)
-    key = (keys.device, keys.dtype, address(keys) % 16, strides[:4], sizes, few, starts is None)
+    key = (keys.device, keys.dtype, keys.data_ptr() % 16, strides[:4], sizes, few, starts is None)
     if key_sums is None:
         parts = -(-n // chunk)
         key_sums = empty(B, K, parts, D, device=keys.device)
@@ -250,7 +250,7 @@ def scores(
     # Of few, short programs begin with a tile in hand; of many, long ones fetch several ahead.
     share, stages = (4 * tile, 1) if few else (chunk, 4)
     launch(
-        _cosine, (-(-n // share), B * K, 1), (key, most, address(key_sums) % 16),
+        _cosine, (-(-n // share), B * K, 1), (key, most, key_sums.data_ptr() % 16),
         (keys, key_sums, out, starts, lengths, *strides, share, added, *sizes, most, stages),
         num_warps=4 if few else 8,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every launch of a Triton kernel goes through here: at once, remembered, or only noted.
+"""Launches Triton kernels, and remembers what was compiled for a key.
 
 Triton looks at every argument to find the compiled kernel, 20 µs of a host's time; scoring 16 K
 slots takes a GPU 40. `launch` saves it the second look. Knows no kernel; imports no triton.
@@ -6,9 +6,7 @@ slots takes a GPU 40. `launch` saves it the second look. Knows no kernel; import
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Hashable, Sequence
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -18,24 +16,7 @@ from torch import Tensor
 
 MOST = 1024  # compiled kernels remembered by their keys
 
-Listener = Callable[[Any, Sequence[Any], Mapping[str, Any]], bool]
-"""Is told a kernel, its arguments and options; says whether it is to be launched."""
-
-ahead: list[Callable[[Any, Sequence[Any], Mapping[str, Any]], None]] = []
-"""While kernels are compiled ahead: waits for the one that a launch needs."""
-
-_listener: ContextVar[Listener | None] = ContextVar("launches", default=None)
 _compiled: dict[Hashable, Any] = {}
-
-
-@contextmanager
-def heard(listener: Listener) -> Iterator[None]:
-    """Within it, in this thread, `listener` is told of every launch before it happens."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
@@ -48,13 +29,8 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
         options: arguments of the kernel by name, and options of the compiler.
 
     Returns:
-        What was compiled; None: interpreted, or not launched.
+        What was compiled; None: it was interpreted.
     """
-    listener = _listener.get()
-    if listener is not None and not listener(kernel, args, options):
-        return None
-    for wait in tuple(ahead):
-        wait(kernel, args, options)
     return kernel[grid](*args, **options)
 
 
@@ -72,7 +48,7 @@ def launch(
         args: of the kernel, its constants too, in their order.
         options: of the compiler.
     """
-    known = _compiled.get((kernel, key)) if _listener.get() is None else None
+    known = _compiled.get((kernel, key))
     if known is not None:
         known[grid](*args)
         return

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvcap.kernels.device import Target, address, multiprocessors, power_of_two, target, told
+from kvcap.kernels.device import Target, multiprocessors, power_of_two, target, told
 from kvcap.policies.base import Group, Observation
 
 OF_HEADS = ("cake", "variance")
@@ -188,7 +188,7 @@ def scores(
         (float(obs.scaling), float(obs.softcap or 0)),
     )
     sizes, options = (D, t.DP, t.heads, t.GP), {"num_warps": t.warps, "num_stages": t.stages}
-    begins = tuple(address(x) % 16 for x in (q, k, v, positions))
+    begins = tuple(x.data_ptr() % 16 for x in (q, k, v, positions))
     static = (K, G, sizes, t.warps, t.stages, capped)
     key = (device, k.dtype, positions.dtype, begins, strides, static, starts is None)
     lse = None if output else obs.lse
@@ -206,7 +206,7 @@ def scores(
              *scale, *sizes, *variant), **options,
         )  # fmt: skip
         sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
-        beside = None if sinks is None else address(sinks) % 16
+        beside = None if sinks is None else sinks.data_ptr() % 16
         padded = power_of_two(first.parts)
         at_once = min(R, max(1, 2048 // (padded * (t.DP if output else 1))))
         merged = (R, first.WB, t.heads, t.DP, padded, at_once, a_parts)
@@ -221,7 +221,7 @@ def scores(
     epilogue = (second.WB, second.N, second.blocks > 1, lse is not None, known, kind, group or "",
                 max(a_parts, known), capped, rounded)  # fmt: skip
     of_a = a.stride()[:3] if known else (0, 0, 0)
-    begins = address(sums) % 16, address(a) % 16
+    begins = sums.data_ptr() % 16, a.data_ptr() % 16
     launch(
         score, (second.parts, B * K, 1), (key, begins, of_a, epilogue),
         (q, k, v, positions, starts, lengths, a, sums, out, *strides, *of_a, *shape, second.chunk,

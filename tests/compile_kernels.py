@@ -14,6 +14,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -21,20 +23,25 @@ from typing import Any
 
 import torch
 import triton
-from conftest import small_policy, tiny_config
+from conftest import small_policy, tiny_config, tiny_model
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from kvcap.kernels import quantised_token
+from kvcap.kernels.choice import use
 from kvcap.kernels.device import Target, pretending
-from kvcap.kernels.launch import heard
-from kvcap.kernels.variants import Launch
 from kvcap.kernels.window import scores
 from kvcap.policies.base import Observation
-from kvcap.runtime.backends.pytorch.warm_up import Rehearsal
+from kvcap.runtime.backends.pytorch.cuda_graphs import Uncaptured
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.backends.pytorch.warm import converse
+from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
+from kvcap.runtime.cache.row_table import RowTable
 from kvcap.runtime.cache.slot_format import SlotFormat
+from kvcap.runtime.planning.dry_run import data_independent
 
 HOPPER = Target(multiprocessors=132, shared_memory=232448, overlaps=True)
 CONSUMER = Target(multiprocessors=82, shared_memory=101376, overlaps=False)  # an RTX 3090
@@ -61,6 +68,43 @@ class Read(Exception):
     """The compiler has read a kernel; what comes next takes long, and refuses little."""
 
 
+@contextmanager
+def compiling(each: Callable[[Any, Callable[[], Any]], None], gpu: Target) -> Iterator[None]:
+    """Compile kernels for `gpu` where they would be launched; what they would compute is undefined.
+
+    Args:
+        each: is given every kernel as it is launched, and a function that compiles it.
+        gpu: the one for which tiles are chosen.
+    """
+    run = JITFunction.run
+
+    def only_compiled(kernel: Any, *args: Any, grid: Any, warmup: Any, **options: Any) -> None:
+        each(variant(kernel, args, options),
+             lambda: run(kernel, *args, grid=(1,), warmup=True, **options))  # fmt: skip
+
+    JITFunction.run = only_compiled
+    try:
+        with pretending(gpu), use("triton"):
+            yield
+    finally:
+        JITFunction.run = run
+
+
+def variant(kernel: Any, args: Any, options: Any) -> tuple[str, ...]:
+    """Return a kernel's name and all that its machine code depends on."""
+    given = {**dict(zip((p.name for p in kernel.params), args, strict=False)), **options}
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+
+    def kind(name: str, x: Any) -> str:
+        if isinstance(x, torch.Tensor):
+            return f"{x.dtype} {x.data_ptr() % 16 == 0}"
+        if name in constant or isinstance(x, bool) or not isinstance(x, int):
+            return str(x)
+        return f"{x == 1} {x % 16 == 0} {abs(x) < 2**31}"
+
+    return (kernel.fn.__name__, *(f"{name}={kind(name, x)}" for name, x in given.items()))
+
+
 def spilled(kind: str, size: int, slots: int) -> int:
     """Bytes of a thread's stack, in a token's kernel over so many slots of 8 KV heads."""
     pool = SlotPool(
@@ -72,18 +116,15 @@ def spilled(kind: str, size: int, slots: int) -> int:
     angles = (torch.zeros(1, 1, size, dtype=torch.bfloat16),) * 2
     table = torch.zeros(slots + 1, 2, size // 2, dtype=torch.float16)
 
-    def hear(kernel: Any, args: Any, options: Any) -> bool:
-        if kernel.fn.__name__ == "attend_quantised":
-            launch = Launch.of(kernel, args, options)
-            compiled = kernel.run(*launch.args, grid=(1,), warmup=True, **launch.options)
+    def each(kernel: tuple[str, ...], compiled: Callable[[], Any]) -> None:
+        if kernel[0] == "attend_quantised":
             with NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(compiled.asm["cubin"])
+                file.write(compiled().asm["cubin"])
                 file.flush()
                 told = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
             found.extend(int(x) for x in re.findall(r"STACK:(\d+)", told))
-        return False
 
-    with pretending(HOPPER), heard(hear):
+    with compiling(each, HOPPER):
         quantised_token.attend(
             *heads, angles, torch.zeros(1, dtype=torch.int32), segment.named(0, slots + 1), 0.1,
             torch.zeros(1, 8, size), table, summed=True,
@@ -104,18 +145,15 @@ def shared_by(
     """Bytes of shared memory that the kernels of an epilogue take, over 2,560 slots."""
     found = list[int]()
 
-    def hear(kernel: Any, args: Any, options: Any) -> bool:
-        launch = Launch.of(kernel, args, options)
-        compiled = kernel.run(*launch.args, grid=(1,), warmup=True, **launch.options)
-        found.append(compiled.metadata.shared)
-        return False
+    def each(_: tuple[str, ...], compiled: Callable[[], Any]) -> None:
+        found.append(compiled().metadata.shared)
 
     queries, keys = (
         torch.zeros(1, *shape, size, dtype=dtype) for shape in ((6, window), (2, 2560))
     )
     positions = torch.zeros(1, 2, 2560, dtype=torch.int32)
     obs = Observation(keys, keys, positions, 2560, 2048, queries=queries)
-    with pretending(gpu), heard(hear):
+    with compiling(each, gpu):
         scores(obs, kind, group)
     return found
 
@@ -143,26 +181,37 @@ def main(policies: list[str]) -> None:
 
     ASTSource.make_ir = only_read
     driver.set_active(Driver())
+    # What would be computed is undefined: as if no slots had moved.
+    RowTable.agreed = lambda table, seen, _: table._agree(seen)
     known, refused = set(), {}
 
-    def hear(kernel: Any, args: Any, options: Any) -> bool:
-        launch = Launch.of(kernel, args, options)
-        if launch.variant not in known:
-            known.add(launch.variant)
+    def each(kernel: tuple[str, ...], compiled: Callable[[], Any]) -> None:
+        if kernel not in known:
+            known.add(kernel)
             try:
-                launch.compile()
+                compiled()
             except Read:
                 pass
             except Exception as error:
-                refused[launch.variant[1]] = str(error)
-        return False
+                refused[kernel[0]] = str(error)
 
     config = tiny_config("llama")
+    model = tiny_model("llama", dtype=torch.bfloat16)
     for name in policies:
         policy, _, kind = name.partition(":")
-        given = config, small_policy(policy, config), 64, 16, torch.bfloat16, "compact"
-        Rehearsal(*given, target=HOPPER, kv_dtype=kind or None).run(hear)
-    print(json.dumps({"kernels": sorted({str(x[1]) for x in known}), "refused": refused}))
+        with compiling(each, HOPPER):
+            eviction = small_policy(policy, config)
+
+            def cache_of(eviction: Any, kind: Any = kind or None) -> BudgetCache:
+                cache = BudgetCache(config, 64, 16, eviction, positions="compact", kv_dtype=kind)
+                return cache.allocate(1, torch.bfloat16, "cpu")
+
+            cache = cache_of(eviction)
+            if not cache.by_rows():
+                cache = cache_of(data_independent(eviction))
+            loop = BlockLoop(model, cache, graphs=Uncaptured(model, cache))
+            converse(loop, config.vocab_size)
+    print(json.dumps({"kernels": sorted({x[0] for x in known}), "refused": refused}))
 
 
 if sys.argv[1:] == ["quantised-token"]:

@@ -64,8 +64,8 @@ LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/te
         "testing/test_pytest_plugin.py", "kernels/test_loop.py", "onnxruntime/test_backend.py",
         "export/decoder/test_decoder.py", "export/decoder/test_repeat.py",
         "devices/test_adb.py", "android_bench/test_browser.py", "adopted/test_adopt.py",
-        "memory/test_cap_guard.py", "planning/test_dry_run.py", "bench/test_weights.py",
-        "kernels/test_variants.py")  # fmt: skip
+        "memory/test_cap_guard.py", "planning/test_dry_run.py",
+        "bench/test_weights.py")  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

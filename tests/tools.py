@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,9 +24,6 @@ from filelock import FileLock
 
 import kvcap
 from kvcap.cli import run
-from kvcap.kernels.device import Target
-from kvcap.kernels.variants import Launch
-from kvcap.runtime.backends.pytorch.warm_up import WarmUp
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.session.messages import render, system_message
@@ -260,25 +257,3 @@ def runtime_of(model, policy="keydiff", budget=24, block=8, positions="compact",
         dtype=model.dtype, positions=positions,
     )  # fmt: skip
     return kvcap.Runtime(model, None, plan, eviction, name="tiny", **more)
-
-
-def count_as_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[Hashable]:
-    """Have a CPU count as a GPU whose kernels need no compiling; returns what was compiled.
-
-    `folder` keeps it for the next process.
-    """
-    compiled = list[Hashable]()
-    gpu = Target(132, 227 * 1024, True)
-    monkeypatch.setattr(Target, "of", lambda _: gpu)
-    monkeypatch.setattr(Launch, "compile", lambda self: compiled.append(self.variant))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
-    return compiled
-
-
-def warm_up_of(config, policy="keydiff", budget=40, block=16, **options) -> WarmUp:
-    """The warm-up of a plan, on a CPU."""
-    eviction = small_policy(policy, config)
-    plan = MemoryPlan.of(
-        config, policy=eviction, kv_budget_tokens=budget, block_size=block, dtype=torch.bfloat16
-    )
-    return WarmUp(config, plan, eviction, torch.device("cpu"), **options)

@@ -28,7 +28,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +42,6 @@ import torch
 from kvcap.evals.bench import Options, Result
 from kvcap.evals.quality.sweep import spelled_out
 from kvcap.evals.random_models import directory
-from kvcap.runtime.backends.pytorch.warm_up import THREAD
 from kvcap.runtime.errors import PeerFailed, first_line
 
 DEFAULTS = {
@@ -178,8 +176,8 @@ def answer() -> None:
 
     def of(policy: str) -> list[dict[str, Any]]:
         its = runtime if policy == asked["policy"] else _under(runtime, policy)
-        if asked["others"]:
-            _compiled()
+        if asked["others"] and its.model.device.type == "cuda":
+            its.warm()
         each = range(asked["sessions"])
         return [_answered(its, words, i, asked["n"], its.generation) for i in each]
 
@@ -203,13 +201,6 @@ def answer() -> None:
                 _together(runtime, words, asked, drawn),
             ):
                 say([{**mine[-1], **found, "ttft_ms": None}])
-
-
-def _compiled() -> None:
-    """Wait for kernels that are compiled in the background."""
-    for thread in threading.enumerate():
-        if thread.name == THREAD:
-            thread.join()
 
 
 def _under(runtime: Any, policy: str) -> Any:

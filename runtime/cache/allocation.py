@@ -435,9 +435,9 @@ class Allocation:
     def _in_file(self, place: str, like: Tensor) -> Callable[..., Tensor]:
         """What makes buffers of evicted tokens: in memory, or in one file of all layers.
 
-        Tensors without contents, of a dry run or a rehearsal, need no file.
+        Tensors of a dry run have no data and need no file.
         """
-        if place in ("device", "host") or like.is_meta or isinstance(like, FakeTensor):
+        if place in ("device", "host") or isinstance(like, FakeTensor):
             return torch.zeros
         if self._file is None:
             needed = self.layout.nbytes(like.shape[0], like.dtype)["evicted_store"]

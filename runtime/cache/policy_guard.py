@@ -152,7 +152,7 @@ def is_own(component: Component) -> bool:
 
 def _is_known(numbers: Tensor) -> bool:
     """Return whether the host can read a tensor: it is neither pretended nor yet to be computed."""
-    return type(numbers) is Tensor and not numbers.is_meta and not _is_captured(numbers)
+    return type(numbers) is Tensor and not _is_captured(numbers)
 
 
 def _is_captured(numbers: Tensor) -> bool:

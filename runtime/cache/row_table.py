@@ -101,10 +101,7 @@ class RowTable:
 
         Where it `divided` slots anew the device alone did: the host waits for it, and is told.
         """
-        if divided and self._numbers.is_meta:  # a rehearsal: as if none had moved
-            for segment in (one for segments in self.layers for one in segments):
-                segment.held = min(segment.held, segment.target_length)
-        elif divided and self.late:
+        if divided and self.late:
             self._hear_late(seen)
         elif divided:
             self._be_told(seen)
@@ -191,10 +188,6 @@ class RowTable:
         recents = self._recents.index_select(0, targets)[:, None]
         self.pins[..., 1].copy_(recents.expand(self.targets.shape))
         self.preferences.copy_(preferences)
-
-    def suppose(self, slots: int) -> None:
-        """Have a row count as that long, as if it had been given others' slots: in a rehearsal."""
-        self._most[0] = slots
 
     def longest(self, length: int) -> int:
         """No row is longer once it has read so many tokens more; the same for rows of about it.

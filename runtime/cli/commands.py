@@ -271,43 +271,28 @@ def warm_command(
 ) -> None:
     """Compile what a model's answers run on this GPU, so that the first need not wait for it.
 
-    Reads the config, no weights. What is compiled is kept in Triton's cache (TRITON_CACHE_DIR),
-    where every process finds it; give the options that it will run with.
+    Loads the model and has a short conversation. What is compiled is kept in Triton's cache
+    (TRITON_CACHE_DIR), where every process finds it; give the options that it will run with.
     """
     quiet_libraries()
-    from kvcap.runtime.backends.pytorch.runtime import best_device, usable, warm_up
-    from kvcap.runtime.models.files import load_config
-    from kvcap.runtime.models.weights import read_headers
+    from kvcap.runtime.backends.pytorch.runtime import Runtime, best_device, usable
 
-    begun, where, eviction = perf_counter(), resolve(model), budget.eviction()
-    config = Sizes(**budget.sizes()).config_for(load_config(where))
-    chosen = usable(device) or best_device()
-    plan = MemoryPlan.of(
-        config,
-        policy=eviction,
-        dtype=dtypes.parse(budget.dtype),
-        headers=read_headers(where),
-        **budget.sizes(),
-    )
-
-    def show(done: int, known: int) -> None:
-        if styled():
-            sys.stderr.write(f"\r\x1b[2K\x1b[2m{done} of {known} kernels ...\x1b[0m")
-            sys.stderr.flush()
-
-    several = budget.memory_cap is None
-    compiling = warm_up(config, plan, eviction, chosen, evict_every, several, show)
-    if compiling is None:
+    begun, chosen = perf_counter(), usable(device) or best_device()
+    if not str(chosen).startswith("cuda"):
         raise ValueError(
             f"kernels are compiled for a GPU of CUDA, and on {chosen} the model runs without them; "
-            "use --device cuda where there is one, and KVCAP_KERNELS=auto"
+            "use --device cuda where there is one"
         )
-    try:
-        count = compiling.finish()
-    finally:
-        sys.stderr.write("\r\x1b[2K" if styled() else "")
+    runtime = Runtime.from_pretrained(
+        model,
+        budget.eviction(),
+        device=chosen,
+        dtype=budget.dtype,
+        evict_every=evict_every,
+        **budget.sizes(),
+    )
     seconds = perf_counter() - begun
-    print(f"{count} kernels for {plan.summary} are ready, after {seconds:.1f} s", file=sys.stderr)
+    print(f"{runtime.plan.summary} is ready, after {seconds:.1f} s", file=sys.stderr)
 
 
 def policies_command(

@@ -24,7 +24,6 @@ from kvcap.runtime.cache.step import URGENT, ForwardContext, SideStream
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused.decoder import Decoder, covers, decoder_of
-from kvcap.runtime.planning.dry_run import pretend_full
 
 PASS = 512  # tokens of a pass that a GPU reads at little more cost than fewer
 RUN = 16  # blocks that follow each other before the host hears how they shared slots out
@@ -98,25 +97,6 @@ class BlockGraphs:
         if table is not None:
             cache.agree(table, ids.shape[1])
         return logits
-
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        """Capture ahead what answers replay most: passes that fill a cache, and of a full one.
-
-        They are of whole blocks and of single tokens, where such a pass is captured before one was
-        read; see `_capture`. The cache is empty, before and after.
-        """
-        cache, device = self.cache, self.model.device
-        for full in (False, True) if self.refused is None else ():
-            if full:
-                pretend_full(cache)
-            before = cache.counters
-            for length in (self._several(1), 1):
-                ids = torch.zeros(1, length, dtype=torch.long, device=device)
-                kind = self._kind(ids, need_logits=length == 1)
-                if kind is not None and kind not in self.captured and self._capture(ids, kind):
-                    cache.counters = before
-        cache.reset()
 
     def _capture(self, ids: Tensor, kind: PassKind) -> bool:
         """Capture a pass, at the latest when such a one was read without a graph; whether it was.

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from sys import getrefcount
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import finalize
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +16,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvcap import dtypes
-from kvcap.kernels.choice import ready
 from kvcap.policies import PINS, Eviction, Policy, as_eviction, load_policy, policies
 from kvcap.runtime.backends.pytorch import snapshot
 from kvcap.runtime.backends.pytorch.batch import Rows, shared_rows
-from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs, why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.backends.pytorch.shared_pass import SharedPass
-from kvcap.runtime.backends.pytorch.wake import wake
+from kvcap.runtime.backends.pytorch.warm import converse
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import first_line
@@ -46,7 +39,6 @@ from kvcap.runtime.models.files import (
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.packed import PackedDtype, check_packing
 from kvcap.runtime.models.quantised import quantisation
-from kvcap.runtime.models.upload import moved
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
 from kvcap.runtime.planning.plan import (
     MemoryPlan,
@@ -65,17 +57,6 @@ from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import DEFAULT_POLICY, EVICT_EVERY, POCKET, Positions
 from kvcap.runtime.units import parse_bytes
-
-if TYPE_CHECKING:
-    from kvcap.runtime.backends.pytorch.warm_up import WarmUp
-
-
-class Leased(NamedTuple):
-    """A cache with all its memory and its CUDA graphs, of a session or of none."""
-
-    cache: BudgetCache
-    graphs: BlockGraphs
-    references: int  # to the cache where no session has it
 
 
 class Runtime:
@@ -105,7 +86,7 @@ class Runtime:
         self.kv_budget = kv_budget  # bytes, where the cap was given in bytes
         self.evict_every = evict_every
         self.memory_cap = memory_cap  # bytes of the whole process
-        self._idle: deque[Leased] = deque()  # of sessions that ended
+        self._warm: BlockLoop | None = None  # with CUDA graphs, for the first session
 
     def __repr__(self) -> str:
         return f"<Runtime of {self.name or 'a model'} on {self.device_label}: {self.plan.summary}>"
@@ -197,7 +178,6 @@ class Runtime:
         eviction = as_eviction(policy, sink_tokens)
         chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
-        wake(chosen, multiplies=cap is None)
         precision = dtypes.of_model(dtype, config)
         plan_for = partial(
             MemoryPlan.of,
@@ -224,7 +204,6 @@ class Runtime:
             warn_if_short(plan, free_memory(), memory_cap)
         check_generation(where)
         chat_template.warm_up()
-        warming = warm_up(config, plan, eviction, chosen, evict_every, several=cap is None)
         tokenizer = load_tokenizer(where)
         if weights is None:
             loaded = load_model(where, config, precision)
@@ -238,7 +217,7 @@ class Runtime:
         if quantisation(config) is not None:
             plan = plan.with_weights(held_weights(loaded))
         runtime = cls(
-            moved(loaded.eval(), torch.device(chosen)),
+            loaded.eval().to(chosen),
             tokenizer,
             plan,
             eviction,
@@ -247,8 +226,8 @@ class Runtime:
             evict_every=evict_every,
             memory_cap=cap,
         )
-        if warming is not None and warming.found:
-            runtime._prepare()
+        if torch.device(chosen).type == "cuda":
+            runtime.warm()
         return runtime
 
     def new_cache(
@@ -298,61 +277,24 @@ class Runtime:
         return shared_rows(self, size)
 
     def loop(self) -> BlockLoop:
-        """The block loop over an empty cache, which nobody else uses as long as the loop lives.
+        """Return a block loop over an empty cache, which nobody else uses."""
+        loop, self._warm = self._warm, None
+        return loop or BlockLoop(self.model, self.new_cache(), several=self.memory_cap is None)
 
-        On CUDA it may be that of a session that ended, with the graphs captured there: the pool of
-        such caches holds as many as were in use at once. See `free_idle`.
+    def warm(self) -> None:
+        """Have a short conversation, so that a GPU's first answer waits for no kernel.
+
+        Compiles kernels where no process has done so on this machine, and loads them. The first
+        session gets the conversation's cache, with the CUDA graphs that it captured.
         """
-        capped = self.memory_cap is not None  # with memory for the activations of one block
-        leased = self._reused()
-        if leased is None:
-            cache = self.new_cache()
-            loop = BlockLoop(self.model, cache, several=not capped)
-            if loop.graphs is None:
-                return loop  # without graphs a new cache is as fast
-            references = getrefcount(cache) - 1  # without that of `loop`
-            leased = Leased(cache, loop.graphs, references)
-        else:
-            leased.cache.reset()
-            loop = BlockLoop(self.model, leased.cache, graphs=leased.graphs)
-        finalize(loop, self._idle.append, leased).atexit = False
-        return loop
+        loop = self.loop()
+        converse(loop, self.vocabulary)
+        self._warm = loop
 
     def loop_for(self, eviction: Eviction) -> BlockLoop:
         """A loop over an empty cache with an eviction of its own."""
         cache = self.new_cache(eviction=eviction)
         return BlockLoop(self.model, cache, several=self.memory_cap is None)
-
-    def _prepare(self) -> None:
-        """Capture what the first session is to replay, so that its first answer need not.
-
-        But where slots are shared out, a policy may read numbers when it first does. Where there
-        is no memory for a session now, its own making says so.
-        """
-        moves = self.eviction.heads_move or self.eviction.layers_move
-        if self.model.device.type == "cuda" and self.eviction.policy.evicts and not moves:
-            with suppress(torch.OutOfMemoryError):
-                graphs = self.loop().graphs
-                assert graphs is not None
-                graphs.prepare()
-
-    def _reused(self) -> Leased | None:
-        """The cache and graphs of a session that ended, if there are any that are as good as new.
-
-        A cache to which somebody else still refers, as `session.cache`, is left to them.
-        """
-        while self._idle:
-            leased = self._idle.pop()
-            refused = leased.graphs.refused != why_unsteady(leased.cache)
-            if not refused and getrefcount(leased.cache) <= leased.references:
-                return leased
-        return None
-
-    def free_idle(self) -> int:
-        """Free the memory of caches and graphs that no session uses; returns the caches' bytes."""
-        freed = sum(leased.cache.nbytes for leased in self._idle)
-        self._idle.clear()
-        return freed
 
     def rng(self, seed: int | None) -> torch.Generator:
         """A generator of random numbers on the CPU: one seed gives the same on any device."""
@@ -458,11 +400,6 @@ class Runtime:
             weights=self.plan.weights_dtype,
             recall_store=self.plan.recall_store,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
-        several = self.memory_cap is None
-        warm_up(
-            self.model.config, plan, policy, self.model.device, self.evict_every, several,
-            practises=False,
-        )  # fmt: skip
         return Runtime(
             self.model,
             self.tokenizer,
@@ -481,31 +418,6 @@ def usual_every(device: str | torch.device, block_size: int) -> int:
     On a CPU an eviction takes longer than attention does; a GPU replays it beside other work.
     """
     return min(EVICT_EVERY, block_size) if torch.device(device).type == "cpu" else 1
-
-
-def warm_up(
-    config: Any,
-    plan: MemoryPlan,
-    eviction: Eviction,
-    device: str | torch.device,
-    evict_every: int = 1,
-    several: bool = True,
-    on_done: Callable[[int, int], None] | None = None,
-    practises: bool = True,
-) -> WarmUp | None:
-    """Begin to compile what a plan's conversations launch; None: no kernels run on that device.
-
-    Arguments as of `WarmUp`.
-    """
-    where = torch.device(device)
-    if where.type != "cuda":
-        return None
-    where = where if where.index is not None else torch.device("cuda", torch.cuda.current_device())
-    if not ready(torch.empty(0, device=where)):
-        return None
-    from kvcap.runtime.backends.pytorch.warm_up import WarmUp
-
-    return WarmUp(config, plan, eviction, where, evict_every, several, on_done, practises)
 
 
 def enforce_limit(cap: int, device: str | torch.device) -> None:

@@ -23,7 +23,7 @@ from kvcap.kernels import elementwise
 from kvcap.kernels.choice import ready
 from kvcap.runtime.attention.functions import attention_forward
 from kvcap.runtime.models.arguments import cache_argument
-from kvcap.runtime.models.fused.linear import Copy, JoinedLinear
+from kvcap.runtime.models.fused.linear import JoinedLinear
 from kvcap.runtime.models.module_settings import settings
 from kvcap.runtime.models.quantised import is_plain
 from kvcap.runtime.types import ATTENTION
@@ -61,22 +61,6 @@ def decoder_of(model: Any) -> Decoder | None:
     decoder = Decoder(model)
     decoder.join()
     return decoder
-
-
-def move_products(model: Any, device: torch.device, copy: Copy = Tensor.copy_) -> None:
-    """Move weights that one product can read to a device, where they lie side by side.
-
-    Of a model that must run by its own modules, none. The decoder is tried before, so that no
-    kernels are loaded there for the modules that it takes the place of.
-
-    Args:
-        model: with all its weights.
-        device: another one.
-        copy: of a weight to its place there.
-    """
-    if covers(model) and agrees(model):
-        for product in Decoder(model).products:
-            product.move(device, copy)
 
 
 def agrees(model: Any) -> bool:

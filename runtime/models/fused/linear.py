@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,8 @@ from torch.nn import functional
 
 from kvcap.kernels import linear
 from kvcap.kernels.choice import ready
-from kvcap.kernels.device import address
 
 MOST_TOGETHER = 2**23  # numbers that come of one product; larger ones fill a GPU by themselves
-
-
-Copy = Callable[[Tensor, Tensor], object]
-"""Copies to the first tensor from the second, which may be on another device."""
 
 
 class JoinedLinear:
@@ -44,11 +39,6 @@ class JoinedLinear:
             biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
             self.weight = _joined(self.layers)
             self.bias = torch.cat(biases) if biases else None
-
-    def move(self, device: torch.device, copy: Copy = Tensor.copy_) -> None:
-        """Move their weights to a device, one behind the other: so `join` moves nothing there."""
-        if self._alike:
-            _side_by_side(self.layers, device, copy)
 
     @property
     def _alike(self) -> bool:
@@ -79,27 +69,25 @@ class JoinedLinear:
 def _joined(layers: Sequence[nn.Linear]) -> Tensor | None:
     """Their weights as one matrix, whose rows they are from now on; None: no memory to do so."""
     weights = [layer.weight.data for layer in layers]
-    starts = [address(weight) for weight in weights]
-    ends = [address(weight) + weight.nbytes for weight in weights]
+    starts = [weight.data_ptr() for weight in weights]
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     if starts[1:] == ends[:-1] and len({x.untyped_storage().data_ptr() for x in weights}) == 1:
         rows = sum(weight.shape[0] for weight in weights)
         return weights[0].as_strided((rows, weights[0].shape[1]), weights[0].stride())
     try:
-        return _side_by_side(layers, weights[0].device)
+        return _side_by_side(layers)
     except torch.OutOfMemoryError:
         return None
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _side_by_side(
-    layers: Sequence[nn.Linear], device: torch.device, copy: Copy = Tensor.copy_
-) -> Tensor:
-    """A matrix on a device, whose rows the layers' weights are from now on."""
+def _side_by_side(layers: Sequence[nn.Linear]) -> Tensor:
+    """Copy weights into one matrix, whose rows they are from now on."""
     rows = [layer.weight.shape[0] for layer in layers]
     first = layers[0].weight
-    weight = torch.empty(sum(rows), first.shape[1], dtype=first.dtype, device=device)
+    weight = torch.empty(sum(rows), first.shape[1], dtype=first.dtype, device=first.device)
     for layer, part in zip(layers, weight.split(rows), strict=True):
-        copy(part, layer.weight)
+        part.copy_(layer.weight)
         layer.weight.data = part
     return weight

@@ -252,31 +252,6 @@ def test_prompts_that_end_within_a_block_are_replayed(policy):
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "dropkv", "h2o", "criticalkv", "calidrop", "headkv"])
-def test_what_is_captured_ahead_answers_as_eagerly(policy, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "PASS", 16)  # a block
-    ids = 3 + torch.randperm(300, generator=torch.Generator().manual_seed(1))[None].cuda()
-    model = tiny_model("llama", vocab_size=320).cuda()
-    kept, logits = [], []
-    for graphs in (True, False):
-        cache = kvcap.BudgetCache(model.config, 64, 16, small_policy(policy, model.config))
-        loop = BlockLoop(model, cache.allocate(1, torch.float32, "cuda"), graphs=graphs)
-        if graphs:
-            loop.graphs.prepare()
-            ahead = set(loop.graphs.captured)
-            assert {(kind.length, kind.need_logits) for kind in ahead} == {(16, False), (1, True)}
-        found = [loop.prefill(ids[:, :176])]
-        found += [loop.read(ids[:, i : i + 1]) for i in range(176, 200)]
-        found.append(loop.prefill(ids[:, 200:]))
-        if graphs:
-            assert all(kind.need_logits for kind in set(loop.graphs.captured) - ahead)
-        logits.append(torch.stack(found))
-        segments = [s for layer in cache.capped_layers for s in layer.segments]
-        kept.append([sorted(head.tolist()) for s in segments for head in s.positions[0]])
-    torch.testing.assert_close(logits[0], logits[1], rtol=1e-3, atol=1e-3)
-    assert kept[0] == kept[1]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["keydiff", "dropkv", "full"])
 def test_a_cache_is_filled_by_graphs(policy, dtype, tokens):
@@ -445,7 +420,7 @@ def test_a_dropped_cache_frees_its_memory_and_its_graphs(policy, tokens):
 
 @pytest.mark.parametrize("positions", ["compact", "auto"])
 def test_a_runtime_whose_sessions_were_dropped_holds_nothing(positions):
-    """Half-way through answers that share a pass, and after what the pool of caches holds."""
+    """Half-way through answers that share a pass, and after what the first one was given."""
     runtime = kvcap.Runtime.from_pretrained(
         "pocket", kv_budget_tokens=64, block_size=16, device="cuda", positions=positions
     )
@@ -459,14 +434,12 @@ def test_a_runtime_whose_sessions_were_dropped_holds_nothing(positions):
             batch.step()
 
     use()
-    runtime.free_idle()
     gc.collect()
     gc.disable()
     try:
         held = []
         for _ in range(5):
             use()
-            runtime.free_idle()
             held.append(torch.cuda.memory_allocated())
         # Libraries may take a workspace at any of the first uses, and nothing at later ones.
         assert held[2:] == held[2:3] * 3, held

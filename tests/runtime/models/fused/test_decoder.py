@@ -263,38 +263,6 @@ def test_layers_of_one_input_become_rows_of_one_matrix_and_stay_what_they_are(mo
         assert torch.equal(weight, before[name])
 
 
-def test_weights_of_one_product_are_moved_side_by_side(monkeypatch):
-    """Nothing is moved when it is joined; numbers are those it had, and shared ones stay so."""
-    model = tiny_model("qwen2", tie_word_embeddings=True)
-    before = copy.deepcopy(model.state_dict())
-    fused.move_products(model, torch.device(DEVICE))
-    model.to(DEVICE)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    for name, weight in model.state_dict().items():
-        assert weight.device.type == DEVICE
-        assert torch.equal(weight.cpu(), before[name])
-    places = [x.data_ptr() for x in model.parameters()]
-    monkeypatch.setattr(linear, "_side_by_side", lambda *_: pytest.fail("moved again"))
-    decoder = decoder_of(model)
-    assert [x.data_ptr() for x in model.parameters()] == places
-    assert all(product.weight is not None for product in decoder.products)
-
-
-def test_weights_of_a_model_with_another_formula_are_not_moved(monkeypatch):
-    model = tiny_model("llama")
-    model.model.layers[-1].mlp.act_fn = nn.GELU()
-    monkeypatch.setattr(linear, "_side_by_side", lambda *_: pytest.fail("moved"))
-    fused.move_products(model, torch.device(DEVICE))
-
-
-@pytest.mark.parametrize("family", ["granite", "gemma2"])
-def test_weights_of_a_model_that_runs_by_its_own_modules_are_not_moved(family):
-    model = tiny_model(family)
-    places = [x.data_ptr() for x in model.parameters()]
-    fused.move_products(model, torch.device(DEVICE))
-    assert [x.data_ptr() for x in model.parameters()] == places
-
-
 def test_without_memory_to_move_weights_they_stay_apart(monkeypatch):
     def refuse(*_):
         raise torch.OutOfMemoryError("no more")
