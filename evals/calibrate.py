@@ -33,8 +33,8 @@ LEAST = 32  # tokens of a text
 
 
 @dataclass(frozen=True, eq=False)
-class Probe(Policy):
-    """Adds up what the second copy of a text looks at in the first; never evicts."""
+class RepetitionProbe(Policy):
+    """A policy that adds up the attention from a text's second copy to its first; never evicts."""
 
     length: int  # tokens of a copy
     before: int = 0  # tokens before the first copy
@@ -46,11 +46,11 @@ class Probe(Policy):
 
     @property
     def queries_observed(self) -> None:
-        """Every query of the block."""
+        """Ask for every query of the block."""
         return
 
     def update(self, obs: Observation) -> dict[str, Tensor]:
-        """Look at the queries of the second copy; the state stays as it is."""
+        """Add up the attention of the second copy's queries; the state stays as it is."""
         read = int(obs.num_tokens)
         count = min(obs.new, read - self.before - self.length)
         if count > 0:
@@ -120,7 +120,7 @@ def calibrate(
             f"twice, by a model trained on {trained:,}"
         )
     twice = [*before, *ids, *ids]
-    probe = Probe(len(ids), len(before))
+    probe = RepetitionProbe(len(ids), len(before))
     runtime = Runtime.from_pretrained(
         model,
         Eviction(probe, name="calibrate"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcap.evals.calibrate import Calibration
     from kvcap.evals.memory import Baseline, Matrix
     from kvcap.evals.quality.cells import Cell
-    from kvcap.evals.quality.demo import Demo, Question, Report
+    from kvcap.evals.quality.demo import Demo, DemoReport, Question
     from kvcap.evals.quality.sweep import Sweep
 
 Model = Annotated[
@@ -317,7 +317,7 @@ def tune_command(
     """
     started = perf_counter()
     from kvcap.evals.quality.recommend import command
-    from kvcap.evals.quality.tune import Request, describe, table, tune
+    from kvcap.evals.quality.tune import TuningRequest, describe, table, tune
     from kvcap.runtime.cli.commands import quiet_libraries, read_input, use_threads
     from kvcap.runtime.cli.tables import show
     from kvcap.runtime.errors import NothingRecommended
@@ -326,7 +326,7 @@ def tune_command(
     text = read_input(file)
     quiet_libraries()
     use_threads(threads)
-    request = Request(
+    request = TuningRequest(
         model,
         text,
         Sizes(**cap.sizes()),
@@ -429,12 +429,12 @@ def analyze_command(
     A text is read uncapped for its queries, keys and values, and under a cap for what policies
     keep. Each analysis writes a picture and its figures, and says how to read them.
     """
-    from kvcap.evals.analyze import Options, named, require_matplotlib, run
+    from kvcap.evals.analyze import AnalysisOptions, named, require_matplotlib, run
     from kvcap.runtime.cli.commands import quiet_libraries, read_input, use_threads
 
     require_matplotlib()
     names = named(what)
-    given = Options(
+    given = AnalysisOptions(
         policies=_names(policies or ""),
         budgets=_numbers("budgets", budgets) if budgets else (),
         block_size=block_size,
@@ -962,7 +962,7 @@ def _question_line(q: Question) -> str:
     return f"{said:<11}  {q.question} {q.answer!r}{expected}"
 
 
-def _summary(report: Report) -> str:
+def _summary(report: DemoReport) -> str:
     kv = report.kv
     slots = SlotUse(kv["held_tokens"], kv["waiting_tokens"], kv["budget_tokens"])
     right = sum(q.right for q in report.questions)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvcap.evals.bench import Options
+from kvcap.evals.bench import BenchmarkOptions
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.models.arguments import cache_argument
@@ -108,7 +108,7 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def random_llama(options: Options, attention: str) -> Any:
+def random_llama(options: BenchmarkOptions, attention: str) -> Any:
     """A Llama of random float32 weights; equal options give equal weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -162,7 +162,7 @@ def decode_ms(read: Callable[[torch.Tensor], Any], steps: int, chunk: int = 1) -
     return [seconds(some) * 1000 / chunk for _ in range(max(1, steps // chunk))]
 
 
-def budget_cache(model: Any, options: Options, budget: int, **more: Any) -> BudgetCache:
+def budget_cache(model: Any, options: BenchmarkOptions, budget: int, **more: Any) -> BudgetCache:
     """An allocated cache for one sequence."""
     cache = BudgetCache(model.config, budget, options.block_size, **more)
     return cache.allocate(1, model.dtype, model.device)

@@ -43,8 +43,8 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """A cell of the matrix and its bytes."""
+class MeasuredCell:
+    """A cell of the matrix that was measured, with its bytes."""
 
     policy: str
     budget: int
@@ -55,7 +55,7 @@ class Figures:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What tells it from other cells."""
+        """Return what identifies the cell: policy, budget and length."""
         return self.policy, self.budget, self.length
 
     def __str__(self) -> str:
@@ -64,14 +64,14 @@ class Figures:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Figures, and what they were measured on."""
+    """A file of measured cells that later measurements are compared with."""
 
     matrix: Matrix
     measured_on: dict[str, str]
-    cells: tuple[Figures, ...]
+    cells: tuple[MeasuredCell, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the baseline as one object of JSON."""
         return {"format": FORMAT, **asdict(self)}
 
     def write(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path) -> Baseline:
-        """Read what `write` wrote.
+        """Read a file that `write` wrote.
 
         Raises:
             BaselineUnusable: missing or malformed.
@@ -105,16 +105,16 @@ class Baseline:
             raise BaselineUnusable(f"{path} is no baseline ({error!r}); {make}") from error
 
 
-def _figures(row: Any) -> Figures:
-    found = Figures(**row)
-    for field in fields(Figures):
+def _figures(row: Any) -> MeasuredCell:
+    found = MeasuredCell(**row)
+    for field in fields(MeasuredCell):
         kind = str if field.name == "policy" else int
         if type(getattr(found, field.name)) is not kind:
             raise ValueError(f"{field.name} is {getattr(found, field.name)!r}")
     return found
 
 
-def measure(matrix: Matrix, on_cell: Callable[[Figures], None] | None = None) -> Baseline:
+def measure(matrix: Matrix, on_cell: Callable[[MeasuredCell], None] | None = None) -> Baseline:
     """Measure every cell, on a CPU and one thread."""
     runtime = Runtime.from_pretrained(matrix.model, device="cpu", block_size=matrix.block_size)
     threads, cells = torch.get_num_threads(), []
@@ -133,7 +133,7 @@ def measure(matrix: Matrix, on_cell: Callable[[Figures], None] | None = None) ->
     return Baseline(matrix, on, tuple(cells))
 
 
-def _measure(model: Any, policy: str, budget: int, length: int, block: int) -> Figures:
+def _measure(model: Any, policy: str, budget: int, length: int, block: int) -> MeasuredCell:
     generator = torch.Generator().manual_seed(length)
     ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
 
@@ -146,7 +146,7 @@ def _measure(model: Any, policy: str, budget: int, length: int, block: int) -> F
         read()  # what kernels keep from their first call on
     took = cpu_peak(read)
     planned = sum(took.result.layout.nbytes(1, model.dtype).values())
-    return Figures(policy, budget, length, kv_bytes(took.result), planned, took.peak_bytes)
+    return MeasuredCell(policy, budget, length, kv_bytes(took.result), planned, took.peak_bytes)
 
 
 def regressions(
@@ -175,7 +175,7 @@ def regressions(
     return found, why
 
 
-def _grown(cell: Figures, was: Figures, tolerance: float | None) -> list[str]:
+def _grown(cell: MeasuredCell, was: MeasuredCell, tolerance: float | None) -> list[str]:
     found = []
     for name, now, before in (
         ("KV bytes", cell.kv_bytes, was.kv_bytes),
@@ -194,7 +194,7 @@ def _grown(cell: Figures, was: Figures, tolerance: float | None) -> list[str]:
     return found
 
 
-def table(cells: Sequence[Figures], before: Baseline | None = None) -> str:
+def table(cells: Sequence[MeasuredCell], before: Baseline | None = None) -> str:
     """The figures as Markdown; with a baseline, its peaks too."""
     known = {cell.key: cell for cell in before.cells} if before else {}
     header = ["policy", "slots", "tokens", "KV bytes", "planned", "peak", "peak before"]

@@ -51,8 +51,8 @@ def quiz_row(tokenizer: Tokenizer, rng: Random, length: int) -> Ids:
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]
 
 
-class Rows(IterableDataset[Step]):
-    """For every step: ordinary ids and marks, quiz ids, and the slots the quiz is read with.
+class TrainingSteps(IterableDataset[Step]):
+    """A dataset that yields, for every step, ids, marks, quiz ids, and the slots for the quiz.
 
     A step has ``tokens`` ordinary tokens and twice as many of quizzes.
     """
@@ -96,7 +96,7 @@ def settle(
     trainer = Trainer(
         begin(SETTLE, tokenizer, seed, start), SETTLE, tokenizer.backend_tokenizer, 1, device
     )
-    rows = Rows(str(start / "tokenizer.json"), tokens, seed)
+    rows = TrainingSteps(str(start / "tokenizer.json"), tokens, seed)
     prefetch = 8 if workers else None
     loader = DataLoader(rows, batch_size=None, num_workers=workers, prefetch_factor=prefetch)
     began, logged, recent = time.perf_counter(), list[float](), list[torch.Tensor]()

@@ -35,8 +35,8 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class Options:
-    """What an analysis measures. Each reads what its docstring names."""
+class AnalysisOptions:
+    """Settings that every analysis is given; each reads those that its docstring names."""
 
     policies: tuple[str, ...] = ()
     budgets: tuple[int, ...] = ()  # slots per KV head
@@ -61,17 +61,17 @@ class Analysis(Protocol):
     TEXTS: int | None
     """The most texts it looks at; None: all."""
 
-    def check(self, options: Options) -> None:
+    def check(self, options: AnalysisOptions) -> None:
         """Refuse options that it cannot work with.
 
         Raises:
             ValueError: naming the option.
         """
 
-    def measure(self, text: Text, options: Options) -> Any:
+    def measure(self, text: Text, options: AnalysisOptions) -> Any:
         """What one text shows."""
 
-    def gather(self, found: Sequence[Any], options: Options) -> dict[str, Any]:
+    def gather(self, found: Sequence[Any], options: AnalysisOptions) -> dict[str, Any]:
         """The figures of all texts, of lists and numbers alone; None where one is undefined."""
 
     def explain(self, figures: dict[str, Any]) -> str:
@@ -119,7 +119,7 @@ def require_matplotlib() -> None:
 def run(
     names: Sequence[str],
     texts: Sequence[Callable[[], Text]],
-    options: Options,
+    options: AnalysisOptions,
     out: Path,
     report: Callable[[int, int], None] = lambda *_: None,
 ) -> dict[str, dict[str, Any]]:
@@ -142,7 +142,7 @@ def run(
     _check_options(chosen.values(), options)
     counts = {name: min(len(texts), a.TEXTS or len(texts)) for name, a in chosen.items()}
     found: dict[str, list[Any]] = {name: [] for name in chosen}
-    settings: dict[str, Options] = {}
+    settings: dict[str, AnalysisOptions] = {}
     lengths: list[int] = []
     done, total = 0, sum(counts.values())
     report(done, total)
@@ -200,7 +200,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _check_options(chosen: Iterable[Analysis], options: Options) -> None:
+def _check_options(chosen: Iterable[Analysis], options: AnalysisOptions) -> None:
     """Refuse policies that are none, and options that no policy has."""
     compared = {name for one in chosen for name in _with_policies(one, options).policies}
     known = {option for name in compared for option in options_of(name)}
@@ -211,13 +211,13 @@ def _check_options(chosen: Iterable[Analysis], options: Options) -> None:
             raise ValueError(f"no policy that is compared has an option {option!r}; {hint}")
 
 
-def _with_policies(analysis: Analysis, options: Options) -> Options:
+def _with_policies(analysis: Analysis, options: AnalysisOptions) -> AnalysisOptions:
     return replace(
         options, policies=(options.policies or analysis.POLICIES) * bool(analysis.POLICIES)
     )
 
 
-def _with_budgets(analysis: Analysis, options: Options, tokens: int) -> Options:
+def _with_budgets(analysis: Analysis, options: AnalysisOptions, tokens: int) -> AnalysisOptions:
     shares = [max(1, int(share * tokens)) for share in analysis.SHARES]
     budgets = (options.budgets or tuple(shares)) * bool(shares)
     return replace(_with_policies(analysis, options), budgets=budgets)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcap.evals.analyze import Options
+from kvcap.evals.analyze import AnalysisOptions
 from kvcap.evals.bench import proxy
 from kvcap.evals.captured import on_cpu, until
 from kvcap.evals.texts import Text
@@ -40,11 +40,11 @@ LEVELS = (0.0, 0.05, 0.5, 0.95, 1.0)
 CONES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)  # Table 14's
 
 
-def check(options: Options) -> None:
+def check(options: AnalysisOptions) -> None:
     """Nothing to refuse."""
 
 
-def measure(text: Text, options: Options) -> dict[str, Any]:
+def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Constants of every layer and query head, [L, H], and ratios by stratum and number evicted."""
     tokens = len(text)
     cones, epsilons = [], []
@@ -84,7 +84,7 @@ def ratios(drawn: dict[str, list[proxy.Pools]]) -> dict[tuple[str, int], Tensor]
     }
 
 
-def gather(found: Sequence[dict[str, Any]], options: Options) -> dict[str, Any]:
+def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Distributions over all triples."""
     cone = torch.stack([one["cone"] for one in found])  # [texts, L, H]
     epsilon = torch.stack([one["epsilon"] for one in found]).double()

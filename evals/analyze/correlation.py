@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcap.evals.analyze import Options
+from kvcap.evals.analyze import AnalysisOptions
 from kvcap.evals.captured import windows
 from kvcap.evals.texts import Text
 from kvcap.policies import Observation, load_policy
@@ -31,11 +31,11 @@ TEXTS = None
 WINDOW = 32  # queries
 
 
-def check(options: Options) -> None:
+def check(options: AnalysisOptions) -> None:
     """Nothing to refuse."""
 
 
-def measure(text: Text, options: Options) -> dict[str, Any]:
+def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Correlations by layer and KV head, [L][K]; NaN where all keys or all weights are equal."""
     window, every = [], []
     for whole in text.layers:
@@ -75,7 +75,7 @@ def ranks(x: Tensor) -> Tensor:
     return (below + upto + 1).double() / 2
 
 
-def gather(found: Sequence[dict[str, Any]], options: Options) -> dict[str, Any]:
+def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Means over KV heads and texts by layer, their spread over both, and the mean of layers."""
     figures: dict[str, Any] = {"layers": found[0]["layers"]}
     for name in ("window", "all"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcap.evals.analyze import Options
+from kvcap.evals.analyze import AnalysisOptions
 from kvcap.evals.texts import Text
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ PROJECTIONS = False
 TEXTS = 1
 
 
-def check(options: Options) -> None:
+def check(options: AnalysisOptions) -> None:
     """Nothing to refuse."""
 
 
-def measure(text: Text, options: Options) -> dict[str, Any]:
+def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Tokens, and of every run the heads that hold each, [L][n]."""
     runs = []
     for policy in options.policies:
@@ -45,7 +45,7 @@ def measure(text: Text, options: Options) -> dict[str, Any]:
     }
 
 
-def gather(found: Sequence[dict[str, Any]], options: Options) -> dict[str, Any]:
+def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """What the one text showed."""
     return found[0]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcap.evals.analyze import Options
+from kvcap.evals.analyze import AnalysisOptions
 from kvcap.evals.bench.saliency import SCORES, oracle, recall, scores
 from kvcap.evals.captured import windows
 from kvcap.evals.texts import Text
@@ -35,11 +35,11 @@ RESERVED = 20  # newest tokens
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # queries of the window, and all
 
 
-def check(options: Options) -> None:
+def check(options: AnalysisOptions) -> None:
     """Nothing to refuse."""
 
 
-def measure(text: Text, options: Options) -> dict[str, Any]:
+def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Recall by window and score, [windows, scores], mean over layers and KV heads."""
     tokens = len(text) - 1
     count = min(options.budgets[0], tokens)
@@ -80,7 +80,7 @@ def with_recents(score: Tensor, count: int) -> Tensor:
     return score
 
 
-def gather(found: Sequence[dict[str, Any]], options: Options) -> dict[str, Any]:
+def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Means over texts."""
     return {
         "budget": options.budgets[0],

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcap.evals.analyze import Options
+from kvcap.evals.analyze import AnalysisOptions
 from kvcap.evals.texts import Text
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ TEXTS = 1
 KEPT, EVICTED = "#0b62a4", "#e8a33d"
 
 
-def check(options: Options) -> None:
+def check(options: AnalysisOptions) -> None:
     """Nothing to refuse; a layer or head that is not there is refused by the text."""
 
 
-def measure(text: Text, options: Options) -> dict[str, Any]:
+def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Coordinates of all keys, and which are kept by each policy."""
     layer, head = place(text, options)
     keys = text.layers[layer].keys[0, head].double().cpu()  # [n, D]
@@ -54,7 +54,7 @@ def measure(text: Text, options: Options) -> dict[str, Any]:
     }
 
 
-def place(text: Text, options: Options) -> tuple[int, int]:
+def place(text: Text, options: AnalysisOptions) -> tuple[int, int]:
     """The index of the layer asked for among the captured, and the KV head.
 
     Raises:
@@ -92,7 +92,7 @@ def spread(keys: Tensor, kept: Tensor) -> float:
     return float(variances[0] / variances[1])
 
 
-def gather(found: Sequence[dict[str, Any]], options: Options) -> dict[str, Any]:
+def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """What the one text showed."""
     return found[0]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcap.evals.analyze import Options
+from kvcap.evals.analyze import AnalysisOptions
 from kvcap.evals.bench.perturbation import projected
 from kvcap.evals.captured import until
 from kvcap.evals.texts import Text
@@ -36,7 +36,7 @@ SAID = {"once": "evicted once", "blocks": "after every block"}
 LEAST = 1e-4  # of ‖o‖₁: a head that loses less has no change to compare
 
 
-def check(options: Options) -> None:
+def check(options: AnalysisOptions) -> None:
     """Refuse any number of policies but two."""
     if len(options.policies) != 2:
         raise ValueError(
@@ -45,7 +45,7 @@ def check(options: Options) -> None:
         )
 
 
-def measure(text: Text, options: Options) -> dict[str, Any]:
+def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Changes and growths [way, policy, budget, L, H], and the sizes `‖o‖₁` [L, H]."""
     tokens = len(text) - 1
     after = [until(whole, tokens + 1, 1) for whole in text.layers]
@@ -86,7 +86,7 @@ def attention_to(after: Observation, kept: Tensor) -> Tensor:
     return torch.cat((logits, sinks), -1).softmax(-1)[..., :-1]
 
 
-def gather(found: Sequence[dict[str, Any]], options: Options) -> dict[str, Any]:
+def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Means over texts by way: of heads, of layers, of budgets; and the share of heads lowered."""
     size = torch.stack([one["size"] for one in found]).mean(0)  # [L, H]
     change = torch.stack([one["change"] for one in found]).mean(0)  # [way, policy, budget, L, H]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvcap.evals.analyze import Options
+from kvcap.evals.analyze import AnalysisOptions
 from kvcap.evals.analyze.pca import place
 from kvcap.evals.captured import until
 from kvcap.evals.texts import Text
@@ -41,11 +41,11 @@ THETAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 EARLIER = 10  # tokens, the most that the remembered query lies before the last one
 
 
-def check(options: Options) -> None:
+def check(options: AnalysisOptions) -> None:
     """Nothing to refuse."""
 
 
-def measure(text: Text, options: Options) -> dict[str, Any]:
+def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Of every layer: similarity [L, distances], recomputed [θ1, L], losses [2, L]; one heatmap."""
     tokens = len(text)
     apart = [d for d in APART if d < tokens // 2]
@@ -134,7 +134,7 @@ def attend(obs: Observation, seen: Tensor) -> tuple[Tensor, Tensor]:
     return torch.matmul(weights, obs.values[0].float()), lse
 
 
-def gather(found: Sequence[dict[str, Any]], options: Options) -> dict[str, Any]:
+def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Means over texts; the heatmap is of the first."""
     shortest = min(len(one["apart"]) for one in found)
     layer, head = found[0]["shown"]

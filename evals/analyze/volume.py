@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvcap.evals.analyze import Options
+from kvcap.evals.analyze import AnalysisOptions
 from kvcap.evals.texts import Text
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ PROJECTIONS = False
 TEXTS = None
 
 
-def check(options: Options) -> None:
+def check(options: AnalysisOptions) -> None:
     """Nothing to refuse."""
 
 
-def measure(text: Text, options: Options) -> dict[str, Any]:
+def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Volumes by policy, [L][K]."""
     found: dict[str, list[list[float]]] = {}
     for policy in options.policies:
@@ -53,7 +53,7 @@ def log_volume(keys: Tensor) -> float:
     return float(2 * sizes.log().sum())
 
 
-def gather(found: Sequence[dict[str, Any]], options: Options) -> dict[str, Any]:
+def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Of each policy all volumes [texts, L, K] in a row, their quantiles, and medians by layer."""
     figures: dict[str, Any] = {
         "layers": found[0]["layers"],

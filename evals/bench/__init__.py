@@ -1,8 +1,8 @@
 """Benchmarks: one file per benchmark, and the file's name is the benchmark's name.
 
 Each file defines `run(options) -> Result`: a table to read, and one JSON object; and `DEFAULTS`
-where sizes of its own suit it better than those of `Options`. What is compared is measured side by
-side in the same run. Timing asserts nothing; correctness is for the tests.
+where sizes of its own suit it better than those of `BenchmarkOptions`. What is compared is measured
+side by side in the same run. Timing asserts nothing; correctness is for the tests.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvcap.evals.reports import environment, grid
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a benchmark measures. Each reads what its docstring names."""
+class BenchmarkOptions:
+    """Settings that every benchmark is given; each reads those that its docstring names."""
 
     lengths: Sequence[int] = (8192, 32768)  # tokens of a prompt
     budgets: Sequence[int] = (1024,)
@@ -86,7 +86,7 @@ def benchmarks() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def load(name: str) -> Callable[[Options], Result]:
+def load(name: str) -> Callable[[BenchmarkOptions], Result]:
     """The benchmark of that name.
 
     Raises:
@@ -94,13 +94,13 @@ def load(name: str) -> Callable[[Options], Result]:
     """
     if name not in benchmarks():
         raise ValueError(f"no benchmark is called {name!r}; known: {', '.join(benchmarks())}")
-    run: Callable[[Options], Result] = _module(name).run
+    run: Callable[[BenchmarkOptions], Result] = _module(name).run
     return run
 
 
-def options_for(name: str, given: Mapping[str, Any]) -> Options:
+def options_for(name: str, given: Mapping[str, Any]) -> BenchmarkOptions:
     """What was `given`, and the defaults of the benchmark of that name."""
-    return Options(**{**getattr(_module(name), "DEFAULTS", {}), **given})
+    return BenchmarkOptions(**{**getattr(_module(name), "DEFAULTS", {}), **given})
 
 
 def _module(name: str) -> ModuleType:

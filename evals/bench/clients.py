@@ -41,9 +41,9 @@ from typing import Any
 
 import torch
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.peers.http_servers import (
-    Server,
+    PeerServer,
     endless,
     kvcap_server,
     pieces,
@@ -68,7 +68,7 @@ FREE = 0.25  # of the peer's cache: with less than 0.15 it reads no other prompt
 FAILURES = (PeerFailed, OSError, http.client.HTTPException)
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row of kvcap and one of each peer, for every length and budget.
 
     Raises:
@@ -84,7 +84,7 @@ def run(options: Options) -> Result:
     with TemporaryDirectory() as folder:
         model = endless(directory(options.model, options.files), Path(folder, "endless"))
         for length in options.lengths:
-            work = Work(model, length, options.clients, options.steps, options.repeats,
+            work = ClientLoad(model, length, options.clients, options.steps, options.repeats,
                         options.block_size)  # fmt: skip
             policy, budgets = options.policies[0], options.budgets
             own = [_told(_kvcap(work, budget, policy)) for budget in budgets]
@@ -106,8 +106,8 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class Work:
-    """What clients ask for."""
+class ClientLoad:
+    """A load that clients put on a server: how many they are, and how much each asks for."""
 
     model: str  # a directory
     length: int  # tokens of a prompt
@@ -126,13 +126,13 @@ class Work:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The model's."""
+        """Read the model's config."""
         found: dict[str, Any] = json.loads(Path(self.model, "config.json").read_text())
         return found
 
     @property
     def most(self) -> int:
-        """Tokens for which the peer keeps room in each answer."""
+        """Return the tokens for which the peer keeps room in each answer."""
         return self.clients * (math.ceil(self.length / self.block) + 2) + 2 * self.steps + 256
 
 
@@ -166,7 +166,7 @@ class Clients:
         steps: tokens that each reads once all have begun.
     """
 
-    def __init__(self, server: Server, prompts: Sequence[str], tokens: int, steps: int) -> None:
+    def __init__(self, server: PeerServer, prompts: Sequence[str], tokens: int, steps: int) -> None:
         self.server, self.prompts, self.tokens, self.steps = server, prompts, tokens, steps
         self.began, self.enough = Gate(len(prompts)), Gate(len(prompts))
         self.times = [list[float]() for _ in prompts]  # of each client's tokens
@@ -225,13 +225,13 @@ class Clients:
         raise PeerFailed("an answer ended before all clients had answered together")
 
 
-def _ask(server: Server, prompt: str, tokens: int) -> http.client.HTTPResponse:
+def _ask(server: PeerServer, prompt: str, tokens: int) -> http.client.HTTPResponse:
     return server.post(
         {"prompt": prompt, "stream": True, "temperature": 0, "max_tokens": tokens}, "completions"
     )
 
 
-def _alone(server: Server, work: Work) -> float:
+def _alone(server: PeerServer, work: ClientLoad) -> float:
     """Tokens a second of one client, once what a server makes for its first answers is made."""
     rates = list[float]()
     for _ in range(work.repeats + 1):
@@ -241,7 +241,7 @@ def _alone(server: Server, work: Work) -> float:
     return median(rates[1:])
 
 
-def _together(server: Server, work: Work, clients: int, tokens: int) -> dict[str, Any]:
+def _together(server: PeerServer, work: ClientLoad, clients: int, tokens: int) -> dict[str, Any]:
     """Figures of so many clients at once, whose answers may have so many tokens.
 
     Raises:
@@ -271,14 +271,14 @@ def _p95(values: Sequence[float]) -> float:
     return quantiles(values, n=20, method="inclusive")[-1]
 
 
-def _row(work: Work, server: str) -> dict[str, Any]:
+def _row(work: ClientLoad, server: str) -> dict[str, Any]:
     """A row that has no figures yet."""
     blank = dict.fromkeys(("tok_s", "alone_tok_s", "gain", "p50_ms", "p95_ms", "most_ms", "read_s",
                            "reading_p95_ms", "ratio", "why"), "")  # fmt: skip
     return {"server": server, "clients": work.clients, "n": work.length, **blank}
 
 
-def _kvcap(work: Work, budget: int, policy: str) -> dict[str, Any]:
+def _kvcap(work: ClientLoad, budget: int, policy: str) -> dict[str, Any]:
     row, many = _row(work, "kvcap"), str(work.clients)
     try:
         with kvcap_server(
@@ -294,7 +294,7 @@ def _kvcap(work: Work, budget: int, policy: str) -> dict[str, Any]:
     return row
 
 
-def _peer(work: Work, python: str | None) -> dict[str, Any]:
+def _peer(work: ClientLoad, python: str | None) -> dict[str, Any]:
     """The row of transformers: with half as many clients where the first try fails."""
     fitting = min(work.clients, _fitting(work))
     row, until = _row(work, "transformers"), time.monotonic() + PEER_S
@@ -312,7 +312,7 @@ def _peer(work: Work, python: str | None) -> dict[str, Any]:
 
 
 def _peer_figures(
-    work: Work, clients: int, python: str | None, until: float, whys: list[str]
+    work: ClientLoad, clients: int, python: str | None, until: float, whys: list[str]
 ) -> dict[str, Any]:
     blocks = math.ceil(clients * math.ceil((work.length + work.most) / PAGE) / (1 - FREE)) + 1
     with transformers_server(
@@ -332,7 +332,7 @@ def _peer_figures(
     return {"clients": ready, "alone_tok_s": alone, **found, "gain": found["tok_s"] / alone}
 
 
-def _fitting(work: Work) -> int:
+def _fitting(work: ClientLoad) -> int:
     """Clients whose prompts and answers transformers can hold in the memory that is free.
 
     Beside keys and values in 16 bits there is, for one layer at a time, a copy of those that are

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.peers.process import PEERS, Process, cores, free_cores
 from kvcap.evals.random_models import directory
 from kvcap.evals.reports import device_name, versions
@@ -39,7 +39,7 @@ FLOATS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 WARM_UP = 256  # tokens read before the first turn
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row for every work, weights, count of threads and peer, or one without a peer.
 
     `tok_s` is the median over turns, `p50_ms` and `p90_ms` are of a token (decode) or of the time
@@ -92,7 +92,7 @@ def run(options: Options) -> Result:
     return Result("cpu", COLUMNS, rows, {"model": options.model})
 
 
-def _check(options: Options) -> None:
+def _check(options: BenchmarkOptions) -> None:
     for name in (*options.vs, *options.peer_pythons):
         if name not in PEERS:
             raise ValueError(f"no peer is called {name!r}; known: {', '.join(PEERS)}")
@@ -165,12 +165,12 @@ def _device(threads: int) -> str:
     return f"{device_name('cpu').rpartition(', ')[0]}, {threads} threads"
 
 
-def _peer(options: Options, model: str, name: str, weights: str) -> dict[str, Any]:
+def _peer(options: BenchmarkOptions, model: str, name: str, weights: str) -> dict[str, Any]:
     kind = GGUF.get(weights, "F16") if name == "llama.cpp" else "bf16"
     return {"model": model, "weights": kind, "budget": options.budgets[0]}
 
 
-def _ours(options: Options, model: str, weights: str, backend: str) -> dict[str, Any]:
+def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> dict[str, Any]:
     """Settings of kvcap itself; a decoder is exported for ONNX Runtime, once."""
     budget, block, policy = options.budgets[0], options.block_size, options.policies[0]
     found = {"backend": backend, "budget": budget, "block_size": block, "policy": policy}

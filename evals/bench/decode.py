@@ -8,7 +8,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import (
     Plain,
     budget_cache,
@@ -26,7 +26,7 @@ EVICT_EVERY = (1, 16, 64)
 MODES: tuple[Positions, ...] = ("compact", "true")  # 'auto' is one of them at a time
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Milliseconds per token over a full cache; `ratio` is against transformers at equal slots."""
     capped, plain = random_llama(options, "kvcap"), random_llama(options, "sdpa")
     rows: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ def run(options: Options) -> Result:
     return Result("decode", COLUMNS, rows, {**derived, "dtype": "float32"})
 
 
-def _times(loop: Any, options: Options) -> list[float]:
+def _times(loop: Any, options: BenchmarkOptions) -> list[float]:
     """Chunks as long as the rarest eviction, so that every chunk pays for the same evictions."""
     chunk = min(max(EVICT_EVERY), options.steps)
     return decode_ms(loop.read, options.steps * options.repeats, chunk)

@@ -13,7 +13,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
 from kvcap.evals.peers.process import free_cores
 from kvcap.pocket.corpus import filler
@@ -25,7 +25,7 @@ DEFAULTS = {"lengths": (1024, 8192, 32768, 131_072), "model": "pocket"}
 COLUMNS = ("tokens", "letters", "same", "ms", "tokenizer_ms", "ratio", "ratio_least", "ratio_most")
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row per length."""
     tokenizer = load_tokenizer(resolve(options.model))
     rows = [_row(tokenizer, length, 10 * options.repeats) for length in options.lengths]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvcap import kernels
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.bench.kernels import read_bandwidth
 from kvcap.evals.measure import Plain, percentiles, quoted
 from kvcap.evals.random_models import random_model
@@ -43,7 +43,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row for every setting and peer.
 
     Raises:
@@ -82,7 +82,7 @@ def _measured(
     model: Any,
     ids: Tensor,
     repeats: int,
-    options: Options,
+    options: BenchmarkOptions,
     budget: int = 0,
     block: int = 0,
 ) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _measured(
 
 
 def _rarely_evicting(
-    model: Any, ids: Tensor, policy: str, budget: int, options: Options
+    model: Any, ids: Tensor, policy: str, budget: int, options: BenchmarkOptions
 ) -> list[float]:
     """Milliseconds of a token, over as many as are evicted at once; blocks do not matter."""
     cache = BudgetCache(model.config, budget, BLOCKS[0], policy, evict_every=EVERY)

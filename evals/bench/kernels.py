@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvcap import kernels
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, quoted
 from kvcap.evals.reports import device_name, versions
 from kvcap.policies import Observation, Policy
@@ -92,7 +92,7 @@ WORKS = (
 )
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Milliseconds of every score and its peers, and the share of the read bandwidth it reaches.
 
     Raises:

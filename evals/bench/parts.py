@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from kvcap import kernels
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import read_bandwidth, timed
 from kvcap.evals.measure import percentiles, quoted
@@ -57,7 +57,7 @@ class Part:
     bytes_read: int = 0  # 0: reading is not what bounds it
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Microseconds of every part.
 
     Raises:

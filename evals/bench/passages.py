@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
 from kvcap.evals.quality.tasks import make_samples
 from kvcap.evals.quality.text import scatter
@@ -62,7 +62,7 @@ Text = tuple[str, list[tuple[str, str, str]]]  # and messages: a kind, a questio
 Way = tuple[str, int | str]  # its name and layer
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Return a row per way and layer."""
     runtime = Runtime.from_pretrained(options.model, "streaming_llm", kv_budget_tokens=512)
     runtime.model.set_attn_implementation("sdpa")  # nothing is to be evicted

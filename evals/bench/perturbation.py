@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.captured import pocket_layers, until
 from kvcap.evals.measure import percentiles
 from kvcap.policies import Eviction, Observation, load_policy
@@ -27,7 +27,7 @@ ALPHA = 0.5  # criticalkv's own default
 LEAST = 1e-4  # of ‖o‖₁: a head that loses less has no error to compare
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Errors of both, mean and percentiles over heads of critical/base, share of heads better.
 
     Only `heads` that lose something count; `better`: criticalkv's error is at most the base's.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
 from kvcap.runtime.attention.functions import attend
 from kvcap.runtime.models.rope import Rotation, table_dtype
@@ -37,7 +37,7 @@ COLUMNS = (
 WAYS = ("by shift", "by rank", "in place")
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Error of the keys attention sees after `evictions`, and the time of one decode step.
 
     Every step reads a key and evicts one at random. The error is against a float64 rotation of the
@@ -46,15 +46,15 @@ def run(options: Options) -> Result:
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     dtypes = torch.float32, torch.bfloat16
     rows = [
-        _measure(Slots(way, dtype, budget, device), options)
+        _measure(KeyCache(way, dtype, budget, device), options)
         for device, budget, dtype, way in product(devices, options.budgets, dtypes, WAYS)
     ]
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE, "rope_theta": THETA}
     return Result("positions", COLUMNS, rows, {**sizes, "evictions": options.evictions})
 
 
-class Slots:
-    """A full cache of one layer's keys [1, K, N, D] under random eviction."""
+class KeyCache:
+    """A full cache of one layer's keys [1, K, N, D] that loses random slots."""
 
     def __init__(self, way: str, dtype: torch.dtype, budget: int, device: str) -> None:
         self.way, self.budget = way, budget
@@ -77,7 +77,7 @@ class Slots:
         self.seen = budget
 
     def random_normal(self, heads: int, tokens: int) -> Tensor:
-        """Random numbers [1, heads, tokens, D]."""
+        """Draw random numbers [1, heads, tokens, D]."""
         return torch.randn(1, heads, tokens, SIZE, generator=self.random, device=self.random.device)
 
     def step(self) -> Tensor:
@@ -103,7 +103,7 @@ class Slots:
         return attend(self.query, self.visible(), self.values, SIZE**-0.5)
 
     def visible(self) -> Tensor:
-        """The keys as attention sees them."""
+        """Return the keys as attention sees them, [1, K, N, D]."""
         if self.way == "in place":
             return self.keys
         if self.way == "by rank":
@@ -111,7 +111,7 @@ class Slots:
         return self.rotation.back(self.keys, self.shift)
 
     def reference(self) -> Tensor:
-        """The keys as they should be, in float64."""
+        """Return the keys as they should be, [1, K, N, D] in float64."""
         frequencies = THETA ** -(torch.arange(0, SIZE, 2).float() / SIZE)
         angles = self.shift.double().cpu()[..., None] * frequencies.double()
         rotated = torch.complex(*self.made.double().cpu().chunk(2, dim=-1)) * torch.polar(
@@ -120,7 +120,7 @@ class Slots:
         return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
-def _measure(slots: Slots, options: Options) -> dict[str, Any]:
+def _measure(slots: KeyCache, options: BenchmarkOptions) -> dict[str, Any]:
     device = slots.random.device
 
     def step() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import (
     MIB,
     Plain,
@@ -28,7 +28,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 COLUMNS = ("runs", "tokens", "prefill_s", "peak_mib", "decode_ms")
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Prefill seconds, peak memory over the weights, and milliseconds per token after it.
 
     Both models take turns, so that a machine that slows down slows both. Memory is measured in
@@ -64,7 +64,7 @@ def run(options: Options) -> Result:
     return Result("prefill", COLUMNS, rows, _derived(options, rows))
 
 
-def _capped(model: Any, options: Options) -> BlockLoop:
+def _capped(model: Any, options: BenchmarkOptions) -> BlockLoop:
     cache = budget_cache(model, options, options.budgets[0], policy=options.policies[0])
     return BlockLoop(model, cache)
 
@@ -81,7 +81,7 @@ def _warm_up(makers: dict[str, Callable[[], Any]]) -> None:
         make().prefill(random_prompt(256))
 
 
-def _derived(options: Options, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _derived(options: BenchmarkOptions, rows: list[dict[str, Any]]) -> dict[str, Any]:
     by = {(row["runs"], row["tokens"]): row for row in rows}
     ratios = {
         str(length): {

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.captured import pocket_layers, until
 from kvcap.evals.measure import percentiles
 from kvcap.policies import Observation, load_policy
@@ -38,7 +38,7 @@ WHAT = ("pools", "window", "evicted", "records")
 COLUMNS = (*WHAT, "ratio", "worst", "attention", "cone", "bound", "holds")
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row per way to draw pools, window and number evicted; `attention` evicts by `A` alone."""
     rows: list[dict[str, Any]] = []
     tokens = options.lengths[0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
 from kvcap.evals.reports import device_name
 from kvcap.policies.base import Rows
@@ -31,7 +31,7 @@ DEFAULTS = {"budgets": (1024, 4096)}
 COLUMNS = ("way", "device", "dtype", "budget", "block", "ms", "ratio", "error")
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Milliseconds of one layer's attention, and the largest difference from 'heads'."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = (torch.float32, torch.bfloat16)
@@ -49,7 +49,7 @@ def run(options: Options) -> Result:
 
 
 def _measure(
-    device: str, dtype: torch.dtype, budget: int, length: int, options: Options
+    device: str, dtype: torch.dtype, budget: int, length: int, options: BenchmarkOptions
 ) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     uniform = _segments([budget] * KV_HEADS, length, device, dtype, options.block_size)

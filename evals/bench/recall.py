@@ -15,7 +15,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
 from kvcap.pocket.corpus import filler
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -31,7 +31,7 @@ MESSAGE = 2000  # tokens of a turn's message
 QUESTION = "In which year did Emma Owens show that a glacier affects the life of many plants?"
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Return a row per length of the history."""
     budget = options.budgets[0]
     runtime = Runtime.from_pretrained(options.model, "streaming_llm", kv_budget_tokens=budget)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.captured import pocket_layers, removal_error, until
 from kvcap.policies import Observation, load_policy
 
@@ -26,7 +26,7 @@ WINDOWS = (1, 8, 32, None)  # None: all queries of the text
 COLUMNS = ("budget", "share", "window", *SCORES)
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Mean recall over texts, layers and KV heads."""
     tokens = options.lengths[0]
     cases = list(product(options.budgets, WINDOWS))

@@ -13,7 +13,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import VOCABULARY, eviction_ms, percentiles, random_llama, random_prompt
 from kvcap.evals.quality.answering import COMMON
 from kvcap.evals.quality.sweep import options_of, spelled_out
@@ -26,7 +26,7 @@ PEER = "keydiff"
 BLOCKS = 4  # measured, for each of the repeats
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Milliseconds per block, their ratio to keydiff, and what the policy makes the cache hold."""
     model = random_llama(options, "kvcap")
     names = [n for n in spelled_out(options.policies) if load_policy(n).policy.evicts]
@@ -45,7 +45,9 @@ def run(options: Options) -> Result:
     return Result("scoring", COLUMNS, rows, {**derived, "dtype": "float32"})
 
 
-def _measure(model: Any, name: str, budget: int, options: Options, table: str) -> dict[str, Any]:
+def _measure(
+    model: Any, name: str, budget: int, options: BenchmarkOptions, table: str
+) -> dict[str, Any]:
     given = {"table": table} if "table" in options_of(name) else {}
     cache = BudgetCache(model.config, budget, options.block_size, load_policy(name, **given))
     sizes = cache.layout.nbytes(1, model.dtype)

@@ -37,9 +37,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import MIB
-from kvcap.evals.peers.http_servers import Server, endless, kvcap_server, pieces
+from kvcap.evals.peers.http_servers import PeerServer, endless, kvcap_server, pieces
 from kvcap.evals.random_models import directory
 from kvcap.runtime.errors import PeerFailed
 
@@ -51,7 +51,7 @@ HOSTILE = (b"{", b"[" * 5000, b"\xff" * 99, b'{"messages": 1}', b'{"messages": [
            b'{"messages": [], "n": 1e999}', b'{"unknown": true}', b"null", b"")  # fmt: skip
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """One row of each kind.
 
     Raises:
@@ -78,7 +78,9 @@ def _asked(words: int, steps: int, number: int = 0) -> dict[str, Any]:
             "max_tokens": steps}  # fmt: skip
 
 
-def _overhead(server: Server, model: str, budget: int, steps: int, repeats: int) -> dict[str, Any]:
+def _overhead(
+    server: PeerServer, model: str, budget: int, steps: int, repeats: int
+) -> dict[str, Any]:
     from kvcap.runtime.backends.pytorch.runtime import Runtime
 
     runtime = Runtime.from_pretrained(model, kv_budget_tokens=budget)
@@ -108,7 +110,7 @@ def _overhead(server: Server, model: str, budget: int, steps: int, repeats: int)
     }  # fmt: skip
 
 
-def _seconds(server: Server, steps: int, at_once: int) -> float:
+def _seconds(server: PeerServer, steps: int, at_once: int) -> float:
     """How long `CLIENTS` answers take, so many at once."""
 
     def answer(number: int) -> None:
@@ -122,7 +124,7 @@ def _seconds(server: Server, steps: int, at_once: int) -> float:
     return time.perf_counter() - begun
 
 
-def _together(one: Server, several: Server, steps: int, repeats: int) -> dict[str, Any]:
+def _together(one: PeerServer, several: PeerServer, steps: int, repeats: int) -> dict[str, Any]:
     """Of a server that answers `one` at a time and one that answers `several`, by turns."""
     serial, at_once = list[float](), list[float]()
     for _ in range(repeats):
@@ -157,7 +159,7 @@ class Count:
                 setattr(self, name, getattr(self, name) + by)
 
 
-def _answered(server: Server, messages: Sequence[Any], count: Count, stop: int | None) -> str:
+def _answered(server: PeerServer, messages: Sequence[Any], count: Count, stop: int | None) -> str:
     """The answer to messages, asked again while the server is busy; left after `stop` pieces."""
     while True:
         response = server.post({"messages": messages, "stream": True, "temperature": 0})
@@ -177,7 +179,7 @@ def _answered(server: Server, messages: Sequence[Any], count: Count, stop: int |
     return said
 
 
-def _converse(server: Server, code: int, codes: frozenset[str], count: Count) -> None:
+def _converse(server: PeerServer, code: int, codes: frozenset[str], count: Count) -> None:
     draw = random.Random(code)
     messages: list[dict[str, str]] = []
     turns = [f"Please remember: the code for the blue door is {code}."]

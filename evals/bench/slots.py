@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 import torch
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.bench.cpu import check_backend, exported
 from kvcap.evals.bench.gpu import milliseconds
 from kvcap.evals.measure import percentiles
@@ -61,8 +61,8 @@ WARM_UPS, WARM_TOKENS = 2, 4  # prompts over full slots, tokens after each: grap
 
 
 @dataclass(frozen=True)
-class Slots:
-    """A cache whose slots hold keys and values as `kv_dtype`, and the loop that reads into it."""
+class TimedCache:
+    """A cache with slots of one `kv_dtype`, timed by the loop that reads into it."""
 
     kv_dtype: str
     positions: str
@@ -83,7 +83,10 @@ class Slots:
             self.turn(WARM_TOKENS)
 
     def turn(self, steps: int) -> dict[str, float]:
-        """Milliseconds of a token, and tokens a second of a prompt."""
+        """Time a prompt and `steps` tokens.
+
+        Returns the milliseconds of a token, and the tokens a second of the prompt.
+        """
         length, token = self.prompt.shape[1], self.prompt[:, :1]
         took = self.clock(partial(self.loop.prefill, self.prompt))
 
@@ -94,7 +97,7 @@ class Slots:
         return {"token_ms": self.clock(tokens) / steps, "prefill_tok_s": length / took * 1e3}
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row for the floats of every budget, and two for every other type of slots.
 
     Raises:
@@ -127,7 +130,7 @@ def run(options: Options) -> Result:
 
 
 def _rows(
-    all_: Sequence[Slots], turns: Sequence[Sequence[Mapping[str, float]]]
+    all_: Sequence[TimedCache], turns: Sequence[Sequence[Mapping[str, float]]]
 ) -> Iterator[dict[str, Any]]:
     """A row for each of `all_`, of which the first are the floats; `turns` has a turn of each."""
     for i, slots in enumerate(all_):
@@ -143,7 +146,7 @@ def _rows(
         }  # fmt: skip
 
 
-def _in_pytorch(options: Options, device: str) -> Iterator[list[Slots]]:
+def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCache]]:
     """For every budget, the caches of one model."""
     if options.model in SHAPES:
         model = random_model(options.model, device)
@@ -158,13 +161,13 @@ def _in_pytorch(options: Options, device: str) -> Iterator[list[Slots]]:
     floats = str(model.dtype).removeprefix("torch.")
     policy, block = options.policies[0], options.block_size
 
-    def made(kind: KvDtype | None, equal: str, slots: int) -> Slots:
+    def made(kind: KvDtype | None, equal: str, slots: int) -> TimedCache:
         cache = BudgetCache(
             model.config, slots, block, policy, positions=COMPACT, kv_dtype=kind
         ).allocate(1, model.dtype, device)
         clock = milliseconds if device == "cuda" else process_milliseconds
         loop = BlockLoop(model, cache)
-        return Slots(kind or floats, COMPACT, equal, slots, block, loop, prompt, clock)
+        return TimedCache(kind or floats, COMPACT, equal, slots, block, loop, prompt, clock)
 
     for budget in options.budgets:
         found = [made(None, "slots", budget)]
@@ -179,11 +182,13 @@ def _in_pytorch(options: Options, device: str) -> Iterator[list[Slots]]:
         yield found
 
 
-def _of_exports(options: Options) -> Iterator[list[Slots]]:
+def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
     """For every budget, exports of one model: a graph has its number of slots inside."""
     model, block = directory(options.model, options.files), options.block_size
 
-    def made(kind: str | None, positions: str, equal: str, slots: int) -> tuple[Slots, OrtRuntime]:
+    def made(
+        kind: str | None, positions: str, equal: str, slots: int
+    ) -> tuple[TimedCache, OrtRuntime]:
         settings = {
             "--dtype": options.weights[0], "--policy": options.policies[0],
             "--kv-budget-tokens": str(slots), "--block-size": str(block),
@@ -192,7 +197,7 @@ def _of_exports(options: Options) -> Iterator[list[Slots]]:
         runtime = OrtRuntime.from_directory(exported(model, options.files, settings), threads=1)
         prompt = runtime.token_ids(_tokens(options, runtime.manifest.model["vocabulary"]))
         name, every = kind or runtime.plan.dtype, runtime.every
-        found = Slots(
+        found = TimedCache(
             name, positions, equal, slots, block, runtime.loop(), prompt, process_milliseconds,
             every,
         )  # fmt: skip
@@ -224,6 +229,6 @@ def process_milliseconds(work: Callable[[], Any]) -> float:
     return (time.process_time() - start) * 1e3
 
 
-def _tokens(options: Options, vocabulary: int) -> list[int]:
+def _tokens(options: BenchmarkOptions, vocabulary: int) -> list[int]:
     """A prompt of random tokens."""
     return Random(0).choices(range(vocabulary), k=options.lengths[0])

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.pocket.corpus import filler
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -25,7 +25,7 @@ SHARES = (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)  # of the text, where a row is taken
 SENTENCES = 64  # made into tokens at once
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row at each of `SHARES`; the peak of the process is that of everything, weights too."""
     tokens = options.lengths[-1]
     runtime = Runtime.from_pretrained(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.bench.gpu import milliseconds, require_cuda
 from kvcap.evals.measure import percentiles, quoted
 from kvcap.evals.random_models import random_model
@@ -40,7 +40,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row for every length and policy.
 
     Raises:
@@ -100,7 +100,9 @@ def _fixed(model: Any, budget: int, policy: str) -> Begin:
     return begin
 
 
-def _largest(model: Any, sequence_bytes: int, begin: Begin, options: Options) -> dict[str, Any]:
+def _largest(
+    model: Any, sequence_bytes: int, begin: Begin, options: BenchmarkOptions
+) -> dict[str, Any]:
     """A step's times and tokens a second at the largest batch that memory holds."""
     free = torch.cuda.mem_get_info()[0] - ROOM
     batch = min(MOST, max(1, free // sequence_bytes))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvcap import kernels
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import ROTATED, read_bandwidth, replayed, triton_version
 from kvcap.evals.reports import device_name, versions
@@ -55,7 +55,7 @@ class Variant:
     parts: int | None = None
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row for every batch and variant, the fastest of each batch in `derived`.
 
     Raises:

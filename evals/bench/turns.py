@@ -18,7 +18,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.pocket.corpus import filler
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.session.session import Session
@@ -38,7 +38,7 @@ class Broken(AssertionError):
     """Something that must hold after every turn does not."""
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """A row for every tenth of the turns, counted from the start."""
     runtime = Runtime.from_pretrained(
         policy=options.policies[0],

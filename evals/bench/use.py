@@ -39,7 +39,7 @@ from typing import Any
 
 import torch
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.quality.sweep import spelled_out
 from kvcap.evals.random_models import directory
 from kvcap.runtime.errors import PeerFailed, first_line
@@ -59,7 +59,7 @@ MOST_SECONDS = 30
 KERNELS = "TRITON_CACHE_DIR"  # where Triton keeps what it compiled
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Two rows, `ttft` and `decode`, for every policy, setting and run; one of those together.
 
     Raises:

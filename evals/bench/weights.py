@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.evals.bench import Options, Result
+from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.quality.agreement import compare
 from kvcap.evals.quality.tasks import load_task, make_samples
 from kvcap.pocket.corpus import facts, filler
@@ -63,7 +63,7 @@ KINDS = (
 )
 
 
-def run(options: Options) -> Result:
+def run(options: BenchmarkOptions) -> Result:
     """Perplexity, and beside float32 the mean KL divergence (nats) and equal first choices.
 
     Of first choices those count that lead by `CLEAR`. `recall` is the share of right answers.

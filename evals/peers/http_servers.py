@@ -26,15 +26,15 @@ CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass
-class Server:
-    """A running server."""
+class PeerServer:
+    """A server that runs in a process of its own, and that clients measure over HTTP."""
 
     process: subprocess.Popen[str]
     port: int = 0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))  # its last, of stderr
 
     def post(self, body: Any, path: str = "chat/completions") -> http.client.HTTPResponse:
-        """The answer to a body: an object, or bytes as they are."""
+        """Send a body, an object or bytes as they are, and return the server's answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -42,7 +42,7 @@ class Server:
         return connection.getresponse()
 
     def figures(self) -> dict[str, float]:
-        """The server's own figures."""
+        """Read the server's own figures from `/metrics`, by name."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         connection.request("GET", "/metrics", headers={"Connection": "close"})
         lines = connection.getresponse().read().decode().splitlines()
@@ -50,14 +50,14 @@ class Server:
         return {name: float(value) for name, value in found}
 
     def processor(self) -> dict[str, int]:
-        """Nanoseconds of the processor that each thread has had; the first serves HTTP."""
+        """Return the processor time of each thread by name, in ns; the first thread serves HTTP."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         if not tasks.is_dir():
             raise PeerFailed("threads are timed by /proc, which this system has not")
         return {t.name: int((t / "schedstat").read_text().split()[0]) for t in tasks.iterdir()}
 
     def memory(self, name: str) -> int:
-        """Bytes that the process holds (`VmRSS`), or held at most (`VmHWM`)."""
+        """Return the bytes that the process holds (`VmRSS`), or held at most (`VmHWM`)."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(rf"{name}:\s+(\d+)", status)[0]) * 1024
 
@@ -68,7 +68,7 @@ def running(
     environment: Mapping[str, str] | None = None,
     folder: str | None = None,
     limit_s: float | None = None,
-) -> Iterator[Server]:
+) -> Iterator[PeerServer]:
     """A server that says its address of this machine on stderr; ended afterwards.
 
     Args:
@@ -94,7 +94,7 @@ def running(
         if limit_s is not None:
             watchdog.start()
         try:
-            server = Server(process)
+            server = PeerServer(process)
             _await_address(server)
             yield server
         except Exception as error:
@@ -111,7 +111,7 @@ def running(
                 process.kill()
 
 
-def _await_address(server: Server) -> None:
+def _await_address(server: PeerServer) -> None:
     assert server.process.stderr is not None
     for line in server.process.stderr:
         server.lines.append(line)
@@ -128,7 +128,7 @@ def _await_address(server: Server) -> None:
 @contextmanager
 def kvcap_server(
     model: str, budget: int, *options: str, limit_s: float | None = None
-) -> Iterator[Server]:
+) -> Iterator[PeerServer]:
     """`kvcap serve`, which calls its model 'model'.
 
     Raises:
@@ -143,7 +143,7 @@ def kvcap_server(
 @contextmanager
 def transformers_server(
     model: str, *options: str, python: str | None = None, limit_s: float | None = None
-) -> Iterator[Server]:
+) -> Iterator[PeerServer]:
     """`transformers serve` with continuous batching.
 
     Args:

@@ -46,8 +46,8 @@ def compare(mine: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some of a setting's predictions, beside the uncapped model's. Intervals are of 95 %.
+class PartAgreement:
+    """A part of a setting's predictions, compared with the uncapped model's. Intervals are of 95 %.
 
     Without predictions, figures are None; with those of one block, intervals are.
     """
@@ -60,14 +60,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One setting's figures."""
+class SettingAgreement:
+    """A setting of the cache, with how far its predictions agree with the uncapped model's."""
 
     setting: Setting
     kv_bytes: int  # all a cache for one sequence takes
-    fits: Part  # predictions before anything was evicted
-    evicted: Part  # and after
-    stretches: tuple[Part, ...]  # all predictions, by their place in the passage
+    fits: PartAgreement  # predictions before anything was evicted
+    evicted: PartAgreement  # and after
+    stretches: tuple[PartAgreement, ...]  # all predictions, by their place in the passage
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as one object of JSON."""
@@ -95,7 +95,7 @@ class Agreement:
     tokens: int  # read in all
     passages: int
     length: int  # tokens of the longest passage
-    rows: tuple[Row, ...]
+    rows: tuple[SettingAgreement, ...]
     environment: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -245,9 +245,9 @@ def _add(side: _Side, block: Tensor, expected: Tensor, stretch: int) -> None:
     side.counts.append(_Counts(stretch, evicted, len(expected), same, kl))
 
 
-def _row(side: _Side) -> Row:
+def _row(side: _Side) -> SettingAgreement:
     counts = side.counts
-    return Row(
+    return SettingAgreement(
         side.setting,
         side.loop.cache.nbytes,
         fits=_part([c for c in counts if not c.evicted]),
@@ -256,10 +256,10 @@ def _row(side: _Side) -> Row:
     )
 
 
-def _part(counts: Sequence[_Counts]) -> Part:
+def _part(counts: Sequence[_Counts]) -> PartAgreement:
     """Shares and means over blocks, with their intervals."""
     if not counts:
-        return Part(0)
+        return PartAgreement(0)
     sizes = [c.tokens for c in counts]
     found: dict[str, Any] = {"tokens": sum(sizes)}
     for name in ("same", "kl"):
@@ -268,7 +268,7 @@ def _part(counts: Sequence[_Counts]) -> Part:
         if len(counts) > 1:
             means = [x / size for x, size in zip(sums, sizes, strict=True)]
             found[f"{name}_interval"] = bootstrap(means, sizes)
-    return Part(**found)
+    return PartAgreement(**found)
 
 
 def table(found: Agreement) -> str:

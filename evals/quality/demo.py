@@ -34,8 +34,11 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What the demo measured. Tokens per KV head and layer, bytes over all layers."""
+class DemoReport:
+    """A report that holds what the demo measured.
+
+    Tokens are counted per KV head and layer, bytes over all layers.
+    """
 
     model: str
     recall: float  # share of right answers
@@ -49,7 +52,7 @@ class Report:
     environment: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """One JSON document."""
+        """Return the report as one object of JSON."""
         row = asdict(self)
         measured_on = row.pop("environment")
         return {**row, **measured_on}
@@ -87,7 +90,7 @@ class Demo:
         self,
         on_progress: Callable[[Demo], None] = lambda _: None,
         on_answer: Callable[[Question], None] = lambda _: None,
-    ) -> Report:
+    ) -> DemoReport:
         """Do all three parts.
 
         Args:
@@ -138,11 +141,11 @@ class Demo:
         self.session.set_generation(do_sample=False, max_new_tokens=limit)
         return "".join(self.session.send(text))
 
-    def _report(self, asked: list[Question], seconds: float) -> Report:
+    def _report(self, asked: list[Question], seconds: float) -> DemoReport:
         runtime, stats = self.runtime, self.session.stats
         names = ("policy", "budget_tokens", "held_tokens", "waiting_tokens", "evicted_tokens")
         sizes = ("bytes", "cap_bytes", "peak_bytes")
-        return Report(
+        return DemoReport(
             model=runtime.name,
             recall=sum(q.right for q in asked) / len(asked),
             tokens=stats.seen_tokens,

@@ -14,8 +14,8 @@ LEVEL = 0.05  # of the test that tells two policies apart
 
 
 @dataclass(frozen=True)
-class Row:
-    """A policy's cells in the columns of a table, and their mean."""
+class RankedPolicy:
+    """A policy that has a row in a ranking: its cells in the table's columns, and their mean."""
 
     name: str
     cells: tuple[Cell | None, ...]
@@ -23,24 +23,24 @@ class Row:
     whole: bool  # whether all are
 
     @classmethod
-    def of(cls, name: str, cells: Sequence[Cell | None]) -> Row:
-        """The row of a policy that has these cells."""
+    def of(cls, name: str, cells: Sequence[Cell | None]) -> RankedPolicy:
+        """Return the row of a policy that has these cells, of which None was not measured."""
         there = [cell for cell in cells if cell is not None]
         return cls(name, tuple(cells), mean_of(there) if there else None, len(there) == len(cells))
 
 
 @dataclass(frozen=True)
-class Table:
-    """Policies on the prompts of one task and length, at one position mode."""
+class RankingTable:
+    """A table that ranks policies on the prompts of one task and length, at one position mode."""
 
     length: int  # tokens of a prompt
     positions: str
     budgets: tuple[int, ...]  # the columns
     uncapped: tuple[tuple[str, Cell], ...]  # policies that never evict
-    rows: tuple[Row, ...]  # of the others, the best first
+    rows: tuple[RankedPolicy, ...]  # of the others, the best first
 
 
-def tables(cells: Iterable[Cell]) -> list[Table]:
+def tables(cells: Iterable[Cell]) -> list[RankingTable]:
     """The tables of cells that differ in nothing else than length, positions, budget and policy.
 
     By length, and in it by position mode.
@@ -56,37 +56,37 @@ def tables(cells: Iterable[Cell]) -> list[Table]:
     ]
 
 
-def _table(length: int, mode: str, cells: Sequence[Cell]) -> Table:
+def _table(length: int, mode: str, cells: Sequence[Cell]) -> RankingTable:
     free = tuple(sorted((label(c.setting), c) for c in cells if c.setting.budget is None))
     capped = [c for c in cells if c.setting.budget is not None and c.setting.positions == mode]
     budgets = tuple(sorted({c.setting.budget or 0 for c in capped}))
     found = {(label(c.setting), c.setting.budget): c for c in capped}
     names = dict.fromkeys(name for name, _ in found)
     rows = ranked({name: [found.get((name, budget)) for budget in budgets] for name in names})
-    return Table(length, mode, budgets, free, tuple(rows))
+    return RankingTable(length, mode, budgets, free, tuple(rows))
 
 
-def overview(found: Sequence[Table]) -> list[Row]:
+def overview(found: Sequence[RankingTable]) -> list[RankedPolicy]:
     """Policies by their means in several tables, of which each is a column."""
     means = [{row.name: row.mean for row in table.rows if row.whole} for table in found]
     names = dict.fromkeys(row.name for table in found for row in table.rows)
     return ranked({name: [mean.get(name) for mean in means] for name in names})
 
 
-def ranked(columns: Mapping[str, Sequence[Cell | None]]) -> list[Row]:
+def ranked(columns: Mapping[str, Sequence[Cell | None]]) -> list[RankedPolicy]:
     """Rows, the best mean first; those that lack a column come last, as their means say less.
 
     Args:
         columns: of each name, a cell or None for every column.
     """
 
-    def place(row: Row) -> tuple[bool, float, str]:
+    def place(row: RankedPolicy) -> tuple[bool, float, str]:
         if row.mean is None:
             return True, float("inf"), row.name
         sign = -1 if row.mean.of.higher_is_better else 1
         return not row.whole, sign * row.mean.score, row.name
 
-    return sorted((Row.of(*given) for given in columns.items()), key=place)
+    return sorted((RankedPolicy.of(*given) for given in columns.items()), key=place)
 
 
 def mean_of(cells: Sequence[Cell]) -> Cell:

@@ -22,8 +22,8 @@ FLOW, FACTS = UNITS["perplexity"], UNITS["share"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """The figures of one policy at the budget."""
+class PolicyFigures:
+    """A policy at the budget, with the figures that were measured of it."""
 
     policy: str
     slots: int | None  # per KV head and layer; None: it never evicts
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def perplexity(self) -> float:
-        """The perplexity over all pieces."""
+        """Return the perplexity over all pieces of the text."""
         return cell_score(self.losses, FLOW)
 
     @property
@@ -46,11 +46,11 @@ class Row:
 
     @property
     def best_facts(self) -> tuple[float, ...]:
-        """The scores of needles as the policy would be used: with recall where that helps."""
+        """Return the scores of needles with recall where that helps, else without it."""
         return self.recalled if self.recall_helps else self.facts
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row as one object of JSON."""
+        """Return the figures as one object of JSON."""
         return {
             **asdict(self),
             "perplexity": self.perplexity,
@@ -60,8 +60,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A recommendation: the policy to use, and the reasons."""
+class Recommendation:
+    """A recommendation that names the policy to use, and gives the reasons."""
 
     policy: str | None  # None: nothing that was measured can be recommended
     recall: bool
@@ -69,7 +69,7 @@ class Choice:
     remarks: tuple[str, ...]  # sentences that a reader needs beside the table
 
 
-def near_best(rows: Sequence[Row]) -> list[Row]:
+def near_best(rows: Sequence[PolicyFigures]) -> list[PolicyFigures]:
     """Return the candidates whose flow is not worse than the best, nor than random eviction."""
     floor = _named(rows, FLOOR)
     sound = [row for row in _candidates(rows) if not is_worse(row, floor)]
@@ -79,18 +79,18 @@ def near_best(rows: Sequence[Row]) -> list[Row]:
     return [row for row in sound if not is_worse(row, best)]
 
 
-def is_worse(row: Row, other: Row) -> bool:
+def is_worse(row: PolicyFigures, other: PolicyFigures) -> bool:
     """Return whether a row's flow is worse: beyond chance, and by more than a reader would see."""
     beside = flow_beside(row, other)
     return beside.ci_low > 1 and beside.difference > SAME_FLOW
 
 
-def flow_beside(row: Row, other: Row) -> Comparison:
+def flow_beside(row: PolicyFigures, other: PolicyFigures) -> Comparison:
     """Compare perplexities on the same pieces: how many times the other's a row's is."""
     return compare(row.losses, other.losses, FLOW)
 
 
-def choose(rows: Sequence[Row]) -> Choice:
+def choose(rows: Sequence[PolicyFigures]) -> Recommendation:
     """Choose among the candidates near the best flow by facts, and among equals by time.
 
     Equals have as many facts, and perplexities within `SAME_FLOW` of the least: where few pieces
@@ -104,18 +104,24 @@ def choose(rows: Sequence[Row]) -> Choice:
         if is_worse(row, floor)
     ]
     if not near:
-        return Choice(None, False, (), tuple(remarks))
+        return Recommendation(None, False, (), tuple(remarks))
     least = min(row.perplexity for row in near)
     chosen = min(near, key=lambda row: _rank(row, least))
     facts = chosen.best_facts
     if facts:
         remarks += _on_facts(chosen, rows, near)
     names = tuple(row.policy for row in near)
-    return Choice(chosen.policy, chosen.recall_helps, names, tuple(remarks))
+    return Recommendation(chosen.policy, chosen.recall_helps, names, tuple(remarks))
 
 
 def command(
-    choice: Choice, model: str, file: str, given: Mapping[str, Any], recall: int, *, plain: bool
+    choice: Recommendation,
+    model: str,
+    file: str,
+    given: Mapping[str, Any],
+    recall: int,
+    *,
+    plain: bool,
 ) -> list[str]:
     """Return the command line to use.
 
@@ -127,7 +133,7 @@ def command(
         recall: tokens that were read again for a question, at most.
         plain: the model has no chat template.
 
-    >>> chosen = Choice("snapkv", True, ("snapkv",), ())
+    >>> chosen = Recommendation("snapkv", True, ("snapkv",), ())
     >>> " ".join(command(chosen, "pocket", "a.txt", {"--kv-budget": "1MiB"}, 64, plain=False))
     'kvcap chat pocket --policy snapkv --kv-budget 1MiB --recall auto'
     """
@@ -139,7 +145,9 @@ def command(
     return ["kvcap", *begun, "--policy", choice.policy, *options, "--recall", mode]
 
 
-def _on_facts(chosen: Row, rows: Sequence[Row], near: Sequence[Row]) -> list[str]:
+def _on_facts(
+    chosen: PolicyFigures, rows: Sequence[PolicyFigures], near: Sequence[PolicyFigures]
+) -> list[str]:
     """Return what is to be said of the facts that were found."""
     said, full = [], _named(rows, UNCAPPED).facts
     if not any(full) and not any(chosen.best_facts):
@@ -162,15 +170,15 @@ def _on_facts(chosen: Row, rows: Sequence[Row], near: Sequence[Row]) -> list[str
     return said
 
 
-def _candidates(rows: Iterable[Row]) -> list[Row]:
+def _candidates(rows: Iterable[PolicyFigures]) -> list[PolicyFigures]:
     return [row for row in rows if row.policy not in NEVER]
 
 
-def _named(rows: Iterable[Row], policy: str) -> Row:
+def _named(rows: Iterable[PolicyFigures], policy: str) -> PolicyFigures:
     return next(row for row in rows if row.policy == policy)
 
 
-def _rank(row: Row, least: float) -> tuple[float, bool, float, float]:
+def _rank(row: PolicyFigures, least: float) -> tuple[float, bool, float, float]:
     """Return what the best of several rows has the least of; `least` is their perplexity."""
     facts = _mean(row.best_facts) or 0.0
     time = float("inf") if row.eviction_ms is None else row.eviction_ms

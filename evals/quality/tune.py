@@ -26,8 +26,8 @@ from kvcap.evals.quality.recommend import (
     FLOOR,
     NEVER,
     UNCAPPED,
-    Choice,
-    Row,
+    PolicyFigures,
+    Recommendation,
     choose,
     flow_beside,
     near_best,
@@ -69,8 +69,8 @@ Report = Callable[[float, str], None]  # seconds since the start, and what is be
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request of a user: the model, the text, the budget and the time."""
+class TuningRequest:
+    """A request that says what to tune for: the model, the text, the budget and the time."""
 
     model: str
     text: str
@@ -86,7 +86,7 @@ class Request:
 
     @property
     def budget_option(self) -> str:
-        """The option that says how large the budget is."""
+        """Return the option that says how large the budget is."""
         if self.sizes.kv_budget is not None:
             return "--kv-budget"
         tokens = self.sizes.kv_budget_tokens is not None or self.sizes.memory_cap is None
@@ -113,8 +113,8 @@ class Tuning:
     minutes: float  # that were given
     seconds: float  # that it took
     environment: dict[str, Any]
-    rows: tuple[Row, ...]
-    choice: Choice
+    rows: tuple[PolicyFigures, ...]
+    choice: Recommendation
 
     def as_dict(self) -> dict[str, Any]:
         """One JSON document."""
@@ -138,8 +138,8 @@ class _Side:
     eviction_ms: float | None = None
     decode_ms: float | None = None
 
-    def row(self) -> Row:
-        return Row(
+    def row(self) -> PolicyFigures:
+        return PolicyFigures(
             self.policy,
             self.setting.budget,
             None if self.setting.budget is None else self.plan.cache_bytes,
@@ -184,7 +184,7 @@ class _Clock:
 
 
 def tune(
-    request: Request,
+    request: TuningRequest,
     started: float,
     report: Report = lambda *_: None,
     note: Callable[[str], None] = lambda _: None,
@@ -260,7 +260,7 @@ def tune(
 class _Run:
     """A loaded model, and what is measured on it by and by."""
 
-    request: Request
+    request: TuningRequest
     runtime: Runtime
     sides: Sequence[_Side]
     opening: Sequence[int]  # of every piece
@@ -350,7 +350,7 @@ class _Run:
 
 
 def _sides(
-    request: Request, where: str, config: PretrainedConfig, note: Callable[[str], None]
+    request: TuningRequest, where: str, config: PretrainedConfig, note: Callable[[str], None]
 ) -> list[_Side]:
     """Plan the candidates, and what they are measured beside: random eviction, and no cap, last.
 
@@ -388,7 +388,7 @@ def _sides(
     return [*found, floor, _Side(UNCAPPED, floor.plan, full)]
 
 
-def _side(request: Request, where: str, config: PretrainedConfig, policy: str) -> _Side:
+def _side(request: TuningRequest, where: str, config: PretrainedConfig, policy: str) -> _Side:
     """Plan a policy as a conversation would run it: its slots, block, positions and sinks."""
     eviction = load_policy(policy, **request.pins)
     if not eviction.policy.evicts:
@@ -439,7 +439,7 @@ def _least_length(sides: Sequence[_Side]) -> int:
 
 
 def _check_lengths(
-    request: Request, sides: Sequence[_Side], trained: int, opening: int, tokens: int
+    request: TuningRequest, sides: Sequence[_Side], trained: int, opening: int, tokens: int
 ) -> None:
     """Refuse a text or a piece in which no eviction would show.
 
@@ -520,7 +520,7 @@ def _facts_seconds(sides: Sequence[_Side], asked: int, pace: _Pace) -> float:
     return prompts * asked * pace.read + answers * ANSWER * pace.write
 
 
-def _check_time(request: Request, clock: _Clock, needed: float, pace: _Pace) -> None:
+def _check_time(request: TuningRequest, clock: _Clock, needed: float, pace: _Pace) -> None:
     """Refuse to begin what will not be done in time.
 
     Raises:
@@ -608,7 +608,7 @@ def describe(found: Tuning) -> str:
     )
 
 
-def _beside(row: Row, best: Row) -> str:
+def _beside(row: PolicyFigures, best: PolicyFigures) -> str:
     if row is best:
         return "1"
     beside = flow_beside(row, best)

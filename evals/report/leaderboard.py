@@ -16,7 +16,7 @@ from typing import Any
 from kvcap.evals.quality.cells import Cell, Setting, cells_of
 from kvcap.evals.quality.plots.groups import pooled
 from kvcap.evals.quality.ranking import (
-    Table,
+    RankingTable,
     check_same_samples,
     overview,
     tables,
@@ -173,7 +173,7 @@ def _section_lines(part: Sequence[Cell], heading: str, picture: str | None) -> l
     return lines
 
 
-def _overview(found: Sequence[Table]) -> list[str]:
+def _overview(found: Sequence[RankingTable]) -> list[str]:
     free = [dict(table.uncapped) for table in found]
     names = dict.fromkeys(name for cells in free for name in cells)
     top = [[_code(name), *(_score(cells.get(name)) for cells in free)] for name in names]
@@ -184,7 +184,7 @@ def _overview(found: Sequence[Table]) -> list[str]:
     return grid(header, [*top, *map(list, lines)])
 
 
-def _table(table: Table) -> list[str]:
+def _table(table: RankingTable) -> list[str]:
     blank = [""] * len(table.budgets)
     top = [[_code(name), _score(cell), *blank] for name, cell in table.uncapped]
     whole = _column([row.mean if row.whole else None for row in table.rows])

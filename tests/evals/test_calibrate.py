@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcap
 from kvcap import cli, pocket
-from kvcap.evals.calibrate import Calibration, Probe, calibrate
+from kvcap.evals.calibrate import Calibration, RepetitionProbe, calibrate
 from kvcap.pocket.corpus import facts, filler
 from kvcap.policies.base.table import read_table
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -107,14 +107,14 @@ def test_blocks_do_not_matter_and_bound_the_memory(
 ) -> None:
     ids = tokens(FACTS, 40)
     model = AutoModelForCausalLM.from_pretrained(tiny["gemma2"], attn_implementation="kvcap")
-    probe, rows = Probe(len(ids), 1), []
+    probe, rows = RepetitionProbe(len(ids), 1), []
 
-    def watched(self: Probe, seen: Any, update: Any = Probe.update) -> Any:
+    def watched(self: RepetitionProbe, seen: Any, update: Any = RepetitionProbe.update) -> Any:
         found = update(self, seen)
         rows.append(seen.attention.shape[3])
         return found
 
-    monkeypatch.setattr(Probe, "update", watched)
+    monkeypatch.setattr(RepetitionProbe, "update", watched)
     cache = BudgetCache(model.config, 81, block, kvcap.Eviction(probe), positions="true")
     BlockLoop(model, cache).prefill(torch.tensor([[5, *ids, *ids]]))
     scores = [(probe.mass[layer] / len(ids)).tolist() for layer in sorted(probe.mass)]
@@ -314,11 +314,11 @@ def test_a_model_trained_on_too_little(run: Any, text: str, tmp_path: Path) -> N
 def test_attention_that_is_not_finite(
     run: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoiled(self: Probe, seen: Any) -> Any:
+    def spoiled(self: RepetitionProbe, seen: Any) -> Any:
         self.mass[seen.layer] = torch.full((6,), float("nan"))
         return {}
 
-    monkeypatch.setattr(Probe, "update", spoiled)
+    monkeypatch.setattr(RepetitionProbe, "update", spoiled)
     code, _, err = run("headkv", "-f", text, "-o", str(tmp_path / "heads.json"))
     assert code == 2
     assert "not finite in bfloat16" in err

@@ -12,13 +12,13 @@ import torch
 from conftest import tiny_model
 from torch import Tensor
 
-from kvcap.evals.bench import Options, load, perturbation, proxy, saliency
+from kvcap.evals.bench import BenchmarkOptions, load, perturbation, proxy, saliency
 from kvcap.evals.bench import proxy as pools
 from kvcap.evals.captured import capture, pocket_layers, removal_error, until
 from kvcap.policies import Observation
 
 LENGTH = 40
-OPTIONS = Options(lengths=(256,), repeats=1)
+OPTIONS = BenchmarkOptions(lengths=(256,), repeats=1)
 
 
 @pytest.fixture(scope="module")

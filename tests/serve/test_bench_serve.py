@@ -6,14 +6,16 @@ import sys
 
 import pytest
 
-from kvcap.evals.bench import Options, load
+from kvcap.evals.bench import BenchmarkOptions, load
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are timed by /proc")
 def test_nothing_is_lost_under_load_or_by_kills():
     found = load("serve")(
-        Options(budgets=(64,), steps=4, repeats=1, conversations=6, kills=1, model="pocket")
+        BenchmarkOptions(
+            budgets=(64,), steps=4, repeats=1, conversations=6, kills=1, model="pocket"
+        )
     )
     overhead, together, loaded, killed = found.rows
     assert overhead["loop_us"] > 0

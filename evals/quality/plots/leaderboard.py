@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcap.evals.quality.cells import Cell
 from kvcap.evals.quality.plots.style import DPI, SIZES, WIDTH, Style, require_matplotlib
-from kvcap.evals.quality.ranking import Row, Table, overview
+from kvcap.evals.quality.ranking import RankedPolicy, RankingTable, overview
 from kvcap.evals.quality.table import UNCAPPED
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ APART = 1.05  # between the points of neighbouring lines, so that no interval co
 COLUMNS, LETTERS = 4, 100  # of the legend: at most, and in all of them
 
 
-def drawn_rows(rows: Sequence[Row]) -> list[str]:
+def drawn_rows(rows: Sequence[RankedPolicy]) -> list[str]:
     """Which policies have a line, the best first.
 
     Args:
@@ -35,7 +35,7 @@ def drawn_rows(rows: Sequence[Row]) -> list[str]:
     return [row.name for row in rows if row.name in {*always, *best}]
 
 
-def figure(tables: Sequence[Table], heading: str) -> Figure:
+def figure(tables: Sequence[RankingTable], heading: str) -> Figure:
     """The picture of one section of the page, a panel per table.
 
     Raises:
@@ -81,12 +81,12 @@ def figure(tables: Sequence[Table], heading: str) -> Figure:
     return drawn
 
 
-def _unit_cell(tables: Sequence[Table]) -> Cell:
+def _unit_cell(tables: Sequence[RankingTable]) -> Cell:
     """Any cell: all have the same unit and number of samples."""
     return next(c for t in tables for row in t.rows for c in row.cells if c is not None)
 
 
-def _panel(axis: Axes, table: Table, names: Sequence[str]) -> None:
+def _panel(axis: Axes, table: RankingTable, names: Sequence[str]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
     for name, cell in table.uncapped:
@@ -114,7 +114,7 @@ def _panel(axis: Axes, table: Table, names: Sequence[str]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _line(axis: Axes, row: Row, budgets: Sequence[int], place: int, lines: int) -> None:
+def _line(axis: Axes, row: RankedPolicy, budgets: Sequence[int], place: int, lines: int) -> None:
     shift, style = APART ** (place - (lines - 1) / 2), Style.of(place)
     there = [(budget * shift, c) for budget, c in zip(budgets, row.cells, strict=True) if c]
     across, cells = [x for x, _ in there], [cell for _, cell in there]
@@ -127,7 +127,7 @@ def _line(axis: Axes, row: Row, budgets: Sequence[int], place: int, lines: int) 
     )  # fmt: skip
 
 
-def _reach(table: Table, names: Sequence[str]) -> float:
+def _reach(table: RankingTable, names: Sequence[str]) -> float:
     """How many times the least score the highest is, of the lines that are drawn."""
     scores = [c.score for row in table.rows if row.name in names for c in row.cells if c]
     return max(scores) / max(min(scores), 1e-9)

@@ -18,8 +18,8 @@ from kvcap.evals.quality.rows import Row, RowSample, RowsTask, find, rows_task
 
 
 @dataclass(frozen=True)
-class Family:
-    """How RULER asks and scores the tasks of one generator."""
+class RulerFormat:
+    """A format in which RULER asks and scores the tasks of one generator."""
 
     asks: str  # how the question begins: the last place where this stands in a prompt
     opens: str  # how the answer begins, which RULER writes for the model
@@ -27,7 +27,9 @@ class Family:
     metric: str = "contains_all"
 
 
-NIAH = Family("What ", " The special magic", 128)  # "What are all the special magic numbers for …"
+NIAH = RulerFormat(
+    "What ", " The special magic", 128
+)  # "What are all the special magic numbers for …"
 FAMILIES = {
     **dict.fromkeys(
         (
@@ -36,11 +38,11 @@ FAMILIES = {
         ),
         NIAH,
     ),
-    "vt": Family("Question: Find all variables", " Answer:", 30),
-    "cwe": Family("Question: What are the 10 most common words", " Answer:", 120),
-    "fwe": Family("Question: Do not provide any explanation.", " Answer:", 50),
+    "vt": RulerFormat("Question: Find all variables", " Answer:", 30),
+    "cwe": RulerFormat("Question: What are the 10 most common words", " Answer:", 120),
+    "fwe": RulerFormat("Question: Do not provide any explanation.", " Answer:", 50),
     **dict.fromkeys(
-        ("qa_1", "qa_2"), Family("Answer the question based on", " Answer:", 32, "contains")
+        ("qa_1", "qa_2"), RulerFormat("Answer the question based on", " Answer:", 32, "contains")
     ),
 }  # fmt: skip
 WRITTEN = re.compile(r"\[INST\]|<\||\[gMASK\]|<BOS_TOKEN>")  # how chat templates begin
@@ -74,7 +76,7 @@ def from_file(path: str, part: str = "") -> RowsTask:
     )
 
 
-def _sample(row: Row, family: Family) -> RowSample:
+def _sample(row: Row, family: RulerFormat) -> RowSample:
     text = row.text("input")
     if WRITTEN.match(text):
         raise ValueError(

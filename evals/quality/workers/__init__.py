@@ -18,15 +18,15 @@ from kvcap.runtime.errors import WorkersLost
 NO_ITEM = object()
 
 
-class Job(Protocol):
-    """What every worker does. Workers elsewhere get a copy, so it must be picklable."""
+class WorkerJob(Protocol):
+    """A job that every worker does. Workers elsewhere get a copy, so it must be picklable."""
 
     def load(self, worker: int) -> None:
-        """Make ready, once for each worker; workers are counted from 0."""
+        """Load what the job needs, once for each worker; workers are counted from 0."""
         ...
 
     def run(self, message: Any) -> Any:
-        """The result of an item, of which `message` is what the worker was sent."""
+        """Return the result of an item, of which `message` is what the worker was sent."""
         ...
 
 
@@ -49,13 +49,13 @@ class Worker(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """Where workers run."""
+class WorkerEngine(Protocol):
+    """An engine that starts workers: in this process, in others, or on other machines."""
 
     workers: int  # at most
 
     def start(self, number: int) -> Worker:
-        """Begin a new worker, which takes the number of one that is gone, if there is one."""
+        """Start a worker, under the number of one that is gone if there is one."""
         ...
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class Here:
 
     workers = 1
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self.job = job
 
     def start(self, number: int) -> Worker:
@@ -99,7 +99,7 @@ class Here:
 
 
 class _ThisProcess:
-    def __init__(self, job: Job, number: int) -> None:
+    def __init__(self, job: WorkerJob, number: int) -> None:
         self.number, self._job = number, job
         self.ready = _done(attempt(job.load, number))
 
@@ -117,7 +117,7 @@ def _done(result: Any) -> Future[Any]:
 
 
 def spread(
-    engine: Engine,
+    engine: WorkerEngine,
     items: Sequence[Hashable],
     message: Callable[[Any], Any],
     note: Callable[[str], None],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kvcap.evals.quality.workers import Engine, Here, Job
+from kvcap.evals.quality.workers import Here, WorkerEngine, WorkerJob
 from kvcap.evals.quality.workers.processes import Processes
 from kvcap.evals.quality.workers.ray_cluster import RayCluster, require_ray
 from kvcap.runtime.errors import PlanInfeasible
@@ -76,7 +76,7 @@ class Crew:
         count = self.local_workers(device)
         return max(1, (self.threads or torch.get_num_threads()) // count) if count > 1 else None
 
-    def start(self, job: Job, device: str | None) -> Engine:
+    def start(self, job: WorkerJob, device: str | None) -> WorkerEngine:
         """The engine that does a job.
 
         Raises:

@@ -19,13 +19,13 @@ from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvcap.evals.quality.workers import Failed, Job, Worker, attempt
+from kvcap.evals.quality.workers import Failed, Worker, WorkerJob, attempt
 
 
 class Processes:
     """The engine of `workers` processes, started afresh, so that each may use a GPU."""
 
-    def __init__(self, job: Job, workers: int) -> None:
+    def __init__(self, job: WorkerJob, workers: int) -> None:
         self.job, self.workers = job, workers
 
     def start(self, number: int) -> Worker:
@@ -37,7 +37,7 @@ class Processes:
 
 
 class _Process:
-    def __init__(self, job: Job, number: int) -> None:
+    def __init__(self, job: WorkerJob, number: int) -> None:
         self.number = number
         # The process ends when the writing end is closed, be it by us or by the end of ours.
         lifeline, self._lifeline = Pipe(duplex=False)
@@ -76,7 +76,7 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_job: Job | None = None  # of a worker's process
+_job: WorkerJob | None = None  # of a worker's process
 
 
 def _live(lifeline: Connection) -> None:
@@ -91,7 +91,7 @@ def _end_with(lifeline: Connection) -> None:
         os._exit(1)
 
 
-def _load(job: Job, number: int) -> Failed | None:
+def _load(job: WorkerJob, number: int) -> Failed | None:
     global _job
     _job = job
     failed: Failed | None = attempt(job.load, number)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from importlib.util import find_spec
 from typing import Any
 
-from kvcap.evals.quality.workers import Failed, Job, Worker, attempt
+from kvcap.evals.quality.workers import Failed, Worker, WorkerJob, attempt
 from kvcap.runtime.cluster import Share, join, machines
 from kvcap.runtime.errors import ExtraMissing, how_to_install
 
@@ -38,7 +38,7 @@ class RayCluster:
 
     def __init__(
         self,
-        job: Job,
+        job: WorkerJob,
         workers: int | None = None,
         threads: int | None = None,
         address: str | None = None,
@@ -69,7 +69,7 @@ class RayCluster:
 
 
 class _RayWorker:
-    def __init__(self, job: Job, number: int, share: Share) -> None:
+    def __init__(self, job: WorkerJob, number: int, share: Share) -> None:
         import ray
 
         self.number = number
@@ -90,7 +90,7 @@ class _RayWorker:
 class _Actor:
     """A worker's side."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self._job = job
 
     def load(self, number: int) -> Any:

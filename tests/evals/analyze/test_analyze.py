@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from kvcap import cli, pocket
 from kvcap.evals import analyze
 from kvcap.evals.analyze import (
-    Options,
+    AnalysisOptions,
     analyses,
     cone,
     correlation,
@@ -180,7 +180,7 @@ def test_what_keeps_everything_moves_nothing() -> None:
 
 
 def test_shares_of_heads_and_means() -> None:
-    options = Options(policies=("a", "b"), budgets=(8,))
+    options = AnalysisOptions(policies=("a", "b"), budgets=(8,))
     change = torch.tensor([[[[[1.0, 4.0]]], [[[2.0, 1.0]]]], [[[[1.0, 0.0]]], [[[3.0, 1.0]]]]])
     one = {"layers": [0], "size": torch.tensor([[4.0, 4.0]]), "change": change, "growth": change}
     found = analyze.plain(perturbation.gather([one, one], options))
@@ -204,7 +204,7 @@ def test_the_bound_of_the_theorem() -> None:
         "evicted": 10,
         "ratio": ratio,
     }
-    found = cone.gather([one], Options(budgets=(1,)))
+    found = cone.gather([one], AnalysisOptions(budgets=(1,)))
     bounds = [1 / (0.5 * 0.99 * 0.9), 1 / (0.15 * 0.98 * 0.8)]  # of the others none
     assert found["bound_finite"] == 0.5
     assert found["bound"]["min"] == pytest.approx(bounds[0], 1e-5)
@@ -297,7 +297,7 @@ def test_texts_and_policies_that_cannot_be_analysed(runtime: Runtime, text: Text
     with pytest.raises(ValueError, match=r"letter: .* at least 64 are needed"):
         Text.of(runtime, "letter", "Too short.", 100)
     for changes in ({"layer": 2}, {"head": 2}):
-        options = Options(policies=("keydiff",), budgets=(40,), **changes)
+        options = AnalysisOptions(policies=("keydiff",), budgets=(40,), **changes)
         with pytest.raises(ValueError, match=f"--{next(iter(changes))} 2"):
             pca.measure(text, options)
 
@@ -326,7 +326,7 @@ def test_every_analysis_of_every_kind_of_model(
     ids = torch.randint(3, 90, (TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
     text = Text(model, family, "random", ids, [str(i) for i in ids])
     documents = analyze.run(
-        ["all"], [lambda: text], Options(block_size=16, budgets=(40,)), tmp_path
+        ["all"], [lambda: text], AnalysisOptions(block_size=16, budgets=(40,)), tmp_path
     )
     assert set(documents) == set(analyses())
     (change,) = documents["perturbation"]["figures"]["once"]["relative"][0]

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvcap.evals.bench import Options, benchmarks, load, options_for
+from kvcap.evals.bench import BenchmarkOptions, benchmarks, load, options_for
 from kvcap.evals.measure import MIB, allocator_peak, percentiles
 from kvcap.runtime.session.encoding import PIECE
 
-TOY = Options(
+TOY = BenchmarkOptions(
     lengths=(64, 128),
     budgets=(32,),
     block_size=16,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tools import PATIENCE
 
-from kvcap.evals.bench import Options, clients, load, options_for
+from kvcap.evals.bench import BenchmarkOptions, clients, load, options_for
 from kvcap.evals.bench.clients import Clients
-from kvcap.evals.peers.http_servers import Server, endless, pieces, running
+from kvcap.evals.peers.http_servers import PeerServer, endless, pieces, running
 from kvcap.evals.random_models import directory
 from kvcap.runtime.errors import PeerFailed
 
@@ -22,14 +22,14 @@ SAYS = "import sys, time; print('at http://127.0.0.1:1/', file=sys.stderr, flush
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> Options:
+def options(tmp_path: Path) -> BenchmarkOptions:
     toy = {"model": "random-tiny", "lengths": (48,), "budgets": (16,), "block_size": 16,
            "steps": 4, "repeats": 1, "clients": 3, "files": tmp_path}  # fmt: skip
     return options_for("clients", toy)
 
 
 @pytest.mark.slow
-def test_all_answer_together_and_one_alone(options: Options) -> None:
+def test_all_answer_together_and_one_alone(options: BenchmarkOptions) -> None:
     (row,) = load("clients")(replace(options, vs=())).rows
     assert (row["server"], row["clients"], row["n"], row["why"]) == ("kvcap", 3, 48, "")
     assert row["gain"] == row["tok_s"] / row["alone_tok_s"] > 0
@@ -42,14 +42,16 @@ def test_all_answer_together_and_one_alone(options: Options) -> None:
     not all(map(find_spec, ("fastapi", "openai", "accelerate"))),
     reason="pip install transformers[serving]",
 )
-def test_the_peer_answers_the_same_prompts(options: Options) -> None:
+def test_the_peer_answers_the_same_prompts(options: BenchmarkOptions) -> None:
     mine, peer = load("clients")(options).rows
     assert (peer["server"], peer["clients"], peer["why"]) == ("transformers", 3, "")
     assert peer["ratio"] == mine["tok_s"] / peer["tok_s"]
 
 
 @pytest.mark.slow
-def test_a_peer_that_fails_has_a_row_that_says_why(options: Options, tmp_path: Path) -> None:
+def test_a_peer_that_fails_has_a_row_that_says_why(
+    options: BenchmarkOptions, tmp_path: Path
+) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such package >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -59,12 +61,14 @@ def test_a_peer_that_fails_has_a_row_that_says_why(options: Options, tmp_path: P
 
 
 @pytest.mark.parametrize("more", [{"model": "pocket"}, {"vs": ("llama.cpp",)}])
-def test_what_cannot_be_measured_is_refused(options: Options, more: dict[str, object]) -> None:
+def test_what_cannot_be_measured_is_refused(
+    options: BenchmarkOptions, more: dict[str, object]
+) -> None:
     with pytest.raises(ValueError, match=r"random-tiny|transformers alone"):
         load("clients")(replace(options, **more))  # type: ignore[arg-type]
 
 
-def asked_in_vain(server: Server) -> None:
+def asked_in_vain(server: PeerServer) -> None:
     assert server.port == 1
     server.process.wait()
     raise PeerFailed("a stream ended before its end")

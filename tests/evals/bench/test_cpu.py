@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvcap import cli
-from kvcap.evals.bench import Options, Result, cpu, options_for
+from kvcap.evals.bench import BenchmarkOptions, Result, cpu, options_for
 from kvcap.evals.peers import serve, write_gguf
 from kvcap.evals.peers.process import Process, cores
 from kvcap.runtime.errors import ExtraMissing, KvcapError, PeerFailed
@@ -125,7 +125,7 @@ def test_a_turn_does_what_it_is_asked_for() -> None:
 
 def test_peers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no peer is called 'ollama'; known: llama.cpp, "):
-        cpu.run(Options(vs=("ollama",)))
+        cpu.run(BenchmarkOptions(vs=("ollama",)))
     with pytest.raises(PeerFailed, match=r"kvpress cannot be run by '/nowhere/python': No such"):
         Process("kvpress", "/nowhere/python", SETTINGS)
     silent = tmp_path / "python"
@@ -140,21 +140,23 @@ def test_peers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_weights_and_models_that_cannot_be_run(tmp_path: Path) -> None:
-    options = Options(model="random-tiny", files=tmp_path, backend="pytorch", weights=("int3",))
+    options = BenchmarkOptions(
+        model="random-tiny", files=tmp_path, backend="pytorch", weights=("int3",)
+    )
     with pytest.raises(ValueError, match="PyTorch runs no weights called 'int3': bf16"):
         cpu.run(options)
     with pytest.raises(ValueError, match="no backend is called 'tvm'"):
-        cpu.run(Options(backend="tvm"))
+        cpu.run(BenchmarkOptions(backend="tvm"))
     with pytest.raises(KvcapError, match="no model is called 'random-7b'"):
-        cpu.run(Options(model="random-7b"))
+        cpu.run(BenchmarkOptions(model="random-7b"))
 
 
 def test_the_options_are_those_of_llama_bench(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Options] = []
+    asked: list[BenchmarkOptions] = []
 
-    def run(options: Options) -> Result:
+    def run(options: BenchmarkOptions) -> Result:
         asked.append(options)
         return Result("cpu", ("work",), [{"work": "decode", "versions": {"a": "1"}}], {})
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcap.evals.bench import Options, Result, options_for, slots
+from kvcap.evals.bench import BenchmarkOptions, Result, options_for, slots
 from kvcap.runtime.cache.slot_format import SlotFormat
 
 SIZES: dict[str, Any] = {
@@ -39,7 +39,7 @@ def checked(result: Result) -> dict[tuple[str, str, str], dict[str, Any]]:
 
 
 def test_every_type_of_slots_in_pytorch() -> None:
-    rows = checked(slots.run(Options(**SIZES)))
+    rows = checked(slots.run(BenchmarkOptions(**SIZES)))
     kinds = ("int8", "int8-int4", "int4")
     fewer = [(kind, "compact", equal) for kind in kinds for equal in ("slots", "bytes")]
     assert list(rows) == [("bfloat16", "compact", "slots"), *fewer]
@@ -52,7 +52,7 @@ def test_every_type_of_slots_in_pytorch() -> None:
 def test_a_model_of_a_directory_and_a_policy(tmp_path: Path) -> None:
     folder = slots.directory("random-tiny", tmp_path)
     given = {**SIZES, "model": folder, "policies": ("streaming_llm",), "repeats": 1, "steps": 1}
-    (first, *_) = slots.run(Options(**given)).rows
+    (first, *_) = slots.run(BenchmarkOptions(**given)).rows
     assert (first["model"], first["policy"]) == (folder, "streaming_llm")
     assert first["kv_dtype"] == "bfloat16"  # as its files have it
 
@@ -62,7 +62,7 @@ def test_exports_of_compact_and_true_positions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = {**SIZES, "files": tmp_path, "backend": "onnxruntime", "weights": ("int8",)}
-    rows = checked(slots.run(Options(**given)))
+    rows = checked(slots.run(BenchmarkOptions(**given)))
     fewer = [("int8", kept, equal) for kept in ("compact", "true") for equal in ("slots", "bytes")]
     assert list(rows) == [("float32", "compact", "slots"), *fewer]
     assert {row["steps"] for row in rows.values()} == {16}  # as many as are evicted at once
@@ -88,7 +88,7 @@ def test_every_cache_has_a_turn_before_the_next_turn(monkeypatch: pytest.MonkeyP
 
     both = [toy("floats", [1, 2, 16]), toy("int8", [2, 8, 16])]
     monkeypatch.setattr(slots, "_in_pytorch", lambda options, device: [both])
-    floats, int8 = slots.run(Options(repeats=3, steps=4)).rows
+    floats, int8 = slots.run(BenchmarkOptions(repeats=3, steps=4)).rows
     assert log == ["floats", "int8"] * 3
     assert (floats["token_ratio"], int8["token_ratio"], int8["prefill_ratio"]) == (1, 2, 0.5)
 
@@ -115,4 +115,4 @@ def test_filled_slots_are_all_in_use() -> None:
 )
 def test_what_cannot_be_measured_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        slots.run(Options(**{**SIZES, **given}))
+        slots.run(BenchmarkOptions(**{**SIZES, **given}))

@@ -8,7 +8,7 @@ import pytest
 from tools import operations  # noqa: F401
 
 from kvcap.cli import run
-from kvcap.evals.bench import Options, load, weights
+from kvcap.evals.bench import BenchmarkOptions, load, weights
 from kvcap.export.decoder import write
 from kvcap.runtime.cli import kept_exports
 
@@ -49,7 +49,7 @@ def test_fewer_bits_predict_less_alike(monkeypatch, tmp_path, exports_here):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(weights, "SENTENCES", 400)
     monkeypatch.setattr(weights, "TEXTS", 3)
-    rows = load("weights")(Options(lengths=(64,), budgets=(64,), repeats=1)).rows
+    rows = load("weights")(BenchmarkOptions(lengths=(64,), budgets=(64,), repeats=1)).rows
     by = {row["weights"]: row for row in rows}
     four = ["int4 symmetric", "int4 asymmetric"]
     better = [f"{name}, calibrated" for name in four]

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 import kvcap
 from kvcap import cli, pocket
-from kvcap.evals.quality.agreement import Row, compare, measure, table
+from kvcap.evals.quality.agreement import SettingAgreement, compare, measure, table
 from kvcap.evals.quality.scores import bootstrap
 from kvcap.evals.quality.sweep import Sweep
 from kvcap.pocket.corpus import facts, filler
@@ -54,7 +54,7 @@ def sweep(folder: Path) -> Sweep:
     )
 
 
-def only(found: Any, policy: str, positions: str = "true") -> Row:
+def only(found: Any, policy: str, positions: str = "true") -> SettingAgreement:
     (row,) = (
         row
         for row in found.rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcap.evals.quality.recommend import Choice, Row, choose, command, near_best
+from kvcap.evals.quality.recommend import PolicyFigures, Recommendation, choose, command, near_best
 
 PIECES = (2.0, 2.3, 1.9, 2.2, 2.1)  # losses under the best flow
 
@@ -17,9 +17,9 @@ def row(
     facts: int = 4,
     recalled: int | None = None,
     ms: float | None = 1.0,
-) -> Row:
+) -> PolicyFigures:
     """A policy whose losses are `more` nats above the best, with so many of 8 facts."""
-    return Row(
+    return PolicyFigures(
         policy,
         None if policy == "full" else 64,
         1000,
@@ -35,7 +35,9 @@ def _found(count: int) -> tuple[float, ...]:
     return tuple(float(i < count) for i in range(8))
 
 
-def beside(*candidates: Row, floor: float = 0.3, full: int = 8) -> Sequence[Row]:
+def beside(
+    *candidates: PolicyFigures, floor: float = 0.3, full: int = 8
+) -> Sequence[PolicyFigures]:
     """Candidates, with random eviction and the uncapped model."""
     return [*candidates, row("random", floor, facts=8), row("full", -0.1, full, ms=None)]
 
@@ -82,17 +84,17 @@ def test_a_policy_with_more_facts_but_less_flow_is_said_and_not_chosen() -> None
 
 
 def test_flow_that_the_pieces_do_not_tell_apart_is_equal() -> None:
-    noisy = Row("noisy", 64, 1000, (1.8, 2.6, 1.8, 2.5, 2.2), _found(8), (), 1.0, 2.0)
+    noisy = PolicyFigures("noisy", 64, 1000, (1.8, 2.6, 1.8, 2.5, 2.2), _found(8), (), 1.0, 2.0)
     assert noisy.perplexity > row("a").perplexity
     assert choose(beside(row("a"), noisy, floor=0.5)).policy == "noisy"
 
 
 def test_speed_does_not_outweigh_flow_that_few_pieces_cannot_tell_apart() -> None:
     """Prefer flow to speed in figures of a real model, whose fastest was no better than random."""
-    best = Row("best", 64, 1000, (2.2, 2.2), _found(8), (), 8.6, 2.0)
-    fast = Row("fast", 64, 1000, (2.19, 2.34), _found(8), (), 2.5, 2.0)
-    floor = Row("random", 64, 1000, (2.26, 2.26), (), (), 2.5, 2.0)
-    found = choose([best, fast, floor, Row("full", None, None, (2.1, 2.1), _found(8))])
+    best = PolicyFigures("best", 64, 1000, (2.2, 2.2), _found(8), (), 8.6, 2.0)
+    fast = PolicyFigures("fast", 64, 1000, (2.19, 2.34), _found(8), (), 2.5, 2.0)
+    floor = PolicyFigures("random", 64, 1000, (2.26, 2.26), (), (), 2.5, 2.0)
+    found = choose([best, fast, floor, PolicyFigures("full", None, None, (2.1, 2.1), _found(8))])
     assert found.near == ("best", "fast")
     assert found.policy == "best"
 
@@ -127,8 +129,8 @@ def test_a_model_that_finds_nothing_uncapped_is_said() -> None:
 
 
 def test_the_command_of_a_base_model_reads_the_text() -> None:
-    chosen = Choice("lagkv", True, ("lagkv",), ())
-    off = Choice("lagkv", False, ("lagkv",), ())
+    chosen = Recommendation("lagkv", True, ("lagkv",), ())
+    off = Recommendation("lagkv", False, ("lagkv",), ())
     given = {"--kv-budget-tokens": 64, "--dtype": "float32"}
     options = ["--policy", "lagkv", "--kv-budget-tokens", "64", "--dtype", "float32", "--recall"]
     chat = ["kvcap", "chat", "dir"]

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from kvcap import cli, pocket
 from kvcap.evals.quality import recommend, tune
-from kvcap.evals.quality.tune import Request
+from kvcap.evals.quality.tune import TuningRequest
 from kvcap.pocket.corpus import filler
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
@@ -61,12 +61,14 @@ def asked(model: str, file: str, *more: str) -> list[str]:
     return ["tune", model, "-f", file, *small, "--policies", "snapkv,streaming_llm", *more]
 
 
-def request(model: str, **changes: Any) -> Request:
+def request(model: str, **changes: Any) -> TuningRequest:
     sizes = Sizes(kv_budget_tokens=48, block_size=16)
-    return Request(**{"model": model, "text": TEXT, "sizes": sizes, "device": "cpu", **changes})
+    return TuningRequest(
+        **{"model": model, "text": TEXT, "sizes": sizes, "device": "cpu", **changes}
+    )
 
 
-def sides(given: Request, notes: list[str] | None = None) -> list[Any]:
+def sides(given: TuningRequest, notes: list[str] | None = None) -> list[Any]:
     where = resolve(given.model)
     return tune._sides(
         given, where, load_config(where), [].append if notes is None else notes.append

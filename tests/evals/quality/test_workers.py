@@ -17,7 +17,7 @@ import pytest
 from tools import PATIENCE
 from worker_jobs import Chores
 
-from kvcap.evals.quality.workers import Engine, Failed, Here, spread
+from kvcap.evals.quality.workers import Failed, Here, WorkerEngine, spread
 from kvcap.evals.quality.workers.crew import Crew
 from kvcap.evals.quality.workers.processes import Processes
 from kvcap.runtime.cluster import Share
@@ -31,7 +31,7 @@ def chores(tmp_path: Path) -> Chores:
     return Chores(tmp_path)
 
 
-def done(engine: Engine, words: list[str]) -> tuple[dict[str, Any], list[str]]:
+def done(engine: WorkerEngine, words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The result of every word, and the notes."""
     notes: list[str] = []
     results = list(spread(engine, words, lambda word: word, notes.append))

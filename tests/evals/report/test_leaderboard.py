@@ -15,7 +15,7 @@ import pytest
 from kvcap import cli
 from kvcap.evals.quality.cells import Cell, Setting, add_cell
 from kvcap.evals.quality.plots.leaderboard import drawn_rows, figure
-from kvcap.evals.quality.ranking import Row, tables
+from kvcap.evals.quality.ranking import RankedPolicy, tables
 from kvcap.evals.quality.scores import UNITS, cell_score, interval
 from kvcap.evals.quality.sweep import Sweep
 from kvcap.evals.report.leaderboard import CLOSE, OPEN, commands, sections, write
@@ -172,7 +172,7 @@ def test_perplexities_far_apart_have_a_logarithmic_axis(right: int, scale: str) 
 
 def test_lines_that_every_reader_asks_for_are_drawn_beside_the_best() -> None:
     ranked = [*"abcdefgh", "streaming_llm", "i", "keydiff"]
-    assert drawn_rows([Row(name, (), None, True) for name in ranked]) == [
+    assert drawn_rows([RankedPolicy(name, (), None, True) for name in ranked]) == [
         *"abcde", "streaming_llm", "keydiff"
     ]  # fmt: skip
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvcap.evals.bench import Options, load
+from kvcap.evals.bench import BenchmarkOptions, load
 from kvcap.evals.bench.turns import Broken, Walk, check, interrupt_after
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
-SMALL = Options(lengths=(3000,), budgets=(64,), block_size=32, steps=40)
+SMALL = BenchmarkOptions(lengths=(3000,), budgets=(64,), block_size=32, steps=40)
 
 
 def test_a_long_text_takes_the_bytes_of_a_short_one() -> None:
