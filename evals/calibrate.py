@@ -72,7 +72,7 @@ class Calibration:
     scores: list[list[float]]  # [L][H] of the capped layers
 
     def as_dict(self) -> dict[str, Any]:
-        """What the file holds."""
+        """Return what the file holds."""
         return {
             "model": self.model,
             "kind": "heads",
@@ -82,7 +82,7 @@ class Calibration:
         }
 
     def strongest(self, count: int) -> list[tuple[float, int, int]]:
-        """The heads of the highest scores: score, layer, head."""
+        """Return the heads of the highest scores: score, layer, head."""
         heads = [(x, i, h) for i, row in enumerate(self.scores) for h, x in enumerate(row)]
         return sorted(heads, key=lambda head: (-head[0], *head[1:]))[:count]
 

@@ -33,7 +33,7 @@ class Probe(Policy):
 
     @property
     def queries_observed(self) -> None:
-        """Every query of the block."""
+        """Ask for every query of the block."""
         return
 
     def update(self, obs: Observation) -> dict[str, Tensor]:
@@ -45,18 +45,18 @@ class Probe(Policy):
         return {"probe": obs.state["probe"]}
 
     def score(self, obs: Observation) -> Tensor:
-        """Not called, as nothing is evicted."""
+        """Refuse to score, as nothing is evicted."""
         raise NotImplementedError
 
 
 class PlainProbe(Probe):
-    """The same without output projections, which quantised and adapted models do not show."""
+    """A probe that reads no output projections, which quantised and adapted models do not show."""
 
     observes: ClassVar = Probe.observes - {"output_projection"}
 
 
 def capture(model: Any, ids: Tensor, projections: bool = True) -> list[Observation]:
-    """What each capped layer sees of `ids` [B, n], read in one block: n keys, values and queries.
+    """Read `ids` [B, n] in one block; return the n keys, values and queries of each capped layer.
 
     Raises:
         UnsupportedModel: `projections` are asked for, and weights are quantised or adapted.
@@ -68,7 +68,7 @@ def capture(model: Any, ids: Tensor, projections: bool = True) -> list[Observati
 
 
 def pocket_layers(texts: int, tokens: int) -> Iterator[list[Observation]]:
-    """The layers of pocket in float32, for one filler text of `tokens` tokens after another."""
+    """Yield pocket's layers in float32, for one filler text of `tokens` tokens after another."""
     runtime = Runtime.from_pretrained(dtype="float32", device="cpu")
     for seed in range(texts):
         sentences = filler(Random(f"captured/{seed}"))
@@ -80,7 +80,7 @@ def pocket_layers(texts: int, tokens: int) -> Iterator[list[Observation]]:
 def until(
     whole: Observation, tokens: int, window: int | None, budget: int | None = None
 ) -> Observation:
-    """What a policy would have seen after the first `tokens` tokens, read in one block.
+    """Return what a policy would have seen after the first `tokens` tokens, read in one block.
 
     Args:
         whole: as captured.
@@ -104,7 +104,7 @@ def until(
 
 
 def on_cpu(obs: Observation) -> Observation:
-    """The same on the CPU, without what a policy keeps."""
+    """Copy an observation to the CPU, without what a policy keeps."""
     names = ("keys", "values", "positions", "queries", "sinks", "output_projection")
     moved = {name: x.cpu() for name in names if (x := getattr(obs, name)) is not None}
     return replace(obs, **moved, state={})
@@ -113,7 +113,7 @@ def on_cpu(obs: Observation) -> Observation:
 def windows(
     whole: Observation, tokens: int, window: int | None, chunk: int = 128
 ) -> Iterator[Observation]:
-    """What the last `window` queries of the first `tokens` tokens see, `chunk` queries at a time.
+    """Yield what the last `window` queries of `tokens` tokens see, `chunk` queries at a time.
 
     So that no attention matrix is larger than `[B, H, chunk, tokens]`. Each piece has the slots
     that its queries may see, and no more.

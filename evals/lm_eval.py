@@ -151,7 +151,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         self._cut = False  # a warning was given
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes to its results beside the arguments: the cap as it was in force."""
+        """Return the cap as it was in force, which lm-eval writes beside its arguments."""
         plan, eviction = self.runtime.plan, self.runtime.eviction
         options = {name: getattr(eviction, name) for name in PINS}
         for part in eviction.components:
@@ -177,13 +177,13 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int | None:
-        """The token that ends a text."""
+        """Return the token that ends a text."""
         token: int | None = self.tokenizer.eos_token_id
         return token
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that a text without a context follows.
+        """Return the token that a text without a context follows.
 
         Raises:
             ValueError: the tokenizer has none, and none was given.
@@ -196,13 +196,13 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval tells prompts by that it keeps."""
+        """Return the name by which lm-eval recognises prompts that it keeps."""
         return self._name.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Token ids of a text, with the opening token that the tokenizer sets, but not twice."""
+        """Return a text's token ids, with the tokenizer's opening token, but not twice."""
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         opening = self.tokenizer.bos_token
         if add_special_tokens is None and opening and string.startswith(opening):
@@ -214,7 +214,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     def apply_chat_template(
         self, chat_history: Sequence[Message], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as the model's template writes it.
+        """Return the conversation as the model's template writes it.
 
         Args:
             chat_history: its messages.
@@ -322,7 +322,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of whole texts, in windows of `max_length` as lm-eval cuts them."""
+        """Return whole texts' log-probabilities, in windows of `max_length` as lm-eval cuts."""
         from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
         windows: list[Pair] = []
@@ -348,7 +348,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     # Answers
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """An answer to each prompt, up to the first of the texts that end it.
+        """Answer each prompt, up to the first of the texts that end it.
 
         Raises:
             ValueError, UnsupportedModel: a setting of generation that cannot be had, by name.

@@ -21,14 +21,14 @@ WARM_UP_BLOCKS, MEASURED_BLOCKS = 4, 12
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    """Seconds that one call takes."""
+    """Return the seconds that one call takes."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """The 20th, 50th and 80th percentile."""
+    """Return the 20th, 50th and 80th percentile."""
     quantiles = torch.tensor(values, dtype=torch.float64).quantile(
         torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
     )
@@ -36,7 +36,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def quoted(times: Mapping[str, float], unit: str, prefix: str = "") -> dict[str, float]:
-    """Percentiles as the columns of a row that has more than one series of times.
+    """Return percentiles as the columns of a row that has more than one series of times.
 
     Args:
         times: what `percentiles` gives.
@@ -53,7 +53,7 @@ def quoted(times: Mapping[str, float], unit: str, prefix: str = "") -> dict[str,
 def eviction_ms(
     model: Any, cache: BudgetCache, ids: torch.Tensor, blocks: int = MEASURED_BLOCKS
 ) -> list[float]:
-    """Milliseconds that eviction takes in each of `blocks` blocks, all layers together.
+    """Return the milliseconds that eviction takes in each of `blocks` blocks, all layers together.
 
     That is everything a layer does after its attention: its window, state, scores, selection and
     compaction. The cache is full by then, so that every block evicts as many tokens as it brings.
@@ -109,7 +109,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def random_llama(options: BenchmarkOptions, attention: str) -> Any:
-    """A Llama of random float32 weights; equal options give equal weights."""
+    """Make a Llama of random float32 weights; equal options give equal weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         num_hidden_layers=options.layers,
@@ -151,7 +151,7 @@ class Plain:
 
 
 def decode_ms(read: Callable[[torch.Tensor], Any], steps: int, chunk: int = 1) -> list[float]:
-    """Milliseconds per token, averaged over chunks of `chunk` tokens, after one to warm up."""
+    """Return milliseconds per token, averaged over chunks of `chunk` tokens, after one warm-up."""
     token = torch.zeros(1, 1, dtype=torch.long)
     read(token)
 
@@ -163,6 +163,6 @@ def decode_ms(read: Callable[[torch.Tensor], Any], steps: int, chunk: int = 1) -
 
 
 def budget_cache(model: Any, options: BenchmarkOptions, budget: int, **more: Any) -> BudgetCache:
-    """An allocated cache for one sequence."""
+    """Allocate a cache for one sequence."""
     cache = BudgetCache(model.config, budget, options.block_size, **more)
     return cache.allocate(1, model.dtype, model.device)

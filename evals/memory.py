@@ -152,7 +152,7 @@ def _measure(model: Any, policy: str, budget: int, length: int, block: int) -> M
 def regressions(
     now: Baseline, before: Baseline, tolerance: float = TOLERANCE
 ) -> tuple[list[str], str]:
-    """What grew, a line for each, and why peaks were not compared (or nothing).
+    """Return a line for each figure that grew, and why peaks were not compared (or '').
 
     Raises:
         BaselineUnusable: it lacks a cell, or is of other settings.
@@ -195,7 +195,7 @@ def _grown(cell: MeasuredCell, was: MeasuredCell, tolerance: float | None) -> li
 
 
 def table(cells: Sequence[MeasuredCell], before: Baseline | None = None) -> str:
-    """The figures as Markdown; with a baseline, its peaks too."""
+    """Return the figures as Markdown; with a baseline, its peaks too."""
     known = {cell.key: cell for cell in before.cells} if before else {}
     header = ["policy", "slots", "tokens", "KV bytes", "planned", "peak", "peak before"]
     rows = [

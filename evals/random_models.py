@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def directory(name: str, files: Path) -> str:
-    """The directory of a model; one of random weights is written below `files`, once.
+    """Return the directory of a model; one of random weights is written below `files`, once.
 
     Raises:
         ValueError: no directory, and no name of `SHAPES`.
@@ -48,7 +48,7 @@ def directory(name: str, files: Path) -> str:
 
 
 def random_model(name: str, device: str) -> Any:
-    """A Llama in a shape of `SHAPES`, of random bfloat16 weights; its embeddings are tied."""
+    """Make a Llama in a shape of `SHAPES`, of random bfloat16 weights; its embeddings are tied."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

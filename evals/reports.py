@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: torch.device | str) -> str:
-    """The device's kind and product name, and for a CPU the threads in use."""
+    """Return the device's kind and product name, and for a CPU the threads in use."""
     device = torch.device(device)
     if device.type == "cuda":
         return f"cuda, {torch.cuda.get_device_name(device)}"
@@ -43,7 +43,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
 
 
 def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table, columns aligned for reading as plain text."""
+    """Return a Markdown table, columns aligned for reading as plain text."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])

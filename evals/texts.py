@@ -59,7 +59,7 @@ class Text:
     def of(
         cls, runtime: Runtime, name: str, text: str, tokens: int, positions: Positions | None = None
     ) -> Text:
-        """The first `tokens` tokens of a text, but no more than the model was trained on.
+        """Read the first `tokens` tokens of a text, but no more than the model was trained on.
 
         Raises:
             ValueError: it has fewer than `LEAST`.
@@ -82,12 +82,12 @@ class Text:
 
     @cached_property
     def layers(self) -> list[Observation]:
-        """All keys, values and queries of every capped layer, with nothing evicted."""
+        """Return all keys, values and queries of every capped layer, with nothing evicted."""
         return capture(self.model, self.ids, self.projections)
 
     @cached_property
     def numbers(self) -> list[int]:
-        """The model's numbers of these layers."""
+        """Return the model's numbers of these layers."""
         cache = BudgetCache(self.model.config, len(self), len(self), "full")
         return list(cache.layout.shape.capped)
 
@@ -99,7 +99,7 @@ class Text:
         options: Mapping[str, Any] | None = None,
         tokens: int | None = None,
     ) -> list[Tensor]:
-        """Which tokens a cache holds in the end, by layer; bool [K, n] each.
+        """Return which tokens a cache holds in the end, by layer; bool [K, n] each.
 
         Args:
             policy: a name, or a combination.
@@ -150,7 +150,7 @@ class Text:
 
 
 def pieces(tokenizer: Any, text: str) -> list[str]:
-    """The text of each token, spaces included; put together they are the text.
+    """Return the text of each token, spaces included; put together they are the text.
 
     Of a character that takes several tokens the first has it, and the others have none.
     """
@@ -165,7 +165,7 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
 def generated(
     runtime: Runtime, kind: Kind, seed: int, tokens: int, positions: Positions | None = None
 ) -> Text:
-    """A text of pocket's corpus of at least `tokens` tokens, of which so many are read."""
+    """Make a text of pocket's corpus of at least `tokens` tokens, of which so many are read."""
     rng, tokens = Random(f"analyze/{kind}/{seed}"), min(tokens, runtime.trained_length)
     sentences, text = filler(rng), ""
     while len(runtime.tokenizer(text, add_special_tokens=False)["input_ids"]) < tokens:
@@ -186,7 +186,7 @@ def texts(
     seed: int,
     positions: Positions | None,
 ) -> list[Callable[[], Text]]:
-    """What makes each text: of files, by name, or `count` generated ones where there are none."""
+    """Return functions that make each text: of files, or `count` generated ones without files."""
     if files:
         return [
             partial(Text.of, runtime, name, text, tokens, positions) for name, text in files.items()

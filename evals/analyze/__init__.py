@@ -47,7 +47,7 @@ class AnalysisOptions:
 
 
 class Analysis(Protocol):
-    """What an analysis's file defines."""
+    """A module that defines an analysis: one file of this folder."""
 
     TITLE: str
     PAPER: str
@@ -69,13 +69,13 @@ class Analysis(Protocol):
         """
 
     def measure(self, text: Text, options: AnalysisOptions) -> Any:
-        """What one text shows."""
+        """Measure one text; return figures that `gather` understands."""
 
     def gather(self, found: Sequence[Any], options: AnalysisOptions) -> dict[str, Any]:
-        """The figures of all texts, of lists and numbers alone; None where one is undefined."""
+        """Join the figures of all texts as lists and numbers; None where one is undefined."""
 
     def explain(self, figures: dict[str, Any]) -> str:
-        """Two sentences: how to read the picture, and what it says here."""
+        """Explain the picture in two sentences: how to read it, and what it says here."""
 
     def draw(self, figures: dict[str, Any], figure: Figure) -> None:
         """Draw into an empty figure."""
@@ -83,7 +83,7 @@ class Analysis(Protocol):
 
 @cache
 def analyses() -> dict[str, Analysis]:
-    """Every analysis by name."""
+    """Import every analysis; return them by name."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return {n: cast(Analysis, importlib.import_module(f"{__name__}.{n}")) for n in names}
 

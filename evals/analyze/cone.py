@@ -41,7 +41,7 @@ CONES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)  # Table 14's
 
 
 def check(options: AnalysisOptions) -> None:
-    """Nothing to refuse."""
+    """Accept all options: this analysis has none to refuse."""
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 
 
 def candidates(seen: Any) -> Tensor:
-    """The attention [H, n'] of the tokens that may be evicted, as `bench.proxy` draws them."""
+    """Return the attention [H, n'] of tokens that may be evicted, as `bench.proxy` draws them."""
     last = seen.positions.shape[-1] - proxy.SPARED
     p = seen.attention[0, :, :, 0, :last].flatten(0, 1)  # [H, n]
     least: Tensor = p.topk(last - int(proxy.NEEDED * last), largest=False).values
@@ -133,7 +133,7 @@ def quantiles(values: Tensor) -> dict[str, float | None]:
 
 
 def explain(figures: dict[str, Any]) -> str:
-    """Two sentences."""
+    """Explain the picture in two sentences: how to read it, and what it says."""
     held, median = figures["cone_above"]["0.0"], figures["cone"]["p50"]
     random = figures["ratio"][0]["dropkv"]
     said = (

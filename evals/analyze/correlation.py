@@ -32,7 +32,7 @@ WINDOW = 32  # queries
 
 
 def check(options: AnalysisOptions) -> None:
-    """Nothing to refuse."""
+    """Accept all options: this analysis has none to refuse."""
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def received(whole: Observation, window: int | None) -> Tensor:
-    """The attention that each token gets from the last `window` queries, [K, n]."""
+    """Return the attention that each token gets from the last `window` queries, [K, n]."""
     total = torch.zeros(whole.keys.shape[1:3], device=whole.keys.device)
     for part in windows(whole, whole.keys.shape[2], window):
         total[:, : part.keys.shape[2]] += part.attention.sum((2, 3))[0]
@@ -91,7 +91,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 
 
 def explain(figures: dict[str, Any]) -> str:
-    """Two sentences."""
+    """Explain the picture in two sentences: how to read it, and what it says."""
     mean = figures["window"]["over_layers"]
     said = "is undefined" if mean is None else f"is {mean:.2f}"
     return (

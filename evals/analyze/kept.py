@@ -25,7 +25,7 @@ TEXTS = 1
 
 
 def check(options: AnalysisOptions) -> None:
-    """Nothing to refuse."""
+    """Accept all options: this analysis has none to refuse."""
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
@@ -46,12 +46,12 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """What the one text showed."""
+    """Return what the one text showed."""
     return found[0]
 
 
 def explain(figures: dict[str, Any]) -> str:
-    """Two sentences."""
+    """Explain the picture in two sentences: how to read it, and what it says."""
     tokens, places = len(figures["pieces"]), len(figures["layers"]) * figures["kv_heads"]
     said = []
     for run in figures["runs"]:

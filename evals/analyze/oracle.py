@@ -36,7 +36,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # queries of the window, and all
 
 
 def check(options: AnalysisOptions) -> None:
-    """Nothing to refuse."""
+    """Accept all options: this analysis has none to refuse."""
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def growing(whole: Observation, tokens: int, sizes: Sequence[int]) -> Iterator[Tensor]:
-    """Every score over growing windows of the last queries, and over all. [scores, B, K, tokens].
+    """Yield every score [scores, B, K, tokens] over growing windows of last queries, and over all.
 
     Args:
         whole: as captured.
@@ -74,7 +74,7 @@ def growing(whole: Observation, tokens: int, sizes: Sequence[int]) -> Iterator[T
 
 
 def with_recents(score: Tensor, count: int) -> Tensor:
-    """The same with the newest `count` tokens before all others. [B, K, n]."""
+    """Put the newest `count` tokens of a score [B, K, n] before all others."""
     score = score.clone()
     score[..., score.shape[-1] - count :] = torch.inf
     return score
@@ -93,7 +93,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 
 
 def explain(figures: dict[str, Any]) -> str:
-    """Two sentences."""
+    """Explain the picture in two sentences: how to read it, and what it says."""
     best = [max(row[j] for row in figures["recall"]) for j in range(len(SCORES))]
     said = ", ".join(f"{name} {x:.2f}" for name, x in zip(SCORES, best, strict=True))
     return (

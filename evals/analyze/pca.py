@@ -31,7 +31,7 @@ KEPT, EVICTED = "#0b62a4", "#e8a33d"
 
 
 def check(options: AnalysisOptions) -> None:
-    """Nothing to refuse; a layer or head that is not there is refused by the text."""
+    """Accept all options; a layer or head that is not there is refused by the text."""
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def place(text: Text, options: AnalysisOptions) -> tuple[int, int]:
-    """The index of the layer asked for among the captured, and the KV head.
+    """Return the index of the layer asked for among the captured, and the KV head.
 
     Raises:
         ValueError: there is no such layer or head, or no policy caps that layer.
@@ -87,18 +87,18 @@ def project(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spread(keys: Tensor, kept: Tensor) -> float:
-    """How varied the kept keys are beside all of them; NaN where all keys are equal."""
+    """Return the variance of the kept keys over that of all; NaN where all keys are equal."""
     variances = [x.var(0, correction=0).sum() for x in (keys[kept], keys)]
     return float(variances[0] / variances[1])
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """What the one text showed."""
+    """Return what the one text showed."""
     return found[0]
 
 
 def explain(figures: dict[str, Any]) -> str:
-    """Two sentences."""
+    """Explain the picture in two sentences: how to read it, and what it says."""
     said = ", ".join(
         f"{policy} {'undefined' if x is None else f'{x:.2f}'}"
         for policy, x in figures["spread"].items()

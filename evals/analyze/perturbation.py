@@ -75,7 +75,7 @@ def moves(after: Observation, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attention_to(after: Observation, kept: Tensor) -> Tensor:
-    """The last token's attention [K, G, n] to what is `kept` [K, n - 1] and to itself."""
+    """Return the last token's attention [K, G, n] to what is `kept` [K, n - 1] and to itself."""
     own = kept.new_ones(kept.shape[0], 1)  # it sees itself, whatever was evicted
     logits = after.logits[0, :, :, 0]
     gone = ~torch.cat((kept, own), -1)[:, None].to(logits.device)
@@ -115,7 +115,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 
 
 def explain(figures: dict[str, Any]) -> str:
-    """Two sentences."""
+    """Explain the picture in two sentences: how to read it, and what it says."""
     first, second = figures["policies"]
     middle = len(figures["budgets"]) // 2
     shares = [figures[way]["lower"][middle] for way in WAYS]

@@ -42,11 +42,14 @@ EARLIER = 10  # tokens, the most that the remembered query lies before the last 
 
 
 def check(options: AnalysisOptions) -> None:
-    """Nothing to refuse."""
+    """Accept all options: this analysis has none to refuse."""
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Of every layer: similarity [L, distances], recomputed [θ1, L], losses [2, L]; one heatmap."""
+    """Measure every layer, and draw one heatmap.
+
+    Returns similarity [L, distances], recomputed [θ1, L] and losses [2, L].
+    """
     tokens = len(text)
     apart = [d for d in APART if d < tokens // 2]
     layer, head = place(text, options)
@@ -77,7 +80,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def recompute_share(unit: Tensor, theta: float) -> Tensor:
-    """The share of steps after the first that recompute, by query head [H].
+    """Return the share of steps after the first that recompute, by query head [H].
 
     Args:
         unit: queries of unit length [H, steps, D]; the first is remembered at the start.
@@ -154,7 +157,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 
 
 def explain(figures: dict[str, Any]) -> str:
-    """Two sentences."""
+    """Explain the picture in two sentences: how to read it, and what it says."""
     shares = figures["recomputed"][THETAS.index(0.7)]
     mean = sum(shares) / len(shares)
     plain, calibrated = (sum(row) / len(row) for row in figures["loss"])

@@ -30,7 +30,7 @@ TEXTS = None
 
 
 def check(options: AnalysisOptions) -> None:
-    """Nothing to refuse."""
+    """Accept all options: this analysis has none to refuse."""
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def log_volume(keys: Tensor) -> float:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Of each policy all volumes [texts, L, K] in a row, their quantiles, and medians by layer."""
+    """Join each policy's volumes [texts, L, K] in a row, with quantiles, and medians by layer."""
     figures: dict[str, Any] = {
         "layers": found[0]["layers"],
         "budget": options.budgets[0],
@@ -75,7 +75,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 
 
 def explain(figures: dict[str, Any]) -> str:
-    """Two sentences."""
+    """Explain the picture in two sentences: how to read it, and what it says."""
     medians = {name: one["quantiles"][2] for name, one in figures["policies"].items()}
     known = {name: x for name, x in medians.items() if x is not None}
     best = max(known, key=lambda name: known[name]) if known else "none"

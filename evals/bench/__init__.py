@@ -57,12 +57,12 @@ class Result:
     derived: dict[str, Any]
 
     def table(self) -> str:
-        """The rows as a table."""
+        """Return the rows as a table."""
         rows = [[_cell(row[column]) for column in self.columns] for row in self.rows]
         return "\n".join(grid(self.columns, rows))
 
     def csv(self) -> str:
-        """All of the rows, with a header; a cell that is no number or word is JSON."""
+        """Write all rows as CSV with a header; a cell that is no number or word is JSON."""
         text = StringIO()
         writer = csv.DictWriter(text, list(self.rows[0]) if self.rows else self.columns)
         writer.writeheader()
@@ -72,7 +72,7 @@ class Result:
         return text.getvalue().rstrip()
 
     def as_dict(self) -> dict[str, Any]:
-        """The machine-readable line."""
+        """Return the result as one object of JSON."""
         return {
             "bench": self.name,
             **environment("cpu"),
@@ -82,12 +82,12 @@ class Result:
 
 
 def benchmarks() -> list[str]:
-    """Names of all benchmarks."""
+    """Return names of all benchmarks."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load(name: str) -> Callable[[BenchmarkOptions], Result]:
-    """The benchmark of that name.
+    """Import the benchmark of that name; return its `run`.
 
     Raises:
         ValueError: no such benchmark.
@@ -99,7 +99,7 @@ def load(name: str) -> Callable[[BenchmarkOptions], Result]:
 
 
 def options_for(name: str, given: Mapping[str, Any]) -> BenchmarkOptions:
-    """What was `given`, and the defaults of the benchmark of that name."""
+    """Return what was `given`, and for the rest the defaults of the benchmark of that name."""
     return BenchmarkOptions(**{**getattr(_module(name), "DEFAULTS", {}), **given})
 
 

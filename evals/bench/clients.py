@@ -69,7 +69,7 @@ FAILURES = (PeerFailed, OSError, http.client.HTTPException)
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row of kvcap and one of each peer, for every length and budget.
+    """Return a row of kvcap and one of each peer, for every length and budget.
 
     Raises:
         ValueError: a model whose tokens are no words, or a peer that is not known.
@@ -152,7 +152,7 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether all have come."""
+        """Tell whether all have come."""
         return self._open.is_set()
 
 

@@ -40,7 +40,7 @@ WARM_UP = 256  # tokens read before the first turn
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row for every work, weights, count of threads and peer, or one without a peer.
+    """Return a row for every work, weights, count of threads and peer, or one without a peer.
 
     `tok_s` is the median over turns, `p50_ms` and `p90_ms` are of a token (decode) or of the time
     to the first token (prefill); `ratio` is the median of the turns' ratios, `ratio_least` and
@@ -197,7 +197,7 @@ def check_backend(name: str | None) -> None:
 
 
 def exported(model: str, files: Path, settings: Mapping[str, str]) -> Path:
-    """The model's export with these options of `kvcap export decoder`; made in `files`, once.
+    """Make the model's export in `files`, once, with these options of `kvcap export decoder`.
 
     Raises:
         PeerFailed: it cannot be exported.

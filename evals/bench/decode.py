@@ -27,7 +27,7 @@ MODES: tuple[Positions, ...] = ("compact", "true")  # 'auto' is one of them at a
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Milliseconds per token over a full cache; `ratio` is against transformers at equal slots."""
+    """Time a token over a full cache, in ms; `ratio` is against transformers at equal slots."""
     capped, plain = random_llama(options, "kvcap"), random_llama(options, "sdpa")
     rows: list[dict[str, Any]] = []
     for budget in options.budgets:

@@ -26,7 +26,7 @@ COLUMNS = ("tokens", "letters", "same", "ms", "tokenizer_ms", "ratio", "ratio_le
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row per length."""
+    """Return a row per length."""
     tokenizer = load_tokenizer(resolve(options.model))
     rows = [_row(tokenizer, length, 10 * options.repeats) for length in options.lengths]
     derived = {"model": options.model, "cores": len(free_cores())}

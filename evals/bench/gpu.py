@@ -44,7 +44,7 @@ COLUMNS = (
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row for every setting and peer.
+    """Return a row for every setting and peer.
 
     Raises:
         ValueError: there is no CUDA device.
@@ -175,7 +175,7 @@ def _weights(model: Any) -> int:
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
-    """By CUDA events, from an idle device until it is idle again."""
+    """Time work by CUDA events, from an idle device until it is idle again; in milliseconds."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()

@@ -45,7 +45,7 @@ Input = TypeVar("Input")
 
 @dataclass
 class Inputs(Observation):
-    """What is scored, and the sum of its keys [B, K, 1, D] where that is known."""
+    """An observation that is scored, with the sum of its keys [B, K, 1, D] where that is known."""
 
     key_sums: Tensor | None = None
 
@@ -65,7 +65,7 @@ class Work:
     naive: bool = False
 
     def twin(self, obs: Observation) -> Tensor:
-        """By the kernels."""
+        """Score by the kernels."""
         if isinstance(self.policy, H2O):
             return kernels.update(self.policy, obs)["accumulated"]
         sums = obs.key_sums if isinstance(obs, Inputs) else None
@@ -73,7 +73,7 @@ class Work:
         return kernels.score(self.policy, obs, stored)
 
     def eager(self, obs: Observation) -> Tensor:
-        """By the policy itself, from nothing computed before."""
+        """Score by the policy itself, from nothing computed before."""
         obs = replace(obs)
         if isinstance(self.policy, H2O):
             return self.policy.update(obs)["accumulated"]
@@ -93,7 +93,7 @@ WORKS = (
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Milliseconds of every score and its peers, and the share of the read bandwidth it reaches.
+    """Time every score and its peers, in ms, with the share of the read bandwidth it reaches.
 
     Raises:
         ValueError: there is no CUDA device.
@@ -205,7 +205,7 @@ def compiled(score: Callable[[Observation], Tensor], like: Observation) -> Call:
 
 
 def timed(call: Callable[[Input], Any], inputs: list[Input], repeats: int) -> list[float]:
-    """Milliseconds of each call, one right after another."""
+    """Return the milliseconds of each call, one right after another."""
     for obs in inputs[:3]:
         call(obs)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -220,7 +220,7 @@ def timed(call: Callable[[Input], Any], inputs: list[Input], repeats: int) -> li
 
 
 def replayed(call: Callable[[Input], Any], inputs: list[Input], replays: int = 20) -> float:
-    """Milliseconds of a call within a CUDA graph, of so many that its launch counts little; median.
+    """Return the median milliseconds of a call within a CUDA graph, where its launch counts little.
 
     Each of the inputs in turn.
     """
@@ -233,7 +233,7 @@ def replayed(call: Callable[[Input], Any], inputs: list[Input], replays: int = 2
 
 
 def scratch(call: Call, obs: Observation) -> int:
-    """Bytes that one call allocates at its peak, besides what it returns."""
+    """Return the bytes that one call allocates at its peak, besides what it returns."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -243,7 +243,7 @@ def scratch(call: Call, obs: Observation) -> int:
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that a sum over 4 GiB reads."""
+    """Return the bytes a second that a sum over 4 GiB reads."""
     x = torch.randn(2**30, device="cuda")
     obs = Observation(x, x, x, 0, 0)
     return x.nbytes / percentiles(timed(lambda s: s.keys.sum(), [obs], 20))["p50"] * 1e3

@@ -50,7 +50,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def measure(whole: Observation, policy: str, tokens: int, budget: int) -> Tensor:
-    """One layer and the token after `tokens`, by query head [4, H].
+    """Measure one layer and the token after `tokens`, by query head [4, H].
 
     The error of the policy, that with criticalkv, `‖o‖₁`, and the mass of the top `α · budget`.
     """
@@ -68,7 +68,7 @@ def measure(whole: Observation, policy: str, tokens: int, budget: int) -> Tensor
 
 
 def kept(obs: Observation, eviction: Eviction) -> Tensor:
-    """The slots that stay. Bool [1, K, n]."""
+    """Return the slots that stay. Bool [1, K, n]."""
     evicted = eviction.select(obs, obs.positions.shape[-1] - obs.budget)
     return torch.ones_like(obs.positions, dtype=torch.bool).scatter(-1, evicted, False)
 

@@ -39,7 +39,10 @@ COLUMNS = (*WHAT, "ratio", "worst", "attention", "cone", "bound", "holds")
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row per way to draw pools, window and number evicted; `attention` evicts by `A` alone."""
+    """Return a row for each kind of pools, window and number evicted.
+
+    `attention` evicts by `A` alone.
+    """
     rows: list[dict[str, Any]] = []
     tokens = options.lengths[0]
     if tokens < MINIMUM:
@@ -112,15 +115,18 @@ class Pools(NamedTuple):
     attention: Tensor  # mean over the window, [R, m]
 
     def row(self, i: int) -> Pools:
-        """One pool."""
+        """Return one pool."""
         return Pools(*(part[i : i + 1] for part in self))
 
     def heads(self, chosen: Tensor) -> Pools:
-        """Those of some query heads, by index [R']."""
+        """Return the pools of some query heads, by index [R']."""
         return Pools(*(part[chosen] for part in self))
 
     def noticed(self) -> Pools:
-        """Those whose attention is no rounding error: below, costs are 0 in float32, all alike."""
+        """Return the pools whose attention is no rounding error.
+
+        Below, costs are 0 in float32, all alike.
+        """
         seen = self.weights.amin((1, 2)) > LEAST
         return Pools(*(part[seen] for part in self))
 
@@ -173,7 +179,7 @@ def squared_change(pools: Pools, subsets: Tensor) -> Tensor:
 
 
 def optimum(pools: Pools, count: int) -> Tensor:
-    """The least `F²` of all sets of `count` tokens. [R]."""
+    """Return the least `F²` of all sets of `count` tokens. [R]."""
     size = pools.weights.shape[-1]
     sets = torch.from_numpy(
         np.fromiter(combinations(range(size), count), np.dtype((np.int64, count)))

@@ -32,7 +32,7 @@ COLUMNS = ("way", "device", "dtype", "budget", "block", "ms", "ratio", "error")
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Milliseconds of one layer's attention, and the largest difference from 'heads'."""
+    """Time one layer's attention, in ms, with the largest difference from 'heads'."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes = (torch.float32, torch.bfloat16)
     rows: list[dict[str, Any]] = []
@@ -115,7 +115,7 @@ def _uniform(query: Tensor, segments: list[Segment]) -> Tensor:
 
 
 def heads(query: Tensor, segments: list[Segment]) -> Tensor:
-    """One call a head."""
+    """Attend by one call a head."""
     out = torch.empty_like(query)
     for s in segments:
         s.rows_of(out).copy_(attend(s.rows_of(query), s.keys, s.values, SCALING))
@@ -123,7 +123,7 @@ def heads(query: Tensor, segments: list[Segment]) -> Tensor:
 
 
 def padded(query: Tensor, segments: list[Segment]) -> Tensor:
-    """All heads copied to the length of the longest, the rest masked."""
+    """Attend with all heads copied to the length of the longest, and the rest masked."""
     length, longest = query.shape[2], max(s.held for s in segments)
     keys = query.new_zeros(1, KV_HEADS, longest, SIZE)
     values = torch.zeros_like(keys)

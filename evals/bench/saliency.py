@@ -47,7 +47,7 @@ def oracle(whole: Observation, tokens: int) -> Tensor:
 
 
 def scores(obs: Observation) -> dict[str, Tensor]:
-    """Every score's sum over the window and the group, [B, K, n], in the order of `SCORES`."""
+    """Sum every score over the window and the group: [B, K, n], in the order of `SCORES`."""
     found = {"attention": obs.attention}
     for mode in MODES:
         saliency = load_policy("h2o+obcache", mode=mode).saliency

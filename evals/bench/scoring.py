@@ -27,7 +27,7 @@ BLOCKS = 4  # measured, for each of the repeats
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Milliseconds per block, their ratio to keydiff, and what the policy makes the cache hold."""
+    """Time a block of every policy, in ms, with its ratio to keydiff and what the cache holds."""
     model = random_llama(options, "kvcap")
     names = [n for n in spelled_out(options.policies) if load_policy(n).policy.evicts]
     with TemporaryDirectory() as folder:

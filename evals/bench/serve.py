@@ -52,7 +52,7 @@ HOSTILE = (b"{", b"[" * 5000, b"\xff" * 99, b'{"messages": 1}', b'{"messages": [
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """One row of each kind.
+    """Return one row of each kind.
 
     Raises:
         PeerFailed: the server did not start, or ended.
@@ -139,7 +139,7 @@ def _together(one: PeerServer, several: PeerServer, steps: int, repeats: int) ->
 
 @dataclass
 class Count:
-    """What became of the requests of a load."""
+    """Counts of what became of the requests of a load."""
 
     requests: int = 0
     lost: int = 0

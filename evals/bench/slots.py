@@ -98,7 +98,7 @@ class TimedCache:
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row for the floats of every budget, and two for every other type of slots.
+    """Return a row for the floats of every budget, and two for every other type of slots.
 
     Raises:
         ValueError: unknown names, or sizes below 1.
@@ -223,7 +223,7 @@ def _slots_within(nbytes: int, runtime: OrtRuntime) -> int:
 
 
 def process_milliseconds(work: Callable[[], Any]) -> float:
-    """Of the process on its cores, however long it waits for them."""
+    """Return the milliseconds of processor time that work takes, waiting for a core excepted."""
     start = time.process_time()
     work()
     return (time.process_time() - start) * 1e3

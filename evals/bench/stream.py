@@ -26,7 +26,7 @@ SENTENCES = 64  # made into tokens at once
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row at each of `SHARES`; the peak of the process is that of everything, weights too."""
+    """Return a row at each of `SHARES`; the process's peak includes everything, weights too."""
     tokens = options.lengths[-1]
     runtime = Runtime.from_pretrained(
         policy=options.policies[0],

@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row for every length and policy.
+    """Return a row for every length and policy.
 
     Raises:
         ValueError: there is no CUDA device.

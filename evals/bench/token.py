@@ -47,7 +47,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """How the kernel reads slots; `parts` None: as many as the runtime chooses."""
+    """A way in which the kernel reads slots; `parts` None: as many as the runtime chooses."""
 
     block: int
     stages: int
@@ -56,7 +56,7 @@ class Variant:
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row for every batch and variant, the fastest of each batch in `derived`.
+    """Return a row for every batch and variant, the fastest of each batch in `derived`.
 
     Raises:
         ValueError: there is no CUDA device.
@@ -83,7 +83,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def variants(device: str = "cuda") -> list[Variant]:
-    """That of the runtime first; then those that differ from it in one or two respects."""
+    """Return the runtime's variant first, then those that differ from it in one or two respects."""
     tile = token.tile_of(SIZE * DTYPE.itemsize, torch.device(device))
     usual = Variant(tile.block, tile.stages, tile.warps)
     found = [usual]
@@ -132,7 +132,7 @@ class Layer:
         self.angles = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def attend(self, variant: Variant) -> tuple[Tensor, Tensor]:
-        """The token rotated, appended and attended: the output, and the sums of keys' parts."""
+        """Rotate, append and attend a token; return the output, and the sums of keys' parts."""
         tile = decode.Tile(variant.block, variant.stages, variant.warps, programs=2)
         (query, key, value), scaling = self.token, self.segment.pool.size**-0.5
         if self.mean is None:
@@ -150,7 +150,7 @@ class Layer:
         return out, sums
 
     def evict(self, sums: Tensor) -> Tensor:
-        """What the runtime does after a token: the slot that KeyDiff gives up, [B, K, 1]."""
+        """Choose the slot that KeyDiff gives up after a token, as the runtime does: [B, K, 1]."""
         slots, pool, table = self._slots, self.segment.pool, self.rotation.table
         keys, positions, shift = slots["keys"], slots["positions"], slots[SHIFT]
         if self.mean is None:

@@ -39,7 +39,7 @@ class Broken(AssertionError):
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """A row for every tenth of the turns, counted from the start."""
+    """Return a row for every tenth of the turns, counted from the start."""
     runtime = Runtime.from_pretrained(
         policy=options.policies[0],
         kv_budget_tokens=options.budgets[0],
@@ -160,7 +160,7 @@ class Walk:
 
 
 def state(session: Session) -> dict[str, Any]:
-    """What a saved session must bring back, as far as it is quick to compare."""
+    """Return what a saved session must bring back, as far as it is quick to compare."""
     positions = [s.positions.tolist() for layer in session.cache.capped_layers[:1]
                  for s in layer.segments]  # fmt: skip
     said = copy.deepcopy(session.conversation)

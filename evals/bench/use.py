@@ -60,7 +60,7 @@ KERNELS = "TRITON_CACHE_DIR"  # where Triton keeps what it compiled
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Two rows, `ttft` and `decode`, for every policy, setting and run; one of those together.
+    """Return two rows, `ttft` and `decode`, for every policy, setting and run; and one for all.
 
     Raises:
         ValueError: a model that is no directory.

@@ -69,7 +69,7 @@ def running(
     folder: str | None = None,
     limit_s: float | None = None,
 ) -> Iterator[PeerServer]:
-    """A server that says its address of this machine on stderr; ended afterwards.
+    """Run a server that says its address of this machine on stderr; end it afterwards.
 
     Args:
         command: what starts it.
@@ -168,7 +168,7 @@ def transformers_server(
 
 
 def endless(model: str, folder: Path) -> str:
-    """A model that never ends an answer by itself: links to another's files in a new folder."""
+    """Make a model that never ends an answer by itself: links to another's files in a folder."""
     folder.mkdir()
     for file in Path(model).iterdir():
         if file.name in CONFIGS:
@@ -182,7 +182,7 @@ def endless(model: str, folder: Path) -> str:
 
 
 def pieces(response: http.client.HTTPResponse) -> Iterator[tuple[float, str]]:
-    """The texts of a stream, with the times at which they came.
+    """Yield the texts of a stream, with the times at which they came.
 
     Raises:
         PeerFailed: the request was refused, or the stream ended before its end.

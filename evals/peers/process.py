@@ -79,7 +79,7 @@ class Process:
         self.versions: dict[str, str] = found["versions"]
 
     def turn(self, work: str, n: int, tokens: int, seed: int, **more: Any) -> dict[str, Any]:
-        """What a turn gives: see `turn` in `serve.py`.
+        """Have the program do a turn, and return what it gives: see `turn` in `serve.py`.
 
         Raises:
             PeerFailed: the program ended.
@@ -126,14 +126,14 @@ class Process:
 
 
 def free_cores() -> list[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def cores(threads: int) -> list[int]:
-    """The cores that so many threads use.
+    """Return the cores that so many threads use.
 
     Raises:
         ValueError: this process may not use as many.

@@ -39,7 +39,7 @@ class Capped:
         self.token = int(logits[0].argmax())
 
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """In PyTorch, what layers do after their attention; a graph that evicts is one piece."""
+        """Time what PyTorch's layers do after attention; None for a graph, which is one piece."""
         layers = getattr(self.cache, "capped_layers", None)
         if layers is None:
             return None

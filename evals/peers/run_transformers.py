@@ -37,7 +37,7 @@ class Growing:
 
     @property
     def kv_bytes(self) -> int:
-        """Of what is held now."""
+        """Return the bytes of the keys and values held at this moment."""
         held = [(layer.keys, layer.values) for layer in self.cache.layers]
         return sum(int(x.nbytes) for pair in held for x in pair)
 

@@ -28,7 +28,7 @@ class Program(Protocol):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the cache that it has allocated."""
+        """Return the bytes of the cache that it has allocated."""
 
     def fill(self, ids: list[int]) -> None:
         """Hold what is held after these tokens; the untimed beginning of a turn.
@@ -43,7 +43,7 @@ class Program(Protocol):
         """Read the last token, until the next one is known."""
 
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """Seconds of `turn` that eviction took; None where it cannot be told apart."""
+        """Return the seconds of `turn` that eviction took; None where it cannot be told apart."""
 
 
 def serve(load: Callable[[dict[str, Any]], Program]) -> None:
@@ -74,7 +74,7 @@ def serve(load: Callable[[dict[str, Any]], Program]) -> None:
 def turn(
     program: Program, work: str, n: int, tokens: int, seed: int, evictions: bool = False
 ) -> dict[str, Any]:
-    """One turn: seconds of each thing done, the most bytes the process held, and the cache's.
+    """Do one turn; return its seconds by work, the process's most bytes, and the cache's.
 
     Args:
         program: the model.
@@ -110,7 +110,7 @@ def turn(
 
 
 def peak() -> int:
-    """The most resident bytes of this process; as `runtime/testing/process_peak.py` tells them."""
+    """Return the process's peak of resident bytes, as `runtime/testing/process_peak.py` does."""
     if STATUS.exists():
         (line,) = (x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024

@@ -26,7 +26,7 @@ ENDS = {
 
 
 def written(model: Path, files: Path, kind: str) -> Path:
-    """The file of that type, one of `TYPES`; written if it is not there.
+    """Return the file of that type, one of `TYPES`; write it if it is not there.
 
     Raises:
         ValueError: the model is no plain Llama, or there is no such type.

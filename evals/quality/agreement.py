@@ -36,7 +36,7 @@ ROWS = 64  # of predictions, compared at once
 
 
 def compare(mine: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """How far predictions are from the true ones, each given as log-probabilities [T, V].
+    """Compare predictions with the true ones, each given as log-probabilities [T, V].
 
     Returns:
         KL(truth ‖ mine) in nats [T], and whether the first choice is the same, bool [T].
@@ -87,7 +87,7 @@ class SettingAgreement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What was measured."""
+    """A measurement of how far capped settings agree with the uncapped model."""
 
     model: str
     dtype: str
@@ -99,7 +99,7 @@ class Agreement:
     environment: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """One JSON document."""
+        """Return the agreement as one object of JSON."""
         return {**vars(self), "rows": [row.as_dict() for row in self.rows]}
 
 
@@ -272,7 +272,7 @@ def _part(counts: Sequence[_Counts]) -> PartAgreement:
 
 
 def table(found: Agreement) -> str:
-    """The figures as one Markdown text."""
+    """Return the figures as one Markdown text."""
     edges = [found.length * i // STRETCHES for i in range(STRETCHES + 1)]
     spans = [f"{a + 1:,} to {b:,}" for a, b in pairwise(edges)]
     head = ["policy", "positions", "budget"]

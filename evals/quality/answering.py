@@ -40,7 +40,7 @@ Prompt = tuple[Sample, tuple[Sequence[int] | np.ndarray[Any, Any], ...]]
 
 
 def new_cache(config: Any, setting: Setting, evict_every: int = 1) -> BudgetCache:
-    """A cache for one cell, not yet allocated; one that never evicts holds prompt and answer.
+    """Make a cache for one cell, not yet allocated; one that never evicts holds prompt and answer.
 
     Sinks are pinned by the policy itself, or by `sink_tokens` among the options, and by none else.
     """
@@ -56,7 +56,7 @@ def new_cache(config: Any, setting: Setting, evict_every: int = 1) -> BudgetCach
 
 
 def answer_tokens(setting: Setting) -> int:
-    """Tokens that an answer may take."""
+    """Return how many tokens an answer may take."""
     return setting.max_new_tokens or load_task(setting.task).MAX_NEW_TOKENS
 
 
@@ -203,7 +203,7 @@ def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> l
 
 @torch.inference_mode()
 def losses(model: Any, cache: BudgetCache, ids: Tensor, start: int = 0) -> Tensor:
-    """The loss of every token but the first of texts [B, T], in nats: [B, T - 1], float32.
+    """Return the loss of every token but the first of texts [B, T], in nats: [B, T - 1], float32.
 
     With `start`, those of the tokens behind it alone, but the first: [B, T - 1 - start].
 

@@ -25,7 +25,7 @@ ASKED: dict[Question, str] = {"aware": "question-aware", "after": "context-only"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a cell's score depends on. Two cells with the same setting are the same cell."""
+    """A setting that a cell's score depends on; two cells of one setting are the same cell."""
 
     model: str
     dtype: str
@@ -49,12 +49,12 @@ class Setting:
 
     @property
     def asked(self) -> str:
-        """How the model is asked, for labels: 'question-aware', 'context-only', or ''."""
+        """Say how the model is asked, for labels: 'question-aware', 'context-only', or ''."""
         return ASKED[self.question] if self.question else ""
 
     @property
     def slots(self) -> str:
-        """What slots hold, for labels: 'int8 slots', or '' for the model's own numbers."""
+        """Say what slots hold, for labels: 'int8 slots', or '' for the model's own numbers."""
         return f"{self.kv_dtype} slots" if self.kv_dtype else ""
 
 
@@ -78,17 +78,17 @@ class Cell:
 
     @property
     def of(self) -> Unit:
-        """What the score is a number of."""
+        """Return the unit of the score."""
         return UNITS[self.unit]
 
     def as_dict(self) -> dict[str, Any]:
-        """One flat object, as in `cells.jsonl`."""
+        """Return the cell as one flat object, as in `cells.jsonl`."""
         row = asdict(self)
         return {**row.pop("setting"), **row}
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Cell:
-        """The cell of a row of `cells.jsonl`."""
+        """Make the cell of a row of `cells.jsonl`."""
         given = {f.name: row.pop(f.name) for f in fields(Setting) if f.name in row}
         given["options"] = as_options(dict(given.get("options", ())))
         if row.get("scores") is not None:
@@ -123,7 +123,7 @@ def _frozen(name: str, value: Any) -> Any:
 
 
 def read_cells(path: Path) -> list[Cell]:
-    """The cells of a `cells.jsonl`, none where there is no file.
+    """Read the cells of a `cells.jsonl`, none where there is no file.
 
     A last line that is being written, or was when its sweep was killed, is left out.
 
@@ -137,7 +137,7 @@ def read_cells(path: Path) -> list[Cell]:
 
 
 def cells_of(folders: Sequence[Path]) -> list[Cell]:
-    """The cells in folders of sweeps; of one that was measured twice, the later.
+    """Read the cells in folders of sweeps; of one that was measured twice, keep the later.
 
     Raises:
         ValueError: no folder, one without cells, or a line that is no cell.
@@ -154,7 +154,7 @@ def cells_of(folders: Sequence[Path]) -> list[Cell]:
 
 
 def read_folder(folder: Path) -> list[Cell]:
-    """The cells of a sweep's folder, none where there is no file; of one setting, the last.
+    """Read the cells of a sweep's folder, none where there is no file; of one setting, the last.
 
     Raises:
         ValueError: a line that is no cell, or a file that is too large.
@@ -193,7 +193,7 @@ def _unfinished(last: str) -> bool:
 
 
 def current_cells(path: Path) -> list[Cell]:
-    """Those measured with this version of kvcap.
+    """Read the cells of a file that were measured with this version of kvcap.
 
     Raises:
         ValueError: a line that is no cell.

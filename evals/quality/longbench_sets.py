@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Set:
-    """How the rows of one set are asked and scored."""
+    """A set of LongBench's, with how its rows are asked and scored."""
 
     template: str  # with {context}, and {input} where the set has a question
     max_new_tokens: int

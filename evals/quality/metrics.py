@@ -45,7 +45,7 @@ def contains(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float
 
 
 def contains_all(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float:
-    """The share of the answers that stand in the reply (RULER's `string_match_all`)."""
+    """Return the share of the answers that stand in the reply (RULER's `string_match_all`)."""
     return fmean(float(answer.lower() in reply.lower()) for answer in answers)
 
 
@@ -133,18 +133,18 @@ def _classification(reply: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def count(reply: str, answer: str) -> float:
-    """The share of the reply's numbers that are the answer (LongBench's `count_score`)."""
+    """Return the share of the reply's numbers that are the answer (LongBench's `count_score`)."""
     numbers = NUMBER.findall(reply)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
 
 def retrieval(reply: str, answer: str) -> float:
-    """As `count`, the answer being the number in 'Paragraph 7' (LongBench's `retrieval_score`)."""
+    """Score by `count` the number of an answer 'Paragraph 7' (LongBench's `retrieval_score`)."""
     return count(reply, _paragraph(answer, r"Paragraph (\d+)"))
 
 
 def retrieval_zh(reply: str, answer: str) -> float:
-    """As `count`, the answer being the number in '段落7' (LongBench's `retrieval_zh_score`)."""
+    """Score by `count` the number of an answer '段落7' (LongBench's `retrieval_zh_score`)."""
     return count(reply, _paragraph(answer, r"段落(\d+)"))
 
 
@@ -170,7 +170,7 @@ def math(reply: str, answer: str) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{}` of a text holds; None where there is none, or it is not closed.
+    r"""Return what the last `\boxed{}` of a text holds; None where there is no closed one.
 
     >>> last_boxed(r"So \boxed{1}, no, \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -187,7 +187,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalized(text: str) -> str:
-    """A text without case, ASCII punctuation, English articles and repeated spaces (SQuAD).
+    """Return a text without case, ASCII punctuation, English articles and repeated spaces (SQuAD).
 
     >>> normalized("The  Answer: an owl!")
     'answer owl'
@@ -322,7 +322,7 @@ EXTRAS = {"rouge_score": "quality", "rapidfuzz": "quality", "jieba": "quality-zh
 
 
 def load_metric(name: str) -> Metric:
-    """The metric of that name.
+    """Return the metric of that name.
 
     Raises:
         ValueError: no such metric; the nearest one is named.

@@ -17,7 +17,7 @@ from kvcap.evals.quality.scores import Unit, bootstrap, wilson
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the first of two cells is above the second, over the samples of both."""
+    """A comparison that says how far one cell is above another, over the samples of both."""
 
     difference: float  # of the samples' means, as the unit's `of_mean` gives it
     ci_low: float  # 95 % interval
@@ -59,7 +59,7 @@ def compare(first: Sequence[float], second: Sequence[float], unit: Unit) -> Comp
 
 
 def mcnemar(more: int, fewer: int) -> float:
-    """The exact two-sided p-value of paired shares: a sign test on samples that differ.
+    """Return the exact two-sided p-value of paired shares: a sign test on samples that differ.
 
     Q. McNemar, 1947, https://doi.org/10.1007/BF02295996.
 
@@ -72,7 +72,7 @@ def mcnemar(more: int, fewer: int) -> float:
 
 
 def newcombe(both: int, first: int, second: int, neither: int) -> tuple[float, float]:
-    """The 95 % score interval of the difference of two paired shares; sensible without any.
+    """Return the 95 % score interval of the difference of two paired shares; sensible without any.
 
     R. G. Newcombe, 1998, method 10,
     https://doi.org/10.1002/(SICI)1097-0258(19981130)17:22<2635::AID-SIM954>3.0.CO;2-C.

@@ -41,7 +41,7 @@ class RankingTable:
 
 
 def tables(cells: Iterable[Cell]) -> list[RankingTable]:
-    """The tables of cells that differ in nothing else than length, positions, budget and policy.
+    """Return the tables of cells that differ in length, positions, budget and policy alone.
 
     By length, and in it by position mode.
     """
@@ -90,7 +90,7 @@ def ranked(columns: Mapping[str, Sequence[Cell | None]]) -> list[RankedPolicy]:
 
 
 def mean_of(cells: Sequence[Cell]) -> Cell:
-    """The mean of cells as one cell: each sample's score is its mean over them.
+    """Return the mean of cells as one cell: each sample's score is its mean over them.
 
     Where scores of samples were not kept, or cells have different numbers of them, the cells'
     scores and the ends of their intervals are averaged, which makes the interval too wide rather
@@ -123,7 +123,7 @@ def tied_with_best(column: Sequence[Cell | None]) -> set[int]:
 
 
 def differ(a: Cell, b: Cell) -> bool:
-    """Whether two cells can be told apart, at the level of 5 %.
+    """Tell whether two cells differ, at the level of 5 %.
 
     By McNemar's exact test where every sample is right or wrong, and otherwise by whether the
     interval of their difference leaves out none; of cells without the scores of samples, by whether

@@ -35,7 +35,7 @@ class Row:
     given: dict[str, Any]
 
     def text(self, name: str) -> str:
-        """A field that holds a text.
+        """Return a field that holds a text.
 
         Raises:
             ValueError: it is missing, or holds something else.
@@ -46,7 +46,7 @@ class Row:
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A field that holds a text or a list of texts, at least one; whole numbers are texts.
+        """Return a field that holds texts, at least one; whole numbers are texts.
 
         Raises:
             ValueError: it is missing, or holds something else.
@@ -80,7 +80,7 @@ Fit = Callable[[RowSample, Any, int], RowSample]
 
 
 def refuse_longer(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
-    """The sample as it is.
+    """Return the sample as it is.
 
     Raises:
         ValueError: its prompt has more than `length` tokens.
@@ -117,7 +117,7 @@ class RowsTask:
 
     @property
     def UNIT(self) -> str:  # written as in a task's file
-        """What its scores are numbers of: of the one metric that all rows have, or just scores."""
+        """Return the unit of the scores: of the one metric that all rows have, or just scores."""
         units = {PARTIAL.get(sample.metric, "share") for sample in self.samples}
         return units.pop() if len(units) == 1 else "score"
 
@@ -140,7 +140,7 @@ class RowsTask:
         return [self.fit(self.samples[i], tokenizer, length) for i in order[:count]]
 
     def score(self, sample: RowSample, reply: str) -> float:
-        """What the row's metric says of the reply."""
+        """Score the reply by the row's metric."""
         metric = load_metric(sample.metric)
         return metric(self.read(reply), sample.answers, sample.classes)
 
@@ -149,7 +149,7 @@ def rows_task(
     path: Path, write: Callable[[Row], RowSample], max_new_tokens: int, member: str | None = None,
     **options: Any,
 ) -> RowsTask:  # fmt: skip
-    """The task of a file, every row of it checked.
+    """Return the task of a file, every row of it checked.
 
     Args:
         path: of the file.
@@ -172,7 +172,7 @@ def rows_task(
 
 
 def find(path: str, *names: str) -> Path:
-    """The file that is meant: `path` itself, or in the folder `path` the first of `names` there.
+    """Return the file that is meant: `path` itself, or the first of `names` in the folder `path`.
 
     Raises:
         ValueError: there is none; what was looked for is named.

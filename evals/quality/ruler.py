@@ -35,7 +35,7 @@ NOISE = (
 
 
 def string_match_all(sample: Sample, reply: str) -> float:
-    """The share of the answers that stand in the reply, whatever their case."""
+    """Return the share of the answers that stand in the reply, whatever their case."""
     return contains_all(reply, sample.answers)
 
 
@@ -60,7 +60,7 @@ class Needles:
     others: int = 0
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-        """A text with all needles; with several answers, these are spread evenly from `depth`."""
+        """Make a text with all needles; several answers are spread evenly from `depth`."""
         draw = distinct(rng)
         asked = [draw(self.keys) for _ in range(self.asked)]
         told = [(key, draw(self.values)) for key in asked for _ in range(self.each)]

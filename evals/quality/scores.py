@@ -21,7 +21,7 @@ def _as_it_is(mean: float) -> float:
 
 @dataclass(frozen=True)
 class Unit:
-    """What a score is a number of."""
+    """A unit that scores are numbers of."""
 
     label: str  # for tables and axes
     higher_is_better: bool = True
@@ -44,12 +44,12 @@ UNITS = {
 
 
 def cell_score(scores: Sequence[float], unit: Unit) -> float:
-    """The score of a cell with these samples."""
+    """Return the score of a cell with these samples."""
     return unit.of_mean(fmean(scores))
 
 
 def interval(scores: Sequence[float], unit: Unit) -> tuple[float, float]:
-    """The 95 % interval of a cell's score.
+    """Return the 95 % interval of a cell's score.
 
     Wilson's where each sample is right or wrong, else a bootstrap over samples.
     """
@@ -60,7 +60,7 @@ def interval(scores: Sequence[float], unit: Unit) -> tuple[float, float]:
 
 
 def wilson(right: int, samples: int) -> tuple[float, float]:
-    """The 95 % score interval of a share; sensible at 0 and 1 and for few samples.
+    """Return the 95 % score interval of a share; sensible at 0 and 1 and for few samples.
 
     E. B. Wilson, 1927, https://doi.org/10.1080/01621459.1927.10502953.
     """
@@ -73,7 +73,7 @@ def wilson(right: int, samples: int) -> tuple[float, float]:
 def bootstrap(
     values: Sequence[float], weights: Sequence[float] | None = None
 ) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean, by means of samples drawn with replacement.
+    """Return the 95 % percentile interval of the mean, by means of samples drawn with replacement.
 
     B. Efron, 1979, https://doi.org/10.1214/aos/1176344552. Of few values it is too narrow.
 

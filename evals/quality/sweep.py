@@ -68,7 +68,10 @@ Key = tuple[str, int, float | None, Question | None]  # what prompts depend on
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure. Policies that never evict run once, uncapped, whatever the budgets are."""
+    """A sweep that says what to measure.
+
+    Policies that never evict run once, uncapped, whatever the budgets are.
+    """
 
     policies: Sequence[str]
     budgets: Sequence[int]
@@ -138,7 +141,7 @@ class Sweep:
                 raise ValueError(f"no policy of this sweep has an option {option!r}; {hint}")
 
     def settings(self, dtype: str) -> list[Setting]:
-        """Every cell of the sweep once, in the order they are run."""
+        """Return every cell of the sweep once, in the order they are run."""
         found: dict[Setting, None] = {}
         for task, length, question, depth, policy, budget, mode, recall in product(
             self.tasks,
@@ -179,13 +182,13 @@ class Sweep:
 
 
 def spelled_out(names: Iterable[str]) -> list[str]:
-    """Every policy once, 'all' as the names it stands for."""
+    """Return every policy once, 'all' as the names it stands for."""
     parts = ([*policies()] if name == ALL else [name] for name in names)
     return list(dict.fromkeys(name for part in parts for name in part))
 
 
 def options_of(policy: str) -> set[str]:
-    """Names of the options a policy or combination has, pins included; none if it never evicts."""
+    """Return the names of a policy's options, pins included; none if it never evicts."""
     eviction = load_policy(policy)
     if not eviction.policy.evicts:
         return set()
@@ -291,7 +294,7 @@ def _refuse(out: Path) -> NoReturn:
 
 @dataclass
 class CellJob:
-    """What a worker of a sweep does: loads the model once, and measures cells."""
+    """A job that a worker of a sweep does: it loads the model once, and measures cells."""
 
     sweep: Sweep
     first: Setting  # for the plan that loading a model makes

@@ -37,7 +37,7 @@ BOTH = ("model", "dtype", "task", "data", "length", "question", "depth", "block_
 
 
 def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
-    """All `cells` as one Markdown text.
+    """Write all `cells` as one Markdown text.
 
     Args:
         cells: in any order.
@@ -57,14 +57,14 @@ def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
 
 
 def group(s: Setting) -> tuple[str | float, ...]:
-    """What cells of one table have in common."""
+    """Return what cells of one table have in common."""
     depth = -1.0 if s.depth is None else s.depth
     read = s.task, s.data or "", s.length, s.asked, depth, s.samples, s.seed
     return s.model, s.dtype, *read, s.block_size, s.max_new_tokens or 0
 
 
 def title(s: Setting) -> str:
-    """What a table is about."""
+    """Return a table's title: its task, length and model."""
     depth = "" if s.depth is None else f"depth {s.depth:g}"
     parts = [s.task, f"{s.length:,} tokens", s.asked, depth, s.model]
     return ", ".join(part for part in parts if part)
@@ -106,7 +106,7 @@ def pairs(cells: Iterable[Cell], first: str, second: str) -> list[tuple[Cell, Ce
 
 
 def comparison(cells: Sequence[Cell], first: str, second: str) -> list[dict[str, Any]]:
-    """Two policies on the same samples, an object for each pair of cells, for JSON.
+    """Compare two policies on the same samples: an object for each pair of cells, for JSON.
 
     Raises:
         ValueError: a policy without cells, or none of these have the same samples, budget and
@@ -200,7 +200,7 @@ def _comparison(a: Cell, b: Cell, found: Comparison) -> list[str]:
 
 
 def measured(cells: Sequence[Cell]) -> str:
-    """What the scores of a table are, which are better, and of what samples; in one sentence."""
+    """Say in one sentence what a table's scores are, which are better, and of what samples."""
     s, unit = cells[0].setting, cells[0].of
     better = "higher" if unit.higher_is_better else "lower"
     devices = " and ".join(dict.fromkeys(cell.device for cell in cells))
@@ -214,7 +214,7 @@ def measured(cells: Sequence[Cell]) -> str:
 
 
 def describe(s: Setting) -> str:
-    """A cell in words, without its model."""
+    """Describe a cell in words, without its model."""
     depth = "" if s.depth is None else f"depth {s.depth:g}"
     budget = UNCAPPED if s.budget is None else f"{s.budget} slots"
     policy = label(s).replace(", ", " ")

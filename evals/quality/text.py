@@ -37,12 +37,12 @@ def number_facts(rng: Random, count: int) -> list[Fact]:
 
 
 def has_word(text: str, word: str) -> bool:
-    """Whether `word` stands in `text`, not as a part of a longer word or number."""
+    """Tell whether `word` stands in `text`, not as a part of a longer word or number."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def names_no_other(answer: str, fact: Fact) -> bool:
-    """Whether the sentence with a fact's value speaks of nothing but the fact's key.
+    """Tell whether the sentence with a fact's value speaks of nothing but the fact's key.
 
     Another door, person or place, told before or made up, has words of its own: from the lists
     that keys are made of, or with a capital letter inside the sentence.

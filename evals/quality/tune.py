@@ -117,7 +117,7 @@ class Tuning:
     choice: Recommendation
 
     def as_dict(self) -> dict[str, Any]:
-        """One JSON document."""
+        """Return the tuning as one object of JSON."""
         near = self.choice.near
         rows = [{**row.as_dict(), "flow_near_best": row.policy in near} for row in self.rows]
         chosen = {"policy": self.choice.policy, "recall": self.choice.recall}

@@ -45,7 +45,7 @@ def write(folder: Path, target: Path) -> None:
 
 
 def page(folder: Path) -> str:
-    """The page of a folder.
+    """Write the page of a folder.
 
     Raises:
         ValueError: no folder, nothing to report in it, or a file in it that is broken.
@@ -88,7 +88,10 @@ def page(folder: Path) -> str:
 
 
 def regions(figures: dict[str, Any], recent: int = 32) -> list[dict[str, Any]]:
-    """What a strip shows, in numbers: of each run, the mean share of heads that hold a token.
+    """Return a strip's numbers: for each run, the mean share of heads that hold a token.
+
+    They are of the first 4 tokens, of the newest `recent` and of those between; and the share of
+    all tokens that no head of any layer holds.
 
     Of the first 4 tokens, of the newest `recent` and of those between; and the share of all tokens
     that no head of any layer holds.

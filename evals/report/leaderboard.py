@@ -93,7 +93,7 @@ def write(folders: Sequence[Path], target: Path, plot: bool = False) -> list[Pat
 
 
 def author_text(target: Path) -> str:
-    """What stands between the marks of a page; a placeholder where there is no page yet.
+    """Return what stands between the marks of a page; a placeholder where there is no page yet.
 
     Raises:
         ValueError: the page has not both marks once.
@@ -134,7 +134,7 @@ def _section(s: Setting) -> tuple[Any, ...]:
 
 
 def headings(parts: Sequence[Sequence[Cell]]) -> list[str]:
-    """Of each section the model, the task and, where sections share both, their lengths."""
+    """Return each section's heading: model, task and, where sections share both, their lengths."""
     of = [_heading(part[0].setting) for part in parts]
     return [
         name if of.count(name) == 1 else f"{name}, {_lengths(part)} tokens"
@@ -147,7 +147,7 @@ def _lengths(part: Sequence[Cell]) -> str:
 
 
 def page(parts: Sequence[Sequence[Cell]], text: str, pictures: Mapping[int, str]) -> str:
-    """The page, up to the commands that measure its cells.
+    """Write the page, up to the commands that measure its cells.
 
     Args:
         parts: of the cells, as `sections` gives them.
@@ -240,7 +240,7 @@ def _file_name(heading: str) -> str:
 
 
 def measured_by(cells: Sequence[Cell], target: Path, plot: bool) -> str:
-    """The end of a page: commands that measure its cells and write it, versions and devices."""
+    """Write a page's end: commands that measure its cells and write it, versions and devices."""
     used = dict.fromkeys(
         f"{', '.join(' '.join(pair) for pair in cell.versions.items())}; {cell.device}"
         for cell in cells

@@ -25,7 +25,7 @@ COLUMNS, LETTERS = 4, 100  # of the legend: at most, and in all of them
 
 
 def drawn_rows(rows: Sequence[RankedPolicy]) -> list[str]:
-    """Which policies have a line, the best first.
+    """Return the policies that have a line, the best first.
 
     Args:
         rows: of all policies, the best first.
@@ -36,7 +36,7 @@ def drawn_rows(rows: Sequence[RankedPolicy]) -> list[str]:
 
 
 def figure(tables: Sequence[RankingTable], heading: str) -> Figure:
-    """The picture of one section of the page, a panel per table.
+    """Draw one section of the page, a panel per table.
 
     Raises:
         ValueError: no table has a policy with a budget, or matplotlib is not installed.

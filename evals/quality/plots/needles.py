@@ -26,7 +26,7 @@ NOBODY: Row = ("", "")  # of a place without a panel
 
 
 def figure(cells: Iterable[Cell]) -> Figure:
-    """The picture of the cells that have a depth; a block of panels per model and task.
+    """Draw the cells that have a depth; a block of panels per model and task.
 
     Raises:
         ValueError: no cell has a depth.

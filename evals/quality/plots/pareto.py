@@ -41,7 +41,7 @@ COSTS: dict[str, Callable[[Cell], float | None]] = {
 
 
 def figure(cells: Iterable[Cell]) -> Figure:
-    """The picture of `cells`; two panels per model, task and length.
+    """Draw `cells`; two panels per model, task and length.
 
     Raises:
         ValueError: there are no cells.

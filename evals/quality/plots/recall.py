@@ -36,7 +36,7 @@ Lines = dict[tuple[str, str], list[Cell]]  # (policy, positions) -> its cells by
 
 
 def figure(cells: Iterable[Cell]) -> Figure:
-    """The picture of `cells`; a block of panels per model, task and length.
+    """Draw `cells`; a block of panels per model, task and length.
 
     Raises:
         ValueError: no cell has a budget.

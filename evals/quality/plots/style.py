@@ -29,7 +29,7 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class Style:
-    """How one of several lines or kinds of points looks; no two of 70 look alike."""
+    """A style that sets one of several lines or kinds of points apart; no two of 70 look alike."""
 
     color: str
     marker: str
@@ -37,6 +37,6 @@ class Style:
 
     @classmethod
     def of(cls, place: int) -> Style:
-        """The style of the line at a place of the legend, from 0."""
+        """Return the style of the line at a place of the legend, from 0."""
         marker = MARKERS[place % len(MARKERS)]
         return cls(COLORS[place % len(COLORS)], marker, DASHES[place % len(DASHES)])

@@ -50,13 +50,13 @@ class Sample:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The conversation to be answered."""
+        """Return the conversation to be answered."""
         asked = ("user", f"{self.context}{self.joint}{self.question}")
         return [{"role": role, "content": content} for role, content in (*self.before, asked)]
 
     @property
     def plain(self) -> str:
-        """The text that a model without a chat template goes on from, as RULER asks such models.
+        """Return the text that a model without a chat template continues, as RULER asks those.
 
         Several messages are written as a dialogue, a line each.
         """
@@ -69,7 +69,7 @@ class Sample:
 
 
 class Task(Protocol):
-    """What a task's file defines.
+    """A module that defines a task: one file of this folder.
 
     Besides, it may define `UNIT`, a name in `scores.UNITS` ('share'), and `PLACED`, whether `depth`
     means anything to it (true).
@@ -79,7 +79,7 @@ class Task(Protocol):
     """Tokens an answer may take. 0: nothing is asked, and a sample's score is its text's loss."""
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-        """A sample whose prompt has exactly `length` tokens (`prompt_ids`).
+        """Make a sample whose prompt has exactly `length` tokens (`prompt_ids`).
 
         Args:
             rng: the only source of chance.
@@ -93,17 +93,17 @@ class Task(Protocol):
         ...
 
     def score(self, sample: Sample, reply: str) -> float:
-        """How well `reply` answers the question, 0 to 1; unused where nothing is asked."""
+        """Score how well `reply` answers the question, 0 to 1; unused where nothing is asked."""
         ...
 
 
 def tasks() -> dict[str, Task]:
-    """Every task that makes its samples itself, by name."""
+    """Return every task that makes its samples itself, by name."""
     return {name: cast(Task, task) for name, task in _modules().items() if hasattr(task, "make")}
 
 
 def files() -> list[str]:
-    """Names of tasks that only files make: `NAME:PATH`."""
+    """Return the names of tasks that only files make: `NAME:PATH`."""
     return [name for name, task in _modules().items() if not hasattr(task, "make")]
 
 
@@ -114,13 +114,13 @@ def _modules() -> dict[str, Any]:
 
 
 def spelled_out(names: Iterable[str]) -> list[str]:
-    """Every task once, groups such as 'ruler' as the names they stand for."""
+    """Return every task once, groups such as 'ruler' as the names they stand for."""
     return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,))))
 
 
 @cache
 def load_task(name: str) -> Task:
-    """The task of that name; of a user's file `NAME:PATH`, or a part of it, `NAME/PART:PATH`.
+    """Load a task by name; `NAME:PATH` is of a user's file, `NAME/PART:PATH` of a part of it.
 
     Raises:
         ValueError: no such task, and the nearest one is named; or it takes no file, or needs one.
@@ -142,7 +142,7 @@ def load_task(name: str) -> Task:
 
 
 def with_data(names: Iterable[str], path: str | None) -> list[str]:
-    """Names of tasks; those of files that name none get `path`.
+    """Return the names of tasks; those of files that name none get `path`.
 
     Raises:
         ValueError: a path is given, and no task takes it.
@@ -157,12 +157,12 @@ def with_data(names: Iterable[str], path: str | None) -> list[str]:
 
 
 def unit_of(task: Task) -> str:
-    """What its scores are numbers of: a name in `scores.UNITS`."""
+    """Return the unit of a task's scores: a name in `scores.UNITS`."""
     return str(getattr(task, "UNIT", "share"))
 
 
 def is_placed(task: Task) -> bool:
-    """Whether what is asked for stands at a depth."""
+    """Tell whether what is asked for stands at a depth."""
     return bool(getattr(task, "PLACED", True))
 
 
@@ -209,7 +209,7 @@ def tokens_to_say(tokenizer: Any, sample: Sample) -> int:
 
 
 def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
-    """The token ids that the model reads, chat template and opening of the answer included."""
+    """Return the token ids that the model reads, with the chat template and an answer's opening."""
     if sample.ids is not None:
         return list(sample.ids)
     return _encode(tokenizer, sample, _text(tokenizer, sample))
@@ -218,7 +218,7 @@ def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
 def prompt_parts(
     tokenizer: Any, sample: Sample, question: Question | None
 ) -> tuple[list[int], ...]:
-    """The token ids of a prompt in the parts that are read one after the other.
+    """Return the token ids of a prompt in the parts that are read one after the other.
 
     One part, or if the question comes `after` the context, two: the same tokens, split before the
     first one that holds a letter of the question.

@@ -22,7 +22,7 @@ score = string_match_all
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """A numbered list in random order; `depth` is not used."""
+    """Make a numbered list in random order; `depth` is not used."""
     often, seldom = (OFTEN, SELDOM) if length >= SHORT else (OFTEN // SELDOM, 1)
     known = sorted({word.lower() for word in (*words.NOUNS, *words.ANIMALS, *words.FOODS)})
     drawn = _apart(rng, known)

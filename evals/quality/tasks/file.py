@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 64
 
 
 def from_file(path: str, part: str = "") -> RowsTask:
-    """The task of a JSONL; `part` is the metric of rows that name none ('contains').
+    """Return the task of a JSONL; `part` is the metric of rows that name none ('contains').
 
     Raises:
         ValueError: no such file or metric, an empty file, or a row that cannot be asked.

@@ -26,7 +26,7 @@ ARCHIVE = "data.zip"
 
 
 def from_file(path: str, part: str = "") -> RowsTask:
-    """The set `part` of LongBench, such as 'hotpotqa', or 'hotpotqa_e' of LongBench-E.
+    """Return the set `part` of LongBench, such as 'hotpotqa', or 'hotpotqa_e' of LongBench-E.
 
     Args:
         path: of a folder of the benchmark's files, of its archive, or of the set's own JSONL; '' is
@@ -55,7 +55,7 @@ def from_file(path: str, part: str = "") -> RowsTask:
 
 
 def shorten(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
-    """The sample without the middle of its prompt, so that at most `length` tokens are left.
+    """Return the sample without the middle of its prompt, so that at most `length` tokens are left.
 
     Raises:
         ValueError: the last half of them does not hold the question.

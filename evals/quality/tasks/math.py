@@ -16,7 +16,7 @@ ASKS = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 def from_file(path: str, part: str = "") -> RowsTask:
-    """The problems of a JSONL.
+    """Return the problems of a JSONL.
 
     Raises:
         ValueError: no such file, an empty one, or a row without problem or answer.

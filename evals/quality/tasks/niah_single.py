@@ -13,7 +13,7 @@ MAX_NEW_TOKENS = 32
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """A text that states one number once, between two of its sentences."""
+    """Make a text that states one number once, between two of its sentences."""
     while True:
         sample = _draw(rng, tokenizer, length, depth)
         if sample.context.count(sample.answers[0]) == 1:  # filler has numbers too
@@ -21,7 +21,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
 
 def score(sample: Sample, reply: str) -> float:
-    """Whether the number stands in the reply as a word of its own."""
+    """Tell whether the number stands in the reply as a word of its own: 1 or 0."""
     return float(has_word(reply, sample.answers[0]))
 
 

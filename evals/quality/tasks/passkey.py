@@ -19,7 +19,7 @@ score = string_match_all
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """A text that states a number of seven digits twice, in two sentences at `depth`."""
+    """Make a text that states a number of seven digits twice, in two sentences at `depth`."""
     key = distinct(rng)("number")
     needle = f"The pass key is {key}. Remember it. {key} is the pass key."
 

@@ -31,7 +31,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
 
 def from_file(path: str) -> Task:
-    """The task of a file's text.
+    """Return the task of a file's text.
 
     Raises:
         ValueError: there is no such file, or it is empty or no text.

@@ -18,7 +18,7 @@ MAX_NEW_TOKENS = 32
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """A list with the entry that is asked for at `depth`."""
+    """Make a list with the entry that is asked for at `depth`."""
     book = _entries(rng)
     asked = next(book)
     fact = Fact(f"{asked.key}'s phone number", asked.value)
@@ -39,7 +39,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
 
 def score(sample: Sample, reply: str) -> float:
-    """Whether the number stands in the reply as a word of its own."""
+    """Tell whether the number stands in the reply as a word of its own: 1 or 0."""
     return float(has_word(reply, sample.answers[0]))
 
 

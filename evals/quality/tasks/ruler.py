@@ -49,7 +49,7 @@ WRITTEN = re.compile(r"\[INST\]|<\||\[gMASK\]|<BOS_TOKEN>")  # how chat template
 
 
 def from_file(path: str, part: str = "") -> RowsTask:
-    """The samples that RULER prepared of its task `part`, such as 'qa_1'.
+    """Return the samples that RULER prepared of its task `part`, such as 'qa_1'.
 
     Args:
         path: of the folder that RULER's `prepare.py` wrote to, or of a JSONL.

@@ -18,7 +18,7 @@ score = string_match_all
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """One chain, whose links stand in their order at random places; `depth` is not used."""
+    """Make one chain, whose links stand in their order at random places; `depth` is not used."""
     value = str(rng.randrange(10**4, 10**5))
     names: dict[str, None] = {}
     while len(names) <= HOPS:

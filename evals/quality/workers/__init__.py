@@ -71,7 +71,7 @@ class Failed:
 
 
 def attempt(function: Callable[..., Any], *given: Any) -> Any:
-    """What `function` returns, or the error it raises as a `Failed` that can be pickled."""
+    """Call `function`; return what it returns, or its error as a `Failed` that can be pickled."""
     try:
         return function(*given)
     except Exception as error:
@@ -95,7 +95,7 @@ class Here:
         return _ThisProcess(self.job, number)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Give nothing back, as nothing is held."""
 
 
 class _ThisProcess:

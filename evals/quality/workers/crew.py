@@ -41,11 +41,11 @@ class Crew:
             raise ValueError(f"--ray-address {self.ray_address} needs --engine ray")
 
     def local_workers(self, device: str | None) -> int:
-        """How many processes of this machine are to work on a device."""
+        """Return how many processes of this machine are to work on a device."""
         return self.workers or max(1, gpus_of(device))
 
     def alone(self, device: str | None) -> bool:
-        """Whether no two workers compute on the same GPU, whose times then say something."""
+        """Tell whether no two workers compute on the same GPU, so that times say something."""
         gpus = gpus_of(device)
         return self.engine != "local" or gpus == 0 or self.local_workers(device) <= gpus
 
@@ -77,7 +77,7 @@ class Crew:
         return max(1, (self.threads or torch.get_num_threads()) // count) if count > 1 else None
 
     def start(self, job: WorkerJob, device: str | None) -> WorkerEngine:
-        """The engine that does a job.
+        """Make the engine that does a job.
 
         Raises:
             ValueError: no Ray cluster answers, or it has no machine that is large enough.
@@ -89,7 +89,7 @@ class Crew:
 
 
 def gpus_of(device: str | None) -> int:
-    """How many GPUs of this machine workers on a device are spread over."""
+    """Return over how many GPUs of this machine workers on a device are spread."""
     import torch
 
     if device is not None and device.startswith("cuda:"):

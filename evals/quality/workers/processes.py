@@ -29,11 +29,11 @@ class Processes:
         self.job, self.workers = job, workers
 
     def start(self, number: int) -> Worker:
-        """A process that makes the job ready."""
+        """Start a process that makes the job ready."""
         return _Process(self.job, number)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Give nothing back, as nothing is held."""
 
 
 class _Process:

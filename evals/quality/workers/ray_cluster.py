@@ -57,7 +57,7 @@ class RayCluster:
         self.workers = self._share.workers
 
     def start(self, number: int) -> Worker:
-        """An actor that makes the job ready as soon as a machine has room for it."""
+        """Start an actor that makes the job ready as soon as a machine has room for it."""
         return _RayWorker(self._job, number, self._share)
 
     def close(self) -> None:
