@@ -28,7 +28,7 @@ class TemplateFailed(Exception):
     """A template failed or had to be ended; the message says which."""
 
 
-def warm_up() -> None:
+def start_renderer() -> None:
     """Start the process, so that the first message does not wait for it."""
     with _lock:
         _renderer()

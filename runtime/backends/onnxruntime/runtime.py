@@ -183,7 +183,7 @@ class OrtRuntime:
                 "block_size tokens"
             )
         warn_if_short(plan, free_memory(), memory_cap)
-        chat_template.warm_up()
+        chat_template.start_renderer()
         tokenizer = Tokenizer(found.folder, found.listed)
         graph = Graph(found.decoder, threads)
         if cap is not None:

@@ -203,7 +203,7 @@ class Runtime:
         if torch.device(chosen).type != "cuda":
             warn_if_short(plan, free_memory(), memory_cap)
         check_generation(where)
-        chat_template.warm_up()
+        chat_template.start_renderer()
         tokenizer = load_tokenizer(where)
         if weights is None:
             loaded = load_model(where, config, precision)
