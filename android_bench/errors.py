@@ -8,7 +8,6 @@ AndroidError
 ├── ResultsFull      as many results were taken as one start takes, or the disk is full
 ├── ServerMissing    the packages that serve the page are not installed
 ├── NoNetwork        this machine has no address that a phone could reach
-├── PortTaken        another program listens there
 ├── ServerEnded      the page's server ended by itself
 ├── VendorError      onnxruntime-web is not beside the page, or cannot be put there
 ├── RunFailed        the runner ended without a result
@@ -62,10 +61,6 @@ class ServerMissing(AndroidError):
 
 class NoNetwork(AndroidError):
     """This machine has no address that a phone could reach."""
-
-
-class PortTaken(AndroidError, ValueError):
-    """Another program listens there."""
 
 
 class ServerEnded(AndroidError):

@@ -31,10 +31,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvcap.android_bench.decoders import decoder_for_a_page
 from kvcap.android_bench.documents import PLAN_FILE, parsed, read_plan
-from kvcap.android_bench.errors import PortTaken, ResultBroken, ResultsFull, ServerEnded
+from kvcap.android_bench.errors import ResultBroken, ResultsFull, ServerEnded
 from kvcap.android_bench.results.source import origin
 from kvcap.android_bench.server import vendor
 from kvcap.android_bench.server.landing import Limits, Results
+from kvcap.runtime.errors import PortTaken
 from kvcap.runtime.types import MANIFEST
 
 if TYPE_CHECKING:

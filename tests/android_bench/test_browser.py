@@ -38,10 +38,11 @@ from kvcap.android_bench.results.source import origin, title
 from kvcap.android_bench.runner.inputs import hash11
 from kvcap.android_bench.server import vendor
 from kvcap.android_bench.server.landing import Limits
-from kvcap.android_bench.server.serving import PortTaken, Serving
+from kvcap.android_bench.server.serving import Serving
 from kvcap.export.graphs.formulations import FORMULATIONS
 from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.spec import with_graphs_of_their_own
+from kvcap.runtime.errors import PortTaken
 
 
 @pytest.fixture(scope="module")
