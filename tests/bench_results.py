@@ -148,7 +148,8 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 def mutated(document: dict[str, Any], mutations: list[tuple[int, str, Any]]) -> dict[str, Any]:
     found = copy.deepcopy(document)
-    for where, act, odd in mutations:
+    for where, act, given in mutations:
+        odd = copy.deepcopy(given)  # the same list, put into itself, would be a circle
         every = places(found)
         holder, key = every[where % len(every)]
         if act == "word":  # strings by strings: what is likely to be accepted
