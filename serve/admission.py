@@ -93,7 +93,7 @@ def open_conversations(
             say(note)
         found = measured(plan, runtime, places)
         limits = Limits(found.places, found.together, waiting)
-        watch = None if cap is None else Watch.of(found, runtime, enforce=budget.enforce)
+        watch = None if cap is None else CapWatch.of(found, runtime, enforce=budget.enforce)
         scheduler = Scheduler(runtime, limits, disk, watch=watch, memory_cap=cap, recall=recall)
         return Opened(scheduler, found)
 
@@ -120,8 +120,8 @@ def measured(plan: ServingPlan, runtime: Any, places: int | None) -> ServingPlan
 
 
 @dataclass
-class Watch:
-    """Looks whether the process stays within its cap, where that is counted in its memory."""
+class CapWatch:
+    """A watch that looks whether the process stays within its cap, where memory counts it."""
 
     cap: int
     place: int  # bytes that one more conversation takes
@@ -129,8 +129,11 @@ class Watch:
     guard: CapGuard
 
     @classmethod
-    def of(cls, plan: ServingPlan, runtime: Any, enforce: str = "check") -> Watch | None:
-        """What watches a server of that plan; None on a GPU, whose memory is not the process's."""
+    def of(cls, plan: ServingPlan, runtime: Any, enforce: str = "check") -> CapWatch | None:
+        """Return what watches a server of that plan.
+
+        None on a GPU, whose memory is not the process's.
+        """
         assert plan.cap is not None
         device = getattr(getattr(runtime, "model", None), "device", None)
         if enforce == "rlimit":
@@ -147,7 +150,7 @@ class Watch:
         return cls(plan.cap, plan.place_bytes, plan.passes + plan.tokenising, guard)
 
     def has_room(self) -> bool:
-        """Whether one more conversation can be made, whatever else has grown."""
+        """Tell whether one more conversation can be made, whatever else has grown."""
         return process_bytes() + self.place + self.passes <= self.cap
 
     def over(self, session: Any) -> None:

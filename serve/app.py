@@ -37,7 +37,7 @@ from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
 from kvcap.serve.contract import Ask, Conversations
 from kvcap.serve.errors import ApiError, of_body, respond
-from kvcap.serve.limits import Bodies, Limits
+from kvcap.serve.limits import Bodies, RequestLimits
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.streaming import SESSION, ChatForm, Form, TextForm, streamed, whole
 
@@ -56,7 +56,7 @@ class Settings:
 
     model: str
     """The name that clients call the model by."""
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     keys: Sequence[str] = ()
     """API keys; with none, everybody may ask."""
     hosts: Sequence[str] | None = LOOPBACK

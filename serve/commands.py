@@ -175,8 +175,8 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """What processes answer."""
+class EngineOptions:
+    """Options that say which processes answer."""
 
     engine: Annotated[
         Literal["local", "ray"],
@@ -223,7 +223,7 @@ def serve_command(
     *,
     address: Address,
     load: Load,
-    engine: Engine,
+    engine: EngineOptions,
     backend: Backend,
     budget: Budget,
     device: Device = None,
@@ -272,7 +272,7 @@ def opened(
     model: str,
     address: Address,
     load: Load,
-    engine: Engine,
+    engine: EngineOptions,
     backend: Backend,
     budget: Budget,
     running: Running,
@@ -291,7 +291,7 @@ def opened(
     try:
         from kvcap.serve.admission import open_conversations
         from kvcap.serve.app import LOOPBACK, Settings, application
-        from kvcap.serve.limits import Limits
+        from kvcap.serve.limits import RequestLimits
         from kvcap.serve.page_routes import OPEN_PATHS, page_routes
         from kvcap.serve.server import Server, bound, is_loopback
     except ModuleNotFoundError as error:
@@ -301,7 +301,7 @@ def opened(
             f"serving needs {error.name}, which is not installed; {how_to_install('serve')}"
         ) from error
     usual = usual_body(budget.memory_cap)
-    limits = Limits(
+    limits = RequestLimits(
         body_bytes=usual if load.max_body is None else parse_bytes(load.max_body),
         messages=load.max_messages,
         answer_tokens=load.max_answer_tokens,

@@ -26,7 +26,7 @@ from kvcap.runtime.session.messages import checked_messages
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import Message
 from kvcap.serve.contract import Ask
-from kvcap.serve.saved import Saved, SavedConversations, tag
+from kvcap.serve.saved import ConversationFile, SavedConversations, tag
 
 State = Literal["idle", "answering", "moving"]
 """`moving`: it is read from or written to disk."""
@@ -46,16 +46,16 @@ class Conversation:
     clean: bool = False  # that file holds what the session does
 
 
-class Found(NamedTuple):
-    """What of a request is held."""
+class MatchedConversation(NamedTuple):
+    """A conversation that a request goes on, in memory or on disk; empty where none does."""
 
     conversation: Conversation | None = None  # in memory
-    saved: Saved | None = None  # or on disk
+    saved: ConversationFile | None = None  # or on disk
     messages: int = 0  # that need not be read again
     wait: bool = False  # what is held is being answered or moved: to be asked again
 
 
-class Place(NamedTuple):
+class OfferedPlace(NamedTuple):
     """A place in memory for a conversation."""
 
     session: Session | None  # None: a new one is to be made
@@ -84,13 +84,13 @@ class Held:
         known = {id(session): session for session in sessions if session is not None}
         return sum(session.recall.store.nbytes for session in known.values())
 
-    def find(self, ask: Ask, keys: Sequence[str]) -> Found:
+    def find(self, ask: Ask, keys: Sequence[str]) -> MatchedConversation:
         """The longest conversation that a request goes on.
 
         One that is named is waited for, whatever it does. Of others those are passed over that are
         being answered, so that two requests never share a conversation. A completion goes on none.
         """
-        held = Found()
+        held = MatchedConversation()
         if ask.messages is None:
             return held
         named = None if ask.session_id is None else tag(ask.session_id)
@@ -101,15 +101,15 @@ class Held:
                 continue
             count = counts.get(one.key, 0)
             if named is not None and one.state != "idle":
-                return Found(wait=True)
+                return MatchedConversation(wait=True)
             if one.state == "answering" or count < max(1, held.messages):
                 continue
             if count == held.messages and held.conversation and one.used < held.conversation.used:
                 continue
-            held = Found(one, None, count, wait=one.state == "moving")
+            held = MatchedConversation(one, None, count, wait=one.state == "moving")
         on_disk = None if self.disk is None else self.disk.find(ask.owner, ask.session_id, usable)
         if on_disk is not None and (count := counts[on_disk[0].key]) > held.messages:
-            return Found(None, on_disk[0], count)
+            return MatchedConversation(None, on_disk[0], count)
         return held
 
     def named(self, ask: Ask) -> Conversation | None:
@@ -125,7 +125,7 @@ class Held:
                 return one
         return None
 
-    def place(self, ask: Ask, room: bool = True) -> Place | None:
+    def place(self, ask: Ask, room: bool = True) -> OfferedPlace | None:
         """A place for a conversation that has none; None: all are in use.
 
         It is that of the conversation whose messages the request changes, a free one, a new one if
@@ -133,23 +133,25 @@ class Held:
         """
         if (same := self.named(ask)) is not None:
             self.conversations.remove(same)
-            return Place(same.session)
+            return OfferedPlace(same.session)
         if self.free:
-            return Place(self.free.pop())
+            return OfferedPlace(self.free.pop())
         if self.made < self.places and (room or not self.made):
             self.made += 1
-            return Place(None)
+            return OfferedPlace(None)
         idle = [one for one in self.conversations if one.state == "idle"]
         if not idle:
             return None
         oldest = min(idle, key=lambda one: one.used)
         if oldest.clean or self.disk is None:
             self.conversations.remove(oldest)
-            return Place(oldest.session)
+            return OfferedPlace(oldest.session)
         oldest.state = "moving"
-        return Place(oldest.session, oldest)
+        return OfferedPlace(oldest.session, oldest)
 
-    def open(self, ask: Ask, session: Session | None, saved: Saved | None) -> Conversation:
+    def open(
+        self, ask: Ask, session: Session | None, saved: ConversationFile | None
+    ) -> Conversation:
         """A conversation for a place, to be answered."""
         named = None if ask.messages is None else ask.session_id
         made = ask.fresh_id or secrets.token_hex(8)
@@ -168,7 +170,7 @@ class Held:
             self.free.append(one.session)
             one.session = None
 
-    def save(self, one: Conversation, wanted: Saved | None = None) -> None:
+    def save(self, one: Conversation, wanted: ConversationFile | None = None) -> None:
         """Write a conversation to disk; what that comes to, its fields say.
 
         The file `wanted` is restored next, and kept if that can be.

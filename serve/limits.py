@@ -18,8 +18,8 @@ HEAD_BYTES = 2**15  # of a request's first lines
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Bounds on what a request may be, and on how long it may take."""
+class RequestLimits:
+    """Limits on what a request may be, and on how long it may take."""
 
     body_bytes: int = 4 * MIB  # a token has a byte at least, so that prompts are bounded as well
     messages: int = 4096
@@ -35,7 +35,7 @@ class Limits:
 class Bodies:
     """Reads requests' bodies, and holds no more of them at a time than it may."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self.limits, self.held = limits, 0
 
     @asynccontextmanager
@@ -65,11 +65,11 @@ class Bodies:
             self.held -= len(body)
 
 
-def _too_long(limits: Limits) -> ApiError:
+def _too_long(limits: RequestLimits) -> ApiError:
     return ApiError(413, f"the body has more than {limits.body_bytes:,} bytes")
 
 
-def _check_head(request: Request, limits: Limits) -> None:
+def _check_head(request: Request, limits: RequestLimits) -> None:
     """Refuse a body by what is said of it.
 
     Raises:
@@ -86,7 +86,7 @@ def _check_head(request: Request, limits: Limits) -> None:
 class Patient(H11Protocol):
     """uvicorn's connection, which would wait for ever for a client that says or reads nothing."""
 
-    limits = Limits()
+    limits = RequestLimits()
     waiting: asyncio.TimerHandle | None = None  # for a request's first lines
     unread: asyncio.TimerHandle | None = None  # what was written
 

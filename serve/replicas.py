@@ -58,15 +58,15 @@ class Opening:
     """`together`, `places`, `waiting`, `folder`, `disk_cap` and `recall`."""
 
 
-class Part(NamedTuple):
-    """The next piece of an answer, on its way from a replica."""
+class AnswerPiece(NamedTuple):
+    """A piece of an answer, on its way from a replica."""
 
     session_id: str | None
     piece: Piece
 
 
-class End(NamedTuple):
-    """What comes after the last piece."""
+class AnswerEnd(NamedTuple):
+    """A message that a replica sends after the last piece of an answer."""
 
     session_id: str | None = None
     finish_reason: FinishReason | None = None
@@ -75,8 +75,8 @@ class End(NamedTuple):
     error: Exception | None = None
 
 
-class State(NamedTuple):
-    """How a replica is."""
+class ReplicaState(NamedTuple):
+    """A state that a replica reports: what it holds, or why it could not open."""
 
     replica: str
     summary: str = ""  # of its plan
@@ -109,22 +109,22 @@ class Replica:
         except (KvcapError, ValueError) as error:  # which whoever started it is told by `state`
             self.failure = error
 
-    async def answer(self, ask: Ask) -> AsyncIterator[Part | End]:
+    async def answer(self, ask: Ask) -> AsyncIterator[AnswerPiece | AnswerEnd]:
         """The pieces of an answer, and its end; errors are sent, as Ray would wrap them."""
         if self.failure is not None:
-            yield End(error=ReplicaLost("this replica could not load its model"))
+            yield AnswerEnd(error=ReplicaLost("this replica could not load its model"))
             return
         try:
             reply = self.opened.scheduler.submit(ask)
         except Exception as error:
-            yield End(error=sent(error))
+            yield AnswerEnd(error=sent(error))
             return
         try:
             async for piece in reply:
-                yield Part(reply.session_id, piece)
-            yield End(reply.session_id, reply.finish_reason, reply.usage, reply.parsed)
+                yield AnswerPiece(reply.session_id, piece)
+            yield AnswerEnd(reply.session_id, reply.finish_reason, reply.usage, reply.parsed)
         except Exception as error:
-            yield End(reply.session_id, error=sent(error))
+            yield AnswerEnd(reply.session_id, error=sent(error))
         finally:
             await reply.aclose()
 
@@ -143,14 +143,14 @@ class Replica:
             return sent(error)
         return None
 
-    async def state(self) -> State:
+    async def state(self) -> ReplicaState:
         """How it is."""
         from ray import serve
 
         name = serve.get_replica_context().replica_id.unique_id
         if self.failure is not None:
-            return State(name, failure=self.failure)
-        return State(name, self.opened.plan.summary, self.opened.scheduler.figures())
+            return ReplicaState(name, failure=self.failure)
+        return ReplicaState(name, self.opened.plan.summary, self.opened.scheduler.figures())
 
     async def check_health(self) -> None:
         """Have Ray Serve replace a replica that cannot answer.
@@ -187,7 +187,7 @@ class Forwarded:
 
     def __init__(self, parts: Any) -> None:
         self._parts = parts
-        self._end: End | None = None
+        self._end: AnswerEnd | None = None
         self.session_id: str | None = None
 
     @property
@@ -212,22 +212,22 @@ class Forwarded:
         if self._end is None:
             found = await self._next()
             self.session_id = found.session_id
-            if isinstance(found, Part):
+            if isinstance(found, AnswerPiece):
                 return found.piece
             self._end = found
             if found.error is not None:
                 raise found.error
         raise StopAsyncIteration
 
-    async def _next(self) -> Part | End:
+    async def _next(self) -> AnswerPiece | AnswerEnd:
         from ray.exceptions import RayError
 
         try:
-            found: Part | End = await self._parts.__anext__()
+            found: AnswerPiece | AnswerEnd = await self._parts.__anext__()
             return found
         except (RayError, StopAsyncIteration) as error:
             log.warning("a replica is lost: %s", error)
-            return End(self.session_id, error=ReplicaLost(
+            return AnswerEnd(self.session_id, error=ReplicaLost(
                 "the replica that wrote this answer has gone; ask again: the conversation goes on "
                 "from what was saved of it"
             ))  # fmt: skip
@@ -235,7 +235,7 @@ class Forwarded:
     async def aclose(self) -> None:
         """Stop the answer; what was written stays in the conversation."""
         if self._end is None:
-            self._end = End(self.session_id, "interrupted")
+            self._end = AnswerEnd(self.session_id, "interrupted")
             self._parts.cancel()
 
     def __del__(self) -> None:
@@ -335,9 +335,9 @@ class Replicas:
             self._closing.set()
             await asyncio.to_thread(self._leave)
 
-    def _look(self) -> list[State]:
+    def _look(self) -> list[ReplicaState]:
         found = self._handle.broadcast("state").results(timeout_s=30.0, return_exceptions=True)
-        states = [one for one in found if isinstance(one, State)]
+        states = [one for one in found if isinstance(one, ReplicaState)]
         self._known |= {one.replica: one.figures for one in states}
         self._up = {one.replica for one in states if one.failure is None}
         return states

@@ -52,8 +52,8 @@ def digest(text: str) -> str:
 
 
 @dataclass
-class Saved:
-    """A conversation's file."""
+class ConversationFile:
+    """A file that holds a conversation."""
 
     name: str
     nbytes: int
@@ -61,12 +61,12 @@ class Saved:
 
     @property
     def tag(self) -> str:
-        """What stands for the conversation's id."""
+        """Return what stands for the conversation's id."""
         return self.name[17:33]
 
     @property
     def key(self) -> str:
-        """What its messages are known by; see `keys_of` in `conversations.py`."""
+        """Return what its messages are known by; see `keys_of` in `conversations.py`."""
         return self.name[34:66]
 
 
@@ -91,7 +91,9 @@ class SavedConversations:
         self._left_out: set[str] = set()  # names of files that could not be taken
         self._aside = 0  # bytes of files that are set aside
         self._lock = threading.Lock()
-        self._files: dict[tuple[str, str], dict[str, Saved]] = {}  # by owner and key, then by id
+        self._files: dict[
+            tuple[str, str], dict[str, ConversationFile]
+        ] = {}  # by owner and key, then by id
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._held = self._hold()
@@ -151,7 +153,7 @@ class SavedConversations:
                 with contextlib.suppress(FileNotFoundError):  # another has removed it
                     if entry.is_file(follow_symlinks=False):
                         found = entry.stat()
-                        one = Saved(entry.name, found.st_size, found.st_mtime)
+                        one = ConversationFile(entry.name, found.st_size, found.st_mtime)
             if one is not None:
                 self._add(one)
 
@@ -182,7 +184,9 @@ class SavedConversations:
         with self._lock:
             return len(self._all())
 
-    def find(self, owner: str, id_: str | None, keys: Sequence[str]) -> tuple[Saved, int] | None:
+    def find(
+        self, owner: str, id_: str | None, keys: Sequence[str]
+    ) -> tuple[ConversationFile, int] | None:
         """The file of the longest conversation, with the number of its messages.
 
         Args:
@@ -207,7 +211,7 @@ class SavedConversations:
         id_: str,
         key: str,
         before: str | None,
-        wanted: Saved | None = None,
+        wanted: ConversationFile | None = None,
     ) -> str | None:
         """Write a conversation; returns its file's name, None where it could not be written.
 
@@ -248,11 +252,11 @@ class SavedConversations:
             return None
         with self._lock:
             self._left_out.discard(name)
-            self._add(Saved(name, nbytes, time.time()))
+            self._add(ConversationFile(name, nbytes, time.time()))
         self.saved += 1
         return name
 
-    def restore(self, session: Any, saved: Saved) -> bool:
+    def restore(self, session: Any, saved: ConversationFile) -> bool:
         """Make a session the saved one; False where the file cannot be taken.
 
         One that cannot be read is set aside and never removed: what is wrong may be this program.
@@ -298,7 +302,7 @@ class SavedConversations:
                 self._aside -= size
         return bool(files or aside)
 
-    def _put_aside(self, saved: Saved) -> Path:
+    def _put_aside(self, saved: ConversationFile) -> Path:
         """Rename a file that cannot be read, beside the others; returns its new path."""
         path = target = self.folder / f"{saved.name}{ASIDE}"
         number = 1
@@ -343,19 +347,19 @@ class SavedConversations:
                 self._remove(one)
                 held -= one.nbytes
 
-    def _remove(self, one: Saved) -> None:
+    def _remove(self, one: ConversationFile) -> None:
         with self._lock:
             self._drop(one)
         with contextlib.suppress(OSError):
             os.unlink(self.folder / one.name)
 
-    def _all(self) -> list[Saved]:
+    def _all(self) -> list[ConversationFile]:
         return [one for by_id in self._files.values() for one in by_id.values()]
 
-    def _add(self, one: Saved) -> None:
+    def _add(self, one: ConversationFile) -> None:
         self._files.setdefault((one.name[:16], one.key), {})[one.tag] = one
 
-    def _drop(self, one: Saved) -> None:
+    def _drop(self, one: ConversationFile) -> None:
         place = one.name[:16], one.key
         by_id = self._files.get(place, {})
         by_id.pop(one.tag, None)

@@ -43,7 +43,7 @@ from kvcap.serve.conversations import (
     recall_of,
     salt_of,
 )
-from kvcap.serve.saved import Saved, SavedConversations
+from kvcap.serve.saved import ConversationFile, SavedConversations
 from kvcap.serve.threads import by_a_thread
 
 if TYPE_CHECKING:
@@ -523,7 +523,12 @@ class Scheduler:
         self._second.submit(run)
 
     def _prepare(
-        self, job: Job, leaving: Conversation | None, saved: Saved | None, count: int, held: bool
+        self,
+        job: Job,
+        leaving: Conversation | None,
+        saved: ConversationFile | None,
+        count: int,
+        held: bool,
     ) -> Callable[[], None]:
         """Make a session ready to answer. Called beside the worker.
 

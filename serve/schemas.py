@@ -27,7 +27,7 @@ from kvcap.runtime.session.tool_calls import schema_of_call
 from kvcap.runtime.types import Message
 from kvcap.serve.contract import Ask
 from kvcap.serve.errors import ApiError
-from kvcap.serve.limits import Limits
+from kvcap.serve.limits import RequestLimits
 
 STOPS, STOP_LETTERS = 16, 256
 TOOLS = 128
@@ -122,7 +122,7 @@ class Called(Strict):
         return found
 
 
-class ToolCall(Strict):
+class MessageToolCall(Strict):
     """A call of a tool that an earlier answer asked for."""
 
     id: Short = ""
@@ -136,7 +136,7 @@ class ChatMessage(Strict):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=TOOLS)] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=TOOLS)] | None = None
     tool_call_id: Short | None = None
     pin: bool = False
     # What OpenAI's own objects carry, and what a chat template has no place for.
@@ -318,7 +318,7 @@ class Request(Strict):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def options(self, limits: Limits, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    def options(self, limits: RequestLimits, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Settings of generation.
 
         Args:
@@ -416,7 +416,7 @@ class ChatRequest(Request):
         return found
 
     def ask(
-        self, owner: str, session_id: str | None, limits: Limits, defaults: Mapping[str, Any]
+        self, owner: str, session_id: str | None, limits: RequestLimits, defaults: Mapping[str, Any]
     ) -> Ask:
         """What the conversations are asked for.
 
@@ -456,7 +456,7 @@ class CompletionRequest(Request):
         return {} if self.logprobs is None else {"logprobs": self.logprobs}
 
     def ask(
-        self, owner: str, session_id: str | None, limits: Limits, defaults: Mapping[str, Any]
+        self, owner: str, session_id: str | None, limits: RequestLimits, defaults: Mapping[str, Any]
     ) -> Ask:
         """What the conversations are asked for.
 

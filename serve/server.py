@@ -12,7 +12,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from kvcap.runtime.errors import PortTaken
-from kvcap.serve.limits import HEAD_BYTES, Limits, Patient
+from kvcap.serve.limits import HEAD_BYTES, Patient, RequestLimits
 
 if TYPE_CHECKING:
     from typing import Self
@@ -32,7 +32,7 @@ class Server:
     """
 
     def __init__(
-        self, app: Starlette, listening: socket.socket, limits: Limits, patience_s: int = 30
+        self, app: Starlette, listening: socket.socket, limits: RequestLimits, patience_s: int = 30
     ) -> None:
         self.socket = listening
         listening.listen(BACKLOG)  # from now on clients wait, and are not refused

@@ -23,7 +23,7 @@ from kvcap.runtime.errors import ChatTemplateMissing, PlanInfeasible
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.planning.serving import CAPPED_BODY, TOKENISING, ServingPlan, Shared
 from kvcap.runtime.recall.settings import RecallSettings
-from kvcap.serve.admission import Watch, open_conversations
+from kvcap.serve.admission import CapWatch, open_conversations
 
 MIB = 1 << 20
 
@@ -176,7 +176,7 @@ def test_no_more_are_made_once_the_process_has_grown(one: MemoryPlan) -> None:
     class Runtime:
         model = None
 
-    watch = Watch.of(plan, Runtime())
+    watch = CapWatch.of(plan, Runtime())
     assert watch is not None
     assert watch.has_room()
     watch.cap = 1

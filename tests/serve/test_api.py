@@ -24,7 +24,7 @@ from kvcap.runtime.session.tool_calls import parsed_text
 from kvcap.serve import schemas
 from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Figures
-from kvcap.serve.limits import Limits
+from kvcap.serve.limits import RequestLimits
 from kvcap.serve.metrics import unnamed
 from kvcap.serve.server import Server, bound, is_loopback
 from kvcap.serve.tool_calls import CallGate
@@ -41,7 +41,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[StandIn, Server]]:
     talk = StandIn()
-    settings = Settings("pocket", limits=Limits(body_bytes=20_000, messages=3, quiet_seconds=0.1))
+    settings = Settings(
+        "pocket", limits=RequestLimits(body_bytes=20_000, messages=3, quiet_seconds=0.1)
+    )
     with Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits) as server:
         yield talk, server
 
@@ -231,10 +233,10 @@ def test_options_of_the_chat_template_change_those_of_the_server(url, talk):
     assert post(url, chat_template_kwargs=off).status_code == 200
     assert talk.asked.options == {"template_options": off}
     said = schemas.ChatRequest(messages=[], chat_template_kwargs={"mood": None})
-    assert said.options(Limits(), {"template_options": off}) == {
+    assert said.options(RequestLimits(), {"template_options": off}) == {
         "template_options": {"enable_thinking": False, "mood": None}
     }
-    assert schemas.ChatRequest(messages=[]).options(Limits(), {"template_options": off}) == {
+    assert schemas.ChatRequest(messages=[]).options(RequestLimits(), {"template_options": off}) == {
         "template_options": off
     }
 
@@ -492,7 +494,7 @@ def test_no_body_makes_the_server_fail(served, body):
 
 def test_clients_that_say_or_read_nothing_are_let_go_of():
     talk = StandIn(Script(["x" * 10_000] * 10_000))
-    limits = Limits(head_seconds=0.2, body_seconds=0.2, write_seconds=0.2)
+    limits = RequestLimits(head_seconds=0.2, body_seconds=0.2, write_seconds=0.2)
     settings = Settings("pocket", limits=limits)
     with Server(application(talk, settings), bound("127.0.0.1", 0), limits) as server:
         address = server.socket.getsockname()
@@ -513,7 +515,7 @@ def test_clients_that_say_or_read_nothing_are_let_go_of():
 
 
 def test_more_connections_than_allowed_are_turned_away():
-    limits = Limits(connections=3)
+    limits = RequestLimits(connections=3)
     settings = Settings("pocket", limits=limits)
     with Server(application(StandIn(), settings), bound("127.0.0.1", 0), limits) as server:
         address = server.socket.getsockname()

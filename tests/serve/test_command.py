@@ -22,9 +22,8 @@ from tools import PATIENCE
 from kvcap.cli import run
 from kvcap.serve.app import Settings, application
 from kvcap.serve.commands import Address
-from kvcap.serve.limits import Limits
-from kvcap.serve.scheduler import Limits as Work
-from kvcap.serve.scheduler import Scheduler
+from kvcap.serve.limits import RequestLimits
+from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.server import Server, bound
 
 FACT = "Please remember: the code for the blue door is 4821. " * 4
@@ -33,13 +32,13 @@ ASKED: Any = {"model": "pocket", "temperature": 0, "max_tokens": 12}
 
 @pytest.fixture(scope="module")
 def scheduler() -> Scheduler:
-    return Scheduler(pocket(), Work(places=3, together=2))
+    return Scheduler(pocket(), Limits(places=3, together=2))
 
 
 @pytest.fixture(scope="module")
 def client(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
     settings = Settings("pocket")
-    with Server(application(scheduler, settings), bound("127.0.0.1", 0), Limits()) as server:
+    with Server(application(scheduler, settings), bound("127.0.0.1", 0), RequestLimits()) as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 

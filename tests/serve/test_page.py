@@ -21,7 +21,7 @@ from kvcap import Runtime
 from kvcap.runtime.errors import ConversationUnknown
 from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Conversations, Figures
-from kvcap.serve.limits import Limits
+from kvcap.serve.limits import RequestLimits
 from kvcap.serve.page_routes import FILES, HEADERS, OPEN_PATHS, PAGE, page_routes
 from kvcap.serve.scheduler import Scheduler
 from kvcap.serve.server import Server, bound
@@ -45,7 +45,7 @@ def runtime() -> Runtime:
 def serving(conversations: Conversations, *keys: str) -> Server:
     settings = Settings("pocket", keys=keys, defaults={"max_new_tokens": 64}, open_paths=OPEN_PATHS)
     app = application(conversations, settings, page_routes())
-    return Server(app, bound("127.0.0.1", 0), Limits(), patience_s=0)
+    return Server(app, bound("127.0.0.1", 0), RequestLimits(), patience_s=0)
 
 
 @pytest.fixture(scope="module")

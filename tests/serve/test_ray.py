@@ -22,7 +22,7 @@ from kvcap import pocket
 from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Running, Sampling
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.serve.admission import open_conversations
-from kvcap.serve.commands import Address, Engine, Load, opened
+from kvcap.serve.commands import Address, EngineOptions, Load, opened
 from kvcap.serve.contract import Ask
 from kvcap.serve.server import Server
 
@@ -75,7 +75,8 @@ def keep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(cluster: Any, model: str, keep: Path) -> Iterator[Server]:
     made = opened(
         model, Address(port=0, api_key=["ada", "bob"]), Load(keep=keep),
-        Engine("ray", 2, cluster.address), Backend(), BUDGET, Running(device="cpu"), Sampling(),
+        EngineOptions("ray", 2, cluster.address), Backend(), BUDGET, Running(device="cpu"),
+        Sampling(),
         Output(quiet=True), Recalling(),
     )  # fmt: skip
     with made:
@@ -257,7 +258,8 @@ def test_an_answer_ends_whose_conversation_is_deleted(server: Server) -> None:
 
 def small(cluster: Any, model: str, replicas: int, budget: Budget) -> None:
     opened(
-        model, Address(port=0, name="small"), Load(), Engine("ray", replicas, cluster.address),
+        model, Address(port=0, name="small"), Load(),
+        EngineOptions("ray", replicas, cluster.address),
         Backend(), budget, Running(device="cpu"), Sampling(), Output(quiet=True), Recalling(),
     )  # fmt: skip
 

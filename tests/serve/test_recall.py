@@ -22,7 +22,7 @@ from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.recall.store import PassageStore
 from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Ask
-from kvcap.serve.limits import Limits
+from kvcap.serve.limits import RequestLimits
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
 from kvcap.serve.server import Server, bound
@@ -101,7 +101,7 @@ def url(runtime: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Iterato
     disk = SavedConversations(tmp_path, 64 << 20) if request.param == "kept" else None
     scheduler = Scheduler(runtime, limits(places=3, together=2, save_after_s=0.01), disk)
     settings = Settings("tiny", keys=KEYS)
-    with Server(application(scheduler, settings), bound("127.0.0.1", 0), Limits()) as server:
+    with Server(application(scheduler, settings), bound("127.0.0.1", 0), RequestLimits()) as server:
         yield f"{server.url}/v1"
 
 

@@ -14,7 +14,7 @@ from kvcap.runtime.cluster import Share
 from kvcap.runtime.errors import Busy, ConversationUnknown, ExtraMissing, KvcapError
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.serve.admission import open_conversations
-from kvcap.serve.commands import Address, Engine, Load, opened
+from kvcap.serve.commands import Address, EngineOptions, Load, opened
 from kvcap.serve.contract import Ask, Figures
 from kvcap.serve.replicas import Opening, open_replicas, place_of, routed, sent, shared, total
 
@@ -102,8 +102,8 @@ def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPa
         open_replicas(Opening("pocket", Backend(), Budget(), Running()), "pocket", address="x:1")
 
 
-@pytest.mark.parametrize("engine", [Engine(replicas=2), Engine(ray_address="x:1")])
-def test_options_of_a_cluster_need_one(engine: Engine) -> None:
+@pytest.mark.parametrize("engine", [EngineOptions(replicas=2), EngineOptions(ray_address="x:1")])
+def test_options_of_a_cluster_need_one(engine: EngineOptions) -> None:
     with pytest.raises(ValueError, match="needs --engine ray"):
         engine.check()
 
@@ -118,7 +118,7 @@ def test_every_replica_recalls_as_the_command_was_told(monkeypatch: pytest.Monke
     monkeypatch.setattr("kvcap.serve.replicas.open_replicas", start)
     with pytest.raises(KvcapError, match="no cluster"):
         opened(
-            "pocket", Address(port=0), Load(), Engine("ray"), Backend(), Budget(), Running(),
+            "pocket", Address(port=0), Load(), EngineOptions("ray"), Backend(), Budget(), Running(),
             Sampling(), Output(quiet=True), Recalling("96", "1MiB"),
         )  # fmt: skip
     assert found[0].load["recall"] == RecallSettings(96, 1 << 20)
