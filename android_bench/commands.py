@@ -26,7 +26,7 @@ from kvcap.runtime.errors import how_to_install
 
 if TYPE_CHECKING:
     from kvcap.android_bench.server.landing import Landed
-    from kvcap.android_bench.server.serving import Server
+    from kvcap.android_bench.server.serving import PageServer
 
 NOWHERE = "192.0.2.1"  # reserved for documents: nothing is sent there, but a route is chosen
 
@@ -37,8 +37,8 @@ Names = Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, wi
 Counts = Annotated[str | None, typer.Option(metavar="COUNTS", help="Such as 1,2.")]
 
 
-class Program(str, Enum):
-    """What measures on the device."""
+class RunnerKind(str, Enum):
+    """A kind of runner that measures on the device."""
 
     c = "c"
     python = "python"
@@ -91,7 +91,7 @@ def plan_command(
     json: Json = False,
 ) -> None:
     """Write a folder with plan.json, graphs, and what they must give."""
-    from kvcap.android_bench.plan.decoder import Work, shape_of
+    from kvcap.android_bench.plan.decoder import DecoderWork, shape_of
     from kvcap.android_bench.plan.write import Wanted, write_plan
     from kvcap.export.graphs.shape import Shape, model_sizes
 
@@ -107,7 +107,7 @@ def plan_command(
     sizes_given = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "block": block}
     given = {name: value for name, value in sizes_given.items() if value is not None}
     name = model or ("Llama-3.2-3B" if not given else "sizes by hand")
-    work = Work(prompt_tokens, answer_tokens, long_tokens, sustained_minutes)
+    work = DecoderWork(prompt_tokens, answer_tokens, long_tokens, sustained_minutes)
     sizes_of = model_sizes(model) if model else {}
     if decoder is not None and not model and not given:  # scores of its own layers beside it
         sizes_of = shape_of(decoder)
@@ -212,8 +212,8 @@ def adb_command(
         str | None, typer.Option(metavar="S", help="Which device, where there are several.")
     ] = None,
     runner: Annotated[
-        Program, typer.Option(help="c, built by CMake; or python, the device's own.")
-    ] = Program.c,
+        RunnerKind, typer.Option(help="c, built by CMake; or python, the device's own.")
+    ] = RunnerKind.c,
     runner_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where CMake built the C runner.")
     ] = None,
@@ -236,7 +236,7 @@ def adb_command(
 ) -> None:
     """Measure a plan on a device over adb; nothing is installed or left there."""
     from kvcap.android_bench.devices.adb import chosen
-    from kvcap.android_bench.devices.run import Settings
+    from kvcap.android_bench.devices.run import DeviceRunSettings
     from kvcap.android_bench.documents import read_plan, write_json
     from kvcap.android_bench.errors import ResultBroken
     from kvcap.android_bench.results.judge import judged
@@ -247,7 +247,7 @@ def adb_command(
         raise ResultBroken(f"no folder {str(out.parent)!r} for the result")
     options = ["--cores", cores, *(["--threads", threads] if threads else [])]
     device = chosen(serial or os.environ.get("ANDROID_SERIAL"))
-    settings = Settings(device_dir.rstrip("/") or "/", options, timeout)
+    settings = DeviceRunSettings(device_dir.rstrip("/") or "/", options, timeout)
     if browser:
         from kvcap.android_bench.devices.browser import run_in_browser
 
@@ -260,11 +260,11 @@ def adb_command(
 
 
 def _on_device(
-    device: Any, folder: Path, program: Program, built: Path | None, python: str, settings: Any
+    device: Any, folder: Path, program: RunnerKind, built: Path | None, python: str, settings: Any
 ) -> dict[str, Any]:
     from kvcap.android_bench.devices.run import c_runner, python_runner, run_on
 
-    if program is Program.c:
+    if program is RunnerKind.c:
         return run_on(device, folder, c_runner(built), settings)
     with tempfile.TemporaryDirectory(prefix="kvcap-") as scratch:
         return run_on(device, folder, python_runner(device, python, Path(scratch)), settings)
@@ -367,7 +367,7 @@ def lan_address() -> str:
     return found
 
 
-def _invite(serving: Server, lan: bool, what: str = "measure here") -> None:
+def _invite(serving: PageServer, lan: bool, what: str = "measure here") -> None:
     """Say where to go, as a QR code too where a phone's camera can see it."""
     said = sys.stderr
     if lan:

@@ -19,7 +19,7 @@ from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.types import DEFAULT_POLICY
 
 if TYPE_CHECKING:
-    from kvcap.export.decoder.check import Report
+    from kvcap.export.decoder.check import DecoderReport
     from kvcap.export.graphs.shape import Shape
     from kvcap.export.weights import Rounding
     from kvcap.policies import Eviction
@@ -267,7 +267,7 @@ def decoder_command(
     given = {name: count for name, count in pins.items() if count is not None}
     options = {**given, **pairs(policy_option or [])}
     eviction = load_policy(policy or DEFAULT_POLICY, **options)
-    sizes = Sizes(kv_budget_tokens, block_size, positions)
+    sizes = ExportSizes(kv_budget_tokens, block_size, positions)
     _check_found(exporter, variant=variant, config=config)
     report = None
     if exporter == "kvcap":
@@ -345,8 +345,8 @@ def _shape(model: str | None, given: dict[str, int]) -> Shape:
     return Shape(**{**known, **given})
 
 
-class Sizes(NamedTuple):
-    """What is kept, what is read at once, where tokens count."""
+class ExportSizes(NamedTuple):
+    """Sizes that an export was asked for: what is kept, what is read at once, how tokens count."""
 
     budget_tokens: int
     block_size: int
@@ -356,7 +356,7 @@ class Sizes(NamedTuple):
 def _kvcap(
     model: str,
     eviction: Eviction,
-    sizes: Sizes,
+    sizes: ExportSizes,
     dtype: str,
     out: Path,
     quick: bool,
@@ -364,7 +364,7 @@ def _kvcap(
     rounding: Rounding | None,
     text: str | None,
     kv_dtype: str | None,
-) -> tuple[dict[str, Any], Report]:
+) -> tuple[dict[str, Any], DecoderReport]:
     """One graph; what cannot be is refused before weights are read."""
     from kvcap.export.decoder.manifest import asked
     from kvcap.export.decoder.spec import check_dtype, layout_for, open_model
@@ -445,7 +445,7 @@ def _which(model: str, said: dict[str, Any]) -> str:
 
 
 def _others(
-    exporter: str, model: str, policies: list[Eviction], sizes: Sizes, dtype: str, out: Path,
+    exporter: str, model: str, policies: list[Eviction], sizes: ExportSizes, dtype: str, out: Path,
     found_by: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """A decoder of another exporter, and graphs beside it that evict."""

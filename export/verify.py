@@ -17,7 +17,7 @@ import torch
 from kvcap.export.adopted import adopt
 from kvcap.export.adopted import check as evictors
 from kvcap.export.decoder import check as decoders
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.spec import check_dtype, layout_for, load
 from kvcap.export.files import sha256
 from kvcap.export.graphs import check as graphs
@@ -59,7 +59,7 @@ class Unchecked:
         raise ExtraMissing(f"{self.file} was not checked: {self.why}")
 
 
-Report = graphs.Report | decoders.Report | evictors.Report | Unchecked
+Report = graphs.GraphReport | decoders.DecoderReport | evictors.AdoptedReport | Unchecked
 
 
 def verify(path: Path, model: str | None = None, quick: bool = False) -> list[Report]:
@@ -97,7 +97,7 @@ def _graph(file: Path, quick: bool) -> Report:
 
 def verify_decoder(
     folder: Path, model: str | None = None, quick: bool = False
-) -> decoders.Report | evictors.Report:
+) -> decoders.DecoderReport | evictors.AdoptedReport:
     """Run the graph of an exported decoder beside PyTorch, or those that evict for another's.
 
     Args:
@@ -132,7 +132,7 @@ def verify_decoder(
     layout = layout_for(config, eviction, *sizes)
     scales = scales_of(found)
     slots = None if scales is None else torch.from_numpy(scales[:, :, :, 0])
-    decoder = Decoder(load(name, facts["dtype"]).model, layout, slots)
+    decoder = DecoderGraph(load(name, facts["dtype"]).model, layout, slots)
     with decoders.as_rounded(decoder, rounded_in(found.decoder)):
         return decoders.check(folder, decoder, facts["dtype"], quick)
 
@@ -152,7 +152,7 @@ def _policy(entry: Mapping[str, Any]) -> Eviction:
     return load_policy(policy["parts"], **policy["parameters"])
 
 
-def _evictors(found: Manifest) -> evictors.Report:
+def _evictors(found: Manifest) -> evictors.AdoptedReport:
     """Try the decoder again, and hold every graph that evicts to its policy."""
     _, shape, ports, compact = adopt.examined(found.folder, found.decoder)
     rows = []
@@ -171,7 +171,7 @@ def _evictors(found: Manifest) -> evictors.Report:
         graph = Graph(found.file(entry["file"]))
         graphs.signature(graph.session, entry)
         rows.append(evictors.check(graph, evictor, dtype))
-    return evictors.Report(found.folder.name, ports.graph.version, rows)
+    return evictors.AdoptedReport(found.folder.name, ports.graph.version, rows)
 
 
 def _near(told: list[float], wanted: list[float]) -> bool:

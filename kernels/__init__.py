@@ -36,7 +36,7 @@ from kvcap.policies.base import (
 )
 from kvcap.policies.base.component import Component
 from kvcap.policies.budgets.adakv import AdaKV
-from kvcap.policies.budgets.cake import Cake as CakeBudget
+from kvcap.policies.budgets.cake import CakeBudget
 from kvcap.policies.cake import Cake
 from kvcap.policies.dropkv import DropKV
 from kvcap.policies.h2o import H2O

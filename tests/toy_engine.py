@@ -14,7 +14,7 @@ import numpy as np
 import tiny_chat
 
 from kvcap import pocket
-from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
+from kvcap.runtime.backends.onnxruntime.generation import Generation, NumpySampler
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -112,8 +112,8 @@ class ToyEngine:
     def rng(self, seed: int | None) -> Any:
         return np.random.Generator(np.random.PCG64(seed))
 
-    def sampler(self, generation: Any, rng: Any) -> Sampler:
-        return Sampler(generation, rng)
+    def sampler(self, generation: Any, rng: Any) -> NumpySampler:
+        return NumpySampler(generation, rng)
 
     def token_ids(self, tokens: list[int]) -> Any:
         return np.array([tokens])
@@ -155,7 +155,7 @@ def held(session: Any) -> str:
     return session.runtime.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def numpy_scores(sampler: Sampler, logits: Any, history: Any) -> Any:
+def numpy_scores(sampler: NumpySampler, logits: Any, history: Any) -> Any:
     """The scores [V] by which a NumPy sampler draws, of logits [V]; -inf is never drawn."""
     scores = logits.copy()
     sampler.penalise(scores, history)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcap.android_bench.devices.adb import Device, quoted
-from kvcap.android_bench.devices.run import Settings
+from kvcap.android_bench.devices.run import DeviceRunSettings
 from kvcap.android_bench.errors import DeviceError, DeviceLost, RunTimeout
 
 if TYPE_CHECKING:
     from kvcap.android_bench.server.serving import Serving
 
 
-def run_in_browser(device: Device, plan: Path, settings: Settings) -> dict[str, Any]:
+def run_in_browser(device: Device, plan: Path, settings: DeviceRunSettings) -> dict[str, Any]:
     """Open the page on the device and wait for the result that it sends.
 
     Raises:
@@ -50,7 +50,7 @@ def _open(device: Device, url: str) -> None:
         raise DeviceError(f"{device.serial} opens no browser: {line}; open {url} there by hand")
 
 
-def _landed(device: Device, serving: Serving, settings: Settings) -> dict[str, Any]:
+def _landed(device: Device, serving: Serving, settings: DeviceRunSettings) -> dict[str, Any]:
     """The first result, while the device and the server are there."""
     start = seen = time.monotonic()
     while time.monotonic() - start < settings.timeout:
@@ -68,7 +68,7 @@ def _landed(device: Device, serving: Serving, settings: Settings) -> dict[str, A
     raise RunTimeout(f"no result came from {device.serial} in {settings.timeout:g} s")
 
 
-def _close(device: Device, port: int, settings: Settings) -> None:
+def _close(device: Device, port: int, settings: DeviceRunSettings) -> None:
     try:
         device.unreverse(port)
     except DeviceError:

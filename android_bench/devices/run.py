@@ -38,8 +38,8 @@ WATCHER = Path(__file__).with_name("watch.sh")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a run is made."""
+class DeviceRunSettings:
+    """Settings that say how a run on a device is made."""
 
     base: str = "/data/local/tmp"  # of the device; the one folder that adb's user may run files in
     options: Sequence[str] = ()  # of the runner
@@ -92,7 +92,9 @@ def python_runner(device: Device, python: str, scratch: Path) -> Runner:
     return Runner((write_runner(scratch / "runner.pyz"),), (python, "runner.pyz"))
 
 
-def run_on(device: Device, plan: Path, runner: Runner, settings: Settings) -> dict[str, Any]:
+def run_on(
+    device: Device, plan: Path, runner: Runner, settings: DeviceRunSettings
+) -> dict[str, Any]:
     """Run a plan on a device and bring the result here.
 
     Raises:
@@ -150,7 +152,7 @@ def _check_arrived(device: Device, folder: str) -> None:
         raise DeviceError(f"files did not arrive as they are: {said.strip().splitlines()[0]}")
 
 
-def _started(device: Device, folder: str, runner: Runner, settings: Settings) -> str:
+def _started(device: Device, folder: str, runner: Runner, settings: DeviceRunSettings) -> str:
     """Start the watcher in a session of its own; returns its process id, which is its group's."""
     command = (*runner.command, PLAN_FILE, "-o", "result.json", *settings.options)
     said, _ = device.shell(
@@ -163,7 +165,7 @@ def _started(device: Device, folder: str, runner: Runner, settings: Settings) ->
     return said.strip()
 
 
-def _watched(device: Device, folder: str, watcher: str, settings: Settings) -> None:
+def _watched(device: Device, folder: str, watcher: str, settings: DeviceRunSettings) -> None:
     """Look after the run until the runner has ended well.
 
     Raises:
@@ -196,7 +198,7 @@ def _watched(device: Device, folder: str, watcher: str, settings: Settings) -> N
                      "ended; --timeout allows more, or plan fewer cells")  # fmt: skip
 
 
-def _ended(device: Device, folder: str, state: str, settings: Settings) -> None:
+def _ended(device: Device, folder: str, state: str, settings: DeviceRunSettings) -> None:
     """Say why the runner ended, unless it ended well: `state` is its exit code, or gone."""
     if state == "0":
         return
@@ -225,7 +227,7 @@ def _pulled(device: Device, folder: str, plan: Path, target: Path) -> dict[str, 
     return found
 
 
-def _cleaned(device: Device, folder: str, watcher: str | None, settings: Settings) -> None:
+def _cleaned(device: Device, folder: str, watcher: str | None, settings: DeviceRunSettings) -> None:
     """End what was started, by its process group, and remove the folder."""
     end = f"kill -9 -{watcher} 2>/dev/null; " if watcher else ""
     try:

@@ -15,7 +15,7 @@ import torch
 from kvcap.android_bench.decoders import decoder_in
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.plan.expected import Folder
-from kvcap.runtime.backends.onnxruntime.decoder import Shared, evictors_of
+from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.types import EVICT_EVERY, MANIFEST
@@ -26,8 +26,8 @@ EXACT, ROUNDED = 1e-3, 0.05  # of the largest logit: how far a runner may be fro
 
 
 @dataclass(frozen=True)
-class Work:
-    """What of a decoder is timed."""
+class DecoderWork:
+    """Work of a decoder that is timed: a prompt, answers, and writing on and on."""
 
     prompt: int = 128  # tokens, read before the first one is written
     answer: int = 64  # tokens, written in every round
@@ -52,7 +52,7 @@ def shape_of(folder: Path) -> dict[str, Any]:
     return {**sizes, "block": found.facts["block_size"], "name": str(found.model["name"])}
 
 
-def decoder_entry(source: Path, work: Work, folder: Folder) -> dict[str, Any]:
+def decoder_entry(source: Path, work: DecoderWork, folder: Folder) -> dict[str, Any]:
     """What a plan says of the decoder in `source`, whose files are copied into `folder`."""
     found = decoder_in(source)
     facts, model = found.facts, found.model
@@ -90,7 +90,7 @@ def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
         runs = runs or [min(runs_of(facts), least)]
     block = int(facts["block_size"])
     graph, evictors = Graph(manifest.decoder, 1), evictors_of(manifest, 1)
-    decoder = Shared(manifest, graph, evictors, block, min(EVICT_EVERY, block))
+    decoder = SharedDecoder(manifest, graph, evictors, block, min(EVICT_EVERY, block))
     seen, logits = 0, None
     for length in runs:
         logits = decoder.run(prompt[seen : seen + length], seen, [])

@@ -21,7 +21,7 @@ from kvcap.android_bench.documents import sha256
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.runner.inputs import filled
 from kvcap.export.graphs.compare import RTOL, difference, reference, truth
-from kvcap.export.graphs.stages import Evict, Graph
+from kvcap.export.graphs.stages import Evict, StageGraph
 
 SEEDS = {"keys": 1, "values": 2, "queries": 3, "output_norm": 4}
 TRIES = 64
@@ -62,10 +62,10 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One size of one graph."""
+class SizedGraph:
+    """A graph at one size, with the numbers that a device fills and checks it with."""
 
-    graph: Graph
+    graph: StageGraph
     said: Mapping[str, Any]  # the graph's manifest
     label: str  # of policy, options and stage: names the files
     slots: int  # held while scoring
@@ -73,17 +73,17 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of every axis."""
+        """Return the size of every axis."""
         kept = min(self.graph.form.shape.budget, self.slots)
         open_ones = {"slots": self.slots, "queries": self.queries, "kept": kept}
         return {k: v for k, v in {**self.graph.sizes, **open_ones}.items() if v is not None}
 
     def shape_of(self, axes: list[str]) -> list[int]:
-        """Sizes of some axes."""
+        """Return the sizes of some axes."""
         return [self.sizes[axis] for axis in axes]
 
     def describe(self, folder: Folder) -> tuple[list[Port], list[Port]]:
-        """Inputs with how to fill them and outputs with how to check them.
+        """Describe inputs with how to fill them, and outputs with how to check them.
 
         Raises:
             PlanBroken: every seed has slots that tie for the last place, where none may.
@@ -105,12 +105,15 @@ class Case:
         raise PlanBroken(f"{self.label}, {self.slots} slots: {TRIES} seeds, each with ties")
 
     def names(self) -> list[str]:
-        """Inputs that have a rule: all that eager may read, and keys, which state is made of."""
+        """Return the inputs that have a rule: all that eager may read, and keys.
+
+        State is made of keys.
+        """
         names = ["keys", *(port.name for port in self.graph.inputs)]
         return [name for name in dict.fromkeys(names) if name not in ("inverse_norms", "anchor")]
 
     def fill(self, name: str, attempt: int) -> dict[str, Any]:
-        """The rule of an input's numbers."""
+        """Return the rule of an input's numbers."""
         if name in SEEDS:
             seed = SEEDS[name] + len(SEEDS) * attempt
             scale, offset = (2**-7, 0.5) if name == "output_norm" else (2**-9, -2.0)
@@ -123,7 +126,7 @@ class Case:
         return {"kind": "constant", "value": constants.get(name, 0)}  # no pins, state of new slots
 
     def port(self, name: str, fill: dict[str, Any]) -> Port:
-        """An input, in float32 where it is of the cache's type."""
+        """Describe an input, in float32 where it is of the cache's type."""
         port = self.graph.form.ports[name]
         shape = self.shape_of(list(port.axes))
         return {"name": name, "dtype": port.type_in("float32"), "shape": shape, "fill": fill}
@@ -132,7 +135,7 @@ class Case:
 class Expected:
     """What eager gives for the inputs `given`, and how far from it an output may be."""
 
-    def __init__(self, case: Case, given: dict[str, Tensor], name: str) -> None:
+    def __init__(self, case: SizedGraph, given: dict[str, Tensor], name: str) -> None:
         self.case, self.given, self.name = case, given, name
         if case.queries:
             self.name += f".q{case.queries}"

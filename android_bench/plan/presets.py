@@ -17,8 +17,8 @@ SIZES = (512, 1024, 2048, 4096, 8192)  # of the paper's Table 19
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A policy in one form, looking at one number of queries."""
+class PolicyVariant:
+    """A policy in one form that looks at one number of queries."""
 
     policy: str
     formulation: str | None = None  # None: the one that export makes by itself
@@ -45,11 +45,11 @@ class Group:
     """Cells of one stage: every variant at every size in every type."""
 
     stage: str
-    variants: tuple[Variant, ...]
+    variants: tuple[PolicyVariant, ...]
     sizes: tuple[int, ...]  # slots held while scoring; of stage evict: slots that stay
     dtypes: tuple[str, ...]
 
-    def models(self) -> Iterator[tuple[Variant, str, int | None]]:
+    def models(self) -> Iterator[tuple[PolicyVariant, str, int | None]]:
         """The graphs: variant, type and, of stage evict, budget."""
         budgets = self.sizes if self.stage == "evict" else (None,)
         for variant in self.variants:
@@ -59,47 +59,52 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Preset:
-    """Groups of cells, rules, and threads."""
+class PlanPreset:
+    """A preset that says what a plan measures: groups of cells, rules, and threads."""
 
     groups: tuple[Group, ...]
     rules: Rules = Rules()
     threads: tuple[int, ...] = (1,)
 
 
-KEYDIFF = tuple(Variant("keydiff", form) for form in FORMULATIONS)
-TABLE19 = (Variant("snapkv"), Variant("tova"), *KEYDIFF, Variant("h2o", queries=1))
+KEYDIFF = tuple(PolicyVariant("keydiff", form) for form in FORMULATIONS)
+TABLE19 = (
+    PolicyVariant("snapkv"),
+    PolicyVariant("tova"),
+    *KEYDIFF,
+    PolicyVariant("h2o", queries=1),
+)
 QUICK = Rules(warmup_seconds=0.05, min_runs=30, min_seconds=0.3)
 BOTH = ("fp32", "fp16")
 
 
-def table19() -> Preset:
+def table19() -> PlanPreset:
     """The paper's Table 19."""
-    return Preset((Group("score", TABLE19, SIZES, ("fp16",)),))
+    return PlanPreset((Group("score", TABLE19, SIZES, ("fp16",)),))
 
 
-def quick() -> Preset:
+def quick() -> PlanPreset:
     """The same at three sizes, and two graphs that evict."""
     groups = (
         Group("score", TABLE19, (512, 2048, 8192), ("fp16",)),
         Group("score", TABLE19, (512,), ("fp32",)),
-        Group("evict", (KEYDIFF[1], Variant("tova")), (512,), ("fp16",)),
+        Group("evict", (KEYDIFF[1], PolicyVariant("tova")), (512,), ("fp16",)),
     )
-    return Preset(groups, QUICK)
+    return PlanPreset(groups, QUICK)
 
 
-def full() -> Preset:
+def full() -> PlanPreset:
     """Every policy that has a graph of its own, scoring and evicting."""
     from kvcap.export.graphs.spec import with_graphs_of_their_own
 
     once = {variant.policy for variant in TABLE19 if variant.queries is None}
-    others = [Variant(name) for name in with_graphs_of_their_own() if name not in once]
-    every = (*TABLE19, Variant("snapkv", options={"window": 8}), *others)
+    others = [PolicyVariant(name) for name in with_graphs_of_their_own() if name not in once]
+    every = (*TABLE19, PolicyVariant("snapkv", options={"window": 8}), *others)
     groups = (Group("score", every, SIZES, BOTH), Group("evict", every, (512, 2048), BOTH))
-    return Preset(groups, threads=(1, 2))
+    return PlanPreset(groups, threads=(1, 2))
 
 
-PRESETS: dict[str, Callable[[], Preset]] = {"table19": table19, "quick": quick, "full": full}
+PRESETS: dict[str, Callable[[], PlanPreset]] = {"table19": table19, "quick": quick, "full": full}
 
 
 def narrowed(
@@ -109,7 +114,7 @@ def narrowed(
     dtypes: Sequence[str] = (),
     stages: Sequence[str] = (),
     sizes: Sequence[int] = (),
-) -> Preset:
+) -> PlanPreset:
     """A preset, or what of it was asked for; `sizes` take the place of its own.
 
     Raises:

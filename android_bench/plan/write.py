@@ -14,14 +14,14 @@ import numpy as np
 from kvcap.android_bench.archive import RUNNER_FILE, write_runner
 from kvcap.android_bench.documents import PLAN, PLAN_FILE, plan_id, port_bytes, validate
 from kvcap.android_bench.errors import PlanBroken, PlanExists
-from kvcap.android_bench.plan.decoder import Work, decoder_entry
-from kvcap.android_bench.plan.expected import Case, Folder
-from kvcap.android_bench.plan.presets import Preset, Variant
+from kvcap.android_bench.plan.decoder import DecoderWork, decoder_entry
+from kvcap.android_bench.plan.expected import Folder, SizedGraph
+from kvcap.android_bench.plan.presets import PlanPreset, PolicyVariant
 from kvcap.android_bench.runner.inputs import GENERATOR, hash11
 from kvcap.export.graphs.formulations import FORMULATIONS
 from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.spec import Spec, recalled
-from kvcap.export.graphs.stages import Graph
+from kvcap.export.graphs.stages import StageGraph
 from kvcap.export.graphs.write import write
 
 REFERENCE = "keydiff.stateless.score"  # what relative numbers are relative to, at its least size
@@ -32,11 +32,11 @@ class Wanted:
     """What a plan is asked to measure: a preset on a layer of some model."""
 
     name: str  # of the preset
-    preset: Preset
+    preset: PlanPreset
     shape: Shape = field(default_factory=Shape)
     model: str = "Llama-3.2-3B"
     decoder: Path | None = None  # the folder of a whole one, timed beside the cells
-    work: Work = field(default_factory=Work)
+    work: DecoderWork = field(default_factory=DecoderWork)
 
 
 def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _cells(wanted: Wanted, folder: Folder, producer: dict[str, str]) -> Iterator
                 yield _cell(spec, variant, said, model, slots, folder)
 
 
-def _spec(shape: Shape, variant: Variant, stage: str, dtype: str, budget: int | None) -> Spec:
+def _spec(shape: Shape, variant: PolicyVariant, stage: str, dtype: str, budget: int | None) -> Spec:
     sizes = shape.as_dict() | ({} if budget is None else {"budget": budget})
     asked = {"stage": stage, "dtype": dtype}
     if variant.formulation is not None:
@@ -114,7 +114,7 @@ def _spec(shape: Shape, variant: Variant, stage: str, dtype: str, budget: int | 
     return recalled({"parts": variant.policy, "parameters": variant.options}, sizes, **asked)
 
 
-def _exported(spec: Spec, variant: Variant, folder: Folder) -> tuple[dict[str, Any], str]:
+def _exported(spec: Spec, variant: PolicyVariant, folder: Folder) -> tuple[dict[str, Any], str]:
     """A verified graph's manifest, and the name of its file in the plan."""
     with tempfile.TemporaryDirectory() as name:
         file, _ = write(spec, Path(name), quick=True)
@@ -123,20 +123,20 @@ def _exported(spec: Spec, variant: Variant, folder: Folder) -> tuple[dict[str, A
         return said, folder.add(f"models/{stem}", file.read_bytes())
 
 
-def _label(variant: Variant) -> str:
+def _label(variant: PolicyVariant) -> str:
     """The policy with what was asked of it."""
     parts = [f"{key[0]}{value}" for key, value in sorted(variant.options.items())]
     return "-".join([variant.policy, *parts])
 
 
 def _cell(
-    spec: Spec, variant: Variant, said: dict[str, Any], model: str, slots: int, folder: Folder
+    spec: Spec, variant: PolicyVariant, said: dict[str, Any], model: str, slots: int, folder: Folder
 ) -> dict[str, Any]:
     graph = spec.graph()
     queries = _queries(graph, variant, said, slots)
     budget = spec.shape.budget if spec.stage == "evict" else None
     label = f"{_label(variant)}.{spec.stage}" + (f".to{budget}" if budget else "")
-    inputs, outputs = Case(graph, said, label, slots, queries).describe(folder)
+    inputs, outputs = SizedGraph(graph, said, label, slots, queries).describe(folder)
     name = [_label(variant), said["formulation"], spec.stage, spec.dtype, f"n{slots}"]
     name += [f"q{queries}"] * bool(queries) + [f"to{budget}"] * bool(budget)
     return {
@@ -148,7 +148,7 @@ def _cell(
     }  # fmt: skip
 
 
-def _queries(graph: Graph, variant: Variant, said: dict[str, Any], slots: int) -> int:
+def _queries(graph: StageGraph, variant: PolicyVariant, said: dict[str, Any], slots: int) -> int:
     """How many queries are fed, 0 where the graph reads none."""
     if "queries" not in {port["name"] for port in said["inputs"]}:
         return 0

@@ -15,7 +15,7 @@ import numpy as np
 from .inputs import Array, Cell, hash11
 
 if TYPE_CHECKING:
-    from kvcap.runtime.backends.onnxruntime.decoder import Shared
+    from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder
 
 SAME = ("id", "model", "policy", "positions", "dtype", "budget", "block", "evict_every",
         "weights_bytes", "state_bytes", "prompt_tokens", "answer_tokens",
@@ -31,32 +31,32 @@ def row_of(plan: Cell, threads: int, provider: str) -> Cell:
             "status": "ok", "reason": None}  # fmt: skip
 
 
-def loaded(manifest: Path, every: int, threads: int) -> Shared:
+def loaded(manifest: Path, every: int, threads: int) -> SharedDecoder:
     """The decoder, with its buffers."""
-    from kvcap.runtime.backends.onnxruntime.decoder import Shared, evictors_of
+    from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
     from kvcap.runtime.backends.onnxruntime.graph import Graph
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 
     facts = json.loads(manifest.read_text(encoding="utf-8"))
     found = Manifest(manifest.parent, facts)
     graph, evictors = Graph(found.decoder, threads), evictors_of(found, threads)
-    return Shared(found, graph, evictors, facts["block_size"], every)
+    return SharedDecoder(found, graph, evictors, facts["block_size"], every)
 
 
-class Text:
-    """A text that is read into a decoder from its beginning.
+class TextReader:
+    """A reader that feeds a text to a decoder from its beginning.
 
     Args:
         decoder: emptied before.
         ids: tokens that go round and round.
     """
 
-    def __init__(self, decoder: Shared, ids: list[int]) -> None:
+    def __init__(self, decoder: SharedDecoder, ids: list[int]) -> None:
         self.decoder, self.ids, self.seen = decoder, ids, 0
         decoder.held = [0] * len(decoder.budgets)
 
     def read(self, count: int) -> int:
-        """Read the first `count` tokens, in blocks; returns the likeliest next one."""
+        """Read the first `count` tokens, in blocks; return the likeliest next one."""
         token, start = 0, self.seen
         while (left := start + count - self.seen) > 0:
             length = min(left, self.decoder.room)
@@ -65,15 +65,18 @@ class Text:
         return token
 
     def run(self, ids: list[int]) -> int:
-        """Read these tokens at once; returns the likeliest next one."""
+        """Read these tokens at once; return the likeliest next one."""
         logits = self.decoder.run(ids, self.seen, [])
         self.seen += len(ids)
         return int(logits[0].argmax())
 
 
-def checked(decoder: Shared, check: Cell, folder: Path) -> Cell:
+def checked(decoder: SharedDecoder, check: Cell, folder: Path) -> Cell:
     """Whether the decoder's logits are those that the plan expects."""
-    text, expected = Text(decoder, check["prompt"]), np.fromfile(folder / check["file"], "<f4")
+    text, expected = (
+        TextReader(decoder, check["prompt"]),
+        np.fromfile(folder / check["file"], "<f4"),
+    )
     for length in check["runs"]:
         logits = decoder.run(check["prompt"][text.seen : text.seen + length], text.seen, [])
         text.seen += length
@@ -90,19 +93,19 @@ def compared(logits: Array, expected: Array, allowed: float) -> Cell:
     return found
 
 
-def measured(decoder: Shared, wanted: Cell, rounds: int) -> Cell:
+def measured(decoder: SharedDecoder, wanted: Cell, rounds: int) -> Cell:
     """All samples of a decoder."""
     count = max(wanted["prompt_tokens"], wanted["long_tokens"])
     ids = (hash11(wanted["seed"], count) % wanted["vocabulary"]).tolist()
-    Text(decoder, ids).read(decoder.block_size)  # its memory is there afterwards
+    TextReader(decoder, ids).read(decoder.block_size)  # its memory is there afterwards
     found: Cell = {"first_ms": [], "token_us": [], "long_ms": []}
     for _ in range(rounds):
         start = time.perf_counter()
-        long = Text(decoder, ids)
+        long = TextReader(decoder, ids)
         long.read(wanted["long_tokens"])
         found["long_ms"].append((time.perf_counter() - start) * 1000)
         start = time.perf_counter()
-        text = Text(decoder, ids)
+        text = TextReader(decoder, ids)
         token = text.read(wanted["prompt_tokens"])
         found["first_ms"].append((time.perf_counter() - start) * 1000)
         samples = []
@@ -117,7 +120,7 @@ def measured(decoder: Shared, wanted: Cell, rounds: int) -> Cell:
     return found
 
 
-def sustained(text: Text, token: int, wanted: Cell) -> list[Cell]:
+def sustained(text: TextReader, token: int, wanted: Cell) -> list[Cell]:
     """Tokens of each window while it writes on, from an answer on."""
     windows: list[Cell] = []
     end = time.perf_counter() + wanted["sustained_seconds"]

@@ -22,8 +22,11 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How much of this machine clients of one server may take; generous beside what phones send."""
+class ClientLimits:
+    """Limits on how much of this machine the clients of one server may take.
+
+    They are generous beside what phones send.
+    """
 
     result_bytes: int = 64 * MIB  # the largest preset's raw samples are some megabytes
     results: int = 1000
@@ -46,10 +49,12 @@ class Landed(NamedTuple):
 class Results:
     """The folder that results go to. Files are named by their content, so none is overwritten."""
 
-    def __init__(self, folder: Path, plan: Mapping[str, Any], limits: Limits | None = None) -> None:
+    def __init__(
+        self, folder: Path, plan: Mapping[str, Any], limits: ClientLimits | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self.limits = limits or Limits()
+        self.limits = limits or ClientLimits()
         self.count = self.stored = 0  # results and their bytes since this start
         self.plan = plan["id"]
         self.rows = {cell["id"] for cell in plan["cells"]}

@@ -1,8 +1,8 @@
 """Serves the pages over HTTP, with a plan or a decoder, and lets nothing else through.
 
 What it hands out is a fixed table made when it starts, so that no request can name another file.
-`Serving` hands out a plan and takes results in; `Chat` hands out a decoder and takes nothing. Knows
-nothing of commands or terminals.
+`Serving` hands out a plan and takes results in; `ChatServer` hands out a decoder and takes nothing.
+Knows nothing of commands or terminals.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvcap.android_bench.documents import PLAN_FILE, parsed, read_plan
 from kvcap.android_bench.errors import ResultBroken, ResultsFull, ServerEnded
 from kvcap.android_bench.results.source import origin
 from kvcap.android_bench.server import vendor
-from kvcap.android_bench.server.landing import Limits, Results
+from kvcap.android_bench.server.landing import ClientLimits, Results
 from kvcap.runtime.errors import PortTaken
 from kvcap.runtime.types import MANIFEST
 
@@ -102,7 +102,7 @@ class Patience:
 class Connection(H11Protocol):
     """uvicorn's, which would wait for ever for a request's first lines."""
 
-    head_seconds = Limits.head_seconds
+    head_seconds = ClientLimits.head_seconds
     waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -127,11 +127,11 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
 
-class Answer(JSONResponse):
-    """JSON in ASCII, as clients may have sent what no other encoding can hold."""
+class AsciiJson(JSONResponse):
+    """A JSON response in ASCII, as clients may have sent what no other encoding can hold."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
+        """Encode the body."""
         return json.dumps(content, allow_nan=False).encode("ascii")
 
 
@@ -181,7 +181,7 @@ class Files:
 class Answers(Files):
     """What the server says to a page that measures."""
 
-    def __init__(self, files: Mapping[str, Path], results: Results, limits: Limits) -> None:
+    def __init__(self, files: Mapping[str, Path], results: Results, limits: ClientLimits) -> None:
         super().__init__(files)
         self.results, self.limits = results, limits
         self.uploads = 0  # under way
@@ -206,7 +206,7 @@ class Answers(Files):
             return _refused(400, "signs of the browser are expected, as a JSON object")
         except TimeoutError:
             return _refused(408, "it took too long to arrive")
-        return Answer({**found._asdict(), "version": vendor.VERSION})
+        return AsciiJson({**found._asdict(), "version": vendor.VERSION})
 
     async def take(self, request: Request) -> Response:
         """A result: where it was written and what is to be doubted, or why it was refused."""
@@ -239,10 +239,12 @@ class Answers(Files):
         except OSError as error:
             return _refused(507, f"the result cannot be written: {error.strerror}")
         flags = landed.result["validity"]["flags"]
-        return Answer({"file": landed.path.name, "flags": flags}, status_code=201)
+        return AsciiJson({"file": landed.path.name, "flags": flags}, status_code=201)
 
 
-def application(files: Files, token: str | None, hosts: list[str], limits: Limits) -> Starlette:
+def application(
+    files: Files, token: str | None, hosts: list[str], limits: ClientLimits
+) -> Starlette:
     """The server.
 
     Args:
@@ -272,7 +274,7 @@ def _without_token(request: Request) -> Response:
 
 
 def _refused(status: int, why: str) -> Response:
-    return Answer({"error": why}, status_code=status)
+    return AsciiJson({"error": why}, status_code=status)
 
 
 async def _body(request: Request, limit: int, seconds: float) -> bytes:
@@ -293,8 +295,8 @@ async def _body(request: Request, limit: int, seconds: float) -> bytes:
     return bytes(body)
 
 
-class Server:
-    """A running server, in a thread of its own.
+class PageServer:
+    """A server that runs in a thread of its own.
 
     Args:
         port: 0 takes a free one.
@@ -307,7 +309,7 @@ class Server:
         PortTaken: something listens there already.
     """
 
-    def __init__(self, port: int, lan: str | None, limits: Limits) -> None:
+    def __init__(self, port: int, lan: str | None, limits: ClientLimits) -> None:
         vendor.require()
         self.lan, self.limits = lan, limits
         self.token = secrets.token_urlsafe(16) if lan else None
@@ -332,7 +334,7 @@ class Server:
         )
 
     def __enter__(self) -> Self:
-        """Start."""
+        """Start the server."""
         self.thread.start()
         while not self.server.started and self.thread.is_alive():
             time.sleep(0.01)
@@ -354,7 +356,7 @@ class Server:
         self.socket.close()
 
 
-class Serving(Server):
+class Serving(PageServer):
     """Serves the page that measures a plan, and takes its results.
 
     >>> with Serving(folder, results) as serving:  # doctest: +SKIP
@@ -369,24 +371,24 @@ class Serving(Server):
         *,
         port: int = 0,
         lan: str | None = None,
-        limits: Limits | None = None,
+        limits: ClientLimits | None = None,
     ) -> None:
         """Check everything and bind the port.
 
         Args:
             folder: of a plan.
             results: folder for results, made where it does not exist.
-            port: as of `Server`.
+            port: as of `PageServer`.
             lan: likewise.
             limits: likewise.
 
         Raises:
             PlanBroken: the folder holds no whole plan.
-            VendorError, PortTaken: as of `Server`.
+            VendorError, PortTaken: as of `PageServer`.
         """
         vendor.require()
         self.plan = read_plan(folder)
-        super().__init__(port, lan, limits or Limits())
+        super().__init__(port, lan, limits or ClientLimits())
         try:
             self.results = Results(results, self.plan, self.limits)
         except OSError:
@@ -398,25 +400,25 @@ class Serving(Server):
         self._hand_out(Answers(files, self.results, self.limits))
 
 
-class Chat(Server):
-    """Serves the page that chats with a decoder, all on the device that opens it."""
+class ChatServer(PageServer):
+    """A server of the page that chats with a decoder, all on the device that opens it."""
 
     def __init__(self, folder: Path, *, port: int = 0, lan: str | None = None) -> None:
         """Check everything and bind the port.
 
         Args:
             folder: of a decoder that `kvcap export decoder` wrote.
-            port: as of `Server`.
+            port: as of `PageServer`.
             lan: likewise.
 
         Raises:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, GraphBroken,
             ChatTemplateMissing: no decoder, or none that a page can chat with.
-            VendorError, PortTaken: as of `Server`.
+            VendorError, PortTaken: as of `PageServer`.
         """
         self.manifest = decoder_for_a_page(folder)
         # Weights are hundreds of megabytes, and Wi-Fi may be slow.
-        super().__init__(port, lan, Limits(request_seconds=3600))
+        super().__init__(port, lan, ClientLimits(request_seconds=3600))
         names = sorted({MANIFEST, *self.manifest.listed})
         self._hand_out(Files(handed_out("chat.html", "decoder", folder.resolve(), names)))
 

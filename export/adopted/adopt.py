@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 import kvcap
 from kvcap.dtypes import short, torch_dtype
 from kvcap.export.adopted import check as evictors
-from kvcap.export.adopted.evictor import Evictor, Selector, revealed, trace
+from kvcap.export.adopted.evictor import AdoptedEvictionGraph, Selector, revealed, trace
 from kvcap.export.adopted.grouped import Nodes, check_nodes
 from kvcap.export.adopted.grouped_trial import checked
 from kvcap.export.adopted.signature import DecoderPorts, read_ports
@@ -364,14 +364,14 @@ def _write(
 
 def module(
     eviction: Eviction, found: DecoderPorts, shape: ModelShape, positions: str
-) -> tuple[Evictor, torch.dtype]:
+) -> tuple[AdoptedEvictionGraph, torch.dtype]:
     """What a decoder's evictor is traced from, and the type of its keys and values."""
     if found.nodes is not None:
         selector = Selector(eviction, found.kv_heads, found.head_dim)
         return selector, torch_dtype(str(found.cache))
     pairs = len(frequencies(shape)) if positions == "compact" else 0
     rope = shape.layers[0].rope
-    evictor = Evictor(eviction, found.layers, found.kv_heads, found.head_dim, pairs,
+    evictor = AdoptedEvictionGraph(eviction, found.layers, found.kv_heads, found.head_dim, pairs,
                       interleaved=rope is not None and rope.interleaved)  # fmt: skip
     return evictor, torch_dtype(str(found.cache))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.export.adopted.evictor import GONE, Evictor, example
+from kvcap.export.adopted.evictor import GONE, AdoptedEvictionGraph, example
 from kvcap.export.graphs.check import feed
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.errors import ToleranceError
@@ -19,8 +19,8 @@ CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One graph, by the output and the case that differ most."""
+class CheckedGraph:
+    """A graph that was checked, by the output and the case that differ most."""
 
     file: str
     output: str
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is allowed."""
+        """Tell whether the error is allowed."""
         return self.error <= self.allowed
 
     def require(self) -> None:
@@ -46,25 +46,25 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Every graph that evicts for one decoder."""
+class AdoptedReport:
+    """A report on every graph that evicts for one decoder."""
 
     file: str
     runtime: str  # ONNX Runtime's version
-    rows: list[Row]
+    rows: list[CheckedGraph]
 
     @property
     def ok(self) -> bool:
-        """Whether all graphs hold."""
+        """Tell whether all graphs hold."""
         return all(row.ok for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {"file": self.file, "onnxruntime": self.runtime, "ok": self.ok,
                 "evictors": [{**asdict(row), "ok": row.ok} for row in self.rows]}  # fmt: skip
 
     def table(self) -> str:
-        """A table for a terminal."""
+        """Return a table for a terminal."""
         lines = [f"{self.file}  (ONNX Runtime {self.runtime}, CPU)"]
         width = max((len(row.file) for row in self.rows), default=0)
         lines.append(f"  {'evictor':<{width}} {'slots':>6} {'error':>9} {'allowed':>9}  ")
@@ -86,7 +86,7 @@ class Report:
             row.require()
 
 
-def check(graph: Graph, evictor: Evictor, dtype: torch.dtype) -> Row:
+def check(graph: Graph, evictor: AdoptedEvictionGraph, dtype: torch.dtype) -> CheckedGraph:
     """Hold a graph to the module it was traced from.
 
     Args:
@@ -110,7 +110,7 @@ def check(graph: Graph, evictor: Evictor, dtype: torch.dtype) -> Row:
             if port == GONE:  # in no order
                 mine, want = mine.sort().values, want.sort().values
             error = _difference(mine, want)
-            rows.append(Row(graph.name, port.name, past + block, error, CLOSE[dtype]))
+            rows.append(CheckedGraph(graph.name, port.name, past + block, error, CLOSE[dtype]))
     return max(rows, key=lambda row: (row.error, row.slots))
 
 

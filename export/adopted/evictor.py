@@ -1,10 +1,11 @@
 """The evictor of a decoder that others exported: one graph for all layers and any budget.
 
 Such a decoder shows keys, values and positions, so it serves policies that read no more. Where it
-writes its cache anew, an `Evictor` copies what stays: layers stand where a batch does, as a policy
-scores each by itself, and slots lie in time order. In compact positions a slot's index is its
-position: the graph also keeps every key turned to position 0, and gives a copy turned to where it
-counts now, so that no error adds up. Where slots stay in place, a `Selector` says which go.
+writes its cache anew, an `AdoptedEvictionGraph` copies what stays: layers stand where a batch does,
+as a policy scores each by itself, and slots lie in time order. In compact positions a slot's index
+is its position: the graph also keeps every key turned to position 0, and gives a copy turned to
+where it counts now, so that no error adds up. Where slots stay in place, a `Selector` says which
+go.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ CHOOSING = (
 GONE = Port("gone", "int64", ("layers", "kv_heads", "count"), "slots", "slots that go, in no order")
 
 
-class Evictor(nn.Module):
-    """Score, select, gather and turn, for layers [L] of heads [K].
+class AdoptedEvictionGraph(nn.Module):
+    """A module that scores, selects, gathers and rotates what stays, for layers [L] of heads [K].
 
     Args:
         eviction: a policy that reads keys, values and positions alone.
@@ -85,7 +86,7 @@ class Evictor(nn.Module):
         self.outputs = [_kept(port) for name in kept for port in INPUTS if port.name == name]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """What stays, in the order of `outputs`."""
+        """Compute what stays, in the order of `outputs`."""
         given = {port.name: tensor for port, tensor in zip(self.inputs, tensors, strict=True)}
         keys, past = given["keys"], given["positions"].shape[2]
         slots = keys.shape[2]
@@ -128,7 +129,7 @@ class Evictor(nn.Module):
         return stay
 
 
-class Selector(Evictor):
+class Selector(AdoptedEvictionGraph):
     """Score and select, for one layer whose slots lie in a buffer, in any order.
 
     Whoever runs it moves what stays into the places of what goes, and turns keys.
@@ -189,7 +190,7 @@ def check(eviction: Eviction) -> None:
     )
 
 
-def trace(evictor: Evictor, dtype: torch.dtype) -> Any:
+def trace(evictor: AdoptedEvictionGraph, dtype: torch.dtype) -> Any:
     """The stripped onnx.ModelProto of an evictor."""
     given = example(evictor, dtype, past=20, block=7, stay=16)
     open_axes = dict.fromkeys(OPEN, torch.export.Dim.AUTO)
@@ -203,7 +204,13 @@ def trace(evictor: Evictor, dtype: torch.dtype) -> Any:
 
 
 def example(
-    evictor: Evictor, dtype: torch.dtype, *, past: int, block: int, stay: int, seed: int = 0
+    evictor: AdoptedEvictionGraph,
+    dtype: torch.dtype,
+    *,
+    past: int,
+    block: int,
+    stay: int,
+    seed: int = 0,
 ) -> dict[str, Tensor]:
     """Random inputs of an evictor that holds `past` slots and has read a block."""
     draws = torch.Generator().manual_seed(seed)

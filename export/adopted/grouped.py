@@ -50,8 +50,8 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class State:
-    """What a recurrent layer holds, which the graph reads and writes anew."""
+class RecurrentState:
+    """A state that a recurrent layer holds, which the graph reads and writes anew."""
 
     name: str
     present: str
@@ -59,7 +59,7 @@ class State:
     dtype: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for the manifest."""
+        """Return plain values, for the manifest."""
         return {"name": self.name, "present": self.present, "shape": list(self.shape),
                 "dtype": self.dtype}  # fmt: skip
 
@@ -69,7 +69,7 @@ class Nodes:
     """What the nodes of such a graph say."""
 
     attention: tuple[Attention, ...]
-    states: tuple[State, ...]
+    states: tuple[RecurrentState, ...]
     tables: Mapping[str, NDArray[Any]]  # cosines and sines by name, [positions, pairs]
     weights: str | None  # int4 or int8, where matrices are stored so
     rounds: bool  # activations are rounded to integers
@@ -183,7 +183,7 @@ def _attention(node: Any, name: str) -> Attention:
     )
 
 
-def _states(runtime: Graph, name: str) -> tuple[State, ...]:
+def _states(runtime: Graph, name: str) -> tuple[RecurrentState, ...]:
     """What recurrent layers hold, by the graph's ports.
 
     Raises:
@@ -200,7 +200,7 @@ def _states(runtime: Graph, name: str) -> tuple[State, ...]:
                 f"{port.name} of {name} is {port.shape} of {port.type}: a recurrent state must "
                 f"have fixed sizes but for the batch, of float or float16; {OTHER}"
             )
-        found.append(State(port.name, present, tuple(shape), str(TYPES[port.type])))
+        found.append(RecurrentState(port.name, present, tuple(shape), str(TYPES[port.type])))
     return tuple(found)
 
 

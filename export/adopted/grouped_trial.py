@@ -32,33 +32,33 @@ ROUNDED = 0.1  # where activations are rounded to integers, a block's together
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a run reads and what it leaves."""
+class TrialCache:
+    """A cache that a run of the trial reads, or leaves."""
 
     slots: dict[str, Array]  # [1, K, n, D] by port
     states: dict[str, Array]
 
     @property
     def length(self) -> int:
-        """Slots in use of each head."""
+        """Return the slots in use of each head."""
         return int(next(iter(self.slots.values())).shape[2])
 
 
-class Trial:
-    """Runs a decoder on random tokens."""
+class GroupedTrial:
+    """A trial that runs a grouped decoder on random tokens."""
 
     def __init__(self, found: DecoderPorts, nodes: Nodes, vocabulary: int) -> None:
         self.found, self.nodes, self.vocabulary = found, nodes, vocabulary
         self.ids = np.random.default_rng(0).integers(0, vocabulary, (1, TOKENS + 1))
         slots = np.zeros((1, found.kv_heads, 0, found.head_dim), found.cache)
         self.ports = [f"{i}.{kind}" for i in nodes.layers for kind in ("key", "value")]
-        self.empty = Held(
+        self.empty = TrialCache(
             dict.fromkeys(self.ports, slots),
             {state.name: np.zeros(state.shape, state.dtype) for state in nodes.states},
         )
 
-    def run(self, ids: Array, held: Held, in_place: bool = True) -> tuple[Array, Held]:
-        """All logits that it gives [T or 1, V], and what is held afterwards.
+    def run(self, ids: Array, held: TrialCache, in_place: bool = True) -> tuple[Array, TrialCache]:
+        """Run the decoder; return all its logits [T or 1, V], and what is held afterwards.
 
         Args:
             ids: [1, T].
@@ -87,15 +87,15 @@ class Trial:
             ) from error
         states = {name: found[present] for name, present in names.items()}
         slots = {port: found[f"present.{port}"] for port in self.ports}
-        return found["logits"][0].astype(np.float64), Held(slots, states)
+        return found["logits"][0].astype(np.float64), TrialCache(slots, states)
 
-    def _apart(self, inputs: dict[str, Array], held: Held, whole: int) -> dict[str, Array]:
+    def _apart(self, inputs: dict[str, Array], held: TrialCache, whole: int) -> dict[str, Array]:
         inputs |= {f"past_key_values.{port}": x for port, x in held.slots.items()}
         session = self.found.graph.session
         names = list(self.found.graph.outputs)
         return dict(zip(names, session.run(names, inputs), strict=True))
 
-    def _bound(self, inputs: dict[str, Array], held: Held, whole: int) -> dict[str, Array]:
+    def _bound(self, inputs: dict[str, Array], held: TrialCache, whole: int) -> dict[str, Array]:
         graph, found = self.found.graph, self.found
         shape = (1, found.kv_heads, CAPACITY, found.head_dim)
         buffers = {port: np.full(shape, FREE, found.cache) for port in self.ports}
@@ -118,7 +118,7 @@ class Trial:
         return {**made, **{f"present.{port}": x[:, :, :whole] for port, x in buffers.items()}}
 
     def same(self, one: Array, other: Array) -> bool:
-        """Whether the last token's logits agree."""
+        """Tell whether the last token's logits agree."""
         share = ROUNDED if self.nodes.rounds else SAME[str(self.found.cache)]
         return bool(np.abs(one[-1] - other[-1]).max() <= share * np.abs(one[-1]).max())
 
@@ -130,7 +130,7 @@ def checked(found: DecoderPorts, nodes: Nodes, shape: ModelShape) -> Nodes:
         UnsupportedModel: it cannot be driven so, or is wrong after an eviction, and how that shows.
     """
     name = found.file.name
-    trial = Trial(found, nodes, shape.vocabulary)
+    trial = GroupedTrial(found, nodes, shape.vocabulary)
     ids, last = trial.ids[:, :TOKENS], trial.ids[:, TOKENS:]
     rows, past = trial.run(ids, trial.empty, in_place=False)
     if len(rows) not in (1, TOKENS) or rows.shape[1] != shape.vocabulary:
@@ -169,7 +169,7 @@ def checked(found: DecoderPorts, nodes: Nodes, shape: ModelShape) -> Nodes:
     return nodes
 
 
-def _shuffled(held: Held) -> Held:
+def _shuffled(held: TrialCache) -> TrialCache:
     """The slots of every head in another order, keys and values alike."""
     draws, found = np.random.default_rng(1), dict[str, Array]()
     for port, x in held.slots.items():
@@ -179,7 +179,7 @@ def _shuffled(held: Held) -> Held:
     return replace(held, slots=found)
 
 
-def _twice(past: Held, after: Held, shape: ModelShape, turn: bool) -> Held:
+def _twice(past: TrialCache, after: TrialCache, shape: ModelShape, turn: bool) -> TrialCache:
     """Every slot twice and the next token's once, as far behind as they will be from it.
 
     Args:

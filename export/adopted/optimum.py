@@ -21,7 +21,7 @@ import torch
 from kvcap.dtypes import short
 from kvcap.export.adopted.adopt import adopt
 from kvcap.export.adopted.signature import read_ports
-from kvcap.export.adopted.trial import Trial
+from kvcap.export.adopted.trial import EvictionTrial
 from kvcap.policies import Eviction
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import ExtraMissing, NotExportable, ToleranceError
@@ -108,7 +108,7 @@ def _compare(folder: Path, model: Any) -> None:
         ToleranceError: they differ.
     """
     found = read_ports(folder / "model.onnx")
-    trial = Trial(found, model.config.get_text_config(decoder=True).vocab_size)
+    trial = EvictionTrial(found, model.config.get_text_config(decoder=True).vocab_size)
     got, _ = trial.run(trial.ids, trial.empty, 0)
     with torch.inference_mode():
         wanted = model(torch.from_numpy(trial.ids), use_cache=False).logits[0, -1].double().numpy()

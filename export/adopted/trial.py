@@ -23,8 +23,8 @@ TOKENS, DROPPED, FURTHER = 12, (3, 5), 7
 SAME = {"float32": 1e-3, "float16": 3e-2}  # of the largest logit; faults are tens of times as large
 
 
-class Trial:
-    """Runs a decoder on random tokens, with and without some of its cache."""
+class EvictionTrial:
+    """A trial that runs a decoder on random tokens, with and without some of its cache."""
 
     def __init__(self, found: DecoderPorts, vocabulary: int) -> None:
         self.found = found
@@ -39,7 +39,7 @@ class Trial:
     def run(
         self, ids: Array, past: list[Array], first: int, mask: Array | None = None
     ) -> tuple[Array, list[Array]]:
-        """The last token's logits [V] and what is held afterwards: keys, values by turns.
+        """Run the decoder; return the last token's logits [V], and the keys and values then held.
 
         Raises:
             UnsupportedModel: the graph cannot run so.
@@ -65,7 +65,7 @@ class Trial:
         return logits[0, -1].astype(np.float64), after
 
     def same(self, one: Array, other: Array) -> bool:
-        """Whether logits agree."""
+        """Tell whether logits agree."""
         allowed = SAME[str(self.found.cache)] * np.abs(one).max()
         return bool(np.abs(one - other).max() <= allowed)
 
@@ -76,7 +76,7 @@ def check_evictable(found: DecoderPorts, shape: ModelShape) -> bool:
     Raises:
         UnsupportedModel: what it computes after an eviction is wrong, and how that shows.
     """
-    trial, name = Trial(found, shape.vocabulary), found.file.name
+    trial, name = EvictionTrial(found, shape.vocabulary), found.file.name
     ids, last = trial.ids[:, :TOKENS], trial.ids[:, TOKENS:]
     _, past = trial.run(ids, trial.empty, 0)
     _, half = trial.run(ids[:, :8], trial.empty, 0)
@@ -105,7 +105,7 @@ def check_evictable(found: DecoderPorts, shape: ModelShape) -> bool:
     return shape.moves_exactly and _moves(trial, shape, past, whole)
 
 
-def _moves(trial: Trial, shape: ModelShape, past: list[Array], whole: Array) -> bool:
+def _moves(trial: EvictionTrial, shape: ModelShape, past: list[Array], whole: Array) -> bool:
     """Whether keys that are turned on, and read from further on, give the same logits."""
     ropes = [layer.rope for layer in shape.layers]
     if ropes[0] is None or any(rope != ropes[0] and rope is None for rope in ropes):

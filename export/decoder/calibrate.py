@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcap.export.decoder.depth import layers_of
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.gptq import DAMPING, gptq
 from kvcap.export.weights import Packed, Rounding, unpack
 from kvcap.runtime.errors import NotExportable
@@ -72,7 +72,7 @@ def pieces(tokenizer: Any, text: str, longest: int) -> Tensor:
 
 
 def calibrate(
-    decoder: Decoder,
+    decoder: DecoderGraph,
     ids: Tensor,
     rounding: Rounding,
     checkpoint: Checkpoint | None = None,

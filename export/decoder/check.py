@@ -2,8 +2,8 @@
 
 Three run the same blocks: the runtime (`BlockLoop` over a `BudgetCache`), the modules of decoder
 and evictors eagerly, and their graphs in ONNX Runtime; the latter two over slots as the backend has
-them (`Shared`). The modules must agree with the runtime, keeping their own state, and the graphs
-with the modules, given the modules' state. At the end the graphs run alone.
+them (`SharedDecoder`). The modules must agree with the runtime, keeping their own state, and the
+graphs with the modules, given the modules' state. At the end the graphs run alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 from kvcap.dtypes import ONNX
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.depth import layers_of
-from kvcap.export.decoder.evictor import Evictor, evictors_of
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.evictor import EvictionGraph, evictors_of
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.graphs.ports import Port
 from kvcap.export.weights import Rounded, rounded_in
-from kvcap.runtime.backends.onnxruntime.decoder import Shared
+from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
@@ -62,8 +62,8 @@ ROUNDED = {8: 0.05, 4: 0.5}  # by how much of its norm a matrix may be rounded, 
 
 
 @dataclass(frozen=True)
-class Row:
-    """How one run, of a block or a single token, compares."""
+class CheckedRun:
+    """A run of a block or a single token that was compared with the model's own."""
 
     who: str  # module or graph, or the graph alone
     tokens: int
@@ -74,30 +74,30 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Every run of one decoder."""
+class DecoderReport:
+    """A report on every run of one decoder."""
 
     file: str
     runtime: str  # ONNX Runtime's version
-    rows: list[Row]
+    rows: list[CheckedRun]
     sample: dict[str, Any] = field(default_factory=dict)  # for any runner to check itself with
     agreed: int = 0  # tokens of the sample's answer that the graph alone generates too
     ties: bool = False  # equal scores let the module keep another slot than the runtime
 
     @property
     def ok(self) -> bool:
-        """Whether all runs hold."""
+        """Tell whether all runs hold."""
         return all(row.ok for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "file": self.file, "onnxruntime": self.runtime, "ok": self.ok, "agreed": self.agreed,
             "ties": self.ties, "runs": [asdict(row) for row in self.rows],
         }  # fmt: skip
 
     def table(self) -> str:
-        """A table for a terminal."""
+        """Return a table for a terminal."""
         lines = [f"{self.file}  (ONNX Runtime {self.runtime}, CPU)"]
         lines.append(f"  {'checked':<22} {'tokens':>6} {'held':>6} {'error':>9} {'kept':>8}")
         for row in self.rows:
@@ -138,7 +138,7 @@ class Arg(NamedTuple):
 class ModuleGraph(Graph):
     """A module in place of the graph that is traced from it: it reads and writes arrays."""
 
-    def __init__(self, module: Decoder | Evictor) -> None:
+    def __init__(self, module: DecoderGraph | EvictionGraph) -> None:
         self.module, self.name, self.version, self.threads = module, "module", "", None
         self._bindings: dict[tuple[Any, ...], Any] = {}
         self.worth: Tensor | None = None  # what an evictor decided by at last, [1, K, n]
@@ -170,7 +170,7 @@ class ModuleGraph(Graph):
         inputs, outputs = binding
         given = [torch.from_numpy(inputs[port.name]) for port in self.module.inputs]
         with torch.inference_mode():
-            if isinstance(self.module, Evictor):
+            if isinstance(self.module, EvictionGraph):
                 found, self.worth = self.module.run(*given)
             else:
                 found = self.module(*given)
@@ -185,10 +185,10 @@ class Decided(NamedTuple):
     positions: Tensor  # [1, K, n]
 
 
-class Watched(Shared):
+class Watched(SharedDecoder):
     """A module that runs as its graph does, and tells what its evictions were decided by."""
 
-    def __init__(self, facts: Manifest, decoder: Decoder, evict_every: int = 1) -> None:
+    def __init__(self, facts: Manifest, decoder: DecoderGraph, evict_every: int = 1) -> None:
         evictors: dict[int, Graph] = {}
         for evictor, layers in evictors_of(decoder):
             evictors |= dict.fromkeys(layers, ModuleGraph(evictor))
@@ -210,10 +210,10 @@ class Watched(Shared):
 def opened(
     folder: Path,
     facts: Manifest,
-    decoder: Decoder,
+    decoder: DecoderGraph,
     evict_every: int = 1,
     name: str = manifest.GRAPH,
-) -> Shared:
+) -> SharedDecoder:
     """A directory's graphs in ONNX Runtime; `facts` are as it was exported.
 
     `name` is that of the decoder's file.
@@ -227,22 +227,22 @@ def opened(
         found |= dict.fromkeys(layers, Graph(file))
     graph, graphs = Graph(folder / name), [found[layer] for layer in sorted(found)]
     block = decoder.layout.block_size
-    return Shared(facts, graph, graphs, block, evict_every, scales_in(decoder))
+    return SharedDecoder(facts, graph, graphs, block, evict_every, scales_in(decoder))
 
 
-def scales_in(decoder: Decoder) -> Any:
-    """The scales of a module's slots as `Shared` takes them; None where they are floats."""
+def scales_in(decoder: DecoderGraph) -> Any:
+    """The scales of a module's slots as `SharedDecoder` takes them; None where they are floats."""
     return None if decoder.slot_scales is None else decoder.slot_scales.unsqueeze(-2).numpy()
 
 
 def check(
     folder: Path,
-    decoder: Decoder,
+    decoder: DecoderGraph,
     dtype: str,
     quick: bool = False,
     brief: bool = False,
     graph: str = manifest.GRAPH,
-) -> Report:
+) -> DecoderReport:
     """Run a directory's graphs beside their modules and the runtime.
 
     The model is turned into float32: that is what every type of weights is held to.
@@ -263,7 +263,7 @@ def check(
     if decoder.slot_scales is not None:
         to_runtime, to_module = _looser(to_runtime, SLOTS), _looser(to_module, SLOT)
     ort = opened(folder, facts, decoder, name=graph)
-    alone = Shared(
+    alone = SharedDecoder(
         facts, ort.graph, ort.evictors, decoder.layout.block_size, scales=scales_in(decoder)
     )
     decoder.model.float()
@@ -272,7 +272,7 @@ def check(
     cache = BudgetCache(model.config, layout.budget_tokens, layout.block_size, layout.eviction,
                         positions=layout.positions)  # fmt: skip
     loop = BlockLoop(model, cache, graphs=False)
-    rows: list[Row] = []
+    rows: list[CheckedRun] = []
     tied, seen, runs = False, 0, list[list[int]]()
     for block in _blocks(decoder, quick, brief):
         ids, before = block[0].tolist(), cache.held
@@ -305,12 +305,12 @@ def check(
         "greedy": answer,
     }
     runtime = library("onnxruntime").__version__
-    return Report(folder.name, runtime, rows, sample, agreed, tied)
+    return DecoderReport(folder.name, runtime, rows, sample, agreed, tied)
 
 
 def check_streaming(
-    folder: Path, decoder: Decoder, dtype: str, weights: Mapping[str, Tensor]
-) -> Report:
+    folder: Path, decoder: DecoderGraph, dtype: str, weights: Mapping[str, Tensor]
+) -> DecoderReport:
     """Run a directory's graphs over a few tokens beside a module that has no weights.
 
     Args:
@@ -327,7 +327,7 @@ def check_streaming(
 
 
 @contextmanager
-def as_rounded(decoder: Decoder, rounded: Mapping[str, Rounded]) -> Iterator[None]:
+def as_rounded(decoder: DecoderGraph, rounded: Mapping[str, Rounded]) -> Iterator[None]:
     """Give a module the weights that its graph has in blocks, while they are compared.
 
     Raises:
@@ -346,7 +346,7 @@ def as_rounded(decoder: Decoder, rounded: Mapping[str, Rounded]) -> Iterator[Non
             parameters[name].data = data
 
 
-def _of_tied(decoder: Decoder, rounded: Mapping[str, Rounded]) -> dict[str, Rounded]:
+def _of_tied(decoder: DecoderGraph, rounded: Mapping[str, Rounded]) -> dict[str, Rounded]:
     """Matrices in blocks by all names that their parameters have in the module."""
     names = defaultdict[int, list[str]](list)
     for name, parameter in decoder.named_parameters(remove_duplicate=False):
@@ -386,12 +386,12 @@ class _Rounded(Mapping[str, Tensor]):
         return len(self.weights)
 
 
-def facts_of(decoder: Decoder, dtype: str) -> Manifest:
-    """What a manifest will say of a decoder, for `Shared`."""
+def facts_of(decoder: DecoderGraph, dtype: str) -> Manifest:
+    """What a manifest will say of a decoder, for `SharedDecoder`."""
     return Manifest(Path(), manifest.describe("", decoder, dtype))
 
 
-def put(source: Shared, target: Shared, seen: int) -> None:
+def put(source: SharedDecoder, target: SharedDecoder, seen: int) -> None:
     """Let a decoder hold what another one holds after `seen` tokens."""
     held = list(source.held)
     target.held = held
@@ -400,7 +400,7 @@ def put(source: Shared, target: Shared, seen: int) -> None:
         mine[name][...] = array
 
 
-def _blocks(decoder: Decoder, quick: bool, brief: bool) -> Iterator[Tensor]:
+def _blocks(decoder: DecoderGraph, quick: bool, brief: bool) -> Iterator[Tensor]:
     """Blocks until some are evicted, an odd one, a full one, single tokens; ids differ."""
     layout = decoder.layout
     size, budget = layout.block_size, max(layout.budgets)
@@ -419,7 +419,7 @@ def _blocks(decoder: Decoder, quick: bool, brief: bool) -> Iterator[Tensor]:
 def _row(
     who: str, block: Tensor, held: int, tolerance: Tolerance, got: Tensor, wanted: Tensor,
     kept: list[Tensor], others: list[Tensor], decided: Mapping[int, Decided],
-) -> tuple[Row, bool]:  # fmt: skip
+) -> tuple[CheckedRun, bool]:  # fmt: skip
     """Logits and kept slots of one run against another's, and whether some are tied."""
     error = _relative(got, wanted)
     shares, tied = [], False
@@ -429,7 +429,7 @@ def _row(
         tied = tied or ties
     share = sum(shares) / len(shares)
     ok = error <= tolerance.values and share >= tolerance.overlap
-    return Row(who, block.shape[1], held, error, share, ok), tied
+    return CheckedRun(who, block.shape[1], held, error, share, ok), tied
 
 
 def _looser(a: Tolerance, b: Tolerance) -> Tolerance:
@@ -437,17 +437,19 @@ def _looser(a: Tolerance, b: Tolerance) -> Tolerance:
     return Tolerance(max(a.values, b.values), max(a.worth, b.worth), min(a.overlap, b.overlap))
 
 
-def _with_state(row: Row, module: Shared, ort: Shared, seen: int, tolerance: Tolerance) -> Row:
+def _with_state(
+    row: CheckedRun, module: SharedDecoder, ort: SharedDecoder, seen: int, tolerance: Tolerance
+) -> CheckedRun:
     """The row, failed where what is held differs though the same slots were kept."""
     if row.kept < 1:
         return row
     allowed = tolerance.values
     pairs = zip(_in_time(ort, seen), _in_time(module, seen), strict=True)
     fine = all(a.shape == b.shape and _relative(a, b) <= allowed for a, b in pairs)
-    return row if fine else Row(**{**asdict(row), "ok": False})
+    return row if fine else CheckedRun(**{**asdict(row), "ok": False})
 
 
-def _in_time(decoder: Shared, seen: int) -> list[Tensor]:
+def _in_time(decoder: SharedDecoder, seen: int) -> list[Tensor]:
     """Everything that is held, slots in time order."""
     held, found = decoder.state(seen, decoder.held), []
     for name, array in held.items():
@@ -505,7 +507,7 @@ def _answer(loop: BlockLoop, logits: Tensor, length: int) -> list[int]:
     return found
 
 
-def _alone(ort: Shared, blocks: list[list[int]], length: int) -> list[int]:
+def _alone(ort: SharedDecoder, blocks: list[list[int]], length: int) -> list[int]:
     """The graphs' greedy tokens after the blocks."""
     seen, found = 0, list[int]()
     pending = list(blocks)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcap.export.decoder.attention import MOST
-from kvcap.export.decoder.graph import SCALES, Decoder
+from kvcap.export.decoder.graph import SCALES, DecoderGraph
 from kvcap.export.graphs.forms import form_of, graph_part
 from kvcap.export.graphs.ports import PORTS, Port, next_port
 from kvcap.export.graphs.shape import Shape
@@ -30,8 +30,8 @@ SPANS = Port(
 GONE = Port("gone", "int64", ("batch", "kv_heads", "count"), "slots", "slots that go, in no order")
 
 
-class Evictor(nn.Module):
-    """Scores one layer's slots and selects those that go.
+class EvictionGraph(nn.Module):
+    """A module that scores one layer's slots and selects those that go.
 
     Args:
         layout: of the cache.
@@ -64,11 +64,11 @@ class Evictor(nn.Module):
         self.outputs = [GONE, *(next_port(self.form.ports[name]) for name in states)]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`outputs` for `inputs` in order."""
+        """Compute `outputs` from `inputs`, in their order."""
         return self.run(*tensors)[0]
 
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The outputs, and what decided: the worth of every slot, [1, K, n]."""
+        """Compute the outputs; return them and the worth of every slot [1, K, n], which decided."""
         given = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
         positions, spans = given["positions"], given["pinned"]
         slots = positions.shape[-1]
@@ -88,7 +88,7 @@ class Evictor(nn.Module):
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Size of every axis by its name, None where open."""
+        """Return the size of every axis by its name, None where open."""
         model = self.layout.shape
         return {
             "batch": 1, "one": 1, "kv_heads": model.kv_heads, "heads": model.heads, "two": 2,
@@ -97,7 +97,7 @@ class Evictor(nn.Module):
         }  # fmt: skip
 
     def example(self) -> list[Tensor]:
-        """Inputs to trace on: lengths that are neither 0 nor 1 nor equal, which would be frozen."""
+        """Make inputs to trace on, of lengths that no trace freezes: neither 0 nor 1 nor equal."""
         draws = torch.Generator().manual_seed(0)
         lengths = {"slots": 11, "capacity": 17, "spans": 2, "queries": 3}
         counts = {"seen": 23, "stay": 7}
@@ -130,19 +130,19 @@ def _scaled(port: Port) -> str:
     return f"{port.name.partition('_')[0]}s"
 
 
-def evictors_of(decoder: Decoder) -> list[tuple[Evictor, list[int]]]:
+def evictors_of(decoder: DecoderGraph) -> list[tuple[EvictionGraph, list[int]]]:
     """The evictors of a decoder, each with the layers it serves."""
-    layout, found = decoder.layout, dict[Any, tuple[Evictor, list[int]]]()
+    layout, found = decoder.layout, dict[Any, tuple[EvictionGraph, list[int]]]()
     dtype, quantised = decoder.cache, decoder.slot_scales is not None
     for layer, (scaling, softcap) in enumerate(decoder.scales):
         alike = layout.budgets[layer], scaling, softcap
         if alike not in found:
-            found[alike] = Evictor(layout, layer, scaling, softcap, dtype, quantised), []
+            found[alike] = EvictionGraph(layout, layer, scaling, softcap, dtype, quantised), []
         found[alike][1].append(layer)
     return list(found.values())
 
 
-def trace(evictor: Evictor) -> Any:
+def trace(evictor: EvictionGraph) -> Any:
     """The stripped onnx.ModelProto of an evictor."""
     open_axes = {
         axis: torch.export.Dim.AUTO for axis, size in evictor.sizes.items() if size is None

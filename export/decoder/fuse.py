@@ -58,8 +58,8 @@ def _shapes(model: Any) -> dict[str, Sizes]:
     return {x.name: [d.dim_value for d in x.type.tensor_type.shape.dim] for x in values}
 
 
-class Product(NamedTuple):
-    """`x @ weight.T`, and a sum with a bias."""
+class WeightProduct(NamedTuple):
+    """A product that a graph computes with a weight: `x @ weight.T`, and a sum with a bias."""
 
     x: str
     weight: str  # [K, N]: the model's, transposed
@@ -242,7 +242,7 @@ class Fusing:
         self._before(node, nodes)
         node.input[:3] = [last, "", ""]
 
-    def _product(self, name: str) -> Product | None:
+    def _product(self, name: str) -> WeightProduct | None:
         """The product [1, T, N] of an activation and a weight that are given as they are."""
         while (view := self._alone(name, "Reshape")) is not None:
             name = view.input[0]
@@ -256,7 +256,7 @@ class Fusing:
             return None
         if self.uses[weight.input[0]] > 1 or len(self.shapes.get(found.input[0], [])) != 3:
             return None
-        return Product(found.input[0], found.input[1], bias)
+        return WeightProduct(found.input[0], found.input[1], bias)
 
     def reshape(self, node: Any) -> None:
         """A view that gives a tensor [1, T, W] its own shape again: the tensor itself."""

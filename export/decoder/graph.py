@@ -41,8 +41,8 @@ TURNED = {
 LOGITS = Port("logits", "float32", ("batch", "vocabulary"), "logits", "of the block's last token")
 
 
-class State(NamedTuple):
-    """One buffer that a run needs: the decoder's, or its evictor's alone."""
+class RunBuffer(NamedTuple):
+    """A buffer that a run needs: one of the decoder's, or of its evictor's alone."""
 
     name: str
     layer: int
@@ -51,13 +51,13 @@ class State(NamedTuple):
 
     @property
     def present(self) -> Port:
-        """The port by which the decoder gives a buffer of slots back: the same memory."""
+        """Return the port by which the decoder gives a buffer of slots back, in the same memory."""
         meaning = f"{self.port.name} with the block in it: bind both to one memory"
         return replace(self.port, name=f"present_{self.port.name}", meaning=meaning)
 
 
-class Decoder(nn.Module):
-    """A causal language model over slots that it is given.
+class DecoderGraph(nn.Module):
+    """A causal language model that reads a block over slots that it is given.
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.
@@ -81,13 +81,13 @@ class Decoder(nn.Module):
         self._made = list(made)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`outputs` for `inputs` in order."""
+        """Compute `outputs` from `inputs`, in their order."""
         logits, layers = self.run(*tensors)
         buffers = (layers[s.layer].made[f"present_{s.name}"] for s in self.past)
         return (logits, *buffers, *(layers[i].made[name] for name, i in self._made))
 
     def run(self, *tensors: Tensor) -> Any:
-        """Logits [1, V] float32 of a block's last token, and the layers after it."""
+        """Compute the logits [1, V] float32 of a block's last token; return them and its layers."""
         given = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
         ids, held = given["input_ids"], given["held"]
         block = Block(self.layout, self.table, held, ids.shape[1])
@@ -114,18 +114,18 @@ class Decoder(nn.Module):
         return out.logits[:, -1].float(), layers
 
     def empty(self) -> list[Tensor]:
-        """The inputs behind the counts before anything was read: buffers of slots, and scales."""
+        """Make the inputs behind the counts as nothing was read: empty buffers, and scales."""
         buffers = [torch.zeros(s.full, dtype=self.dtype(s.port)) for s in self.past]
         return buffers + ([] if self.slot_scales is None else as_inputs(self.slot_scales))
 
     @property
     def counts(self) -> list[Port]:
-        """The inputs of a run before its buffers: the block's tokens, and how many there are."""
+        """Return the ports before a run's buffers: the block's tokens, and how many there are."""
         return [port for port in self.inputs if port in (TOKENS, HELD, SEEN)]
 
     @cached_property
     def scales(self) -> list[tuple[float, float | None]]:
-        """What each layer's logits are multiplied by, and their softcap: by running a token."""
+        """Run a token to find what each layer's logits are multiplied by, and their softcap."""
         shapes = [[self.sizes[axis] or 1 for axis in port.axes] for port in self.counts]
         pairs = zip(self.counts, shapes, strict=True)
         zeros = [torch.zeros(shape, dtype=self.dtype(port)) for port, shape in pairs]
@@ -134,19 +134,19 @@ class Decoder(nn.Module):
         return [layer.scales for layer in layers]
 
     def dtype(self, port: Port) -> torch.dtype:
-        """The type of a port's tensor."""
+        """Return the type of a port's tensor."""
         return getattr(torch, port.dtype, self.cache)
 
     @property
     def cache(self) -> torch.dtype:
-        """The type of its keys and values; of those that slots in int8 are computed in."""
+        """Return the type of keys and values; for slots in int8, the type they are computed in."""
         if self.slot_scales is not None:
             return torch.float32
         return cache_dtype(self.layout, self.model.dtype)
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Size of every axis by its name, None where open."""
+        """Return the size of every axis by its name, None where open."""
         shape = self.layout.shape
         return {
             "batch": 1, "one": 1, "tokens": None, "lengths": len(lengths(self.layout)),
@@ -186,13 +186,13 @@ def as_inputs(scales: Tensor) -> list[Tensor]:
     return list(scales.unsqueeze(-2).flatten(0, 1))
 
 
-def state_of(layout: CacheLayout, quantised: bool = False) -> list[State]:
+def state_of(layout: CacheLayout, quantised: bool = False) -> list[RunBuffer]:
     """Everything that is kept from run to run, layer by layer, as its buffers.
 
     Keys that are `quantised`, and turned as older ones go, are kept once more as they were written:
     they are turned from there every time, so that no rounding adds up.
     """
-    found, ports = list[State](), ports_of(layout.eviction.state)
+    found, ports = list[RunBuffer](), ports_of(layout.eviction.state)
     shape, block = layout.shape, layout.block_size
     one = len(lengths(layout)) == 1
     for layer, budget in enumerate(layout.budgets):
@@ -206,13 +206,13 @@ def state_of(layout: CacheLayout, quantised: bool = False) -> list[State]:
             axes = tuple(slots if axis == "slots" else axis for axis in port.axes)
             own = Port(f"{name}.{layer}", port.dtype, axes, port.unit, port.meaning)
             full = (*rows, shape.head_size) if "head_dim" in axes else rows
-            found.append(State(name, layer, own, full))
+            found.append(RunBuffer(name, layer, own, full))
         if window := layout.window_length:
             port = PORTS["queries"]
             axes = ("batch", "heads", "window", "head_dim")
             own = Port(f"queries.{layer}", port.dtype, axes, port.unit, port.meaning)
             full = (1, shape.heads, window, shape.head_size)
-            found.append(State("queries", layer, own, full))
+            found.append(RunBuffer("queries", layer, own, full))
     return found
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import kvcap
-from kvcap.export.decoder.evictor import Evictor
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.evictor import EvictionGraph
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.files import file_entry
 from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import recipe
@@ -57,7 +57,7 @@ RULE_OF_INT8 = [
 
 def describe(
     name: str,
-    decoder: Decoder,
+    decoder: DecoderGraph,
     dtype: str,
     rounding: Rounding | None = None,
     text: str | None = None,
@@ -184,7 +184,7 @@ def evictor_name(index: int, count: int) -> str:
 
 
 def evictor_facts(
-    file: Path, evictor: Evictor, layers: list[int], taken: set[str]
+    file: Path, evictor: EvictionGraph, layers: list[int], taken: set[str]
 ) -> dict[str, Any]:
     """What is said of a graph that evicts, which takes some of its module's inputs."""
     sizes, element = evictor.sizes, str(evictor.cache).removeprefix("torch.")
@@ -196,7 +196,7 @@ def evictor_facts(
     }
 
 
-def _state(decoder: Decoder) -> list[dict[str, Any]]:
+def _state(decoder: DecoderGraph) -> list[dict[str, Any]]:
     return [
         {
             "name": state.name,

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from kvcap.export.decoder.attention import MOST
 from kvcap.export.decoder.calibrate import STOCK, pieces, with_attention
 from kvcap.export.decoder.depth import layers_of
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.checkpoint import Checkpoint, streaming
@@ -31,7 +31,7 @@ MARGIN = 1.1  # a text that is read later may have larger numbers
 LEAST = 1e-8  # of a channel that is always 0
 
 
-def measure(decoder: Decoder, ids: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:
+def measure(decoder: DecoderGraph, ids: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:
     """The scales of a decoder's keys and values, [L, 2, K, D] float32.
 
     Args:

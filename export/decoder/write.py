@@ -16,13 +16,13 @@ from torch import Tensor
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.blocks import attend_by_length
 from kvcap.export.decoder.calibrate import calibrate, pieces, refuse_text
-from kvcap.export.decoder.check import Report, Row, as_rounded, check, check_streaming
+from kvcap.export.decoder.check import CheckedRun, DecoderReport, as_rounded, check, check_streaming
 from kvcap.export.decoder.companions import check_tokenizer
 from kvcap.export.decoder.depth import are_alike, first_layers, numbered
 from kvcap.export.decoder.evictor import evictors_of
 from kvcap.export.decoder.evictor import trace as trace_evictor
 from kvcap.export.decoder.fuse import fuse
-from kvcap.export.decoder.graph import TOKENS, Decoder
+from kvcap.export.decoder.graph import TOKENS, DecoderGraph
 from kvcap.export.decoder.repeat import TRACED, repeat
 from kvcap.export.decoder.slot_scales import measure, sample
 from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, load, rounding_of
@@ -50,7 +50,7 @@ def write(
     rounding: Rounding | None = None,
     text: str | None = None,
     kv_dtype: str | None = None,
-) -> tuple[dict[str, Any], Report]:
+) -> tuple[dict[str, Any], DecoderReport]:
     """Export a model and its evictions as one directory.
 
     Args:
@@ -117,7 +117,7 @@ class _Export:
     def calibrate(self) -> None:
         """Round matrices by the text, if there is one, and measure the scales of slots."""
         source, text, shape = self.source, self.text, self.layout.shape
-        decoder = Decoder(source.model, self.layout)
+        decoder = DecoderGraph(source.model, self.layout)
         if self.kv_dtype is not None:
             self.note("measuring keys and values")
             ids = sample(source.tokenizer, text, shape.vocabulary, shape.trained_length)
@@ -126,7 +126,7 @@ class _Export:
             ids = pieces(source.tokenizer, text, shape.trained_length)
             self.packed = calibrate(decoder, ids, self.rounding, source.checkpoint, self.note)
 
-    def made(self) -> tuple[dict[str, Any], Report]:
+    def made(self) -> tuple[dict[str, Any], DecoderReport]:
         """Write all files but the manifest, and check them.
 
         Returns:
@@ -135,9 +135,9 @@ class _Export:
         """
         source, checkpoint = self.source, self.source.checkpoint
         self.note(f"tracing {source.name}")
-        decoder = Decoder(source.model, self.layout, self.scales)
+        decoder = DecoderGraph(source.model, self.layout, self.scales)
         store = Store(self.folder / manifest.WEIGHTS)
-        rows = list[Row]()
+        rows = list[CheckedRun]()
         model = self._traced(decoder, store, rows)
         if model is None:  # it has to be traced, and loaded, as a whole
             self.source = load(source.name, self.dtype)
@@ -157,7 +157,7 @@ class _Export:
         report.require()
         return said, report
 
-    def _traced(self, decoder: Decoder, store: Store, rows: list[Row]) -> Any:
+    def _traced(self, decoder: DecoderGraph, store: Store, rows: list[CheckedRun]) -> Any:
         """The graph of all layers, whose weights are inputs; traced once for layers that are alike.
 
         Returns:
@@ -168,7 +168,7 @@ class _Export:
         if are_alike(model, self.layout):
             with first_layers(model, self.layout) as first:
                 scales = None if self.scales is None else self.scales[:TRACED]
-                few = Decoder(model, first, scales)
+                few = DecoderGraph(model, first, scales)
                 filled = fill(few, checkpoint) if checkpoint is not None else []
                 more = len(self.layout.budgets) - TRACED  # which are like the last
                 decoder.scales = [*few.scales, *few.scales[-1:] * more]
@@ -185,8 +185,8 @@ class _Export:
         return trace(decoder)
 
     def _check_few(
-        self, graph: Any, few: Decoder, store: Store, weights: Mapping[str, Tensor]
-    ) -> list[Row]:
+        self, graph: Any, few: DecoderGraph, store: Store, weights: Mapping[str, Tensor]
+    ) -> list[CheckedRun]:
         """Check the layers that were traced beside PyTorch, at length."""
         self.note(f"checking {TRACED} of its layers beside PyTorch")
         file = self.folder / FEW
@@ -197,7 +197,7 @@ class _Export:
         file.unlink()
         return [replace(row, who=f"{row.who}, {TRACED} layers") for row in report.rows]
 
-    def _files(self, decoder: Decoder, nodes: int) -> dict[str, Any]:
+    def _files(self, decoder: DecoderGraph, nodes: int) -> dict[str, Any]:
         """Write the files that belong to the graph; returns what the manifest says of all."""
         source, folder = self.source, self.folder
         source.config.save_pretrained(folder)
@@ -219,7 +219,7 @@ class _Export:
         return said
 
 
-def trace(decoder: Decoder) -> Any:
+def trace(decoder: DecoderGraph) -> Any:
     """The onnx.ModelProto of a decoder, whose weights are inputs."""
     ports = decoder.inputs, decoder.outputs
     model = trace_without_weights(decoder, *ports, _example(decoder), _open_axes(decoder))
@@ -229,7 +229,7 @@ def trace(decoder: Decoder) -> Any:
 
 def save(
     model: Any,
-    decoder: Decoder,
+    decoder: DecoderGraph,
     weights: Mapping[str, Tensor],
     store: Store,
     file: Path,
@@ -249,7 +249,7 @@ def save(
     return len(model.graph.node)
 
 
-def save_evictors(decoder: Decoder, folder: Path) -> list[dict[str, Any]]:
+def save_evictors(decoder: DecoderGraph, folder: Path) -> list[dict[str, Any]]:
     """Trace the graphs that evict into `folder`; what the manifest says of each."""
     found = []
     evictors = evictors_of(decoder)
@@ -262,7 +262,7 @@ def save_evictors(decoder: Decoder, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _example(decoder: Decoder) -> list[Tensor]:
+def _example(decoder: DecoderGraph) -> list[Tensor]:
     """Inputs to trace on: lengths that are neither 0 nor 1 nor equal, which would be frozen."""
     lengths = {"tokens": max(2, decoder.layout.block_size - 1)}
     sizes = decoder.sizes
@@ -273,7 +273,7 @@ def _example(decoder: Decoder) -> list[Tensor]:
     return found + decoder.empty()
 
 
-def _open_axes(decoder: Decoder) -> dict[str, Any]:
+def _open_axes(decoder: DecoderGraph) -> dict[str, Any]:
     """The lengths that are open, and how far."""
     dim = torch.export.Dim
     found = {"tokens": dim("tokens", min=1, max=max(2, decoder.layout.block_size))}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.export.graphs.stages import Graph
+from kvcap.export.graphs.stages import StageGraph
 
 OUTLIER = 960.0  # the mean of one channel of real models' keys; its square is beyond float16
 LONG = 8192
@@ -26,7 +26,7 @@ class Case(NamedTuple):
     slots: int
 
 
-def cases(graph: Graph, quick: bool = False) -> list[Case]:
+def cases(graph: StageGraph, quick: bool = False) -> list[Case]:
     """The cases for a graph, a static one's at its own size; `quick` leaves the long one out."""
     shape = graph.form.shape
     if shape.slots is not None:
@@ -39,7 +39,7 @@ def cases(graph: Graph, quick: bool = False) -> list[Case]:
     return found
 
 
-def inputs(graph: Graph, case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+def inputs(graph: StageGraph, case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
     """Every input that the graph may take, by name."""
     sizes, shape = {**graph.sizes}, graph.form.shape
     n = sizes["slots"] = case.slots
@@ -76,7 +76,7 @@ def inputs(graph: Graph, case: Case, dtype: torch.dtype, seed: int = 0) -> dict[
     return found
 
 
-def _all_ports(graph: Graph) -> Iterator:  # type: ignore[type-arg]
+def _all_ports(graph: StageGraph) -> Iterator:  # type: ignore[type-arg]
     """The graph's inputs, and keys, of which every other state is made."""
     from kvcap.export.graphs.ports import PORTS
 

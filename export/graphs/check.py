@@ -18,7 +18,7 @@ from kvcap.dtypes import ONNX
 from kvcap.export.graphs import compare, manifest
 from kvcap.export.graphs.cases import Case, cases, inputs
 from kvcap.export.graphs.spec import Spec
-from kvcap.export.graphs.stages import Graph
+from kvcap.export.graphs.stages import StageGraph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import (
     GraphBroken,
@@ -32,8 +32,8 @@ SEED = 20  # of fresh inputs; samples have another
 
 
 @dataclass(frozen=True)
-class Row:
-    """One case's result."""
+class CheckedCase:
+    """A case of a graph that was compared with the policy's own code."""
 
     kind: str
     slots: int
@@ -46,30 +46,30 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
-    """Every case of one graph."""
+class GraphReport:
+    """A report on every case of one graph."""
 
     file: str
-    rows: list[Row]
+    rows: list[CheckedCase]
     runtime: str  # ONNX Runtime's version
     where: ClassVar[str] = "CPU"
 
-    def excused(self, row: Row) -> str:
-        """Why a case that does not hold is no fault; none here."""
+    def excused(self, row: CheckedCase) -> str:
+        """Say why a case that does not hold is no fault; '' where it is one, as here always."""
         return ""
 
     @property
     def ok(self) -> bool:
-        """Whether all cases hold."""
+        """Tell whether all cases hold."""
         return all(row.ok or self.excused(row) for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {"file": self.file, "onnxruntime": self.runtime, "ok": self.ok,
                 "cases": [asdict(row) for row in self.rows]}  # fmt: skip
 
     def table(self) -> str:
-        """A table for a terminal."""
+        """Return a table for a terminal."""
         lines = [f"{self.file}  (ONNX Runtime {self.runtime}, {self.where})"]
         lines.append(f"  {'inputs':<10} {'slots':>6} {'error':>9} {'allowed':>9} {'kept':>7}  ")
         for row in self.rows:
@@ -98,7 +98,7 @@ class Report:
                 raise ToleranceError(f"{self.file} {why} on {row.kind} inputs of {row.slots} slots")
 
 
-def check(file: Path, said: dict[str, Any], quick: bool = False) -> Report:
+def check(file: Path, said: dict[str, Any], quick: bool = False) -> GraphReport:
     """Run one graph on every case and compare.
 
     Raises:
@@ -111,7 +111,7 @@ def check(file: Path, said: dict[str, Any], quick: bool = False) -> Report:
     graph = spec.graph()
     with torch.inference_mode():
         rows = [_row(run, spec, graph, case) for case in cases(graph, quick)]
-    return Report(file.name, rows, library("onnxruntime").__version__)
+    return GraphReport(file.name, rows, library("onnxruntime").__version__)
 
 
 def session(file: Path) -> Any:
@@ -163,7 +163,7 @@ def feed(run: Any, given: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
     return dict(zip(outputs, found, strict=True))
 
 
-def _row(run: Any, spec: Spec, graph: Graph, case: Case) -> Row:
+def _row(run: Any, spec: Spec, graph: StageGraph, case: Case) -> CheckedCase:
     given = inputs(graph, case, spec.torch_dtype, SEED)
     got = {name: torch.from_numpy(array) for name, array in feed(run, given).items()}
-    return Row(case.kind, case.slots, *compare.compared(graph, given, got))
+    return CheckedCase(case.kind, case.slots, *compare.compared(graph, given, got))

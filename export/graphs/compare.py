@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcap.export.graphs.forms import Traced
 from kvcap.export.graphs.portable import Float64
-from kvcap.export.graphs.stages import Evict, Graph, Score, Update
+from kvcap.export.graphs.stages import Evict, Score, StageGraph, Update
 from kvcap.runtime.errors import ShapeError
 
 RTOL = 2e-5  # of the largest value, float32 arithmetic
@@ -33,7 +33,7 @@ class Difference(NamedTuple):
     ok: bool
 
 
-def compared(graph: Graph, given: Found, got: Found, rtol: float = RTOL) -> Difference:
+def compared(graph: StageGraph, given: Found, got: Found, rtol: float = RTOL) -> Difference:
     """Outputs of a graph for the inputs `given`.
 
     Args:
@@ -59,7 +59,7 @@ def compared(graph: Graph, given: Found, got: Found, rtol: float = RTOL) -> Diff
 
 
 def _pairs(
-    graph: Graph, got: Found, eager: Found, truth: Found
+    graph: StageGraph, got: Found, eager: Found, truth: Found
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Every output that is computed, not moved: its name, itself, eager's, float64's."""
     for name, value in got.items():
@@ -75,7 +75,7 @@ def _pairs(
 
 
 def _selection(
-    graph: Graph, given: Found, got: Found, eager: Found, truth: Found, rtol: float
+    graph: StageGraph, given: Found, got: Found, eager: Found, truth: Found, rtol: float
 ) -> tuple[float, float, int]:
     """Share of kept slots that are float64's, eager's share, how many are wrong against eager."""
     if isinstance(graph, Evict):
@@ -92,7 +92,7 @@ def _selection(
     return _overlap(index, exact), _overlap(own, exact), _misses(index, worth, near)
 
 
-def reference(graph: Graph, given: Found) -> dict[str, Tensor]:
+def reference(graph: StageGraph, given: Found) -> dict[str, Tensor]:
     """What eager code gives: scores or worth by the policy itself, the rest by the form."""
     form = graph.form
     plain = Traced(form.eviction, form.shape)
@@ -106,7 +106,7 @@ def reference(graph: Graph, given: Found) -> dict[str, Tensor]:
     return {port.name: tensor for port, tensor in Score(plain).compute(given)}
 
 
-def truth(graph: Graph, given: Found) -> dict[str, Tensor]:
+def truth(graph: StageGraph, given: Found) -> dict[str, Tensor]:
     """`reference` in float64."""
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
     with Float64():

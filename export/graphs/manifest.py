@@ -15,7 +15,7 @@ from kvcap.dtypes import full
 from kvcap.export.files import sha256
 from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import Spec, recalled
-from kvcap.export.graphs.stages import Graph
+from kvcap.export.graphs.stages import StageGraph
 from kvcap.runtime.errors import ManifestError
 from kvcap.schema import fault
 
@@ -24,7 +24,7 @@ SCHEMA_FILE = Path(__file__).with_name("graph.schema.json")
 SAMPLES = ".samples.safetensors"
 
 
-def describe(spec: Spec, graph: Graph, used: set[str], outputs: list[Port]) -> dict[str, Any]:
+def describe(spec: Spec, graph: StageGraph, used: set[str], outputs: list[Port]) -> dict[str, Any]:
     """What can be said of a graph before its file is written.
 
     Args:
@@ -54,7 +54,7 @@ def describe(spec: Spec, graph: Graph, used: set[str], outputs: list[Port]) -> d
     }
 
 
-def asked(spec: Spec, graph: Graph) -> dict[str, Any]:
+def asked(spec: Spec, graph: StageGraph) -> dict[str, Any]:
     """The part of a manifest that was asked for: two graphs are the same if this is."""
     return {
         "policy": spec.recipe(),

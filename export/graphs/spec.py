@@ -10,7 +10,7 @@ import torch
 from kvcap.dtypes import short, torch_dtype
 from kvcap.export.graphs.forms import form_of, graph_part
 from kvcap.export.graphs.shape import Shape
-from kvcap.export.graphs.stages import STAGES, Graph
+from kvcap.export.graphs.stages import STAGES, StageGraph
 from kvcap.policies import PINS, Eviction, load_policy, policies
 from kvcap.policies.base import Component
 from kvcap.runtime.errors import NotExportable
@@ -48,7 +48,7 @@ class Spec:
         if self.stage == "evict":
             self.eviction.check(self.shape.budget)
 
-    def graph(self) -> Graph:
+    def graph(self) -> StageGraph:
         """The module to trace.
 
         Raises:

@@ -16,8 +16,8 @@ from kvcap.policies import Observation
 from kvcap.runtime.errors import NotExportable
 
 
-class Graph(nn.Module):
-    """A stage of one form; tensors in and out are in the order of `inputs` and `outputs`."""
+class StageGraph(nn.Module):
+    """A module that computes one stage of a form; tensors follow `inputs` and `outputs`."""
 
     def __init__(self, form: Traced) -> None:
         super().__init__()
@@ -26,25 +26,25 @@ class Graph(nn.Module):
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Size of every axis, None where open."""
+        """Return the size of every axis, None where open."""
         return sizes(self.form.shape, self.form.eviction.policy.queries_observed)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The outputs for inputs in order."""
+        """Compute the outputs from inputs, in their order."""
         with Portable():
             found = self.compute({p.name: t for p, t in zip(self.inputs, tensors, strict=True)})
         return tuple(tensor for _, tensor in found)
 
     def outputs(self, given: Named) -> list[Port]:
-        """The ports of its outputs for these inputs."""
+        """Return the ports of the outputs for these inputs."""
         return [port for port, _ in self.compute(given)]
 
     def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
-        """Outputs by their ports."""
+        """Compute the outputs by their ports."""
         raise NotImplementedError
 
 
-class Score(Graph):
+class Score(StageGraph):
     """Scores of the slots; where there is a rescorer, rescored for a budget that is an input."""
 
     stage = "score"
@@ -63,7 +63,7 @@ class Score(Graph):
         return [(scores_port(), scores), *form.next_state(obs).values()]
 
 
-class Evict(Graph):
+class Evict(StageGraph):
     """Score, select, gather: the budget's slots of all that were held, in the order they lay.
 
     The policy's own pins for this budget are in the graph, others come in by `pinned`. Fewer slots
@@ -119,7 +119,7 @@ class Evict(Graph):
         return eviction.worth(scores, pinned, obs)
 
 
-class Update(Graph):
+class Update(StageGraph):
     """State of the arriving tokens, for forms that keep some."""
 
     stage = "update"
@@ -138,7 +138,7 @@ class Update(Graph):
         return list(zip(self.form.update_outputs(), self.form.update(given), strict=True))
 
 
-STAGES: dict[str, type[Graph]] = {"score": Score, "evict": Evict, "update": Update}
+STAGES: dict[str, type[StageGraph]] = {"score": Score, "evict": Evict, "update": Update}
 
 
 def evicted(worth: Tensor, positions: Tensor, stays: int) -> Tensor:

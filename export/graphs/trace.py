@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvcap.export.graphs.portable import translations
 from kvcap.export.graphs.ports import DYNAMIC, Port
-from kvcap.export.graphs.stages import Graph
+from kvcap.export.graphs.stages import StageGraph
 from kvcap.runtime.backends.onnxruntime.library import library
 
 OPSET = 18  # newer files fail on the runtimes that phones have
@@ -21,7 +21,7 @@ IR_VERSION = 10  # likewise
 FOLDED = 64  # numbers of a constant at most: what is larger, a device computes when it loads
 
 
-def trace(graph: Graph, given: dict[str, Tensor]) -> Any:
+def trace(graph: StageGraph, given: dict[str, Tensor]) -> Any:
     """The stripped onnx.ModelProto of a graph, traced on the inputs `given`."""
     open_axes = {
         axis: torch.export.Dim(axis, min=1) for axis in DYNAMIC if graph.sizes[axis] is None

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcap.export.files import refuse_other, sha256
 from kvcap.export.graphs import manifest
 from kvcap.export.graphs.cases import Case, inputs
-from kvcap.export.graphs.check import Report, check, feed, session
+from kvcap.export.graphs.check import GraphReport, check, feed, session
 from kvcap.export.graphs.spec import Spec
 from kvcap.export.graphs.trace import OPSET, trace
 from kvcap.runtime.backends.onnxruntime.library import require
@@ -21,7 +21,7 @@ FEW = 12  # slots of a sample
 
 def write(
     spec: Spec, folder: Path, quick: bool = False, force: bool = False
-) -> tuple[Path, Report]:
+) -> tuple[Path, GraphReport]:
     """Export one graph with its manifest and samples into `folder`.
 
     Args:

@@ -25,9 +25,9 @@ from torch import Tensor
 from kvcap.export.files import sha256
 from kvcap.export.graphs import compare, manifest
 from kvcap.export.graphs.cases import Case, cases, inputs
-from kvcap.export.graphs.check import SEED, Report, Row
+from kvcap.export.graphs.check import SEED, CheckedCase, GraphReport
 from kvcap.export.graphs.spec import Spec
-from kvcap.export.graphs.stages import Graph
+from kvcap.export.graphs.stages import StageGraph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.errors import (
     ExtraMissing,
@@ -51,8 +51,8 @@ CHIPS = {
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a graph is compiled for."""
+class CompileTarget:
+    """A chip that a graph is compiled for."""
 
     chip: str
     soc_model: int
@@ -60,7 +60,7 @@ class Target:
 
     @property
     def options(self) -> dict[str, str]:
-        """Options of the execution provider."""
+        """Return the options of the execution provider."""
         return {
             "htp_arch": str(self.hexagon),
             "soc_model": str(self.soc_model),
@@ -68,12 +68,12 @@ class Target:
         }
 
 
-class Simulated(Report):
+class Simulated(GraphReport):
     """Cases run in the simulator of the NPU; what float16 cannot decide is told, not refused."""
 
     where = "Hexagon simulated"
 
-    def excused(self, row: Row) -> str:
+    def excused(self, row: CheckedCase) -> str:
         """Cosines of keys that share one large channel are equal in float16; so are ties."""
         if row.kind == "outliers":
             return "beyond float16"
@@ -81,7 +81,7 @@ class Simulated(Report):
         return "ties" if tied else ""
 
 
-def target_of(name: str, spec: Spec) -> Target:
+def target_of(name: str, spec: Spec) -> CompileTarget:
     """The target called `name`: a chip such as SM8650, or a Hexagon version such as v75.
 
     Refuses early what cannot be compiled for it.
@@ -93,7 +93,7 @@ def target_of(name: str, spec: Spec) -> Target:
     for chip, (model, hexagon) in CHIPS.items():
         if name.upper() in (chip, f"V{hexagon}"):
             require(spec)
-            return Target(chip, model, hexagon)
+            return CompileTarget(chip, model, hexagon)
     versions = sorted({f"v{hexagon}" for _, hexagon in CHIPS.values()})
     raise NotExportable(
         f"no chip {name!r} for QNN; there are {', '.join(versions)} and {', '.join(CHIPS)}"
@@ -118,7 +118,7 @@ def require(spec: Spec | None = None) -> None:
         ) from error
 
 
-def write(file: Path, target: Target, quick: bool = False) -> tuple[Path, Report]:
+def write(file: Path, target: CompileTarget, quick: bool = False) -> tuple[Path, GraphReport]:
     """Compile a graph that was exported, check it, and put it beside the graph with its manifest.
 
     Args:
@@ -159,7 +159,7 @@ def write(file: Path, target: Target, quick: bool = False) -> tuple[Path, Report
     return file.parent / context.name, report
 
 
-def verify(context: Path, quick: bool = False) -> Report:
+def verify(context: Path, quick: bool = False) -> GraphReport:
     """Simulate a compiled graph on fresh inputs and compare with eager.
 
     Raises:
@@ -189,7 +189,7 @@ def _one_context(context: Path, said: dict[str, Any]) -> str:
     return next((value for key, value in found.items() if "compatibility" in key), "")
 
 
-def _simulated(context: Path, said: dict[str, Any], quick: bool) -> Report:
+def _simulated(context: Path, said: dict[str, Any], quick: bool) -> GraphReport:
     spec = manifest.spec_of(said)
     graph = spec.graph()
     wanted = [case for case in cases(graph) if case.kind == "random" or not quick]
@@ -209,13 +209,13 @@ def _simulated(context: Path, said: dict[str, Any], quick: bool) -> Report:
     return Simulated(context.name, rows, done["onnxruntime"])
 
 
-def _row(graph: Graph, case: Case, given: compare.Found, got: compare.Found) -> Row:
+def _row(graph: StageGraph, case: Case, given: compare.Found, got: compare.Found) -> CheckedCase:
     found = compare.compared(graph, given, got, RTOL)
     if graph.form.eviction.rescorer is not None:
         # It chooses twice: a slot that rounding moves across the first choice gets another value.
         valued = found.finite and found.error <= found.allowed
         found = found._replace(ok=valued and found.overlap >= TWICE)
-    return Row(case.kind, case.slots, *found)
+    return CheckedCase(case.kind, case.slots, *found)
 
 
 def _output(file: Path) -> dict[str, Tensor]:

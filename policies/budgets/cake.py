@@ -13,8 +13,8 @@ from kvcap.policies.base import LayerBudget, Observation, Preset
 
 
 @dataclass(frozen=True)
-class Cake(LayerBudget):
-    """Shares slots out between layers by the entropy and the variance of their attention.
+class CakeBudget(LayerBudget):
+    """A budget that shares slots out between layers by the entropy and variance of attention.
 
     `(-Σ A ln A)^(1/τ1) · (Σ_j var_t A_tj)^(1/τ2)` over the window of queries is a layer's share.
     CAKE, https://arxiv.org/abs/2503.12491, Eq. 5-7. Every layer keeps at least `floor` of the
@@ -43,7 +43,7 @@ class Cake(LayerBudget):
         return self.wanted(entropy, variance)
 
     def wanted(self, entropy: Tensor, variance: Tensor) -> Tensor:
-        """The preference by the mean of each over query heads. All []."""
+        """Return the preference by the mean of each over query heads, for every layer. All []."""
         both: Tensor = entropy ** (1 / self.tau1) * variance ** (1 / self.tau2)
         return both.nan_to_num(nan=0.0)
 

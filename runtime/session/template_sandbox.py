@@ -61,13 +61,13 @@ def answered(request: dict[str, Any]) -> dict[str, str]:
     return {"text": text}
 
 
-class Generation(Extension):
-    """The tag `{% generation %}`, which marks answers for training; here it is only text."""
+class GenerationTag(Extension):
+    """A tag, `{% generation %}`, that marks answers for training; here it is only text."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The nodes between the tags."""
+        """Return the nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -93,7 +93,7 @@ def template_of(text: str) -> Template:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     found = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     found.filters["tojson"] = tojson
     found.globals.update(

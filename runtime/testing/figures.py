@@ -84,8 +84,8 @@ def made_on() -> dict[str, str]:
     return found
 
 
-class Figures:
-    """The file of figures."""
+class FiguresFile:
+    """A file that keeps the figures of every test."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -93,7 +93,7 @@ class Figures:
         self.tests: dict[str, dict[str, Any]] = {}
 
     @classmethod
-    def read(cls, path: Path) -> Figures:
+    def read(cls, path: Path) -> FiguresFile:
         """Read a file that `write` wrote, and people may have edited.
 
         Raises:
@@ -117,7 +117,7 @@ class Figures:
         return found
 
     def unlike(self, here: Mapping[str, str]) -> str:
-        """Words for what differs from where the file was made; empty where nothing does."""
+        """Say what differs here from where the file was made; return '' where nothing does."""
         return ", ".join(
             f"{name} {self.made_on[name]} there, {here[name]} here"
             for name in sorted(self.made_on.keys() & here.keys())

@@ -23,7 +23,14 @@ from unittest import TestCase
 import pytest
 
 from kvcap.runtime.testing import process_peak as processes
-from kvcap.runtime.testing.figures import Compared, Figure, Figures, FiguresUnusable, made_on, share
+from kvcap.runtime.testing.figures import (
+    Compared,
+    Figure,
+    FiguresFile,
+    FiguresUnusable,
+    made_on,
+    share,
+)
 from kvcap.runtime.testing.process_peak import REPORT
 from kvcap.runtime.units import format_bytes
 
@@ -187,24 +194,26 @@ def pytest_configure(config: pytest.Config) -> None:
             config.option.memory_baseline = str(path)
             if update and not path.parent.is_dir():
                 raise FiguresUnusable(f"there is no directory {path.parent} to write figures to")
-            figures = Figures.read(path) if path.exists() or not update else Figures(path)
-            config.pluginmanager.register(Baseline(config, figures, update, tolerance), BASELINE)
+            figures = FiguresFile.read(path) if path.exists() or not update else FiguresFile(path)
+            config.pluginmanager.register(
+                FigureComparison(config, figures, update, tolerance), BASELINE
+            )
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
     config.pluginmanager.register(Summary(config), "kvcap-memory-summary")
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The bytes that a marker allows."""
+class AllowedBytes:
+    """An amount of memory, in bytes, that a marker allows its test."""
 
     size: int
     host: int | None
     process: bool
 
     @classmethod
-    def of(cls, mark: pytest.Mark) -> Budget:
-        """The budget that a marker's arguments give.
+    def of(cls, mark: pytest.Mark) -> AllowedBytes:
+        """Read the bytes that a marker's arguments allow.
 
         Raises:
             ValueError: they give none; the message says what would.
@@ -242,7 +251,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     _, mark = found
     budget, wrong = None, ""
     try:
-        budget = Budget.of(mark)
+        budget = AllowedBytes.of(mark)
     except ValueError as error:
         wrong = str(error)
     if budget is None:  # outside `except`, so that it is reported once
@@ -285,7 +294,7 @@ def _nearest(item: pytest.Item) -> tuple[Any, pytest.Mark] | None:
 class Peaks:
     """The meters of one marked test."""
 
-    budget: Budget
+    budget: AllowedBytes
     tensors: Peak | None = field(default=None, init=False)
     host: Peak | None = field(default=None, init=False)
 
@@ -328,7 +337,7 @@ def _wrap_method(item: pytest.Item, peaks: Peaks) -> bool:
     return True
 
 
-def _elsewhere(item: pytest.Item, budget: Budget) -> Generator[None, object, object]:
+def _elsewhere(item: pytest.Item, budget: AllowedBytes) -> Generator[None, object, object]:
     """Run a test in a fresh process instead of here."""
     took: list[ProcessPeak] = []
 
@@ -508,11 +517,14 @@ def _command(item: pytest.Item) -> list[Any]:
     return [arguments]
 
 
-class Baseline:
-    """Compares every figure with its earlier value; pytest's first process writes new ones."""
+class FigureComparison:
+    """A plugin that compares every figure with its earlier value, and writes new ones.
+
+    Of several processes, pytest's first one writes them.
+    """
 
     def __init__(
-        self, config: pytest.Config, figures: Figures, update: bool, tolerance: float | None
+        self, config: pytest.Config, figures: FiguresFile, update: bool, tolerance: float | None
     ) -> None:
         self.figures, self.update = figures, update
         self._tolerance = tolerance
@@ -521,7 +533,7 @@ class Baseline:
         self._writes = update and not hasattr(config, "workerinput")
 
     def compared(self, test: str, figures: Sequence[Figure]) -> list[Compared]:
-        """The figures beside those of the file; nothing fails while the file is rewritten."""
+        """Compare figures with those of the file; nothing fails while the file is rewritten."""
         here = made_on()
         found = [self.figures.compare(test, each, self._tolerance, here) for each in figures]
         return [Compared(c.figure, c.before) for c in found] if self.update else found
@@ -561,8 +573,8 @@ class Summary:
         self._config = config
         self._rows: list[tuple[str, Compared]] = []
 
-    def _baseline(self) -> Baseline | None:
-        found: Baseline | None = self._config.pluginmanager.get_plugin(BASELINE)
+    def _baseline(self) -> FigureComparison | None:
+        found: FigureComparison | None = self._config.pluginmanager.get_plugin(BASELINE)
         return found
 
     @pytest.hookimpl(wrapper=True)
@@ -620,7 +632,7 @@ class Summary:
                 for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
             ).rstrip())  # fmt: skip
 
-    def _notes(self, out: Any, baseline: Baseline) -> None:
+    def _notes(self, out: Any, baseline: FigureComparison) -> None:
         if baseline.update:
             out.write_line(f"wrote {len(baseline.measured)} tests to {baseline.figures.path}")
             return
@@ -638,7 +650,7 @@ class Summary:
 
 
 def _properties(
-    figures: Sequence[Figure], test: str, baseline: Baseline | None
+    figures: Sequence[Figure], test: str, baseline: FigureComparison | None
 ) -> list[tuple[str, object]]:
     """The properties for JUnit: each figure, its budget and its baseline."""
     found: list[tuple[str, object]] = []

@@ -31,13 +31,13 @@ from tools import PATIENCE
 from kvcap.android_bench.devices.host import run_here
 from kvcap.android_bench.documents import BENCH, PLAN_FILE, read_result, validate
 from kvcap.android_bench.errors import PlanBroken
-from kvcap.android_bench.plan.presets import Group, Preset, narrowed
+from kvcap.android_bench.plan.presets import Group, PlanPreset, narrowed
 from kvcap.android_bench.plan.write import Wanted, write_plan
 from kvcap.android_bench.results.judge import WILD, fit, spread, statistics
 from kvcap.android_bench.results.source import origin, title
 from kvcap.android_bench.runner.inputs import hash11
 from kvcap.android_bench.server import vendor
-from kvcap.android_bench.server.landing import Limits
+from kvcap.android_bench.server.landing import ClientLimits
 from kvcap.android_bench.server.serving import Serving
 from kvcap.export.graphs.formulations import FORMULATIONS
 from kvcap.export.graphs.shape import Shape
@@ -59,7 +59,7 @@ def plan(tmp_path_factory) -> Path:
         Group("evict", (keydiff,), (64,), ("fp16",)),
     )
     rules = replace(quick.rules, min_runs=3, min_seconds=0.006, warmup_seconds=0.001, rounds=2)
-    preset = Preset(groups, rules, threads=(1, 2))
+    preset = PlanPreset(groups, rules, threads=(1, 2))
     folder = tmp_path_factory.mktemp("plan") / "plan"
     write_plan(Wanted("quick", preset, Shape(kv_heads=2, heads=4, head_dim=16, block=16)), folder)
     return folder
@@ -85,7 +85,7 @@ def serving(small, tmp_path) -> Iterator[Serving]:
 CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 FLAGS = ["--no-sandbox", "--disable-dev-shm-usage", "--enable-unsafe-webgpu",
          "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan,WebGPU"]  # fmt: skip
-LIMIT = Limits().result_bytes
+LIMIT = ClientLimits().result_bytes
 SOON = 1000 * PATIENCE  # milliseconds
 
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")

@@ -19,9 +19,9 @@ from bench_requests import asked, vendored
 from tools import PATIENCE, pocket_decoder, tiny_decoder
 
 from kvcap.android_bench.decoders import PAGE_BYTES, decoder_for_a_page, decoder_in
-from kvcap.android_bench.server.serving import Chat
+from kvcap.android_bench.server.serving import ChatServer
 from kvcap.cli import run
-from kvcap.runtime.backends.onnxruntime.decoder import Shared, evictors_of
+from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import read
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
@@ -55,7 +55,7 @@ def page() -> Iterator[Any]:
         browser.close()
 
 
-def opened(page: Any, serving: Chat) -> Any:
+def opened(page: Any, serving: ChatServer) -> Any:
     page.goto(serving.url)
     page.locator("#form:visible, #trouble:visible").wait_for(timeout=SOON)
     return page
@@ -78,7 +78,7 @@ def test_the_page_answers_as_python_does_and_sends_nothing(decoder, page):
     # The page has no index of evicted text, so that both know what the cache holds.
     runtime = OrtRuntime.from_directory(decoder, threads=1, recall_store=0)
     session = runtime.session()
-    with Chat(decoder) as serving:
+    with ChatServer(decoder) as serving:
         opened(page, serving)
         loaded = len(requests)
         for text in MESSAGES:
@@ -108,7 +108,7 @@ def test_logits_and_kept_tokens_are_pythons(mode, tmp_path_factory, page):
     sample, block = found.facts["sample"], found.facts["block_size"]
     text = sample["prompt"] * 3
     runs = [block, block - 5, *[block] * 6, *[1] * 40, 9, block]
-    python = Shared(
+    python = SharedDecoder(
         found, Graph(found.decoder, 1), evictors_of(found, 1), block, min(EVICT_EVERY, block)
     )
     seen, expected = 0, []
@@ -116,7 +116,7 @@ def test_logits_and_kept_tokens_are_pythons(mode, tmp_path_factory, page):
         ids = [text[(seen + i) % len(text)] for i in range(length)]
         expected.append(python.run(ids, seen, [])[0].copy())
         seen += length
-    with Chat(folder) as serving:
+    with ChatServer(folder) as serving:
         page.goto(serving.url + "icon.svg")  # an empty page of the same origin
         got = page.evaluate(
             """async ({ url, runs, text }) => {
@@ -150,7 +150,7 @@ def test_logits_and_kept_tokens_are_pythons(mode, tmp_path_factory, page):
 @pytest.mark.slow
 @in_browser
 def test_an_answer_can_be_stopped_and_the_conversation_goes_on(decoder, page):
-    with Chat(decoder) as serving:
+    with ChatServer(decoder) as serving:
         opened(page, serving)
         page.get_by_role("textbox").fill(40 * STORY)
         page.get_by_role("textbox").press("Enter")
@@ -179,7 +179,7 @@ def test_what_cannot_be_loaded_is_told_in_words(decoder, page):
     def without_template(said: Any) -> None:
         said["tokenizer"]["chat_template"] = None
 
-    with Chat(decoder) as serving:
+    with ChatServer(decoder) as serving:
         for change, text in (
             (large, "not enough memory"),
             (without_template, "no chat template"),

@@ -19,7 +19,7 @@ from tools import PATIENCE, compilers, installed, pocket_decoder, runner_here, t
 from kvcap.android_bench.devices.host import run_here
 from kvcap.android_bench.documents import read_plan, read_result
 from kvcap.android_bench.errors import PlanBroken, ResultBroken
-from kvcap.android_bench.plan.decoder import Work, shape_of
+from kvcap.android_bench.plan.decoder import DecoderWork, shape_of
 from kvcap.android_bench.plan.presets import narrowed
 from kvcap.android_bench.plan.write import Wanted, write_plan
 from kvcap.android_bench.results import chart, judge, regress, table
@@ -28,7 +28,7 @@ from kvcap.export.graphs.shape import Shape
 from kvcap.runtime.errors import NotExportable
 
 CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
-WORK = Work(prompt=20, answer=20, long=300, minutes=0.002, every=0.05)
+WORK = DecoderWork(prompt=20, answer=20, long=300, minutes=0.002, every=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_what_cannot_be_timed_is_refused_by_name(plan, tmp_path, tmp_path_factor
     with pytest.raises(NotExportable, match="another exporter"):
         shape_of(tiny_decoder(tmp_path_factory) / "decoder")
     with pytest.raises(PlanBroken, match="--answer-tokens"):
-        Work(answer=1)
+        DecoderWork(answer=1)
 
     def lengths(found: Any, _: Path) -> None:
         found["decoder"]["check"]["runs"].append(1)

@@ -15,7 +15,7 @@ from bench_results import EVIL, MUTATIONS, mutated, plan, put, result, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcap.android_bench.devices.run import Settings
+from kvcap.android_bench.devices.run import DeviceRunSettings
 from kvcap.android_bench.documents import (
     BENCH,
     PARTS,
@@ -32,7 +32,7 @@ from kvcap.android_bench.results import table
 from kvcap.android_bench.results.chart import _styles, draw
 from kvcap.android_bench.results.judge import judged
 from kvcap.android_bench.safe_text import escaped, plain
-from kvcap.android_bench.server.landing import Limits, Results
+from kvcap.android_bench.server.landing import ClientLimits, Results
 from kvcap.cli import run
 from kvcap.export.graphs.spec import with_graphs_of_their_own
 
@@ -82,7 +82,7 @@ def test_a_change_that_comes_twice_makes_no_circle():
 @few
 @given(MUTATIONS)
 def test_a_changed_result_that_is_sent_is_refused_or_written(tmp_path_factory, mutations):
-    results = Results(tmp_path_factory.mktemp("fuzz"), plan(), Limits(spare_bytes=0))
+    results = Results(tmp_path_factory.mktemp("fuzz"), plan(), ClientLimits(spare_bytes=0))
     try:
         landed = results.take(written(mutated(result(), mutations)), "")
     except (ResultBroken, ResultsFull) as error:
@@ -172,7 +172,7 @@ def test_no_field_brings_markup_into_a_report_or_breaks_a_chart(evil, tmp_path, 
 
 
 def test_what_a_device_says_does_not_reach_the_terminal_as_it_is(capsys):
-    Settings().told("[1/2] \x1b[2J\x07 a\nb")
+    DeviceRunSettings().told("[1/2] \x1b[2J\x07 a\nb")
     safe_line(capsys.readouterr().err.rstrip("\n"))
     safe_line(str(RunFailed("the runner ended: \x1b]0;owned\x07")))
 

@@ -28,7 +28,15 @@ from kvcap.android_bench.documents import (
     write_json,
 )
 from kvcap.android_bench.errors import NotComparable, PlanBroken, ResultBroken
-from kvcap.android_bench.plan.presets import KEYDIFF, PRESETS, SIZES, Group, Preset, Rules, Variant
+from kvcap.android_bench.plan.presets import (
+    KEYDIFF,
+    PRESETS,
+    SIZES,
+    Group,
+    PlanPreset,
+    PolicyVariant,
+    Rules,
+)
 from kvcap.android_bench.plan.write import Wanted, write_plan
 from kvcap.android_bench.results import chart, judge, regress, source, table
 from kvcap.android_bench.runner import device, inputs
@@ -44,11 +52,13 @@ from kvcap.policies import load_policy
 ROOT = Path(__file__).parents[2]
 SHAPE = Shape(kv_heads=2, heads=4, head_dim=16, block=16)
 RULES = Rules(warmup_seconds=0.001, min_runs=6, min_seconds=0.006)
-SMALL = Preset(
+SMALL = PlanPreset(
     (
-        Group("score", (KEYDIFF[1], Variant("criticalkv")), (40, 56, 72), ("fp32",)),
+        Group("score", (KEYDIFF[1], PolicyVariant("criticalkv")), (40, 56, 72), ("fp32",)),
         Group("score", (KEYDIFF[1],), (40,), ("fp16",)),
-        Group("evict", (KEYDIFF[3], Variant("h2o"), Variant("snapkv")), (32,), ("fp32",)),
+        Group(
+            "evict", (KEYDIFF[3], PolicyVariant("h2o"), PolicyVariant("snapkv")), (32,), ("fp32",)
+        ),
     ),
     RULES,
 )  # fmt: skip

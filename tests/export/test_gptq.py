@@ -15,7 +15,7 @@ from kvcap.cli import run
 from kvcap.export.decoder import calibrate as calibrating
 from kvcap.export.decoder import spec
 from kvcap.export.decoder.calibrate import LEAST, MOST, TIED, calibrate, pieces
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.spec import layout_for, open_model
 from kvcap.export.gptq import DAMPING, gptq
 from kvcap.export.weights import BLOCK, Rounding, pack, rounded_in, unpack
@@ -103,7 +103,9 @@ def text(sentences=400, seed="gptq"):
 
 def made(family, **changes):
     model = tiny_model(family, **changes)
-    return Decoder(model, layout_for(model.config, small_policy("keydiff", model.config), 12, 4))
+    return DecoderGraph(
+        model, layout_for(model.config, small_policy("keydiff", model.config), 12, 4)
+    )
 
 
 def one_by_one(decoder, ids, rounding):
@@ -195,7 +197,7 @@ def test_the_export_of_weights_in_files_has_the_rounded_numbers(
     layout = layout_for(load_config(where), load_policy("keydiff"), 12, 4)
     source = spec.load(where, "int4")
     ids = pieces(source.tokenizer, text(), layout.shape.trained_length)
-    wanted = calibrate(Decoder(source.model, layout), ids, ROUNDINGS[0])
+    wanted = calibrate(DecoderGraph(source.model, layout), ids, ROUNDINGS[0])
     monkeypatch.setattr(spec, "LOADED", 0)
     assert open_model(where, "int4", layout).checkpoint is not None
     given = ["export", "decoder", where, "-o", str(out), "--kv-budget-tokens", "12", "--quick",

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from kvcap import pocket
 from kvcap.export.adopted import check as parity
 from kvcap.export.adopted.adopt import adopt
-from kvcap.export.adopted.evictor import Evictor, example, trace
+from kvcap.export.adopted.evictor import AdoptedEvictionGraph, example, trace
 from kvcap.export.adopted.signature import read_ports
 from kvcap.export.adopted.trial import check_evictable
 from kvcap.export.decoder.spec import Source, layout_for
@@ -127,7 +127,9 @@ def test_the_trial_moves_keys_by_the_models_layout_alone(glm, monkeypatch):
 
 def test_an_evictors_graph_rotates_neighbours(tmp_path):
     """Some numbers of a key do not turn; kept keys stand where their rank is."""
-    evictor = Evictor(load_policy("streaming_llm", sinks=1), 1, 1, 10, 3, interleaved=True)
+    evictor = AdoptedEvictionGraph(
+        load_policy("streaming_llm", sinks=1), 1, 1, 10, 3, interleaved=True
+    )
     file = tmp_path / "e.onnx"
     file.write_bytes(trace(evictor, torch.float32).SerializeToString())
     parity.check(Graph(file), evictor, torch.float32).require()

@@ -19,7 +19,7 @@ from tools import pocket_decoder, tiny_decoder
 from kvcap.android_bench.plan.presets import PRESETS
 from kvcap.android_bench.plan.write import _spec
 from kvcap.export.decoder.check import Watched, facts_of
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.spec import layout_for
 from kvcap.export.graphs.check import session
 from kvcap.export.graphs.shape import Shape
@@ -85,7 +85,7 @@ def test_a_whole_decoder_keeps_them(sinks, kept):
     model = tiny_model("llama")
     options = {} if sinks is None else {"sink_tokens": sinks}
     layout = layout_for(model.config, load_policy("keydiff", **options), 32, 8)
-    made = Decoder(model, layout)
+    made = DecoderGraph(model, layout)
     decoder, seen = Watched(facts_of(made, "fp32"), made, 1), 0
     for block in torch.from_numpy(text(70, model.config.vocab_size)).split(8, 1):
         decoder.run(block[0].tolist(), seen, [])

@@ -16,7 +16,7 @@ from observations import attention_by_loops, newer_than_some_queries, observe, s
 from kvcap.policies import PolicyError, load_policy, policies
 from kvcap.policies.base import apportion, apportion_rows, companions
 from kvcap.policies.budgets.adakv import AdaKV
-from kvcap.policies.budgets.cake import Cake
+from kvcap.policies.budgets.cake import CakeBudget
 from kvcap.policies.budgets.duoattention import DuoAttention
 from kvcap.policies.budgets.headkv import HeadKV
 from kvcap.policies.budgets.pyramidkv import PyramidKV
@@ -120,17 +120,17 @@ def test_cake_preference_by_its_formula(obs, tau1, tau2):
         )
     heads = len(entropies)
     expected = (sum(entropies) / heads) ** (1 / tau1) * (sum(variances) / heads) ** (1 / tau2)
-    found = Cake(tau1, tau2).preference(obs)
+    found = CakeBudget(tau1, tau2).preference(obs)
     assert found.shape == ()
     same(found, torch.tensor(expected))
 
 
 def test_cake_preference_is_always_a_number():
     single = observe(9, window=1)  # no variance
-    assert Cake().preference(single) == 0
+    assert CakeBudget().preference(single) == 0
     sharp = observe(9)
     sharp.keys = 1e4 * sharp.keys  # nearly no entropy, and many zeros
-    for budget in (Cake(), Cake(tau1=0.01, tau2=0.01)):
+    for budget in (CakeBudget(), CakeBudget(tau1=0.01, tau2=0.01)):
         for obs in (sharp, observe(9)):
             found = float(budget.preference(obs))
             assert math.isfinite(found)
@@ -143,7 +143,7 @@ def test_cake_preference_is_always_a_number():
      (0.25, 8, 20, 8)],
 )  # fmt: skip
 def test_cake_leaves_every_layer_its_floor_and_room_beside_pins(floor, budget, pinned, least):
-    assert Cake(floor=floor).least(budget, pinned) == least
+    assert CakeBudget(floor=floor).least(budget, pinned) == least
 
 
 # Ada-KV

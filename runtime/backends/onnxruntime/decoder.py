@@ -1,15 +1,15 @@
 """Runs exported decoders over slots in buffers that are allocated once.
 
-`Shared`: kvcap's own export (`kvcap export decoder`). Past and present of a layer are one buffer:
-the decoder's graph writes a block behind the slots in use, another graph says which slots go, and
-survivors move into their places. Nothing else that is held is moved or copied.
+`SharedDecoder`: kvcap's own export (`kvcap export decoder`). Past and present of a layer are one
+buffer: the decoder's graph writes a block behind the slots in use, another graph says which slots
+go, and survivors move into their places. Nothing else that is held is moved or copied.
 
-`Grouped` (`grouped.py`): the same for decoders of others whose attention can do that too.
+`GroupedDecoder` (`grouped.py`): the same for decoders of others whose attention can do that too.
 
-`Paired`: a decoder that others exported, and a graph beside it that evicts (`export/adopt.py`). The
-decoder writes all that it was given, and the block, as `present`; the other graph takes from it
-what stays. Where positions are compact, every key is also kept rotated to position 0, and a copy is
-rotated to its present position, so that no error adds up.
+`PairedDecoder`: a decoder that others exported, and a graph beside it that evicts
+(`export/adopt.py`). The decoder writes all that it was given, and the block, as `present`; the
+other graph takes from it what stays. Where positions are compact, every key is also kept rotated to
+position 0, and a copy is rotated to its present position, so that no error adds up.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SCALED = "key", "value"  # what has scales where slots are int8, in their order
 SPANS = 9  # for which a place is kept: a policy's sinks, and eight of the user's
 
 
-class Decoder(Protocol):
-    """Runs a model over its slots, and evicts after every block."""
+class ExportedDecoder(Protocol):
+    """A decoder that runs an exported model over its slots, and evicts after every block."""
 
     budgets: list[int]  # slots that a KV head keeps, by layer
     block_size: int
@@ -43,27 +43,27 @@ class Decoder(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all buffers, which never grow."""
+        """Return the exact bytes of all buffers, which never grow."""
 
     @property
     def room(self) -> int:
-        """Tokens that the next block has at most."""
+        """Return how many tokens the next block has at most."""
 
     def used_bytes(self, seen: int) -> int:
-        """Bytes of the slots in use after `seen` tokens, in all buffers."""
+        """Return the bytes of the slots in use after `seen` tokens, in all buffers."""
 
     def run(self, ids: Sequence[int], seen: int, spans: Sequence[Span]) -> NDArray[np.float32]:
-        """Read up to `room` tokens after `seen`, and evict; the last one's logits [1, V].
+        """Read up to `room` tokens after `seen`, and evict; return the last one's logits [1, V].
 
         Raises:
             MemoryCapExceeded: the system refused memory; the slots are no longer whole.
         """
 
     def positions(self, seen: int) -> list[Int32]:
-        """The positions of the kept tokens in the conversation, by layer: [K, held], ascending."""
+        """Return the positions of the kept tokens, by layer: [K, held] each, ascending."""
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
-        """What `held` slots of each layer have after `seen` tokens, by name, as views.
+        """Return views of what `held` slots of each layer have after `seen` tokens, by name.
 
         Raises:
             ValueError: there are not so many slots.
@@ -87,8 +87,8 @@ def spans_array(spans: Sequence[Span], buffer: Int32) -> Int32:
     return buffer[: len(rows)]
 
 
-class BufferSpec(NamedTuple):
-    """A buffer of a shared decoder."""
+class DecoderBuffer(NamedTuple):
+    """A buffer that a shared or grouped decoder allocates for one layer."""
 
     name: str
     layer: int
@@ -97,17 +97,17 @@ class BufferSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes."""
+        """Return the exact bytes of the buffer."""
         return int(np.prod(self.shape)) * int(self.dtype.itemsize)
 
 
-def buffers_of(manifest: Manifest, block: int) -> list[BufferSpec]:
+def buffers_of(manifest: Manifest, block: int) -> list[DecoderBuffer]:
     """The buffers of a shared decoder that reads blocks of up to `block` tokens.
 
     Raises:
         ManifestError: the manifest does not describe them, or contradicts itself.
     """
-    facts, found, missing = manifest.facts, list[BufferSpec](), set[tuple[str, int]]()
+    facts, found, missing = manifest.facts, list[DecoderBuffer](), set[tuple[str, int]]()
     for layer in range(len(facts["budgets"])):
         missing |= {(name, layer) for name in ("keys", "values", "positions")}
     for entry in facts["state"]:
@@ -120,7 +120,7 @@ def buffers_of(manifest: Manifest, block: int) -> list[BufferSpec]:
                 raise _no_state(manifest, f"{name} of layer {layer} with {shape[2]} slots")
             shape[2] = slots + block
         missing.discard((name, layer))
-        found.append(BufferSpec(name, layer, tuple(shape), np.dtype(entry["dtype"])))
+        found.append(DecoderBuffer(name, layer, tuple(shape), np.dtype(entry["dtype"])))
     if missing or len({(spec.name, spec.layer) for spec in found}) < len(found):
         raise _no_state(manifest, f"{len(found)} buffers, and lacks {sorted(missing)[:1]}")
     return found
@@ -176,8 +176,8 @@ def scales_of(manifest: Manifest) -> Array | None:
     return np.ascontiguousarray(found[:, :, :, None])
 
 
-class Run(NamedTuple):
-    """A run of a shared decoder over blocks of one length."""
+class SharedRun(NamedTuple):
+    """A run that reads blocks of one length into a shared decoder: arrays that stay bound."""
 
     binding: Binding
     ids: Array  # [1, T]
@@ -222,7 +222,7 @@ class InPlace:
         return [np.sort(x.buffers["positions"][0, :, : x.held], axis=1) for x in self.layers]
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
-        """Everything that is held, by buffer and layer (views); see `Decoder.state`."""
+        """Everything that is held, by buffer and layer (views); see `ExportedDecoder.state`."""
         found: dict[str, Array] = {}
         for i, (layer, count) in enumerate(zip(self.layers, held, strict=True)):
             if not min(layer.budget, seen) <= count <= min(seen, layer.capacity - 1):
@@ -231,7 +231,7 @@ class InPlace:
         return found
 
 
-class Shared(InPlace):
+class SharedDecoder(InPlace):
     """A decoder whose past and present are one buffer, with graphs beside it that evict.
 
     Args:
@@ -275,7 +275,7 @@ class Shared(InPlace):
         self._seen, self._stay = np.zeros((), np.int32), np.zeros((), np.int32)
         self._spans = np.zeros((SPANS, 2), np.int32)
         self._logits = np.zeros((1, manifest.model["vocabulary"]), np.float32)
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, SharedRun] = {}
         self._require()
         ports = {
             name: port
@@ -308,7 +308,7 @@ class Shared(InPlace):
             evictor.require(known & set(evictor.inputs), {"gone"} | (state & set(evictor.outputs)))
 
     def run(self, ids: Sequence[int], seen: int, spans: Sequence[Span]) -> NDArray[np.float32]:
-        """Read a block; see `Decoder.run`."""
+        """Read a block; see `ExportedDecoder.run`."""
         run = self._runs.get(len(ids)) or self._bound(len(ids))
         run.ids[0], self._seen[...] = ids, seen
         held = dict(zip(self.budgets, self.held, strict=True))
@@ -334,7 +334,7 @@ class Shared(InPlace):
         axes = self.graph.outputs[name].shape
         return tuple(length if isinstance(axis, str) else axis for axis in axes)
 
-    def _bound(self, length: int) -> Run:
+    def _bound(self, length: int) -> SharedRun:
         """The decoder's inputs and outputs for blocks of a length; those of few are kept."""
         ids = np.zeros((1, length), np.int64)
         inputs: dict[str, Array] = {"input_ids": ids, "held": self._held}
@@ -353,10 +353,10 @@ class Shared(InPlace):
             outputs[name] = made[int(layer)][kind.partition("_")[2]] = array
         if len(self._runs) == RUNS:
             del self._runs[next(iter(self._runs))]
-        self._runs[length] = found = Run(self.graph.bind(inputs, outputs), ids, made)
+        self._runs[length] = found = SharedRun(self.graph.bind(inputs, outputs), ids, made)
         return found
 
-    def _evict(self, seen: int, run: Run, spans: Sequence[Span]) -> None:
+    def _evict(self, seen: int, run: SharedRun, spans: Sequence[Span]) -> None:
         """Bring the policy's state up to date and, where it is time, evict down to the budget."""
         self._seen[...], least = seen, 1 if run.ids.shape[1] > 1 else self.evict_every
         for layer, evictor, made in zip(self.layers, self.evictors, run.made, strict=True):
@@ -424,7 +424,7 @@ def paired_buffers(
     }
 
 
-class Paired:
+class PairedDecoder:
     """A decoder beside which another graph evicts.
 
     Args:
@@ -511,7 +511,7 @@ class Paired:
         return int(self.nbytes * share)
 
     def run(self, ids: Sequence[int], seen: int, spans: Sequence[Span]) -> NDArray[np.float32]:
-        """Read a block and evict; see `Decoder.run`."""
+        """Read a block and evict; see `ExportedDecoder.run`."""
         past, length = slots_in_use(self.budget, seen), len(ids)
         logits = self._decode(ids, past, past if self.compact else seen)
         self._evict(seen, past, length, spans)
@@ -571,7 +571,7 @@ class Paired:
         return list(self._held("positions", slots_in_use(self.budget, seen)))
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
-        """Everything that is held, by name (views); see `Decoder.state`."""
+        """Everything that is held, by name (views); see `ExportedDecoder.state`."""
         slots = slots_in_use(self.budget, seen)
         if list(held) != [slots] * self.layers:
             raise ValueError(f"{held} slots cannot be held after {seen} tokens")

@@ -64,8 +64,8 @@ class Generation:
             setattr(self, name, value)
 
 
-class Sampler:
-    """Draws tokens by the settings of a `Generation`."""
+class NumpySampler:
+    """A sampler that draws tokens by the settings of a `Generation`, on arrays of NumPy."""
 
     def __init__(self, config: Generation, rng: np.random.Generator) -> None:
         self.config, self.rng = config, rng
@@ -73,7 +73,7 @@ class Sampler:
 
     @property
     def recipe(self) -> tuple[float, ...] | None:
-        """See `Sampler.recipe` in `engine.py`."""
+        """Return the settings by which tokens are drawn; see `Sampler.recipe` in `engine.py`."""
         config = self.config
         if any(settings.penalties(config)) or config.repetition_penalty not in (None, 1.0):
             return None
@@ -87,7 +87,7 @@ class Sampler:
         allowed: NDArray[np.bool_] | None = None,
         said: Sequence[int] = (),
     ) -> NDArray[np.int64]:
-        """Token ids [1] from logits [1, V]; a repetition penalty looks at `history` [1, T].
+        """Draw token ids [1] from logits [1, V]; a repetition penalty looks at `history` [1, T].
 
         Args:
             logits: of the next token.
@@ -115,7 +115,7 @@ class Sampler:
         return np.array([place if tokens is None else tokens[place]])
 
     def logprobs(self, logits: Floats, token: int, top: int) -> list[tuple[int, float]]:
-        """The `token` and the `top` likeliest ones, each with its log probability.
+        """Return the `token` and the `top` likeliest ones, each with its log probability.
 
         By the model's own distribution, whatever the settings; of logits [1, V].
         """
@@ -134,7 +134,7 @@ class Sampler:
             )
 
     def candidates(self, scores: Floats) -> tuple[NDArray[np.int64] | None, Floats]:
-        """The tokens [n] that may be drawn, in the vocabulary's order, and their scores [n].
+        """Return the tokens [n] that may be drawn, in the vocabulary's order, and their scores [n].
 
         Of scores [V], which penalties have changed; -inf is never drawn. Tokens are None where they
         are the whole vocabulary. With `top_k` others are left out before anything else is done.

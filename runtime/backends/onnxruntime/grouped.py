@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvcap.runtime.backends.onnxruntime.decoder import (
     RUNS,
     SPANS,
-    BufferSpec,
+    DecoderBuffer,
     InPlace,
     spans_array,
 )
@@ -33,13 +33,13 @@ from kvcap.runtime.types import Span
 IDS, MASK, PLACES, KEPT = "input_ids", "attention_mask", "position_ids", "num_logits_to_keep"
 
 
-def grouped_buffers(manifest: Manifest, budget: int, block: int) -> list[BufferSpec]:
+def grouped_buffers(manifest: Manifest, budget: int, block: int) -> list[DecoderBuffer]:
     """The buffers of slots of a decoder that keeps `budget` and reads blocks of up to `block`.
 
     Of float16, a layer whose keys turn also keeps them as they were written (`LayerSlots`). Where
     past and present are arrays of their own, their memory is counted as `copies`.
     """
-    facts, found = manifest.facts, list[BufferSpec]()
+    facts, found = manifest.facts, list[DecoderBuffer]()
     cache = np.dtype(facts["cache_dtype"])
     heads, size = facts["model"]["kv_heads"], facts["model"]["head_dim"]
     slots = (1, heads, budget + block)
@@ -47,10 +47,10 @@ def grouped_buffers(manifest: Manifest, budget: int, block: int) -> list[BufferS
         again = rotates and cache.itemsize < 4
         vectors = ("keys", "values", *(["arrived"] if again else []))
         if not facts["one_buffer"]:
-            found.append(BufferSpec("copies", layer, (2, 2, *slots, size), cache))
-        found += [BufferSpec(name, layer, (*slots, size), cache) for name in vectors]
+            found.append(DecoderBuffer("copies", layer, (2, 2, *slots, size), cache))
+        found += [DecoderBuffer(name, layer, (*slots, size), cache) for name in vectors]
         counts = ("positions", *(["shifts"] if again else []))
-        found += [BufferSpec(name, layer, slots, np.dtype(np.int32)) for name in counts]
+        found += [DecoderBuffer(name, layer, slots, np.dtype(np.int32)) for name in counts]
     return found
 
 
@@ -71,8 +71,8 @@ def state_bytes(manifest: Manifest) -> int:
     return found
 
 
-class Run(NamedTuple):
-    """What is bound for blocks of one length."""
+class GroupedRun(NamedTuple):
+    """A run that reads blocks of one length into a grouped decoder: arrays that stay bound."""
 
     binding: Binding
     ids: Array  # [1, T]
@@ -80,7 +80,7 @@ class Run(NamedTuple):
     logits: Array  # [1, T, V], or [1, 1, V] of the last token alone
 
 
-class Grouped(InPlace):
+class GroupedDecoder(InPlace):
     """A decoder of others that writes behind the slots in use.
 
     Args:
@@ -137,7 +137,7 @@ class Grouped(InPlace):
         kind = TYPES[graph.outputs["logits"].type]
         rows = 1 if self._last_only else block_size
         self._logits = Buffer((1, rows, self._vocabulary), kind)
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, GroupedRun] = {}
         self._counts = {name: np.zeros((), np.int32) for name in ("seen", "stay", "recents")}
         self._counts["recents"][...] = recents
         self._spans = np.zeros((SPANS, 2), np.int32)
@@ -157,17 +157,17 @@ class Grouped(InPlace):
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all buffers, of states and of the table of rotations."""
+        """Return the exact bytes of all buffers, of states and of the table of rotations."""
         states = (*self._states.values(), *self._next.values())
         copies = sum(x.nbytes for four in self._copies for x in four)
         return super().nbytes + sum(x.nbytes for x in states) + copies
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
-        """Everything that is held (views); see `Decoder.state`."""
+        """Return views of everything that is held; see `ExportedDecoder.state`."""
         return {**super().state(seen, held), **self._states}
 
     def run(self, ids: Sequence[int], seen: int, spans: Sequence[Span]) -> NDArray[np.float32]:
-        """Read a block and evict where it is time; see `Decoder.run`."""
+        """Read a block and evict where it is time; see `ExportedDecoder.run`."""
         length, held = len(ids), self.held[0]
         run = self._runs.get(length) or self._bound(length)
         run.ids[0], run.places[0] = ids, np.arange(held, held + length)
@@ -204,7 +204,7 @@ class Grouped(InPlace):
                 written.append((buffer, made))
         return written
 
-    def _bound(self, length: int) -> Run:
+    def _bound(self, length: int) -> GroupedRun:
         """What does not change from run to run of blocks of a length; those of few are kept."""
         ids, places = (np.zeros((1, length), np.int64) for _ in range(2))
         logits = self._logits.at((1, 1 if self._last_only else length, self._vocabulary))
@@ -220,7 +220,9 @@ class Grouped(InPlace):
         if len(self._runs) == RUNS:
             del self._runs[next(iter(self._runs))]
         self._kept = inputs.get(KEPT)  # its memory is read by every run
-        self._runs[length] = found = Run(self.graph.bind(inputs, outputs), ids, places, logits)
+        self._runs[length] = found = GroupedRun(
+            self.graph.bind(inputs, outputs), ids, places, logits
+        )
         return found
 
     def _evict(self, seen: int, least: int, spans: Sequence[Span]) -> None:

@@ -1,6 +1,7 @@
 """The cache and the block loop of ONNX Runtime, as a conversation sees them.
 
-The counterpart of `cache/cache.py` and `backends/pytorch/loop.py`; a `Decoder` runs the graphs.
+The counterpart of `cache/cache.py` and `backends/pytorch/loop.py`; an `ExportedDecoder` runs the
+graphs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.backends.onnxruntime.decoder import Decoder
+from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder
 from kvcap.runtime.backends.onnxruntime.slots import Int32
 from kvcap.runtime.cache.pinned_slots import check_slots
 from kvcap.runtime.errors import MemoryCapExceeded
@@ -30,7 +31,7 @@ class OrtCache:
 
     recomputed: list[float] = []  # noqa: RUF012  # evicted tokens are not kept
 
-    def __init__(self, decoder: Decoder, policy: str) -> None:
+    def __init__(self, decoder: ExportedDecoder, policy: str) -> None:
         self.decoder, self.policy = decoder, policy
         self.seen = 0
         self.pinned_spans: list[Span] = []

@@ -19,15 +19,15 @@ from kvcap.dtypes import short
 from kvcap.runtime.backends.onnxruntime import manifest as manifests
 from kvcap.runtime.backends.onnxruntime import saved
 from kvcap.runtime.backends.onnxruntime.decoder import (
-    Decoder,
-    Paired,
-    Shared,
+    ExportedDecoder,
+    PairedDecoder,
+    SharedDecoder,
     evictors_of,
     scales_of,
 )
-from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
+from kvcap.runtime.backends.onnxruntime.generation import Generation, NumpySampler
 from kvcap.runtime.backends.onnxruntime.graph import Graph
-from kvcap.runtime.backends.onnxruntime.grouped import Grouped
+from kvcap.runtime.backends.onnxruntime.grouped import GroupedDecoder
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, KV_DTYPE, Manifest
 from kvcap.runtime.backends.onnxruntime.plan import plan_of
@@ -251,9 +251,9 @@ class OrtRuntime:
         """A generator of random numbers, repeatable with a seed."""
         return np.random.Generator(np.random.PCG64(seed))
 
-    def sampler(self, generation: Generation, rng: np.random.Generator) -> Sampler:
+    def sampler(self, generation: Generation, rng: np.random.Generator) -> NumpySampler:
         """A sampler with these settings and random numbers."""
-        return Sampler(generation, rng)
+        return NumpySampler(generation, rng)
 
     def token_ids(self, tokens: list[int]) -> NDArray[np.int64]:
         """Token ids [1, T]."""
@@ -449,14 +449,14 @@ def check_every(manifest: Manifest, evict_every: int | None) -> None:
 
 def make_decoder(
     manifest: Manifest, graph: Graph, policy: ExportedPolicy, plan: MemoryPlan, evict_every: int
-) -> Decoder:
+) -> ExportedDecoder:
     """The decoder of a plan, with its buffers allocated."""
     if manifest.shared:
         evictors = evictors_of(manifest, graph.threads)
         scales = scales_of(manifest)
-        return Shared(manifest, graph, evictors, plan.block_size, evict_every, scales)
+        return SharedDecoder(manifest, graph, evictors, plan.block_size, evict_every, scales)
     budget, pins = plan.budget_tokens, policy.pins(plan.budget_tokens)
     if manifest.facts["kind"] == GROUPED:
         sizes = budget, plan.block_size, *pins, evict_every
-        return Grouped(manifest, graph, policy.entry, *sizes)
-    return Paired(manifest, graph, policy.entry, budget, plan.block_size, *pins)
+        return GroupedDecoder(manifest, graph, policy.entry, *sizes)
+    return PairedDecoder(manifest, graph, policy.entry, budget, plan.block_size, *pins)

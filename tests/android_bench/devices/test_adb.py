@@ -34,7 +34,7 @@ from tools import (
 from kvcap.android_bench.devices import adb as devices
 from kvcap.android_bench.devices import run as run_module
 from kvcap.android_bench.devices.browser import run_in_browser
-from kvcap.android_bench.devices.run import Settings, c_runner, python_runner, run_on
+from kvcap.android_bench.devices.run import DeviceRunSettings, c_runner, python_runner, run_on
 from kvcap.android_bench.documents import plan_id
 from kvcap.android_bench.errors import (
     DeviceError,
@@ -204,7 +204,7 @@ def planted(folder: Path, text: str) -> Path:
 
 
 def measured(phone: Phone, plan: Path, folder: Path, **changes) -> dict:
-    settings = Settings(str(phone.data), **{"told": lambda _: None, **SOON, **changes})
+    settings = DeviceRunSettings(str(phone.data), **{"told": lambda _: None, **SOON, **changes})
     return run_on(devices.chosen(phone.serial), plan, c_runner(folder), settings)
 
 
@@ -342,13 +342,13 @@ def test_the_page_is_opened_through_the_cable(page, plan, tmp_path, capsys):
 @compilers
 def test_a_page_that_sends_nothing(page, plan):
     script(page.root / "bin" / "am", "exit 0")
-    settings = Settings(timeout=0.5, told=lambda _: None, **SOON)
+    settings = DeviceRunSettings(timeout=0.5, told=lambda _: None, **SOON)
     with pytest.raises(RunTimeout, match="no result came"):
         run_in_browser(devices.chosen(page.serial), plan, settings)
     script(page.root / "bin" / "am", "exit 0")
     with pytest.raises(DeviceLost):
         run_in_browser(devices.chosen(page.serial), plan,
-                       Settings(told=lambda _: page.stop(), **SOON))  # fmt: skip
+                       DeviceRunSettings(told=lambda _: page.stop(), **SOON))  # fmt: skip
     page.start()
 
 

@@ -20,7 +20,7 @@ from tools import PATIENCE
 from kvcap.android_bench.results import source
 from kvcap.android_bench.results.judge import judged
 from kvcap.android_bench.server import landing
-from kvcap.android_bench.server.landing import Landed, Limits
+from kvcap.android_bench.server.landing import ClientLimits, Landed
 from kvcap.android_bench.server.serving import HEAD_BYTES, Serving
 
 pytestmark = vendored
@@ -40,7 +40,9 @@ def serve(folder, tmp_path, capfd) -> Iterator[Any]:
     started = []
 
     def start(**limits: Any) -> Serving:
-        started.append(Serving(folder, tmp_path / "results", limits=replace(Limits(), **limits)))
+        started.append(
+            Serving(folder, tmp_path / "results", limits=replace(ClientLimits(), **limits))
+        )
         return started[-1].__enter__()
 
     yield start
@@ -81,7 +83,9 @@ def test_no_body_makes_the_server_fail(fuzzed, mutations):
 
 @pytest.fixture(scope="module")
 def fuzzed(folder, tmp_path_factory) -> Iterator[Serving]:
-    with Serving(folder, tmp_path_factory.mktemp("results"), limits=Limits(spare_bytes=0)) as found:
+    with Serving(
+        folder, tmp_path_factory.mktemp("results"), limits=ClientLimits(spare_bytes=0)
+    ) as found:
         yield found
 
 
@@ -232,7 +236,7 @@ def test_results_are_taken_up_to_a_limit(serve, tmp_path, limits):
 
 
 def test_the_disk_is_not_filled(serve, monkeypatch):
-    usage = landing.shutil.disk_usage("/")._replace(free=Limits().spare_bytes + 10)
+    usage = landing.shutil.disk_usage("/")._replace(free=ClientLimits().spare_bytes + 10)
     monkeypatch.setattr(landing.shutil, "disk_usage", lambda _: usage)
     status, answer = posted(serve(), result())
     assert status == 507

@@ -21,13 +21,13 @@ from transformers import AutoTokenizer, GenerationConfig
 from kvcap.cli import run
 from kvcap.export.adopted import check as parity
 from kvcap.export.adopted.adopt import adopt
-from kvcap.export.adopted.evictor import Evictor, example, trace
+from kvcap.export.adopted.evictor import AdoptedEvictionGraph, example, trace
 from kvcap.export.adopted.signature import read_ports
 from kvcap.export.decoder.companions import check_tokenizer
 from kvcap.export.files import file_entry
 from kvcap.export.verify import verify_decoder
 from kvcap.policies import load_policy
-from kvcap.runtime.backends.onnxruntime.generation import Generation, Sampler
+from kvcap.runtime.backends.onnxruntime.generation import Generation, NumpySampler
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import read
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def test_a_config_of_another_model_is_refused(decoder):
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "full", "adakv", "pyramidkv", "calidrop"])
 def test_policies_that_need_more_are_refused(name):
     with pytest.raises(NotExportable, match="use lagkv, cur, keydiff, knorm, "):
-        Evictor(load_policy(name), 2, 2, 16)
+        AdoptedEvictionGraph(load_policy(name), 2, 2, 16)
 
 
 def test_where_no_one_decoder_is(decoder, tmp_path):
@@ -196,7 +196,7 @@ def test_other_signatures_are_refused_by_name(tmp_path, changes, says):
 )
 def test_an_evictor_in_float16(policy, pairs, tmp_path):
     """Odd sizes, some numbers of a key that do not turn, and everything that stays."""
-    evictor = Evictor(load_policy(policy), 3, 1, 17, pairs)
+    evictor = AdoptedEvictionGraph(load_policy(policy), 3, 1, 17, pairs)
     file = tmp_path / "e.onnx"
     file.write_bytes(trace(evictor, torch.float16).SerializeToString())
     assert file.stat().st_size < 8000
@@ -216,7 +216,7 @@ def test_an_evictor_in_float16(policy, pairs, tmp_path):
 @pytest.mark.slow
 def test_slots_that_turn_do_not_drift(tmp_path):
     """A key that stays for 400 evictions is where one rotation would bring it."""
-    evictor = Evictor(load_policy("streaming_llm", sinks=1), 1, 1, 8, 4)
+    evictor = AdoptedEvictionGraph(load_policy("streaming_llm", sinks=1), 1, 1, 8, 4)
     file = tmp_path / "e.onnx"
     file.write_bytes(trace(evictor, torch.float32).SerializeToString())
     graph, draws = Graph(file), np.random.default_rng(0)
@@ -242,9 +242,9 @@ def test_slots_that_turn_do_not_drift(tmp_path):
 @pytest.mark.slow
 def test_an_evictor_that_computes_something_else_is_not_written(decoder, monkeypatch):
 
-    def other(evictor: Evictor, dtype: torch.dtype) -> Any:
+    def other(evictor: AdoptedEvictionGraph, dtype: torch.dtype) -> Any:
         pairs = evictor.sizes["pairs"] or 0
-        return trace(Evictor(load_policy("random"), 2, 2, 16, pairs), dtype)
+        return trace(AdoptedEvictionGraph(load_policy("random"), 2, 2, 16, pairs), dtype)
 
     monkeypatch.setattr("kvcap.export.adopted.adopt.trace", other)
     with pytest.raises(ToleranceError, match="differs by"):
@@ -317,7 +317,7 @@ def test_what_is_not_finite_or_of_another_shape_differs():
     nothing = torch.zeros(2)
     assert parity._difference(nothing, nothing) == 0
     for other in (torch.tensor([0, torch.nan]), torch.tensor([0, torch.inf]), torch.zeros(1)):
-        assert not parity.Row("x", "y", 2, parity._difference(other, nothing), 1.0).ok
+        assert not parity.CheckedGraph("x", "y", 2, parity._difference(other, nothing), 1.0).ok
 
 
 @pytest.mark.parametrize(("part", "value", "error"), [
@@ -480,7 +480,7 @@ def test_scores_are_those_of_transformers_processors(settings, sampled):
     theirs = sampling.Sampler(config, torch.Generator())
     penalised = theirs.repetition(torch.from_numpy(history), torch.from_numpy(logits.copy()))
     wanted = theirs.warpers(None, penalised)[0]
-    mine = Sampler(Generation(do_sample=sampled, **settings), np.random.default_rng(0))
+    mine = NumpySampler(Generation(do_sample=sampled, **settings), np.random.default_rng(0))
     got = numpy_scores(mine, logits[0], history[0])
     np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-6)
     if not sampled:
@@ -491,11 +491,11 @@ def test_scores_are_those_of_transformers_processors(settings, sampled):
 def test_draws_follow_the_probabilities_and_the_seed():
     logits = np.log(np.array([[0.5, 0.3, 0.2, 1e-9]], np.float32))
     history = np.zeros((1, 0), np.int64)
-    sampler = Sampler(Generation(do_sample=True), np.random.default_rng(7))
+    sampler = NumpySampler(Generation(do_sample=True), np.random.default_rng(7))
     drawn = [int(sampler.next(logits, history)[0]) for _ in range(4000)]
     shares = np.bincount(drawn, minlength=4) / 4000
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.2, 0], atol=0.03)
-    again = Sampler(Generation(do_sample=True), np.random.default_rng(7))
+    again = NumpySampler(Generation(do_sample=True), np.random.default_rng(7))
     assert [int(again.next(logits, history)[0]) for _ in range(50)] == drawn[:50]
 
 

@@ -20,7 +20,7 @@ from kvcap.cli import run
 from kvcap.export.decoder import check as checking
 from kvcap.export.decoder.check import Watched, check, facts_of, opened
 from kvcap.export.decoder.fuse import fuse
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.manifest import _turns, asked
 from kvcap.export.decoder.spec import Source, layout_for
 from kvcap.export.decoder.write import check_out, trace, write
@@ -58,10 +58,10 @@ EXPORTED = sorted(EVICTIONS.keys() - RAGGED - CORRECTED)
 def decoder(family="llama", policy="keydiff", positions="compact", budget=BUDGET, **changes):
     model = tiny_model(family, **changes)
     eviction = small_policy(policy, model.config)
-    return Decoder(model, layout_for(model.config, eviction, budget, BLOCK, positions))
+    return DecoderGraph(model, layout_for(model.config, eviction, budget, BLOCK, positions))
 
 
-def beside_the_runtime(made: Decoder, lengths=LENGTHS, pins=(), evict_every=1):
+def beside_the_runtime(made: DecoderGraph, lengths=LENGTHS, pins=(), evict_every=1):
     """The modules over slots as the backend has them, which keep what the runtime keeps."""
     layout, model = made.layout, made.model
     cache = BudgetCache(model.config, layout.budget_tokens, layout.block_size, layout.eviction,
@@ -140,7 +140,7 @@ def test_compact_positions_with_every_rope(rope):
 def test_windows_and_pins_of_any_size(policy, options):
     model = tiny_model("llama")
     layout = layout_for(model.config, load_policy(policy, **options), BUDGET, BLOCK, "compact")
-    beside_the_runtime(Decoder(model, layout))
+    beside_the_runtime(DecoderGraph(model, layout))
 
 
 def test_pinned_spans_stay():

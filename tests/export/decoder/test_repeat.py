@@ -17,7 +17,7 @@ from kvcap.cli import run
 from kvcap.export.decoder import spec
 from kvcap.export.decoder import write as writing
 from kvcap.export.decoder.depth import are_alike, first_layers, layers_of, numbered
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.repeat import Numbered, repeat
 from kvcap.export.decoder.spec import Source, layout_for, open_model
 from kvcap.export.decoder.write import write
@@ -308,7 +308,7 @@ def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys, traced_on
 
 def test_names_are_numbered_by_their_layer():
     model, layout = made()
-    how = numbered(Decoder(model, layout).model, "model.")
+    how = numbered(DecoderGraph(model, layout).model, "model.")
     assert how.of("present_keys.3") == 3
     assert how.at("model.model.layers.1.mlp.up_proj.weight", 7) == (
         "model.model.layers.7.mlp.up_proj.weight"

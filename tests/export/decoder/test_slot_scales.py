@@ -20,7 +20,7 @@ from kvcap.export.decoder.attention import MOST, QUANTISED, group_attention, qua
 from kvcap.export.decoder.blocks import attend_by_length
 from kvcap.export.decoder.calibrate import refuse_text
 from kvcap.export.decoder.check import check, facts_of, opened
-from kvcap.export.decoder.graph import Decoder
+from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.manifest import SLOT_SCALES
 from kvcap.export.decoder.slot_scales import MARGIN, measure, reach, sample
 from kvcap.export.decoder.spec import Source, layout_for
@@ -72,7 +72,7 @@ def test_scales_are_of_what_the_layers_hold(family):
     model = tiny_model(family)
     layout = layout_for(model.config, small_policy("keydiff", model.config), 64, 8, "true")
     ids = sample(None, None, layout.shape.vocabulary, 64)
-    scales = measure(Decoder(model, layout), ids)
+    scales = measure(DecoderGraph(model, layout), ids)
     assert scales.shape == (len(layout.budgets), 2, layout.shape.kv_heads, layout.shape.head_size)
     assert model.config._attn_implementation == "kvcap"  # as it was
 
@@ -220,7 +220,7 @@ def tiny_int8(tmp_path_factory):
     exported(out)
     model = tiny_model("llama")
     layout = layout_for(model.config, small_policy("keydiff", model.config), BUDGET, BLOCK)
-    return out, Decoder(model, layout, torch.from_numpy(np.load(out / SLOT_SCALES)))
+    return out, DecoderGraph(model, layout, torch.from_numpy(np.load(out / SLOT_SCALES)))
 
 
 @pytest.mark.parametrize("fault", ["scales of keys", "scales of values", "another head's"])
@@ -235,7 +235,7 @@ def test_other_scales_than_the_modules_are_found(fault, tiny_int8, monkeypatch):
     assert check(folder, made, "fp32", quick=True).ok
 
     def opened_wrongly(folder, facts, decoder, *rest, **named):
-        return opened(folder, facts, Decoder(made.model, made.layout, wrong), *rest, **named)
+        return opened(folder, facts, DecoderGraph(made.model, made.layout, wrong), *rest, **named)
 
     monkeypatch.setattr(checking, "opened", opened_wrongly)
     with pytest.raises(ToleranceError):

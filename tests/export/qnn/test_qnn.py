@@ -115,7 +115,7 @@ def test_a_compiled_graph_is_left_unchecked_where_the_package_is_missing(
 def test_chips_and_versions_name_targets(monkeypatch):
     monkeypatch.setattr(qnn, "version", lambda name: "2.7.0")
     for chip, (model, hexagon) in qnn.CHIPS.items():
-        assert qnn.target_of(chip.lower(), spec()) == qnn.Target(chip, model, hexagon)
+        assert qnn.target_of(chip.lower(), spec()) == qnn.CompileTarget(chip, model, hexagon)
         assert qnn.target_of(f"v{hexagon}", spec()).hexagon == hexagon
 
 

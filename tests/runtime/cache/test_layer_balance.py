@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcap
-from kvcap.policies.budgets.cake import Cake
+from kvcap.policies.budgets.cake import CakeBudget
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.layer_balance import LayerBalance, Shares
@@ -20,7 +20,7 @@ def balanced(held: list[int], preferences: list[float], average: int = 64) -> La
     """Layers that hold so much, after a block that told what they prefer."""
     block = 16
     pool = SlotPool(len(held) * (average + block), 2, torch.float32)
-    balance = LayerBalance(Cake(floor=0), average, len(held), 0)
+    balance = LayerBalance(CakeBudget(floor=0), average, len(held), 0)
     starts = range(0, pool.keys.shape[0], average + block)
     balance.segments = [Segment(pool, start, average, block) for start in starts]
     balance.preferences = list(preferences)
@@ -60,7 +60,7 @@ def wanted(
     floor: float, preferences: list[float], budget: int, seen: int, pinned: int
 ) -> list[int]:
     """Slots that layers should have, for which the host and the device have one answer."""
-    balance = LayerBalance(Cake(floor=floor), budget, len(preferences), pinned)
+    balance = LayerBalance(CakeBudget(floor=floor), budget, len(preferences), pinned)
     balance.preferences = list(preferences)
     found = balance._wanted(seen)
     assert found is not None
