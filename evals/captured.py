@@ -125,7 +125,7 @@ def windows(
 
 
 def removal_error(obs: Observation) -> Tensor:
-    """`(A_tj / (1 - A_tj))² · ‖a_t - v_j‖²`: how far `a_t` moves when token j alone is evicted.
+    """Return `(A_tj / (1 - A_tj))² · ‖a_t - v_j‖²`: how far `a_t` moves when token j alone goes.
 
     Squared; DropKV's Lemma 1. Shape [B, K, G, w, n].
     """

@@ -125,7 +125,7 @@ def random_llama(options: BenchmarkOptions, attention: str) -> Any:
 
 
 def random_prompt(length: int) -> torch.Tensor:
-    """Random token ids [1, length], the same for the same length."""
+    """Return random token ids [1, length], the same for the same length."""
     return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
 
 

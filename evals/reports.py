@@ -14,7 +14,7 @@ import kvcap
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
+    """Return the versions of what computes."""
     return {
         "kvcap": kvcap.__version__,
         "torch": torch.__version__,
@@ -34,7 +34,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def environment(device: torch.device | str) -> dict[str, Any]:
-    """Device, versions and threads, for JSON."""
+    """Return device, versions and threads, for JSON."""
     return {
         "device": device_name(device),
         "versions": versions(),

@@ -77,7 +77,7 @@ class Text:
         return cls(runtime.model, runtime.name, name, [*opening, *ids], words, positions)
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Return the number of tokens."""
         return self.ids.shape[1]
 
     @cached_property

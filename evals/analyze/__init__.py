@@ -89,7 +89,7 @@ def analyses() -> dict[str, Analysis]:
 
 
 def named(names: Iterable[str]) -> list[str]:
-    """Each once; 'all' as the names it stands for.
+    """Return each name once; 'all' as the names it stands for.
 
     Raises:
         ValueError: no such analysis; the nearest one is named.
@@ -184,7 +184,7 @@ def run(
 
 
 def plain(value: Any) -> Any:
-    """Tensors as lists, rounded to six digits, and None for what is not finite: fit for JSON.
+    """Turn tensors into lists fit for JSON: of six digits, and None for what is not finite.
 
     >>> plain({"a": torch.tensor([0.5, float("nan")]), "b": (1, float("inf"))})
     {'a': [0.5, None], 'b': [1, None]}

@@ -45,7 +45,10 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Constants of every layer and query head, [L, H], and ratios by stratum and number evicted."""
+    """Measure every layer and query head.
+
+    Returns constants [L, H], and ratios by stratum and number evicted.
+    """
     tokens = len(text)
     cones, epsilons = [], []
     drawn: dict[str, list[proxy.Pools]] = {}
@@ -70,7 +73,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def ratios(drawn: dict[str, list[proxy.Pools]]) -> dict[tuple[str, int], Tensor]:
-    """`F(Ĵ) / F(J*)` by stratum and number evicted, [2, R]: by DropKV's costs, by attention."""
+    """Return `F(Ĵ) / F(J*)` by stratum and number evicted, [2, R]: by DropKV's costs, attention."""
     sizes = [sum(len(pools.cost) for pools in parts) for parts in drawn.values()]
     parts = [pools for several in drawn.values() for pools in several]
     every = proxy.Pools(*(torch.cat(part) for part in zip(*parts, strict=True)))
@@ -85,7 +88,7 @@ def ratios(drawn: dict[str, list[proxy.Pools]]) -> dict[tuple[str, int], Tensor]
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Distributions over all triples."""
+    """Join the texts' figures as distributions over all triples."""
     cone = torch.stack([one["cone"] for one in found])  # [texts, L, H]
     epsilon = torch.stack([one["epsilon"] for one in found]).double()
     evicted = torch.tensor([one["evicted"] for one in found]).view(-1, 1, 1)
@@ -125,7 +128,7 @@ def candidates(seen: Any) -> Tensor:
 
 
 def quantiles(values: Tensor) -> dict[str, float | None]:
-    """Minimum, 5th, 50th and 95th percentile and maximum; None of no values."""
+    """Return minimum, 5th, 50th and 95th percentile and maximum; None of no values."""
     if not values.numel():
         return dict.fromkeys(QUANTILES)
     found = values.double().quantile(torch.tensor(LEVELS, dtype=torch.float64))
@@ -149,7 +152,7 @@ def explain(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], figure: Figure) -> None:
-    """The cone constants, the two assumptions by layer, the ratios by stratum."""
+    """Draw the cone constants, the two assumptions by layer, and the ratios by stratum."""
     figure.set_size_inches(9.6, 3.5)
     cones, layers, ratios = figure.subplots(1, 3, width_ratios=(1, 1, 1.35))
     cones.hist(figures["cone_values"], bins=24, color="#0b62a4")

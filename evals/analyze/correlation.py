@@ -36,7 +36,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Correlations by layer and KV head, [L][K]; NaN where all keys or all weights are equal."""
+    """Return correlations by layer and KV head, [L][K]; NaN where all keys or weights are equal."""
     window, every = [], []
     for whole in text.layers:
         n = whole.keys.shape[2]
@@ -57,7 +57,7 @@ def received(whole: Observation, window: int | None) -> Tensor:
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:
-    """Spearman's rank correlation of rows [R, n]: that of ranks, equal numbers sharing theirs. [R].
+    """Return Spearman's rank correlation of rows [R, n]; equal numbers share a rank. [R].
 
     NaN for rows of equal numbers, or of fewer than two.
     """
@@ -67,7 +67,7 @@ def spearman(x: Tensor, y: Tensor) -> Tensor:
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Ranks within rows [R, n] from 1; equal numbers have the mean of theirs. float64."""
+    """Rank numbers within rows [R, n] from 1; equal ones have the mean of their ranks. float64."""
     x = x.contiguous()
     ordered = x.sort(-1).values
     below = torch.searchsorted(ordered, x)
@@ -76,7 +76,7 @@ def ranks(x: Tensor) -> Tensor:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Means over KV heads and texts by layer, their spread over both, and the mean of layers."""
+    """Return means over KV heads and texts by layer, their spread, and the mean of all layers."""
     figures: dict[str, Any] = {"layers": found[0]["layers"]}
     for name in ("window", "all"):
         each = torch.stack([torch.stack([rho.cpu() for rho in one[name]]) for one in found])
@@ -103,7 +103,7 @@ def explain(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], figure: Figure) -> None:
-    """Bars by layer, with the middle 80 % of heads and texts."""
+    """Draw bars by layer, with the middle 80 % of heads and texts."""
     figure.set_size_inches(max(4.8, 1.6 + 0.32 * len(figures["layers"])), 3.4)
     axis = figure.subplots()
     nan = float("nan")

@@ -29,7 +29,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Tokens, and of every run the heads that hold each, [L][n]."""
+    """Return the tokens and, for every run, how many heads hold each, [L][n]."""
     runs = []
     for policy in options.policies:
         for budget in options.budgets:
@@ -66,7 +66,7 @@ def explain(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], figure: Figure) -> None:
-    """A heatmap of layers over tokens for each policy and budget."""
+    """Draw a heatmap of layers over tokens for each policy and budget."""
     runs, layers = figures["runs"], figures["layers"]
     height = max(0.75, 0.1 * len(layers))
     figure.set_size_inches(8.4, 1.0 + (height + 0.35) * len(runs))

@@ -81,7 +81,7 @@ def with_recents(score: Tensor, count: int) -> Tensor:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Means over texts."""
+    """Return the means over texts."""
     return {
         "budget": options.budgets[0],
         "texts": len(found),
@@ -104,7 +104,7 @@ def explain(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], figure: Figure) -> None:
-    """Fig. 2a and 2b: a line for each score over the window."""
+    """Draw Fig. 2a and 2b: a line for each score over the window."""
     figure.set_size_inches(8.4, 3.4)
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     windows_ = figures["windows"]

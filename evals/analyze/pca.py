@@ -35,7 +35,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Coordinates of all keys, and which are kept by each policy."""
+    """Return the coordinates of all keys, and which of them each policy keeps."""
     layer, head = place(text, options)
     keys = text.layers[layer].keys[0, head].double().cpu()  # [n, D]
     points, explained = project(keys)
@@ -72,7 +72,7 @@ def place(text: Text, options: AnalysisOptions) -> tuple[int, int]:
 
 
 def project(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates along the two main axes [n, 2], and the share of variance along each [2].
+    """Return coordinates along the two main axes [n, 2], and the share of variance along each [2].
 
     An axis points to where its largest number is positive, so that signs are the same everywhere.
     Zeros where keys do not vary.
@@ -111,7 +111,7 @@ def explain(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], figure: Figure) -> None:
-    """A panel for each policy."""
+    """Draw a panel for each policy."""
     policies = list(figures["kept"])
     columns = min(len(policies), 4)
     rows = -(-len(policies) // columns)

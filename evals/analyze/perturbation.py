@@ -46,7 +46,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Changes and growths [way, policy, budget, L, H], and the sizes `‖o‖₁` [L, H]."""
+    """Return changes and growths [way, policy, budget, L, H], and the sizes `‖o‖₁` [L, H]."""
     tokens = len(text) - 1
     after = [until(whole, tokens + 1, 1) for whole in text.layers]
     size = torch.stack([projected(one, one.attention[0, :, :, 0]).cpu() for one in after])
@@ -69,7 +69,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def moves(after: Observation, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """`‖o - ô‖₁` and `‖ô‖₁` of the last token by query head [H], where `kept` [K, n - 1] stay."""
+    """Return `‖o - ô‖₁` and `‖ô‖₁` of the last token by query head [H]; `kept` [K, n - 1] stay."""
     left = attention_to(after, kept)
     return projected(after, after.attention[0, :, :, 0] - left), projected(after, left)
 
@@ -87,7 +87,7 @@ def attention_to(after: Observation, kept: Tensor) -> Tensor:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Means over texts by way: of heads, of layers, of budgets; and the share of heads lowered."""
+    """Return means over texts by way: of heads, layers, budgets; and the share of heads lowered."""
     size = torch.stack([one["size"] for one in found]).mean(0)  # [L, H]
     change = torch.stack([one["change"] for one in found]).mean(0)  # [way, policy, budget, L, H]
     growth = torch.stack([one["growth"] for one in found]).mean(0)
@@ -133,7 +133,7 @@ def explain(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], figure: Figure) -> None:
-    """Fig. 4 for both ways at the middle budget, then Fig. 5 and 6."""
+    """Draw Fig. 4 for both ways at the middle budget, then Fig. 5 and 6."""
     figure.set_size_inches(8.6, 6.4)
     (once, blocks), (layers, budgets) = figure.subplots(2, 2, height_ratios=(1, 1.1))
     first, second = figures["policies"]

@@ -96,7 +96,7 @@ def recompute_share(unit: Tensor, theta: float) -> Tensor:
 
 
 def loss(whole: Observation, kept: Tensor, tokens: int, earlier: int) -> Tensor:
-    """`‖o - ô‖₁ / ‖o‖₁` of the last token without calibration and with it, mean of heads. [2].
+    """Return `‖o - ô‖₁ / ‖o‖₁` of the last token without and with calibration, mean of heads. [2].
 
     Args:
         whole: as captured.
@@ -127,7 +127,7 @@ def loss(whole: Observation, kept: Tensor, tokens: int, earlier: int) -> Tensor:
 
 
 def attend(obs: Observation, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of one query to the slots `seen` [K, 1, n]: [K, G, D] and log-sum-exp [K, G].
+    """Attend by one query to the slots `seen` [K, 1, n]: [K, G, D] and log-sum-exp [K, G].
 
     Of no slots 0, and -inf.
     """
@@ -138,7 +138,7 @@ def attend(obs: Observation, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Means over texts; the heatmap is of the first."""
+    """Return the means over texts; the heatmap is of the first."""
     shortest = min(len(one["apart"]) for one in found)
     layer, head = found[0]["shown"]
     return {
@@ -171,7 +171,7 @@ def explain(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], figure: Figure) -> None:
-    """The heatmap, similarity by distance, recomputed steps and losses by layer."""
+    """Draw the heatmap, similarity by distance, recomputed steps and losses by layer."""
     figure.set_size_inches(8.8, 6.6)
     (heat, lines), (steps, losses) = figure.subplots(2, 2)
     picture = heat.imshow(figures["heatmap"], vmin=-1, vmax=1, cmap="PuOr_r",

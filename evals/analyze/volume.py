@@ -34,7 +34,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Volumes by policy, [L][K]."""
+    """Return volumes by policy, [L][K]."""
     found: dict[str, list[list[float]]] = {}
     for policy in options.policies:
         sets = text.kept(policy, options.budgets[0], options.block_size, options.policy_options)
@@ -46,7 +46,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def log_volume(keys: Tensor) -> float:
-    """`log det(K Kᵀ)`, or `log det(Kᵀ K)` of more rows than columns; -inf where keys are flat."""
+    """Return `log det(K Kᵀ)`, or `log det(Kᵀ K)` of more rows than columns; -inf for flat keys."""
     sizes = torch.linalg.svdvals(keys.double())  # min(N, D), the largest first
     if not len(sizes) or sizes[-1] <= sizes[0] * max(keys.shape) * torch.finfo(sizes.dtype).eps:
         return -torch.inf
@@ -90,7 +90,7 @@ def explain(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], figure: Figure) -> None:
-    """A box for each policy over all heads, and the medians by layer."""
+    """Draw a box for each policy over all heads, and the medians by layer."""
     policies = figures["policies"]
     figure.set_size_inches(8.2, max(2.8, 1.3 + 0.34 * len(policies)))
     boxes, lines = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -144,7 +144,7 @@ class Gate:
         self._lock, self._open = threading.Lock(), threading.Event()
 
     def come(self) -> None:
-        """One more."""
+        """Count one more that has come."""
         with self._lock:
             self.come_so_far += 1
             if self.come_so_far == self.many:

@@ -145,7 +145,7 @@ def _measure(
 
 
 def observe(n: int, work: Work) -> Observation:
-    """Random tensors of `n` slots in no order, none newer than the first query."""
+    """Make random tensors of `n` slots in no order, none newer than the first query."""
 
     def pool() -> Tensor:
         whole = torch.randn(1, KV_HEADS, n + 128, SIZE, device="cuda", dtype=DTYPE)
@@ -163,7 +163,7 @@ def observe(n: int, work: Work) -> Observation:
 
 
 def naive(obs: Observation) -> Tensor:
-    """DropKV as it is written down: keys and values repeated, every difference materialised."""
+    """Score DropKV as written down: keys and values repeated, every difference materialised."""
     assert obs.queries is not None
     k = obs.keys.repeat_interleave(HEADS // KV_HEADS, 1)  # [B, H, n, D]
     v = obs.values.repeat_interleave(HEADS // KV_HEADS, 1)
@@ -176,7 +176,7 @@ def naive(obs: Observation) -> Tensor:
 
 
 def expanded(obs: Observation) -> Tensor:
-    """DropKV by `|a - v|² = |a|² + |v|² - 2 a·v` in 16-bit matrix products, nothing repeated."""
+    """Score DropKV by `|a - v|² = |a|² + |v|² - 2 a·v` in 16-bit products, nothing repeated."""
     assert obs.queries is not None
     k, v = obs.keys, obs.values
     q = obs.queries.unflatten(1, (KV_HEADS, -1)).flatten(2, 3)  # [B, K, G·w, D]
@@ -189,7 +189,7 @@ def expanded(obs: Observation) -> Tensor:
 
 
 def compiled(score: Callable[[Observation], Tensor], like: Observation) -> Call:
-    """`score` by `torch.compile`, for tensors of these shapes."""
+    """Compile `score` by `torch.compile`, for tensors of these shapes."""
 
     def function(keys: Tensor, values: Tensor, positions: Tensor, queries: Tensor | None) -> Tensor:
         return score(
@@ -254,7 +254,7 @@ def _slot_bytes() -> int:
 
 
 def triton_version() -> str:
-    """Triton's."""
+    """Return Triton's version."""
     from importlib.metadata import version
 
     return version("triton")

@@ -58,7 +58,7 @@ class Part:
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Microseconds of every part.
+    """Time every part, in microseconds.
 
     Raises:
         ValueError: there is no CUDA device.

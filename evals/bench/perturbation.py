@@ -28,7 +28,7 @@ LEAST = 1e-4  # of ‖o‖₁: a head that loses less has no error to compare
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Errors of both, mean and percentiles over heads of critical/base, share of heads better.
+    """Return the errors of both: mean and percentiles of critical/base, and the share of better.
 
     Only `heads` that lose something count; `better`: criticalkv's error is at most the base's.
     """
@@ -74,7 +74,7 @@ def kept(obs: Observation, eviction: Eviction) -> Tensor:
 
 
 def error(after: Observation, kept: Tensor) -> Tensor:
-    """`‖(A - A') V W_O‖₁` of the last token by query head, where `kept` [1, K, n - 1] stay. [H]."""
+    """Return `‖(A - A') V W_O‖₁` of the last token by query head [H]; `kept` [1, K, n - 1] stay."""
     own = kept.new_ones(*kept.shape[:2], 1)  # the token sees itself, whatever was evicted
     attention = after.attention[0, :, :, 0]  # [K, G, n]
     left = attention * torch.cat((kept, own), -1)[0, :, None]
@@ -82,7 +82,7 @@ def error(after: Observation, kept: Tensor) -> Tensor:
 
 
 def projected(after: Observation, weights: Tensor) -> Tensor:
-    """`‖weights · V W_O‖₁` by query head: [K, G, n] -> [H]."""
+    """Return `‖weights · V W_O‖₁` by query head: [K, G, n] -> [H]."""
     assert after.output_projection is not None
     mixed = torch.matmul(weights, after.values[0].float())  # [K, G, D]
     if after.expansion is not None:  # of latents, which every query head expands to its own value

@@ -38,7 +38,7 @@ WAYS = ("by shift", "by rank", "in place")
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Error of the keys attention sees after `evictions`, and the time of one decode step.
+    """Return the error of the keys attention sees after `evictions`, and a decode step's time.
 
     Every step reads a key and evicts one at random. The error is against a float64 rotation of the
     key as it was made; `error_relative` is the largest error of a key as a vector over its norm.

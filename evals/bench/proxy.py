@@ -98,7 +98,7 @@ def _row(name: str, window: int, count: int, pools: Pools) -> dict[str, Any]:
 
 
 def chosen(pools: Pools, score: Tensor, count: int) -> Tensor:
-    """Squared change where the `count` lowest of `score` [R, m] are evicted. [R]."""
+    """Return the squared change where the `count` lowest of `score` [R, m] are evicted. [R]."""
     lowest = score.topk(count, largest=False).indices
     subset = torch.zeros_like(score).scatter(-1, lowest, 1.0)  # [R, m]
     return torch.cat(
@@ -132,7 +132,7 @@ class Pools(NamedTuple):
 
 
 def draw(seen: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
-    """Pools of one layer by the ways of Table 16, each with a pool per query head.
+    """Draw pools of one layer by the ways of Table 16, each with a pool per query head.
 
     Returns:
         The pools by the way they were drawn, and the residuals [H, n', D] of all candidates for
@@ -165,7 +165,7 @@ def draw(seen: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
 
 
 def squared_change(pools: Pools, subsets: Tensor) -> Tensor:
-    """`F²` summed over the window, for sets given as rows of 0 and 1 [S, m]. [S, R]."""
+    """Sum `F²` over the window, for sets given as rows of 0 and 1 [S, m]. [S, R]."""
     scaled = pools.weights[..., None] * pools.residuals  # [R, w, m, D]
     gram = torch.matmul(scaled, scaled.mT)  # [R, w, m, m]
     i, j = torch.triu_indices(*gram.shape[-2:])
@@ -192,7 +192,7 @@ def optimum(pools: Pools, count: int) -> Tensor:
 
 
 def cone(residuals: Tensor, steps: int = 2000) -> Tensor:
-    """`c* = max_u min_i u·r_i / ‖r_i‖`, u of unit length; above 0 where one cone holds all. [R].
+    """Return `c* = max_u min_i u·r_i / ‖r_i‖`, |u| = 1; above 0 where one cone holds all. [R].
 
     The nearest point to 0 of the hull of the unit residuals [R, m, D] is the best u, approached by
     shifting weight from the farthest point to the nearest (Mitchell, Demyanov and Malozemov 1974).

@@ -27,7 +27,7 @@ COLUMNS = ("budget", "share", "window", *SCORES)
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Mean recall over texts, layers and KV heads."""
+    """Return the mean recall over texts, layers and KV heads."""
     tokens = options.lengths[0]
     cases = list(product(options.budgets, WINDOWS))
     sums = {case: torch.zeros(len(SCORES)) for case in cases}
@@ -42,7 +42,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def oracle(whole: Observation, tokens: int) -> Tensor:
-    """Squared change of the output after `tokens` tokens when one of them goes. [B, K, tokens]."""
+    """Return the output's squared change after `tokens` tokens when one goes. [B, K, tokens]."""
     return removal_error(until(whole, tokens + 1, 1)).sum((2, 3))[..., :tokens]
 
 

@@ -86,7 +86,7 @@ class Walk:
         self._seconds = 0.1  # that a turn takes, about
 
     def step(self) -> None:
-        """One turn, which a Ctrl-C may cut short at any moment.
+        """Take one turn, which a Ctrl-C may cut short at any moment.
 
         Raises:
             Broken: what must hold does not.
@@ -109,7 +109,7 @@ class Walk:
             raise Broken(f"files were left behind: {left}")
 
     def send(self, pin: bool = False) -> None:
-        """A message of 1 to `LONGEST` words, and its answer."""
+        """Send a message of 1 to `LONGEST` words, and read its answer."""
         count = 8 if pin else int(LONGEST ** self.rng.random())
         words: list[str] = []
         while len(words) < count:
@@ -118,12 +118,12 @@ class Walk:
             pass
 
     def pin(self) -> None:
-        """A message that stays, if enough room is left for others."""
+        """Send a message that stays, if enough room is left for others."""
         pinned = sum(stop - start for start, stop in self.session.cache.pinned_spans)
         self.send(pin=pinned < self.runtime.plan.budget_tokens // 4)
 
     def again(self) -> None:
-        """Another answer to the last message."""
+        """Ask for another answer to the last message."""
         if self.session.messages:
             for _ in self.session.regenerate():
                 pass
@@ -168,7 +168,7 @@ def state(session: Session) -> dict[str, Any]:
 
 
 def check(session: Session, nbytes: int) -> None:
-    """Everything that holds between two turns.
+    """Check everything that holds between two turns.
 
     Args:
         session: after a turn.

@@ -64,7 +64,7 @@ KINDS = (
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Perplexity, and beside float32 the mean KL divergence (nats) and equal first choices.
+    """Return the perplexity and, beside float32, mean KL divergence (nats) and equal first choices.
 
     Of first choices those count that lead by `CLEAR`. `recall` is the share of right answers.
     """

@@ -129,7 +129,7 @@ def _await_address(server: PeerServer) -> None:
 def kvcap_server(
     model: str, budget: int, *options: str, limit_s: float | None = None
 ) -> Iterator[PeerServer]:
-    """`kvcap serve`, which calls its model 'model'.
+    """Run `kvcap serve`, which calls its model 'model'.
 
     Raises:
         PeerFailed: it did not start, or was killed.
@@ -144,7 +144,7 @@ def kvcap_server(
 def transformers_server(
     model: str, *options: str, python: str | None = None, limit_s: float | None = None
 ) -> Iterator[PeerServer]:
-    """`transformers serve` with continuous batching.
+    """Run `transformers serve` with continuous batching.
 
     Args:
         model: a directory.

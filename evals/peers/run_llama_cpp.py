@@ -106,7 +106,7 @@ class Native:
         self.token = int(view.argmax())
 
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """It evicts nothing."""
+        """Return None: it evicts nothing."""
         return None
 
 

@@ -80,7 +80,7 @@ class Growing:
         self.token = int(out.logits[0, -1].argmax())
 
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """It evicts nothing."""
+        """Return None: it evicts nothing."""
         return None
 
 

@@ -130,7 +130,7 @@ def measure(
 
 
 def batches(prompts: Sequence[tuple[Sized, ...]], size: int) -> Iterator[list[int]]:
-    """Places of prompts that can be read at once: at most `size`, with parts of equal lengths."""
+    """Yield places of prompts read at once: at most `size`, with parts of equal lengths."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, parts in enumerate(prompts):
         alike.setdefault(tuple(map(len, parts)), []).append(i)
@@ -155,7 +155,7 @@ def answer(
     stops: Collection[int],
     recall: Recall | None = None,
 ) -> list[list[int]]:
-    """Greedy answers to prompts, each cut before the token that ends it.
+    """Answer prompts greedily; each answer is cut before the token that ends it.
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.

@@ -106,7 +106,7 @@ def label(s: Setting) -> str:
 
 
 def as_options(given: Mapping[str, Any]) -> Options:
-    """Options of a policy as part of a setting: hashable, and the same after a trip through JSON.
+    """Make a policy's options hashable, and the same after a trip through JSON.
 
     >>> as_options({"window": 16, "layers": [0, 1]})
     (('layers', (0, 1)), ('window', 16))

@@ -83,7 +83,7 @@ class Demo:
 
     @property
     def tokens_per_second(self) -> float:
-        """Filler read per second so far."""
+        """Return the filler tokens read per second so far."""
         return self.read / (time.perf_counter() - self._reading_since)
 
     def run(

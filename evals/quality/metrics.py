@@ -40,7 +40,7 @@ CHINESE_PUNCTUATION = (
 
 
 def contains(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float:
-    """1 where any of the answers stands in the reply, in any case (RULER's `string_match_part`)."""
+    """Return 1 where any answer stands in the reply, in any case (RULER's `string_match_part`)."""
     return float(any(answer.lower() in reply.lower() for answer in answers))
 
 
@@ -50,22 +50,22 @@ def contains_all(reply: str, answers: Answers, classes: Sequence[str] = ()) -> f
 
 
 def exact_match(reply: str, answer: str) -> float:
-    """1 where both are the same, but for case, punctuation and articles (SQuAD)."""
+    """Return 1 where both are the same, but for case, punctuation and articles (SQuAD)."""
     return float(normalized(reply) == normalized(answer))
 
 
 def f1(reply: str, answer: str) -> float:
-    """F1 of the words in common, normalised (SQuAD; LongBench's `qa_f1_score`)."""
+    """Return F1 of the words in common, normalised (SQuAD; LongBench's `qa_f1_score`)."""
     return _f1(normalized(reply).split(), normalized(answer).split())
 
 
 def f1_zh(reply: str, answer: str) -> float:
-    """F1 of the words in common of Chinese texts (LongBench's `qa_f1_zh_score`)."""
+    """Return F1 of the words in common of Chinese texts (LongBench's `qa_f1_zh_score`)."""
     return _f1(_chinese_words(reply), _chinese_words(answer))
 
 
 def rouge_l(reply: str, answer: str) -> float:
-    """F1 of ROUGE-L as LongBench reports it, by `rouge-score`'s longest common subsequences.
+    """Return ROUGE-L's F1 as LongBench does, by `rouge-score`'s longest common subsequences.
 
     LongBench takes the package `rouge`, whose ROUGE-L is of the summary as a whole: texts are cut
     into sentences at every full stop, and the words of the longest common subsequences of all
@@ -95,12 +95,12 @@ def rouge_l(reply: str, answer: str) -> float:
 
 
 def rouge_l_zh(reply: str, answer: str) -> float:
-    """ROUGE-L of Chinese texts, cut into words by jieba (LongBench's `rouge_zh_score`)."""
+    """Return ROUGE-L of Chinese texts, cut into words by jieba (LongBench's `rouge_zh_score`)."""
     return rouge_l(" ".join(_cut(reply)), " ".join(_cut(answer)))
 
 
 def code_similarity(reply: str, answer: str) -> float:
-    """Edit similarity of the first line of code of the reply (LongBench's `code_sim_score`).
+    """Return the edit similarity of the reply's first line of code (LongBench's `code_sim_score`).
 
     `2 * common / (length of both)`, rounded to hundredths, where `common` is the length of the
     longest common subsequence of characters. LongBench calls fuzzywuzzy's `ratio`: this is what it
@@ -115,7 +115,7 @@ def code_similarity(reply: str, answer: str) -> float:
 
 
 def classification(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float:
-    """1 / n where the reply names n of the classes, the right one among them (LongBench).
+    """Return 1 / n where the reply names n of the classes, the right one among them (LongBench).
 
     A class whose name is part of the right one's is not counted. The official script removes these
     from the list that it is going through, which spares the name after each of them; so does this.
@@ -149,7 +149,7 @@ def retrieval_zh(reply: str, answer: str) -> float:
 
 
 def accuracy(reply: str, answer: str) -> float:
-    """1 where 'The correct answer is (B)' names the answer's letter, A to D (LongBench v2)."""
+    """Return 1 where 'The correct answer is (B)' names the answer's letter (LongBench v2)."""
     said = reply.replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(
         r"The correct answer is ([A-D])", said
@@ -158,7 +158,7 @@ def accuracy(reply: str, answer: str) -> float:
 
 
 def math(reply: str, answer: str) -> float:
-    r"""1 where the last `\boxed{}` of the reply is the answer, normalised (MATH's `is_equiv`)."""
+    r"""Return 1 where the reply's last `\boxed{}` is the answer, normalised (MATH's `is_equiv`)."""
     said = last_boxed(reply)
     if said is None:
         return 0.0

@@ -67,14 +67,14 @@ def _table(length: int, mode: str, cells: Sequence[Cell]) -> RankingTable:
 
 
 def overview(found: Sequence[RankingTable]) -> list[RankedPolicy]:
-    """Policies by their means in several tables, of which each is a column."""
+    """Rank policies by their means in several tables, of which each is a column."""
     means = [{row.name: row.mean for row in table.rows if row.whole} for table in found]
     names = dict.fromkeys(row.name for table in found for row in table.rows)
     return ranked({name: [mean.get(name) for mean in means] for name in names})
 
 
 def ranked(columns: Mapping[str, Sequence[Cell | None]]) -> list[RankedPolicy]:
-    """Rows, the best mean first; those that lack a column come last, as their means say less.
+    """Sort rows, the best mean first; those that lack a column come last, as their means say less.
 
     Args:
         columns: of each name, a cell or None for every column.
@@ -114,7 +114,7 @@ def mean_of(cells: Sequence[Cell]) -> Cell:
 
 
 def tied_with_best(column: Sequence[Cell | None]) -> set[int]:
-    """Places of the best cell of a column and of those that cannot be told from it."""
+    """Return the places of a column's best cell and of those that cannot be told from it."""
     there = {place: cell for place, cell in enumerate(column) if cell is not None}
     if not there:
         return set()

@@ -122,11 +122,11 @@ class RowsTask:
         return units.pop() if len(units) == 1 else "score"
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> RowSample:
-        """Any row. `depth` means nothing here."""
+        """Return any row. `depth` means nothing here."""
         return self.fit(rng.choice(self.samples), tokenizer, length)
 
     def draw(self, tokenizer: Any, length: int, count: int, seed: int) -> list[RowSample]:
-        """`count` different rows: the first of an order that the seed alone decides.
+        """Return `count` different rows: the first of an order that the seed alone decides.
 
         Raises:
             ValueError: the file has fewer, or a prompt is longer than `length`.

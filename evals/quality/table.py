@@ -92,7 +92,7 @@ def _table(cells: list[Cell]) -> list[str]:
 
 
 def pairs(cells: Iterable[Cell], first: str, second: str) -> list[tuple[Cell, Cell, Comparison]]:
-    """Compares two policies wherever both have the same samples, budget and positions.
+    """Compare two policies wherever both have the same samples, budget and positions.
 
     One that never evicts suits all budgets. Cells without the scores of samples are left out.
     """
@@ -127,7 +127,7 @@ def comparison(cells: Sequence[Cell], first: str, second: str) -> list[dict[str,
 
 
 def comparison_text(cells: Sequence[Cell], first: str, second: str) -> str:
-    """`comparison` as Markdown: a table per model, task, length, way of asking and depth.
+    """Write `comparison` as Markdown: a table per model, task, length, way of asking and depth.
 
     Raises:
         ValueError: as `comparison` does.

@@ -25,7 +25,7 @@ KEY_WORDS = {  # that keys are made of, without those that say no more than that
 
 
 def number_facts(rng: Random, count: int) -> list[Fact]:
-    """`count` facts with distinct keys and distinct numbers, none of them about the speaker."""
+    """Make `count` facts with distinct keys and distinct numbers, none about the speaker."""
     found: dict[str, Fact] = {}
     while len(found) < count:
         fact = facts(rng, 1)[0]
@@ -57,7 +57,7 @@ def names_no_other(answer: str, fact: Fact) -> bool:
 
 
 def scatter(lines: Sequence[str], depths: Sequence[float], sentences: list[str]) -> list[str]:
-    """`sentences` with every line at its depth between them, 0 (before all) to 1 (behind all)."""
+    """Put every line at its depth between `sentences`, 0 (before all) to 1 (behind all)."""
     places = [int(depth * (len(sentences) + 1)) for depth in depths]
     found = list(sentences)
     for place, line in sorted(zip(places, lines, strict=True), reverse=True):
@@ -66,7 +66,7 @@ def scatter(lines: Sequence[str], depths: Sequence[float], sentences: list[str])
 
 
 def fit(measure: Callable[[list[str]], int], filler: Iterator[str], length: int) -> list[str]:
-    """Sentences for which `measure`, the tokens of the whole prompt, is exactly `length`.
+    """Return sentences for which `measure`, the tokens of the whole prompt, is exactly `length`.
 
     The last sentence is cut at a word, and short words follow where that leaves a gap.
 

@@ -263,7 +263,7 @@ def measured_by(cells: Sequence[Cell], target: Path, plot: bool) -> str:
 
 
 def commands(cells: Iterable[Cell]) -> list[str]:
-    """Commands that measure exactly these cells, as few as `_merged` finds."""
+    """Return the commands that measure exactly these cells, as few as `_merged` finds."""
     boxes: list[tuple[tuple[Any, ...], Box]] = []
     for cell in cells:
         s = cell.setting

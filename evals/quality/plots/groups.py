@@ -12,13 +12,13 @@ from kvcap.evals.quality.table import group
 
 
 def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells by what a table holds, those of several depths as one with the samples of all."""
+    """Group cells by table; those of several depths are one with the samples of all."""
     ordered = sorted(pooled(cells), key=lambda cell: group(cell.setting))
     return [list(part) for _, part in groupby(ordered, key=lambda cell: group(cell.setting))]
 
 
 def pooled(cells: Iterable[Cell]) -> list[Cell]:
-    """Cells that differ in nothing but depth as one cell, with the samples of all of them."""
+    """Join cells that differ in nothing but depth into one, with the samples of all of them."""
     alike: dict[object, list[Cell]] = {}
     for cell in cells:
         key = replace(cell.setting, depth=None), cell.setting.depth is None

@@ -68,7 +68,7 @@ def figure(cells: Iterable[Cell]) -> Figure:
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Places of the points (cost, quality) that no other is equal to or better than in both.
+    """Return the places of points (cost, quality) that no other equals or beats in both.
 
     Of equal points all are named.
 

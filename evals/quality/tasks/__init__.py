@@ -175,7 +175,7 @@ def make_samples(
     depth: float | None = None,
     threads: int = 1,
 ) -> list[Sample]:
-    """`count` samples; the first ones stay the same when more are asked for.
+    """Make `count` samples; the first ones stay the same when more are asked for.
 
     All at one depth; by default depths start at random and step by the golden ratio, so that few
     samples are spread evenly too. They are made by so many threads.

@@ -22,7 +22,7 @@ score = string_match_all
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """Coded words in random order; `depth` is not used.
+    """Make coded words in random order; `depth` is not used.
 
     The word of rank k, the dots being of rank 1, has the share `6 / (π k)²`.
     """

@@ -22,7 +22,7 @@ MOST = 1 << 28  # bytes of a file
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """Generated prose; `depth` is not used."""
+    """Make generated prose; `depth` is not used."""
     sentences, text, ids = filler(rng), "", list[int]()
     while len(ids) < length:  # all at once: tokens of a sentence depend on what is before it
         text = " ".join([*([text] if text else []), *islice(sentences, 1 + length // 8)])

@@ -70,7 +70,7 @@ class Crew:
             )
 
     def local_threads(self, device: str | None) -> int | None:
-        """Threads of the CPU for each local worker; None leaves them to PyTorch."""
+        """Return the CPU threads of each local worker; None leaves them to PyTorch."""
         import torch
 
         count = self.local_workers(device)
