@@ -12,7 +12,7 @@ from kvcap.runtime.errors import ExportExists
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """A file's name, size and checksum."""
+    """Return a file's name, size and checksum."""
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
@@ -54,7 +54,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, in hexadecimal digits."""
+    """Return the checksum of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):  # weights may be larger than memory

@@ -43,11 +43,11 @@ class Unchecked:
     ok: ClassVar[bool | None] = None  # nothing is known
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {"file": self.file, "ok": self.ok, "unchecked": self.why}
 
     def table(self) -> str:
-        """A table for a terminal."""
+        """Return a table for a terminal."""
         return f"{self.file}  NOT CHECKED: {self.why}"
 
     def require(self) -> None:

@@ -38,7 +38,7 @@ JOINED = "+"  # between the names of matrices that lie below each other as one
 
 @dataclass(frozen=True)
 class Rounding:
-    """How weights are rounded: `w ≈ (q - zero) * scale`, with a scale for every block of a row.
+    """A way to round weights: `w ≈ (q - zero) * scale`, with a scale for every block of a row.
 
     Attributes:
         bits: of `q`, 4 or 8.
@@ -52,12 +52,12 @@ class Rounding:
 
     @property
     def middle(self) -> int:
-        """The number that stands for 0 where zeros are not kept."""
+        """Return the number that stands for 0 where zeros are not kept."""
         return 1 << (self.bits - 1)
 
     @property
     def top(self) -> int:
-        """The largest number."""
+        """Return the largest number."""
         return (1 << self.bits) - 1
 
 
@@ -83,7 +83,7 @@ def pack(matrix: Tensor, rounding: Rounding) -> Packed:
 
 
 def below(parts: list[Packed]) -> Packed:
-    """Matrices of one K below each other, as one."""
+    """Put matrices of one K below each other, as one."""
     zeros = [part.zeros for part in parts if part.zeros is not None]
     return Packed(
         torch.cat([part.numbers for part in parts]),
@@ -99,7 +99,7 @@ def _pack(rows: Tensor, rounding: Rounding) -> Packed:
 
 
 def steps_of(blocks: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """The scales and zeros, both [..., 1], by which blocks [..., block] are rounded."""
+    """Return the scales and zeros, both [..., 1], by which blocks [..., block] are rounded."""
     if rounding.symmetric:
         extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
         scales = extreme / -rounding.middle
@@ -111,18 +111,18 @@ def steps_of(blocks: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
 
 
 def nearest(values: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Tensor:
-    """The whole numbers, as floats, whose `(q - zero) * scale` are the nearest to the values."""
+    """Round values to whole numbers, as floats, whose `(q - zero) * scale` are nearest to them."""
     return (values / _nonzero(scales)).round_().add_(zeros).clamp_(0, rounding.top)
 
 
 def joined(numbers: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Packed:
-    """A packed matrix of its numbers [N, C, block], scales and zeros [N, C, 1]."""
+    """Pack a matrix of its numbers [N, C, block], scales and zeros [N, C, 1]."""
     kept = None if rounding.symmetric else _halves(zeros[..., 0].to(torch.uint8), rounding)
     return Packed(_halves(numbers.to(torch.uint8), rounding), scales[..., 0], kept)
 
 
 def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
-    """The matrix [N, K] float32 that a packed one stands for; `columns` is K."""
+    """Unpack the matrix [N, K] float32 that a packed one stands for; `columns` is K."""
     numbers = _whole(packed.numbers, rounding).float()
     zeros: Tensor | float = rounding.middle
     if packed.zeros is not None:
@@ -131,7 +131,7 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
 
 
 def in_blocks(rows: Tensor, size: int) -> Tensor:
-    """Rows [N, K] as [N, C, size], zeros behind the last."""
+    """Cut rows [N, K] into [N, C, size], with zeros behind the last."""
     missing = -rows.shape[1] % size
     found: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, size))
     return found
@@ -173,7 +173,7 @@ class Store:
         return name in self._places
 
     def tensor(self, name: str, make: Callable[[], Tensor], kind: int, shape: list[int]) -> Any:
-        """The onnx.TensorProto of a tensor in the file, where `make` puts it if it is not there.
+        """Return the onnx.TensorProto of a tensor in the file; `make` puts it there if it is not.
 
         `kind` and `shape` are what a graph reads it as, which may differ between graphs.
         """
@@ -491,7 +491,7 @@ class Rounded(NamedTuple):
     turned: bool  # the model has it as [K, N]
 
     def rows(self, start: int, count: int) -> Rounded:
-        """So many of its rows, which lie one after the other."""
+        """Return so many of its rows, which lie one after the other."""
         parts = [
             (at + start * prod(size[1:]) * width, [count, *size[1:]])
             for (at, size), width in zip(self.parts, (1, 4, 1), strict=False)  # bytes of a number
@@ -499,7 +499,7 @@ class Rounded(NamedTuple):
         return self._replace(parts=parts)
 
     def read(self) -> Tensor:
-        """What it stands for, in float32, as the model has it."""
+        """Read the weights that it stands for, in float32, as the model has them."""
         kinds = (np.uint8, np.float32, np.uint8)
         found = [
             torch.from_numpy(np.fromfile(self.file, kind, prod(size), offset=at).reshape(size))
@@ -511,7 +511,7 @@ class Rounded(NamedTuple):
 
 
 def rounded_in(file: Path) -> dict[str, Rounded]:
-    """The weights that a graph has in blocks, by the names that `place` knew them by."""
+    """Return the weights that a graph has in blocks, by the names that `place` knew them by."""
     graph = library("onnx").load(str(file), load_external_data=False).graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     found = {}

@@ -199,7 +199,7 @@ def _finish(target: Path, folder: Path, file: Path, said: dict[str, Any]) -> Non
 
 
 def decoder_in(where: Path, variant: str | None = None) -> Path:
-    """The decoder's file at `where`.
+    """Find the decoder's file at `where`.
 
     Raises:
         ModelNotFound: there is none, or not that variant, or more than one and none of the usual
@@ -228,7 +228,7 @@ def decoder_in(where: Path, variant: str | None = None) -> Path:
 
 
 def variants_in(where: Path) -> dict[str, Path]:
-    """The decoders in a directory whose names are usual ones, by variant, best first."""
+    """Return the decoders in a directory whose names are usual ones, by variant, best first."""
     names = [*VARIANTS.items(), ("with_past", "decoder_with_past_model")]
     found = dict[str, Path]()
     for folder in (where, where / "onnx"):
@@ -337,7 +337,7 @@ def _grouped(said: dict[str, Any], nodes: Nodes, shape: ModelShape) -> dict[str,
 
 
 def frequencies(shape: ModelShape) -> list[float]:
-    """The inverse frequencies of the layers, which share them; none where they cannot be moved."""
+    """Return the inverse frequencies that layers share; none where keys cannot be moved."""
     rope = next(iter(shape.capped_ropes), None)
     return [] if rope is None or rope.inv_freq is None else rope.inv_freq.tolist()
 
@@ -365,7 +365,7 @@ def _write(
 def module(
     eviction: Eviction, found: DecoderPorts, shape: ModelShape, positions: str
 ) -> tuple[AdoptedEvictionGraph, torch.dtype]:
-    """What a decoder's evictor is traced from, and the type of its keys and values."""
+    """Make the module that a decoder's evictor is traced from; return it and its keys' type."""
     if found.nodes is not None:
         selector = Selector(eviction, found.kv_heads, found.head_dim)
         return selector, torch_dtype(str(found.cache))
@@ -377,7 +377,7 @@ def module(
 
 
 def pins(eviction: Eviction) -> dict[str, Any]:
-    """What the policy pins by itself at any budget N: sinks, and max(recents, share of N) newest.
+    """Return what the policy pins at any budget N: sinks, and max(recents, share of N) newest.
 
     Raises:
         NotExportable: it pins otherwise.

@@ -142,7 +142,7 @@ class Selector(AdoptedEvictionGraph):
         self.outputs = [GONE]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Slots [1, K, count] that go."""
+        """Select the slots [1, K, count] that go."""
         given = {port.name: tensor for port, tensor in zip(self.inputs, tensors, strict=True)}
         slots = given["positions"].shape[2]
         for name in {"keys", "values"} & given.keys():
@@ -157,7 +157,7 @@ def _kept(port: Port) -> Port:
 
 
 def revealed() -> list[str]:
-    """Policies of one part that run on keys, values and positions alone; the usual one first."""
+    """Return policies of one part that run on keys, values and positions; the usual one first."""
     single = [
         name for name, made in policies().items() if len(made.parts) == 1 and not made.options
     ]
@@ -191,7 +191,7 @@ def check(eviction: Eviction) -> None:
 
 
 def trace(evictor: AdoptedEvictionGraph, dtype: torch.dtype) -> Any:
-    """The stripped onnx.ModelProto of an evictor."""
+    """Trace an evictor; return the stripped onnx.ModelProto."""
     given = example(evictor, dtype, past=20, block=7, stay=16)
     open_axes = dict.fromkeys(OPEN, torch.export.Dim.AUTO)
     program = program_of(evictor, evictor.inputs, list(given.values()), open_axes)
@@ -212,7 +212,7 @@ def example(
     stay: int,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Random inputs of an evictor that holds `past` slots and has read a block."""
+    """Make random inputs of an evictor that holds `past` slots and has read a block."""
     draws = torch.Generator().manual_seed(seed)
     sizes = {**evictor.sizes, "slots": past + block, "held": past, "shifts": past + block + 3,
              "capacity": past + block + 5}  # fmt: skip

@@ -66,7 +66,7 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class Nodes:
-    """What the nodes of such a graph say."""
+    """Facts that the nodes of a grouped decoder's graph tell."""
 
     attention: tuple[Attention, ...]
     states: tuple[RecurrentState, ...]
@@ -78,22 +78,22 @@ class Nodes:
 
     @property
     def layers(self) -> list[int]:
-        """The layers that hold slots, as past_key_values names them."""
+        """Return the layers that hold slots, as past_key_values names them."""
         return [node.layer for node in self.attention]
 
     @property
     def window(self) -> int | None:
-        """Slots that a token sees at most in some layer."""
+        """Return how many slots a token sees at most in some layer."""
         return min((node.window for node in self.attention if node.window), default=None)
 
     @property
     def longest(self) -> int | None:
-        """Positions that there are cosines of; None where the nodes rotate nothing."""
+        """Return how many positions have cosines; None where the nodes rotate nothing."""
         return min((len(table) for table in self.tables.values()), default=None)
 
 
 def read_nodes(file: Path) -> Any | None:
-    """The graph (an onnx.GraphProto without its weights), if its attention is such nodes."""
+    """Read the graph (an onnx.GraphProto without its weights), if its attention is such nodes."""
     try:
         graph = library("onnx").load(str(file), load_external_data=False).graph
     except Exception:  # protobuf's own; a graph that ONNX Runtime can load is told by it
@@ -102,7 +102,7 @@ def read_nodes(file: Path) -> Any | None:
 
 
 def nodes_of(graph: Any, runtime: Graph, file: Path) -> Nodes:
-    """What the nodes say, of a graph that can run over slots that stay in place.
+    """Read the facts of a graph's nodes; the graph can run over slots that stay in place.
 
     Args:
         graph: from `read_nodes`.

@@ -29,7 +29,7 @@ class DecoderPorts:
 
 
 def read_ports(file: Path) -> DecoderPorts:
-    """What a decoder's ports say.
+    """Read what a decoder's ports say.
 
     Raises:
         GraphBroken: it cannot be loaded, or data beside it is missing.

@@ -97,5 +97,5 @@ def _plainly(
 
 
 def quantised(x: Tensor, scales: Tensor) -> Tensor:
-    """Numbers [1, K, T, D] in 8 bits, by scales [K, 1, D]; int8."""
+    """Round numbers [1, K, T, D] to 8 bits, by scales [K, 1, D]; int8."""
     return (x / scales).round().clamp(-MOST - 1, MOST).to(torch.int8)

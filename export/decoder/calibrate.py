@@ -47,7 +47,7 @@ def refuse_text(text: str | None, dtype: str, kv_dtype: str | None = None) -> No
 
 
 def pieces(tokenizer: Any, text: str, longest: int) -> Tensor:
-    """Token ids [pieces, T] of a text, of `MOST` tokens spread over it where it has more.
+    """Return a text's token ids [pieces, T]; `MOST` tokens spread over it where it has more.
 
     Args:
         tokenizer: the model's; None: it has none.
@@ -78,7 +78,7 @@ def calibrate(
     checkpoint: Checkpoint | None = None,
     note: Note = lambda text: None,
 ) -> dict[str, Packed]:
-    """The matrices of a model's layers, and of its head, rounded by GPTQ.
+    """Round the matrices of a model's layers, and of its head, by GPTQ.
 
     Args:
         decoder: whose model was loaded, or is without weights; it is left as it was.

@@ -42,7 +42,7 @@ BRIEF = 4  # tokens of a block, and of the text generated, where a check is brie
 
 
 class Tolerance(NamedTuple):
-    """What a type of weights may differ by from float32."""
+    """A tolerance that says how far a type of weights may differ from float32."""
 
     values: float  # of the largest
     worth: float  # of the largest: slots nearer than that are ties
@@ -145,12 +145,12 @@ class ModuleGraph(Graph):
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Every input by name."""
+        """Return every input by name."""
         return self._told(self.module.inputs)
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """Every output by name."""
+        """Return every output by name."""
         return self._told(self.module.outputs)
 
     def _told(self, ports: list[Port]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class ModuleGraph(Graph):
         return found
 
     def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
-        """The arrays themselves."""
+        """Return the arrays themselves."""
         return inputs, outputs
 
     def run_bound(self, binding: Any) -> None:
@@ -179,7 +179,7 @@ class ModuleGraph(Graph):
 
 
 class Decided(NamedTuple):
-    """What a layer's slots were chosen by."""
+    """A decision that says by what a layer's slots were chosen."""
 
     worth: Tensor  # [1, K, n]
     positions: Tensor  # [1, K, n]
@@ -214,7 +214,7 @@ def opened(
     evict_every: int = 1,
     name: str = manifest.GRAPH,
 ) -> SharedDecoder:
-    """A directory's graphs in ONNX Runtime; `facts` are as it was exported.
+    """Open a directory's graphs in ONNX Runtime; `facts` are as it was exported.
 
     `name` is that of the decoder's file.
 
@@ -231,7 +231,7 @@ def opened(
 
 
 def scales_in(decoder: DecoderGraph) -> Any:
-    """The scales of a module's slots as `SharedDecoder` takes them; None where they are floats."""
+    """Return the scales of a module's slots for `SharedDecoder`; None where they are floats."""
     return None if decoder.slot_scales is None else decoder.slot_scales.unsqueeze(-2).numpy()
 
 
@@ -387,7 +387,7 @@ class _Rounded(Mapping[str, Tensor]):
 
 
 def facts_of(decoder: DecoderGraph, dtype: str) -> Manifest:
-    """What a manifest will say of a decoder, for `SharedDecoder`."""
+    """Return what a manifest will say of a decoder, for `SharedDecoder`."""
     return Manifest(Path(), manifest.describe("", decoder, dtype))
 
 

@@ -17,7 +17,7 @@ TEXT = "Hello! Zwölf Boxkämpfer, 42 <b>ships</b>\n and 你好."
 
 
 def files_of(folder: Path, file: Path) -> list[str]:
-    """The decoder's file and the files of its weights, as names within `folder`."""
+    """Return the decoder's file and the files of its weights, as names within `folder`."""
     model = library("onnx").load(str(file), load_external_data=False)
     locations = {
         entry.value
@@ -30,7 +30,7 @@ def files_of(folder: Path, file: Path) -> list[str]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """The same file at another place: a link where that can be, else a copy."""
+    """Put a file at another place: as a link where that can be, else as a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     try:
@@ -40,7 +40,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """See that the tokenizer's files alone give what transformers makes of them.
+    """Check that the tokenizer's files alone give what transformers makes of them.
 
     Raises:
         UnsupportedModel: they do not.

@@ -20,7 +20,7 @@ from kvcap.runtime.models.module_settings import settings
 
 
 def layers_of(model: Any) -> tuple[str, nn.ModuleList] | None:
-    """The name of a model's list of layers, and the list; None: it has none that can be told."""
+    """Find a model's list of layers; return its name and the list, or None where none is clear."""
     count = model.config.num_hidden_layers
     lists = {
         name: module
@@ -32,7 +32,7 @@ def layers_of(model: Any) -> tuple[str, nn.ModuleList] | None:
 
 
 def are_alike(model: Any, layout: CacheLayout) -> bool:
-    """Whether all layers but the first do the same, so that one can stand for the others."""
+    """Tell whether all layers but the first do the same, so that one can stand for the others."""
     found = layers_of(model)
     if found is None or len(found[1]) <= TRACED:
         return False
@@ -42,7 +42,7 @@ def are_alike(model: Any, layout: CacheLayout) -> bool:
 
 
 def numbered(model: Any, prefix: str) -> Numbered:
-    """How layers are numbered in a decoder's ports and weights, whose names begin by `prefix`."""
+    """Return how layers are numbered in the names of ports and weights, which begin by `prefix`."""
     found = layers_of(model)
     assert found is not None
     layers = re.escape(f"{prefix}{found[0]}")

@@ -131,7 +131,7 @@ def _scaled(port: Port) -> str:
 
 
 def evictors_of(decoder: DecoderGraph) -> list[tuple[EvictionGraph, list[int]]]:
-    """The evictors of a decoder, each with the layers it serves."""
+    """Make the evictors of a decoder, each with the layers it serves."""
     layout, found = decoder.layout, dict[Any, tuple[EvictionGraph, list[int]]]()
     dtype, quantised = decoder.cache, decoder.slot_scales is not None
     for layer, (scaling, softcap) in enumerate(decoder.scales):
@@ -143,7 +143,7 @@ def evictors_of(decoder: DecoderGraph) -> list[tuple[EvictionGraph, list[int]]]:
 
 
 def trace(evictor: EvictionGraph) -> Any:
-    """The stripped onnx.ModelProto of an evictor."""
+    """Trace an evictor; return the stripped onnx.ModelProto."""
     open_axes = {
         axis: torch.export.Dim.AUTO for axis, size in evictor.sizes.items() if size is None
     }

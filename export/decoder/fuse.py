@@ -94,7 +94,7 @@ class Fusing:
         self.uses.update(self.outputs)
 
     def divide(self, node: Any) -> None:
-        """`x · (1 / √y)` as `x / √y`, by which RMS norms are known."""
+        """Turn `x · (1 / √y)` into `x / √y`, by which RMS norms are known."""
         for one, other in (node.input, reversed(node.input)):
             inverse = self._alone(other, "Reciprocal")
             if inverse is not None and self._alone(inverse.input[0], "Sqrt") is not None:
@@ -103,7 +103,7 @@ class Fusing:
                 return
 
     def rotate(self, node: Any) -> None:
-        """`x · cos + [-x₂, x₁] · sin` as RotaryEmbedding, of x [1, h, T, R]."""
+        """Turn `x · cos + [-x₂, x₁] · sin` into RotaryEmbedding, of x [1, h, T, R]."""
         plain, turned = (self._alone(name, "Mul") for name in node.input)
         if plain is None or turned is None:
             return
@@ -146,7 +146,7 @@ class Fusing:
         return self.halves[whole, pairs]
 
     def attend(self, node: Any) -> None:
-        """Rotations within GroupQueryAttention, and its inputs from one product.
+        """Move rotations into GroupQueryAttention, and make its inputs by one product.
 
         It takes them as [1, T, h · D], so that nothing is turned to [1, h, T, D] and back. Angles
         are given as rows for all slots, of which only the block's are read.
@@ -259,7 +259,7 @@ class Fusing:
         return WeightProduct(found.input[0], found.input[1], bias)
 
     def reshape(self, node: Any) -> None:
-        """A view that gives a tensor [1, T, W] its own shape again: the tensor itself."""
+        """Replace a view that gives a tensor [1, T, W] its own shape again by the tensor."""
         shape, source = self._sizes(node.input[1]), node.input[0]
         while (view := self.made.get(source)) is not None and view.op_type == "Reshape":
             source = view.input[0]
@@ -269,7 +269,7 @@ class Fusing:
             self._replace(node.output[0], source)
 
     def norm(self, node: Any) -> None:
-        """An RMS norm of a sum as SkipSimplifiedLayerNormalization, which gives both."""
+        """Turn an RMS norm of a sum into SkipSimplifiedLayerNormalization, which gives both."""
         for one, gain in (node.input, reversed(node.input)):
             found = self._rms(one)
             if found is None or len(self.shapes.get(gain, [])) != 1 or gain in self.made:

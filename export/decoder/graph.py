@@ -157,7 +157,7 @@ class DecoderGraph(nn.Module):
 
 
 def cache_dtype(layout: CacheLayout, weights: torch.dtype) -> torch.dtype:
-    """The type of a cache's numbers for a model of this type.
+    """Return the type of a cache's numbers for a model of this type.
 
     With compact positions keys are turned in place as older ones go, at times at every token:
     float16's rounding would add up, float32's is 7e-6 of a key after 10,000 evictions.
@@ -177,17 +177,17 @@ def _table(layout: CacheLayout) -> Tensor:
 
 
 def scale_ports(layers: int) -> list[Port]:
-    """The inputs that are the scales of every layer's slots."""
+    """Return the inputs that are the scales of every layer's slots."""
     return [replace(port, name=f"{port.name}.{i}") for i in range(layers) for port in SCALES]
 
 
 def as_inputs(scales: Tensor) -> list[Tensor]:
-    """Scales [L, 2, K, D] in the order of `scale_ports`, [K, 1, D] each."""
+    """Return scales [L, 2, K, D] in the order of `scale_ports`, [K, 1, D] each."""
     return list(scales.unsqueeze(-2).flatten(0, 1))
 
 
 def state_of(layout: CacheLayout, quantised: bool = False) -> list[RunBuffer]:
-    """Everything that is kept from run to run, layer by layer, as its buffers.
+    """Return everything that is kept from run to run, layer by layer, as its buffers.
 
     Keys that are `quantised`, and turned as older ones go, are kept once more as they were written:
     they are turned from there every time, so that no rounding adds up.

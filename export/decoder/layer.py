@@ -23,7 +23,7 @@ from kvcap.runtime.models.rope import rotate
 
 
 class Block:
-    """What all layers of one run have in common.
+    """A block of tokens that one run reads, as all layers see it.
 
     Args:
         layout: of the cache.
@@ -38,14 +38,17 @@ class Block:
         self._last: dict[int, Tensor] = {}
 
     def last(self, budget: int) -> Tensor:
-        """The block's last slot in layers of this budget, int32 [1]; made once."""
+        """Return the block's last slot in layers of this budget, int32 [1]; made once."""
         if budget not in self._last:
             place = self.lengths.index(budget)
             self._last[budget] = self.held[place : place + 1] + (self.length - 1)
         return self._last[budget]
 
     def ahead(self, budget: int) -> Tensor | None:
-        """How far before a layer's own slots the block was read, as cosines and sines [1, 2, R/2].
+        """Return how far before a layer's own slots the block was read, as cosines and sines.
+
+        They are [1, 2, R/2]; None for layers that hold as many as the longest, by which the model
+        counts.
 
         None for layers that hold as many as the longest, by which the model counts.
         """
@@ -54,7 +57,10 @@ class Block:
 
 
 def lengths(layout: CacheLayout) -> list[int]:
-    """The budgets that layers have, each once, the largest first: layers of one hold alike."""
+    """Return the budgets that layers have, each once, the largest first.
+
+    Layers of one budget hold equally many slots.
+    """
     return sorted(set(layout.budgets), reverse=True)
 
 
@@ -83,18 +89,18 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         self.made: dict[str, Tensor] = {}  # what the run gives out, by name
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Nothing to allocate."""
+        """Allocate nothing, as buffers are given."""
 
     def get_seq_length(self) -> int:
-        """Nothing is counted here: positions are given."""
+        """Return 0: nothing is counted here, as positions are given."""
         return 0
 
     def get_mask_sizes(self, _: int | Tensor) -> tuple[int, int]:
-        """No mask is made by transformers, whatever the sizes: `attend` is causal by itself."""
+        """Have transformers make no mask, whatever the sizes: `attend` is causal by itself."""
         return Slots.of(0), 0
 
     def get_max_cache_shape(self) -> int:
-        """-1: no end."""
+        """Return -1: there is no end."""
         return -1
 
     get_max_length = get_max_cache_shape
@@ -109,7 +115,7 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         return keys, value_states
 
     def take_back(self) -> None:
-        """Nothing of a run is kept."""
+        """Keep nothing of a run, so that there is nothing to undo."""
 
     def attend(
         self,
@@ -120,7 +126,7 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         position_ids: Tensor | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the block over all slots and itself. [1, H, T, D] -> [1, H, T, D]."""
+        """Attend by the block to all slots and itself. [1, H, T, D] -> [1, H, T, D]."""
         assert sinks is None, "models with sink logits are refused"
         block, (keys, values), query = self.block, self.arrived, self._aligned(query)
         last, self.scales = block.last(self.budget), (scaling, softcap)

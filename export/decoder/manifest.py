@@ -62,7 +62,7 @@ def describe(
     rounding: Rounding | None = None,
     text: str | None = None,
 ) -> dict[str, Any]:
-    """What can be said of a decoder before its files are written, by what was `asked`."""
+    """Describe a decoder before its files are written, by what was `asked`."""
     layout, kv_dtype = decoder.layout, None if decoder.slot_scales is None else KV_DTYPE
     sizes = decoder.sizes
     element = str(decoder.cache).removeprefix("torch.")
@@ -96,7 +96,7 @@ def asked(
     text: str | None = None,
     kv_dtype: str | None = None,
 ) -> dict[str, Any]:
-    """The part of a manifest that was asked for: two decoders are the same if this is.
+    """Return the part of a manifest that was asked for: two decoders are the same if this is.
 
     Args:
         name: of the model.
@@ -127,7 +127,7 @@ def asked(
 
 
 def model_facts(shape: ModelShape) -> dict[str, Any]:
-    """Family and sizes."""
+    """Describe the model: its family and sizes."""
     return {
         "family": shape.family,
         "layers": len(shape.layers),
@@ -142,7 +142,7 @@ def model_facts(shape: ModelShape) -> dict[str, Any]:
 
 
 def policy_facts(layout: CacheLayout) -> dict[str, Any]:
-    """The policy, what it computes, and the slots of each layer that it pins by itself."""
+    """Describe the policy, what it computes, and the slots of each layer that it pins by itself."""
     eviction = layout.eviction
     recents = [eviction.recents(budget) for budget in layout.budgets]
     return {
@@ -153,14 +153,14 @@ def policy_facts(layout: CacheLayout) -> dict[str, Any]:
 
 
 def generation_facts(config: Any) -> dict[str, Any]:
-    """A transformers GenerationConfig as plain values, null where unset."""
+    """Return a transformers GenerationConfig as plain values, null where unset."""
     ends = config.eos_token_id
     ends = [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
     return {"eos_token_id": ends, **{name: getattr(config, name, None) for name in SETTINGS}}
 
 
 def file_facts(folder: Path) -> dict[str, Any]:
-    """`files`: every file there is but the manifest; `tokenizer`: which of them it is read from."""
+    """List all `files` but the manifest, and of these what the `tokenizer` is read from."""
     entries = [file_entry(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST]
     names = {found["file"] for found in entries}
     tokenizer = {kind: name if name in names else None for kind, name in TOKENIZER.items()}
@@ -179,14 +179,14 @@ def write(folder: Path, said: dict[str, Any]) -> None:
 
 
 def evictor_name(index: int, count: int) -> str:
-    """The file of one of `count` graphs that evict."""
+    """Return the file of one of `count` graphs that evict."""
     return f"evictor.{index}.onnx" if count > 1 else "evictor.onnx"
 
 
 def evictor_facts(
     file: Path, evictor: EvictionGraph, layers: list[int], taken: set[str]
 ) -> dict[str, Any]:
-    """What is said of a graph that evicts, which takes some of its module's inputs."""
+    """Describe a graph that evicts, which takes some of its module's inputs."""
     sizes, element = evictor.sizes, str(evictor.cache).removeprefix("torch.")
     return {
         **file_entry(file),

@@ -17,17 +17,17 @@ TRACED = 3  # layers: the first one, which does what all share, and two that are
 
 
 class Numbered(NamedTuple):
-    """How a layer's number stands in the names of its inputs and outputs."""
+    """A pattern that finds a layer's number in the names of its inputs and outputs."""
 
     pattern: re.Pattern[str]  # the number is its first group
 
     def of(self, name: str) -> int | None:
-        """The number of the layer that a name belongs to; None: of no layer."""
+        """Return the number of the layer that a name belongs to; None: of no layer."""
         found = self.pattern.search(name)
         return None if found is None else int(found[1])
 
     def at(self, name: str, layer: int) -> str:
-        """The name that has this number instead."""
+        """Return the name with this number in it instead."""
         found = self.pattern.search(name)
         assert found is not None
         return f"{name[: found.start(1)]}{layer}{name[found.end(1) :]}"

@@ -32,7 +32,7 @@ LEAST = 1e-8  # of a channel that is always 0
 
 
 def measure(decoder: DecoderGraph, ids: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:
-    """The scales of a decoder's keys and values, [L, 2, K, D] float32.
+    """Measure the scales of a decoder's keys and values, [L, 2, K, D] float32.
 
     Args:
         decoder: whose model was loaded, or is without weights; it is left as it was.
@@ -59,7 +59,7 @@ def measure(decoder: DecoderGraph, ids: Tensor, checkpoint: Checkpoint | None = 
 
 
 def sample(tokenizer: Any, text: str | None, vocabulary: int, longest: int) -> Tensor:
-    """Token ids [pieces, T] to measure by: of a text, and tokens that no text has.
+    """Return token ids [pieces, T] to measure by: of a text, and tokens that no text has.
 
     Args:
         tokenizer: the model's; None: it has none, and all tokens are drawn.
@@ -101,13 +101,13 @@ class Widest(DynamicCache):  # type: ignore[misc]
         return key_states, value_states
 
     def scales(self) -> Tensor:
-        """[L, 2, K, D]."""
+        """Return the scales [L, 2, K, D]."""
         layers = torch.stack([self.found[layer] for layer in sorted(self.found)])
         return (layers * (MARGIN / MOST)).clamp_min(LEAST)
 
 
 def reach(keys: Tensor, rope: Rope | None) -> Tensor:
-    """How large each number of keys [..., D] can be at another position."""
+    """Return how large each number of keys [..., D] can be at another position."""
     found = keys.abs()
     if rope is None or rope.inv_freq is None:
         return found

@@ -43,7 +43,7 @@ class Source:
 
     @property
     def config(self) -> Any:
-        """The model's config."""
+        """Return the model's config."""
         return self.model.config
 
 
@@ -54,7 +54,7 @@ def layout_for(
     block_size: int,
     positions: Positions | None = None,
 ) -> CacheLayout:
-    """The cache a decoder is made for.
+    """Return the layout of the cache that a decoder is made for.
 
     Raises:
         NotExportable: no one graph of fixed sizes does that.
@@ -69,7 +69,7 @@ def layout_for(
 
 
 def load(model: str | Path, dtype: str) -> Source:
-    """The model's weights and tokenizer.
+    """Load the model's weights and tokenizer.
 
     Raises:
         ModelFilesBroken, UnsupportedModel: they cannot be used.
@@ -83,7 +83,7 @@ def load(model: str | Path, dtype: str) -> Source:
 
 
 def open_model(model: str | Path, dtype: str, layout: CacheLayout) -> Source:
-    """The model with its weights in their files, where they are large and can stay there.
+    """Open the model with its weights in their files, where they are large and can stay there.
 
     Args:
         model: a directory, a repository, or pocket.
@@ -105,7 +105,7 @@ def open_model(model: str | Path, dtype: str, layout: CacheLayout) -> Source:
 
 
 def rounding_of(dtype: str, symmetric: bool | None = None) -> Rounding | None:
-    """How an export's weights are rounded; None where they are floats.
+    """Return how an export's weights are rounded; None where they are floats.
 
     Args:
         dtype: one of `CACHE`.
@@ -126,7 +126,7 @@ def rounding_of(dtype: str, symmetric: bool | None = None) -> Rounding | None:
 
 
 def check_dtype(dtype: str) -> str:
-    """The name of a type of which there are weights, as manifests have it: fp32, fp16, int8, int4.
+    """Return the name of a type of weights as manifests have it: fp32, fp16, int8 or int4.
 
     Raises:
         NotExportable: there are none of that type; names those there are.

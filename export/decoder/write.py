@@ -220,7 +220,7 @@ class _Export:
 
 
 def trace(decoder: DecoderGraph) -> Any:
-    """The onnx.ModelProto of a decoder, whose weights are inputs."""
+    """Trace a decoder, whose weights are inputs; return the onnx.ModelProto."""
     ports = decoder.inputs, decoder.outputs
     model = trace_without_weights(decoder, *ports, _example(decoder), _open_axes(decoder))
     fuse(model)

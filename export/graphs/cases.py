@@ -20,14 +20,14 @@ WIDE = 64  # hidden size, where a graph leaves it open
 
 
 class Case(NamedTuple):
-    """What a graph is run on."""
+    """A case that a graph is run on: a kind of inputs, and a number of slots."""
 
     kind: str  # random, outliers, zero keys, all zero
     slots: int
 
 
 def cases(graph: StageGraph, quick: bool = False) -> list[Case]:
-    """The cases for a graph, a static one's at its own size; `quick` leaves the long one out."""
+    """Return a graph's cases, a static one's at its own size; `quick` leaves the long one out."""
     shape = graph.form.shape
     if shape.slots is not None:
         return [Case(kind, shape.slots) for kind in ("random", "outliers", "zero keys", "all zero")]
@@ -40,7 +40,7 @@ def cases(graph: StageGraph, quick: bool = False) -> list[Case]:
 
 
 def inputs(graph: StageGraph, case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """Every input that the graph may take, by name."""
+    """Make every input that the graph may take, by name."""
     sizes, shape = {**graph.sizes}, graph.form.shape
     n = sizes["slots"] = case.slots
     block = sizes["block"] = sizes["gone"] = sizes["block"] or min(shape.block, n)

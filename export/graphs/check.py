@@ -115,7 +115,7 @@ def check(file: Path, said: dict[str, Any], quick: bool = False) -> GraphReport:
 
 
 def session(file: Path) -> Any:
-    """An ONNX Runtime session on one thread.
+    """Make an ONNX Runtime session on one thread.
 
     Raises:
         GraphBroken: it cannot be loaded.
@@ -153,7 +153,7 @@ def signature(run: Any, said: dict[str, Any]) -> None:
 
 
 def feed(run: Any, given: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """The session's outputs by name."""
+    """Run the session; return its outputs by name."""
     names = [port.name for port in run.get_inputs()]
     outputs = [port.name for port in run.get_outputs()]
     try:

@@ -23,7 +23,7 @@ Found = Mapping[str, Tensor]
 
 
 class Difference(NamedTuple):
-    """How far outputs are from what they should be; see `verify.Row`."""
+    """A difference that says how far outputs are from those expected; see `CheckedCase`."""
 
     error: float
     allowed: float
@@ -34,7 +34,7 @@ class Difference(NamedTuple):
 
 
 def compared(graph: StageGraph, given: Found, got: Found, rtol: float = RTOL) -> Difference:
-    """Outputs of a graph for the inputs `given`.
+    """Compare the outputs of a graph for the inputs `given`.
 
     Args:
         graph: what was exported.
@@ -93,7 +93,7 @@ def _selection(
 
 
 def reference(graph: StageGraph, given: Found) -> dict[str, Tensor]:
-    """What eager code gives: scores or worth by the policy itself, the rest by the form."""
+    """Compute what eager code gives: scores or worth by the policy itself, the rest by the form."""
     form = graph.form
     plain = Traced(form.eviction, form.shape)
     if isinstance(graph, Evict):
@@ -107,14 +107,14 @@ def reference(graph: StageGraph, given: Found) -> dict[str, Tensor]:
 
 
 def truth(graph: StageGraph, given: Found) -> dict[str, Tensor]:
-    """`reference` in float64."""
+    """Compute `reference` in float64."""
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
     with Float64():
         return reference(graph, doubled)
 
 
 def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tuple[float, float]:
-    """Largest difference to eager, and what is allowed. Marks of a rescorer and pins aside."""
+    """Return the largest difference to eager, and what is allowed; marks and pins aside."""
     value, eager, truth = value.double(), eager.double(), truth.double()
     plain = (truth.abs() < HUGE) & (eager.abs() < HUGE)
     if not bool(plain.all()):  # rounding may have moved a mark to a slot of nearly equal worth

@@ -49,7 +49,7 @@ class Traced:
             self.update_inputs = ("new_values", "output_projection")
 
     def inputs(self) -> list[Port]:
-        """What scoring may take; the exporter drops those that the graph does not use."""
+        """Return what scoring may take; the exporter drops those that the graph does not use."""
         reads = self.eviction.policy.observes
         if self.eviction.saliency is not None:
             reads = reads | self.eviction.saliency.observes
@@ -70,7 +70,7 @@ class Traced:
         return tuple(self.eviction.state)
 
     def observe(self, given: Named) -> Observation:
-        """What the policy sees, its state brought up to date where the graph does that."""
+        """Make what the policy sees, its state brought up to date where the graph does that."""
         shape = self.shape
         obs = Observation(
             keys=given.get("keys"),  # type: ignore[arg-type]  # not declared, so not read
@@ -88,7 +88,7 @@ class Traced:
         return obs
 
     def score(self, given: Named, obs: Observation) -> Tensor:
-        """Worth of every slot, [B, K, n] float32."""
+        """Compute the worth of every slot, [B, K, n] float32."""
         return self.eviction.policy.score(obs)
 
     def next_state(self, obs: Observation) -> dict[str, tuple[Port, Tensor]]:
@@ -101,11 +101,11 @@ class Traced:
         return []
 
     def cached(self, given: Named) -> dict[str, Tensor]:
-        """The state this form keeps of slots, from their keys. For tests and verification."""
+        """Compute the state that this form keeps of slots from their keys, for tests and checks."""
         return {}
 
     def update_outputs(self) -> list[Port]:
-        """What the update graph returns."""
+        """Return what the update graph returns."""
         return [new_port("output_norm")] if self.update_inputs else []
 
     def update(self, given: Named) -> list[Tensor]:
@@ -132,13 +132,13 @@ class Stateless(Traced):
 
     @property
     def units(self) -> bool:
-        """Whether the anchor is the mean of unit keys."""
+        """Tell whether the anchor is the mean of unit keys."""
         policy = self.eviction.policy
         assert isinstance(policy, KeyDiff)
         return policy.anchor == "unit_mean"
 
     def score(self, given: Named, obs: Observation) -> Tensor:
-        """Worth of every slot, [B, K, n] float32."""
+        """Compute the worth of every slot, [B, K, n] float32."""
         keys = float32(given["keys"])
         units = unit(keys)
         mean = (units if self.units else keys).mean(-2, keepdim=True)
@@ -152,35 +152,35 @@ class InverseNorms(Stateless):
     update_inputs: tuple[str, ...] = ("new_keys",)
 
     def inputs(self) -> list[Port]:
-        """Keys and their inverse norms."""
+        """Return the ports of keys and their inverse norms."""
         return [*super().inputs(), PORTS["inverse_norms"]]
 
     @property
     def slot_state(self) -> tuple[str, ...]:
-        """The norms move with their keys."""
+        """Name the norms, which move with their keys."""
         return ("inverse_norms",)
 
     def score(self, given: Named, obs: Observation) -> Tensor:
-        """Worth of every slot, [B, K, n] float32."""
+        """Compute the worth of every slot, [B, K, n] float32."""
         keys, inverse = float32(given["keys"]), given["inverse_norms"]
         return -_products(keys, self.anchor(keys, given)) * inverse
 
     def anchor(self, keys: Tensor, given: Named) -> Tensor:
-        """What keys are compared with, of any length. [B, K, 1, D]."""
+        """Compute what keys are compared with, of any length. [B, K, 1, D]."""
         if self.units:
             return torch.matmul(given["inverse_norms"][..., None, :], keys)
         return keys.mean(-2, keepdim=True)
 
     def cached(self, given: Named) -> dict[str, Tensor]:
-        """The norms of the slots' keys."""
+        """Compute the norms of the slots' keys."""
         return {"inverse_norms": _inverse_norms(given["keys"])}
 
     def update_outputs(self) -> list[Port]:
-        """Norms of the arriving keys."""
+        """Return the port of the arriving keys' norms."""
         return [new_port("inverse_norms")]
 
     def update(self, given: Named) -> list[Tensor]:
-        """Norms of the arriving keys, [B, K, T]."""
+        """Compute the norms of the arriving keys, [B, K, T]."""
         return [_inverse_norms(given["new_keys"])]
 
 
@@ -191,27 +191,27 @@ class RunningAnchor(InverseNorms):
     update_inputs = ("new_keys", "gone_keys", "anchor")
 
     def inputs(self) -> list[Port]:
-        """Keys, their inverse norms and their sum."""
+        """Return the ports of keys, their inverse norms and their sum."""
         return [*super().inputs(), PORTS["anchor"]]
 
     def anchor(self, keys: Tensor, given: Named) -> Tensor:
-        """The sum that is kept. [B, K, 1, D]."""
+        """Return the sum that is kept, [B, K, 1, D]."""
         return given["anchor"][:, :, None]
 
     def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
-        """The sum of what stays, anew: it cannot drift."""
+        """Compute the sum of what stays anew, so that it cannot drift."""
         return [(kept_port(PORTS["anchor"]), self._sum(keys))]
 
     def cached(self, given: Named) -> dict[str, Tensor]:
-        """Norms and sum of the slots' keys."""
+        """Compute the norms and the sum of the slots' keys."""
         return {**super().cached(given), "anchor": self._sum(given["keys"])}
 
     def update_outputs(self) -> list[Port]:
-        """Norms of what arrives, and the sum after it."""
+        """Return the ports of the norms of what arrives, and of the sum after it."""
         return [*super().update_outputs(), next_port(PORTS["anchor"])]
 
     def update(self, given: Named) -> list[Tensor]:
-        """Norms of the arriving keys [B, K, T] and the sum [B, K, D]."""
+        """Compute the norms of the arriving keys [B, K, T] and the sum [B, K, D]."""
         change = self._sum(given["new_keys"]) - self._sum(given["gone_keys"])
         return [*super().update(given), given["anchor"] + change]
 
@@ -236,17 +236,20 @@ def _inverse_norms(keys: Tensor) -> Tensor:
 
 
 def float32(tensor: Tensor) -> Tensor:
-    """In float32, or in float64 where it is that already."""
+    """Convert a float16 tensor to float32; leave others as they are."""
     return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
 def graph_part(eviction: Eviction) -> Eviction:
-    """What of an eviction a graph of one layer can hold: policy, saliency, rescorer and pins."""
+    """Return the part of an eviction that a layer's graph can hold.
+
+    It is policy, saliency, rescorer and pins.
+    """
     return replace(eviction, layer_budget=None, head_budget=None, corrector=None)
 
 
 def forms_of(eviction: Eviction) -> dict[str, type[Traced]]:
-    """The forms there are for a policy, by name; more than one for a cosine to a mean."""
+    """Return the forms there are for a policy, by name; more than one for a cosine to a mean."""
     policy = eviction.policy
     found: list[type[Traced]] = [Traced]
     if (
@@ -259,7 +262,7 @@ def forms_of(eviction: Eviction) -> dict[str, type[Traced]]:
 
 
 def form_of(eviction: Eviction, shape: Shape, name: str | None = None) -> Traced:
-    """The form called `name`, or the one that is safe in float16 and needs no state.
+    """Return the form called `name`, or the one that is safe in float16 and needs no state.
 
     Raises:
         NotExportable: the policy has no score or no such form, or it rescores by other state.

@@ -25,7 +25,7 @@ SAMPLES = ".samples.safetensors"
 
 
 def describe(spec: Spec, graph: StageGraph, used: set[str], outputs: list[Port]) -> dict[str, Any]:
-    """What can be said of a graph before its file is written.
+    """Describe a graph before its file is written.
 
     Args:
         spec: what was asked for.
@@ -55,7 +55,7 @@ def describe(spec: Spec, graph: StageGraph, used: set[str], outputs: list[Port])
 
 
 def asked(spec: Spec, graph: StageGraph) -> dict[str, Any]:
-    """The part of a manifest that was asked for: two graphs are the same if this is."""
+    """Return the part of a manifest that was asked for: two graphs are the same if this is."""
     return {
         "policy": spec.recipe(),
         "stage": spec.stage,
@@ -66,7 +66,7 @@ def asked(spec: Spec, graph: StageGraph) -> dict[str, Any]:
 
 
 def read(graph: Path, expected: str = SCHEMA) -> dict[str, Any]:
-    """The manifest of a graph's file, which is checked to be the one it was made with.
+    """Read the manifest of a graph's file, which is checked to be the one it was made with.
 
     Raises:
         ManifestError: it is missing, unreadable, of another schema, or of another file.
@@ -132,7 +132,7 @@ def _unchanged(folder: Path, entry: dict[str, Any], manifest: str) -> None:
 
 
 def spec_of(found: dict[str, Any]) -> Spec:
-    """The spec a manifest describes.
+    """Return the spec a manifest describes.
 
     Raises:
         ManifestError: it describes none that this kvcap knows.

@@ -35,7 +35,7 @@ def to_ort(file: Path) -> Path:
 
 
 def report(file: Path) -> str:
-    """Which nodes CoreML and NNAPI would take, in the words of the usability checker."""
+    """Say which nodes CoreML and NNAPI would take, in the words of the usability checker."""
     lines: list[str] = []
     logger = logging.getLogger("kvcap.export.graphs.mobile")
     handler = logging.Handler()

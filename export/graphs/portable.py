@@ -17,7 +17,7 @@ UNIT = "kvcap::unit"
 
 @torch.library.custom_op(UNIT, mutates_args=())
 def unit(vectors: Tensor) -> Tensor:
-    """`x / |x|` along the last axis, 0 where `x` is 0. Any shape.
+    """Compute `x / |x|` along the last axis, 0 where `x` is 0. Any shape.
 
     In a graph this is LpNormalization, whose kernels neither overflow where |x| > 256 in float16
     nor divide by zero.
@@ -31,7 +31,9 @@ def _(vectors: Tensor) -> Tensor:
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
-    """What the ONNX exporter does not know, or says at length: `unit`, sorting, medians, NaNs.
+    """Return translations of what the ONNX exporter does not know, or says at length.
+
+    These are `unit`, sorting, medians and NaNs.
 
     TopK decides ties by the lower index, as a stable sort does.
     """

@@ -29,11 +29,11 @@ class Port:
     meaning: str
 
     def type_in(self, dtype: str) -> str:
-        """The element type where the cache is `dtype`."""
+        """Return the element type where the cache is `dtype`."""
         return dtype if self.dtype == CACHE else self.dtype
 
     def as_dict(self, dtype: str, sizes: dict[str, int | None]) -> dict[str, Any]:
-        """What a manifest says of it; an open axis has its name in place of a size."""
+        """Describe the port for a manifest; an open axis has its name in place of a size."""
         axes = [{"name": axis, "size": sizes[axis] or axis} for axis in self.axes]
         return {
             "name": self.name, "dtype": self.type_in(dtype), "axes": axes,
@@ -83,19 +83,19 @@ PORTS = _table(
 
 
 def ports_of(state: Mapping[str, torch.dtype]) -> dict[str, Port]:
-    """All ports there are where a policy keeps `state` of every slot."""
+    """Return all ports there are where a policy keeps `state` of every slot."""
     again = "what this graph returned for the slot last time, 0 for a new one"
     types = {name: str(dtype).removeprefix("torch.") for name, dtype in state.items()}
     return {name: Port(name, types[name], _SLOT, "1", again) for name in types} | PORTS
 
 
 def scores_port() -> Port:
-    """The output of every score graph."""
+    """Return the output of every score graph."""
     return Port("scores", "float32", _SLOT, "see formula", "worth of every slot, higher is kept")
 
 
 def kept_port(port: Port) -> Port:
-    """A slot's property after eviction: `kept_NAME`, over the slots that stay."""
+    """Return a slot's property after eviction: `kept_NAME`, over the slots that stay."""
     axes = tuple("kept" if axis == "slots" else axis for axis in port.axes)
     return Port(f"kept_{port.name}", port.dtype, axes, port.unit, f"{port.name} of the slots kept")
 

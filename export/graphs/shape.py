@@ -44,21 +44,21 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """`G`: query heads that share a KV head."""
+        """Return `G`: query heads that share a KV head."""
         return self.heads // self.kv_heads
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied by."""
+        """Return what logits are multiplied by."""
         return self.head_dim**-0.5 if self.scaling is None else self.scaling
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a manifest."""
+        """Return plain values, for a manifest."""
         return asdict(self)
 
 
 def model_sizes(model: str) -> dict[str, Any]:
-    """The sizes of a model's capped layers, from its config alone.
+    """Return the sizes of a model's capped layers, from its config alone.
 
     Args:
         model: 'pocket', a directory, or a repository of the hub.

@@ -49,7 +49,7 @@ class Spec:
             self.eviction.check(self.shape.budget)
 
     def graph(self) -> StageGraph:
-        """The module to trace.
+        """Make the module to trace.
 
         Raises:
             NotExportable: there is none.
@@ -59,11 +59,11 @@ class Spec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type of the cache."""
+        """Return the type of the cache."""
         return torch_dtype(self.dtype)
 
     def stem(self) -> str:
-        """The name of its files without what ends them."""
+        """Return the name of its files without what ends them."""
         parts = [self.eviction.name, self.stage, self.graph().form.name, self.dtype]
         if self.stage == "evict":
             parts.append(f"to{self.shape.budget}")
@@ -72,7 +72,7 @@ class Spec:
         return ".".join(parts)
 
     def notes(self) -> list[str]:
-        """What of the policy is not in the graph, for its reader."""
+        """Say what of the policy is not in the graph, for its reader."""
         found, eviction = [], self.eviction
         if eviction.layer_budget is not None:
             found.append("layers hold unequal budgets: export an evict graph for every budget")
@@ -90,12 +90,12 @@ class Spec:
         return found
 
     def recipe(self) -> dict[str, Any]:
-        """The part of the policy that is in the graph, as `recipe`."""
+        """Return the part of the policy that is in the graph, as `recipe` has it."""
         return recipe(graph_part(self.eviction))
 
 
 def recipe(eviction: Eviction) -> dict[str, Any]:
-    """A policy in plain values, from which `load_policy` makes it again."""
+    """Write a policy in plain values, from which `load_policy` makes it again."""
     options: dict[str, Any] = {}
     for component in reversed(eviction.components):  # an option is the first part's that has it
         options |= component.options()
@@ -105,7 +105,7 @@ def recipe(eviction: Eviction) -> dict[str, Any]:
 
 
 def with_graphs_of_their_own() -> list[str]:
-    """Policies and presets whose graph has parts that no other's has, all of them sorted.
+    """Return policies and presets whose graph has parts that no other's has, sorted.
 
     Of those with the same parts in a graph, such as `snapkv`, `adakv` and `calidrop`, it is the one
     with the fewest parts and options.
@@ -119,7 +119,7 @@ def with_graphs_of_their_own() -> list[str]:
 
 
 def recalled(recipe: dict[str, Any], shape: dict[str, Any], **rest: str) -> Spec:
-    """The spec that a manifest describes.
+    """Return the spec that a manifest describes.
 
     Raises:
         ValueError: of a policy that is not known here, or sizes that make no layer.

@@ -55,7 +55,7 @@ class Score(StageGraph):
             self.inputs += [PORTS["pinned"], PORTS["budget"]]
 
     def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
-        """Scores and the state that scoring brought up to date."""
+        """Compute scores, and the state that scoring brought up to date."""
         form, obs = self.form, self.form.observe(given)
         scores = form.score(given, obs)
         if form.eviction.rescorer is not None:
@@ -79,7 +79,7 @@ class Evict(StageGraph):
         self.inputs = [*{**first, **scoring}.values(), PORTS["pinned"]]
 
     def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
-        """Everything a slot has, of the slots that stay."""
+        """Compute everything a slot has, of the slots that stay."""
         form, obs = self.form, self.form.observe(given)
         worth = self.worth(given, obs)
         stays = torch.sym_min(worth.shape[-1], form.shape.budget)
@@ -100,7 +100,7 @@ class Evict(StageGraph):
         ]
 
     def decided(self, given: Named) -> tuple[Tensor, dict[str, Tensor]]:
-        """What decides which slots stay, [B, K, n], and the state that scoring brought up to date.
+        """Return what decides which slots stay [B, K, n], and the state that scoring updated.
 
         `given` has the form's inputs and `pinned`.
         """
@@ -111,7 +111,7 @@ class Evict(StageGraph):
         return worth, state
 
     def worth(self, given: Named, obs: Observation) -> Tensor:
-        """What decides which slots stay, [B, K, n]: scores with pins above all."""
+        """Return what decides which slots stay [B, K, n]: scores with pins above all."""
         form, eviction, pinned = self.form, self.form.eviction, given["pinned"]
         scores = eviction.score(obs, by=lambda _, obs: form.score(given, obs))
         if eviction.pins(form.shape.budget):
@@ -134,7 +134,7 @@ class Update(StageGraph):
         self.inputs = [PORTS[name] for name in form.update_inputs]
 
     def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
-        """The new state."""
+        """Compute the new state."""
         return list(zip(self.form.update_outputs(), self.form.update(given), strict=True))
 
 
@@ -142,7 +142,7 @@ STAGES: dict[str, type[StageGraph]] = {"score": Score, "evict": Evict, "update":
 
 
 def evicted(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
-    """The slots of each head that go, all but the `stays` that are worth most, in no order.
+    """Select the slots of each head that go, all but the `stays` that are worth most, in no order.
 
     They are few when one token arrives. Of equal ones the older go, as `policies.base.order` has
     it.
@@ -164,7 +164,7 @@ def evicted(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
 
 
 def survivors(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
-    """The `stays` slots of each head that `evicted` leaves, in the order they lie in.
+    """Select the `stays` slots of each head that `evicted` leaves, in the order they lie in.
 
     Slots that lie in time order stay so: then a slot's index is its rank. [B, K, stays], ascending.
     """
@@ -180,11 +180,11 @@ def survivors(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
 
 
 def rows_of(keep: Tensor, slots: int) -> Tensor:
-    """Indices [B, K, N] of slots as rows of all heads' slots laid out flat, [B·K·N]."""
+    """Return the indices [B, K, N] of slots as rows of all heads' slots laid out flat, [B·K·N]."""
     heads = torch.arange(keep.shape[0] * keep.shape[1]).view(*keep.shape[:2], 1)
     return (keep + heads * slots).flatten()
 
 
 def take(tensor: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
-    """The rows of [B, K, n, ...]; flat, which runtimes gather several times faster."""
+    """Gather rows of [B, K, n, ...] as a flat list, which runtimes do several times faster."""
     return tensor.flatten(0, 2).index_select(0, rows).view(*keep.shape, *tensor.shape[3:])

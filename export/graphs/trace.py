@@ -22,7 +22,7 @@ FOLDED = 64  # numbers of a constant at most: what is larger, a device computes 
 
 
 def trace(graph: StageGraph, given: dict[str, Tensor]) -> Any:
-    """The stripped onnx.ModelProto of a graph, traced on the inputs `given`."""
+    """Trace a graph on the inputs `given`; return the stripped onnx.ModelProto."""
     open_axes = {
         axis: torch.export.Dim(axis, min=1) for axis in DYNAMIC if graph.sizes[axis] is None
     }
@@ -45,7 +45,7 @@ def trace_without_weights(
     tensors: list[Tensor],
     open_axes: dict[str, Any],
 ) -> Any:
-    """The stripped onnx.ModelProto of a module whose weights are inputs, by their names in it.
+    """Trace a module whose weights become inputs by their names; return the stripped ModelProto.
 
     They are neither copied nor folded, and no two of them become one for being equal.
 
@@ -78,7 +78,7 @@ def program_of(
     open_axes: dict[str, Any],
     optimize: bool = True,
 ) -> Any:
-    """The torch.onnx.ONNXProgram of a module, traced on `tensors`, its inputs in order.
+    """Trace a module on `tensors`, its inputs in order; return the torch.onnx.ONNXProgram.
 
     `open_axes` are those without a fixed size, as a torch.export.Dim each.
     """

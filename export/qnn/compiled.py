@@ -74,7 +74,7 @@ class Simulated(GraphReport):
     where = "Hexagon simulated"
 
     def excused(self, row: CheckedCase) -> str:
-        """Cosines of keys that share one large channel are equal in float16; so are ties."""
+        """Excuse ties, as cosines of keys that share one large channel are equal in float16."""
         if row.kind == "outliers":
             return "beyond float16"
         tied = row.kind == "all zero" and row.finite and row.error <= row.allowed
@@ -82,7 +82,7 @@ class Simulated(GraphReport):
 
 
 def target_of(name: str, spec: Spec) -> CompileTarget:
-    """The target called `name`: a chip such as SM8650, or a Hexagon version such as v75.
+    """Return the target called `name`: a chip such as SM8650, or a Hexagon version such as v75.
 
     Refuses early what cannot be compiled for it.
 

@@ -222,7 +222,7 @@ class InPlace:
         return [np.sort(x.buffers["positions"][0, :, : x.held], axis=1) for x in self.layers]
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
-        """Everything that is held, by buffer and layer (views); see `ExportedDecoder.state`."""
+        """Return views of all that is held, by buffer and layer; see `ExportedDecoder.state`."""
         found: dict[str, Array] = {}
         for i, (layer, count) in enumerate(zip(self.layers, held, strict=True)):
             if not min(layer.budget, seen) <= count <= min(seen, layer.capacity - 1):
@@ -571,7 +571,7 @@ class PairedDecoder:
         return list(self._held("positions", slots_in_use(self.budget, seen)))
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
-        """Everything that is held, by name (views); see `ExportedDecoder.state`."""
+        """Return views of everything that is held, by name; see `ExportedDecoder.state`."""
         slots = slots_in_use(self.budget, seen)
         if list(held) != [slots] * self.layers:
             raise ValueError(f"{held} slots cannot be held after {seen} tokens")
