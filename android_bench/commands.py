@@ -350,7 +350,7 @@ def _reached(lan: bool, address: str | None) -> str | None:
 
 
 def lan_address() -> str:
-    """This machine's address on the way to other networks.
+    """Return this machine's address on the way to other networks.
 
     Raises:
         NoNetwork: there is none.

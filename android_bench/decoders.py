@@ -17,7 +17,7 @@ PAGE_BYTES = 3 << 30  # of weights and slots: WebAssembly addresses 4 GiB, a run
 
 
 def decoder_in(folder: Path) -> Manifest:
-    """The manifest of a decoder that runs on a device.
+    """Return the manifest of a decoder that runs on a device.
 
     Raises:
         ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, GraphBroken: it is none, or
@@ -38,7 +38,7 @@ def decoder_in(folder: Path) -> Manifest:
 
 
 def decoder_for_a_page(folder: Path) -> Manifest:
-    """The manifest of a decoder that a page can chat with.
+    """Return the manifest of a decoder that a page can chat with.
 
     Raises:
         ModelFilesBroken: its tokenizer cannot be used.

@@ -26,7 +26,7 @@ _FILES = {PLAN: "plan.schema.json", BENCH: "bench.schema.json"}
 
 @cache
 def schema(name: str) -> dict[str, Any]:
-    """The JSON schema called `name`."""
+    """Load the JSON schema called `name`."""
     found: dict[str, Any] = json.loads((SCHEMAS / _FILES[name]).read_text(encoding="utf-8"))
     return found
 
@@ -52,7 +52,7 @@ def validate(found: object, name: str, said: str, error: type[AndroidError]) -> 
 
 
 def parsed(data: bytes, said: str, error: type[AndroidError]) -> Any:
-    """A JSON document; NaN and infinity are no JSON.
+    """Parse a JSON document; NaN and infinity are no JSON.
 
     Args:
         data: UTF-8.
@@ -71,7 +71,7 @@ def parsed(data: bytes, said: str, error: type[AndroidError]) -> Any:
 
 
 def load_json(path: Path, error: type[AndroidError]) -> Any:
-    """A JSON file's content. Only ordinary files are opened: pipes and devices may never end."""
+    """Read a JSON file. Only ordinary files are opened: pipes and devices may never end."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
@@ -88,7 +88,7 @@ def load_json(path: Path, error: type[AndroidError]) -> Any:
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """The plan in a folder, whose files are all there and as they were written.
+    """Read the plan in a folder, whose files are all there and as they were written.
 
     Raises:
         PlanBroken: no plan, another schema, a missing or changed file, or a plan whose parts
@@ -141,7 +141,7 @@ def _check_references(plan: dict[str, Any]) -> None:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file of any size."""
+    """Return the digest of a file of any size."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(2**20):
@@ -150,20 +150,20 @@ def sha256(path: Path) -> str:
 
 
 def port_bytes(port: dict[str, Any]) -> int:
-    """Bytes of an input or output of a cell."""
+    """Return the bytes of an input or output of a cell."""
     numbers: int = prod(port["shape"])
     return numbers * int(np.dtype(port["dtype"]).itemsize)
 
 
 def plan_id(plan: dict[str, Any]) -> str:
-    """16 digits that change with anything in the plan."""
+    """Return 16 digits that change with anything in the plan."""
     rest = {key: value for key, value in plan.items() if key != "id"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result as a file holds it.
+    """Read a result as a file holds it.
 
     Raises:
         ResultBroken: it cannot be read, or is of another schema.
@@ -174,7 +174,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def parent_of(path: Path) -> Path:
-    """The folder that a file will be written to; asked before anything is measured.
+    """Return the folder that a file will be written to; asked before anything is measured.
 
     Raises:
         ResultBroken: there is none.

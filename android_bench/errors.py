@@ -52,7 +52,7 @@ class ResultBroken(AndroidError, ValueError):
 
 
 class ResultsFull(AndroidError):
-    """No more results are taken, so that no client fills the disk."""
+    """The server takes no more results, so that no client fills the disk."""
 
 
 class ServerMissing(AndroidError):
@@ -92,7 +92,7 @@ class NoAdb(DeviceError):
 
 
 class NoDevice(DeviceError):
-    """No device is connected, or none of that serial number."""
+    """There is no device connected, or none of that serial number."""
 
 
 class SeveralDevices(DeviceError, ValueError):
@@ -108,7 +108,7 @@ class DeviceFull(DeviceError):
 
 
 class RunnerMissing(DeviceError, ValueError):
-    """No C runner was built, or the device has no Python with onnxruntime."""
+    """There is no C runner built, or the device has no Python with onnxruntime."""
 
 
 class DeviceLost(DeviceError):

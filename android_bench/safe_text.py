@@ -16,7 +16,7 @@ LEADING = re.compile(r"^(?:[#+=-](?=[\s#+=-]|$)|\d+(?=[.)](?:\s|$)))")  # a head
 
 
 def plain(text: object, longest: int = LONGEST) -> str:
-    r"""Words on one line, without characters that move a cursor, hide, or turn what follows.
+    r"""Write words on one line, without characters that move a cursor, hide, or turn what follows.
 
     >>> plain("A\n# B \x1b[31m")
     'A # B �[31m'
@@ -26,7 +26,7 @@ def plain(text: object, longest: int = LONGEST) -> str:
 
 
 def escaped(text: object, longest: int = LONGEST) -> str:
-    r"""Words that Markdown shows as they are, wherever they stand.
+    r"""Write words so that Markdown shows them as they are, wherever they stand.
 
     >>> escaped("<b>A | B_1*</b>")
     '&lt;b&gt;A \\| B_1\\*&lt;/b&gt;'

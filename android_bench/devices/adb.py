@@ -32,7 +32,7 @@ LOST = re.compile(r"not found|offline|closed|no devices|cannot connect|protocol 
 
 
 def adb_program() -> str:
-    """The adb on the PATH, else the one that adbutils brings.
+    """Return the adb on the PATH, else the one that adbutils brings.
 
     Raises:
         NoAdb: neither is there.
@@ -82,7 +82,7 @@ def connected() -> dict[str, str]:
 
 
 def chosen(serial: str | None) -> Device:
-    """The device of that serial number, or the only one.
+    """Return the device of that serial number, or the only one.
 
     Raises:
         NoDevice: there is none, or it does not answer.
@@ -114,7 +114,7 @@ class Device:
     serial: str
 
     def shell(self, script: str, timeout: float = QUICK) -> tuple[str, int]:
-        """What a script prints, and the exit code of its last command.
+        """Run a script on the device; return what it prints, and the exit code of its last command.
 
         Raises:
             DeviceLost: it broke off, though adb may say that all is well.
@@ -152,7 +152,7 @@ class Device:
         adb("-s", self.serial, "reverse", "--remove", f"tcp:{port}")
 
     def free_bytes(self, folder: str) -> int:
-        """What may still be written there.
+        """Return how many bytes may still be written to a folder of the device.
 
         Raises:
             DeviceError: the folder is not there.
@@ -181,7 +181,7 @@ class Device:
 
 
 def quoted(text: str | Sequence[str]) -> str:
-    """Words for a shell."""
+    """Quote words for a shell."""
     return shlex.quote(text) if isinstance(text, str) else shlex.join(text)
 
 

@@ -51,14 +51,14 @@ class DeviceRunSettings:
 
 @dataclass(frozen=True)
 class Runner:
-    """What is pushed beside the plan, and how it is started in its folder."""
+    """A runner that is pushed beside the plan, and started in its folder."""
 
     files: tuple[Path, ...]
     command: tuple[str, ...]
 
 
 def c_runner(folder: Path | None) -> Runner:
-    """The C runner as CMake left it in `folder`.
+    """Return the C runner as CMake left it in `folder`.
 
     Raises:
         RunnerMissing: it was not built.
@@ -75,7 +75,7 @@ def c_runner(folder: Path | None) -> Runner:
 
 
 def python_runner(device: Device, python: str, scratch: Path) -> Runner:
-    """The Python runner, for the device's own Python.
+    """Return the Python runner, for the device's own Python.
 
     Raises:
         RunnerMissing: the device has none, or without numpy and onnxruntime.

@@ -46,14 +46,14 @@ class DecoderWork:
 
 
 def shape_of(folder: Path) -> dict[str, Any]:
-    """The sizes of a decoder's layer, as a plan's shape has them, and `name`."""
+    """Return the sizes of a decoder's layer, as a plan's shape has them, and `name`."""
     found = decoder_in(folder)
     sizes = {name: found.model[name] for name in ("kv_heads", "heads", "head_dim")}
     return {**sizes, "block": found.facts["block_size"], "name": str(found.model["name"])}
 
 
 def decoder_entry(source: Path, work: DecoderWork, folder: Folder) -> dict[str, Any]:
-    """What a plan says of the decoder in `source`, whose files are copied into `folder`."""
+    """Describe the decoder in `source` for a plan, and copy its files into `folder`."""
     found = decoder_in(source)
     facts, model = found.facts, found.model
     for name in (MANIFEST, *sorted(found.listed)):
@@ -102,5 +102,5 @@ def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
 
 
 def runs_of(facts: Any) -> int:
-    """The length of the sample's first run."""
+    """Return the length of the sample's first run."""
     return int(facts["sample"]["runs"][0])

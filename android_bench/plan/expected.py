@@ -133,7 +133,7 @@ class SizedGraph:
 
 
 class Expected:
-    """What eager gives for the inputs `given`, and how far from it an output may be."""
+    """Outputs that eager code gives for the inputs `given`, and how far from them others may be."""
 
     def __init__(self, case: SizedGraph, given: dict[str, Tensor], name: str) -> None:
         self.case, self.given, self.name = case, given, name
@@ -147,12 +147,12 @@ class Expected:
         )
 
     def allowed(self, name: str) -> float:
-        """The largest difference to eager that passes; what `kvcap export verify` allows."""
+        """Return the largest difference to eager that passes; what `kvcap export verify` allows."""
         eager = self.eager[name]
         return difference(eager, eager, self.truth[name], RTOL)[1]
 
     def marks(self) -> Tensor:
-        """2 for a slot that must stay, 1 where it may, 0 where it must go. [B, K, n] uint8."""
+        """Mark slots [B, K, n] uint8: 2 where one must stay, 1 where it may, 0 where it must go."""
         worth, near = self.eager["worth"], self.allowed("worth")
         kept = self.case.sizes["kept"]
         least = worth.topk(kept, dim=-1).values[..., -1:]
@@ -160,7 +160,7 @@ class Expected:
 
     @property
     def decided(self) -> bool:
-        """Whether no tie hides what the outputs should be, where that matters."""
+        """Tell whether no tie hides what the outputs should be, where that matters."""
         graph = self.case.graph
         if not isinstance(graph, Evict) or not graph.form.kept_state({}, self.given["keys"]):
             return True
@@ -168,7 +168,7 @@ class Expected:
         return bool((stay == self.case.sizes["kept"]).all())
 
     def outputs(self, folder: Folder) -> list[Port]:
-        """Every output of the graph and its check."""
+        """Return every output of the graph with its check."""
         found = []
         for port in self.case.said["outputs"]:
             shape = self.case.shape_of([axis["name"] for axis in port["axes"]])
@@ -179,7 +179,7 @@ class Expected:
         return found
 
     def check(self, name: str, folder: Folder) -> dict[str, Any]:
-        """How an output is checked."""
+        """Describe how an output is checked."""
         source = name.removeprefix("kept_")
         if name == "kept_slot":
             marks = self.marks().numpy().tobytes()
@@ -200,12 +200,12 @@ class Expected:
                 "allowed": RTOL * float(total.abs().amax())}  # fmt: skip
 
     def kept_keys(self) -> Tensor:
-        """Keys of the slots that stay, where no tie leaves a choice. [B, K, N, D]."""
+        """Return the keys of the slots that stay, where no tie leaves a choice. [B, K, N, D]."""
         keys, stays = self.given["keys"], self.marks() > 0
         index = stays.nonzero(as_tuple=True)[-1].view(*stays.shape[:2], -1, 1)
         return keys.gather(2, index.expand(*index.shape[:3], keys.shape[-1]))
 
 
 def tensor(port: Port, folder: Path) -> Tensor:
-    """An input as torch sees it."""
+    """Return an input as torch sees it."""
     return torch.from_numpy(filled(port, folder).copy())

@@ -28,7 +28,7 @@ class PolicyVariant:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a cell is measured; see `rules` of the plan's schema."""
+    """Rules by which a cell is measured; see `rules` of the plan's schema."""
 
     warmup_runs: int = 5
     warmup_seconds: float = 0.5
@@ -50,7 +50,7 @@ class Group:
     dtypes: tuple[str, ...]
 
     def models(self) -> Iterator[tuple[PolicyVariant, str, int | None]]:
-        """The graphs: variant, type and, of stage evict, budget."""
+        """Yield the graphs: variant, type and, of stage evict, budget."""
         budgets = self.sizes if self.stage == "evict" else (None,)
         for variant in self.variants:
             for dtype in self.dtypes:
@@ -79,12 +79,12 @@ BOTH = ("fp32", "fp16")
 
 
 def table19() -> PlanPreset:
-    """The paper's Table 19."""
+    """Return the preset of the paper's Table 19."""
     return PlanPreset((Group("score", TABLE19, SIZES, ("fp16",)),))
 
 
 def quick() -> PlanPreset:
-    """The same at three sizes, and two graphs that evict."""
+    """Return the preset of the paper's Table 19 at three sizes, and two graphs that evict."""
     groups = (
         Group("score", TABLE19, (512, 2048, 8192), ("fp16",)),
         Group("score", TABLE19, (512,), ("fp32",)),
@@ -94,7 +94,7 @@ def quick() -> PlanPreset:
 
 
 def full() -> PlanPreset:
-    """Every policy that has a graph of its own, scoring and evicting."""
+    """Return the preset of every policy that has a graph of its own, scoring and evicting."""
     from kvcap.export.graphs.spec import with_graphs_of_their_own
 
     once = {variant.policy for variant in TABLE19 if variant.queries is None}
@@ -115,7 +115,7 @@ def narrowed(
     stages: Sequence[str] = (),
     sizes: Sequence[int] = (),
 ) -> PlanPreset:
-    """A preset, or what of it was asked for; `sizes` take the place of its own.
+    """Return a preset, or the part of it that was asked for; `sizes` take the place of its own.
 
     Raises:
         PlanBroken: there is no such preset, or none of what was asked for is in it.

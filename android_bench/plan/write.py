@@ -29,7 +29,7 @@ REFERENCE = "keydiff.stateless.score"  # what relative numbers are relative to, 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a plan is asked to measure: a preset on a layer of some model."""
+    """A request that says what a plan shall measure: a preset on a layer of some model."""
 
     name: str  # of the preset
     preset: PlanPreset

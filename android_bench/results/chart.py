@@ -107,7 +107,7 @@ def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
 
 
 def chosen(result: Row) -> Lines:
-    """The series in the reference's setting with the fewest threads; any other where it failed."""
+    """Return the series of the reference's setting with fewest threads; another if it failed."""
     found = series(result)
     reference = [rows for rows in found.values() if rows[0]["id"] == result["run"]["reference"]]
     rest = sorted(reference or found.values(), key=lambda rows: int(rows[0]["threads"]))

@@ -26,7 +26,7 @@ REMARKS = {"rules", "skipped"}  # flags that make no result invalid
 
 
 def statistics(rounds: list[list[float]]) -> dict[str, float]:
-    """Of all rounds' samples: least, median, 90th percentile, mean, standard deviation (n - 1).
+    """Join all rounds' samples: least, median, 90th percentile, mean, standard deviation (n - 1).
 
     >>> statistics([[1.0, 2.0], [3.0, 4.0]])["p50_us"]
     2.5
@@ -39,7 +39,7 @@ def statistics(rounds: list[list[float]]) -> dict[str, float]:
 
 
 def judged(result: Row) -> Row:
-    """A copy with statistics, derived numbers and flags; the argument is of the schema.
+    """Add statistics, derived numbers and flags to a copy of a result of the schema.
 
     Raises:
         ResultBroken: it says other statistics than its samples give, or names a row twice.
@@ -83,7 +83,7 @@ def _timed(row: Row) -> Row:
 
 
 def relative(result: Row, reference: str | None) -> Row:
-    """The result with another reference, or as it is where that is None.
+    """Return the result with another reference, or as it is where that is None.
 
     Raises:
         NotComparable: it has no such cell.
@@ -96,7 +96,7 @@ def relative(result: Row, reference: str | None) -> Row:
 
 
 def rows_of(result: Row) -> Row:
-    """A judged result without its samples, which are most of it."""
+    """Return a judged result without its samples, which are most of it."""
     lean = {name: [{k: v for k, v in row.items() if k != "samples_us"} for row in result[name]]
             for name in ("cells", "baselines")}  # fmt: skip
     if "decoders" in result:
@@ -106,12 +106,12 @@ def rows_of(result: Row) -> Row:
 
 
 def key(row: Row) -> tuple[str, int, str]:
-    """A row's identity: cell, threads, provider."""
+    """Return a row's identity: cell, threads, provider."""
     return row["id"], row["threads"], row["provider_asked"]
 
 
 def said(row: Row) -> str:
-    """A row's identity in words."""
+    """Return a row's identity in words."""
     return plain(f"{row['id']} ({row['provider_asked']}, {row['threads']})", 450)
 
 
@@ -135,12 +135,12 @@ def _complete(row: Row) -> None:
 
 
 def spread(row: Row) -> float:
-    """How many times its least sample a row's 90th percentile is: 1 where all took the same."""
+    """Return a row's 90th percentile over its least sample: 1 where all took the same."""
     return float(row["p90_us"] / row["min_us"])
 
 
 def measured(result: Row) -> list[Row]:
-    """The rows that have samples."""
+    """Return the rows that have samples."""
     return [row for row in result["cells"] if row["status"] == "ok"]
 
 
@@ -159,7 +159,7 @@ def _relative(result: Row) -> list[Row]:
 
 
 def series(result: Row) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows that differ in their slots only, by size; of stage score."""
+    """Group rows of stage score that differ in their slots only, by size."""
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in measured(result):
         if row["stage"] == "score":
@@ -169,7 +169,7 @@ def series(result: Row) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def fits(result: Row) -> list[Row]:
-    """`t0 + slope · n` of every series of three sizes or more; see `fit`."""
+    """Fit `t0 + slope · n` to every series of three sizes or more; see `fit`."""
     found = []
     for name, rows in series(result).items():
         if len({row["n"] for row in rows}) >= 3:
@@ -180,7 +180,7 @@ def fits(result: Row) -> list[Row]:
 
 
 def fit(slots: list[int], times: list[float]) -> dict[str, float]:
-    """Least squares of relative errors, t0 not below 0: else the largest size would decide t0.
+    """Fit a line by relative errors, t0 not below 0: else the largest size would decide t0.
 
     Returns:
         t0_us, us_per_1024 (slots), and worst: the largest relative error of the line.
@@ -259,7 +259,7 @@ def _decoder_flags(result: Row, row: Row) -> Iterator[Flag]:
 
 
 def timed(result: Row) -> list[Row]:
-    """The decoders that have samples."""
+    """Return the decoders that have samples."""
     return [row for row in result.get("decoders", []) if row["status"] == "ok"]
 
 

@@ -14,7 +14,7 @@ SPEEDS = (  # 1: more is slower, -1: less is
 
 
 def regressions(now: Row, before: Row, allowed: float) -> list[str]:
-    """Cells whose median grew by more than `allowed` (0.1 is a tenth), and those that ran no more.
+    """Return cells whose median grew by more than `allowed` (0.1: a tenth), and those not run.
 
     Raises:
         NotComparable: another device or shape, or no cell in common.

@@ -33,7 +33,7 @@ ARM_ABIS = ("arm", "aarch64", "iphone", "ipad", "unknown")  # a browser may say 
 
 
 class Origin(NamedTuple):
-    """Where a measurement comes from, and what decided it."""
+    """An origin that says where a measurement comes from, and what decided it."""
 
     source: str  # real, emulated, host
     reason: str
@@ -70,7 +70,7 @@ def origin(signs: Mapping[str, Any], header: str) -> Origin:
 
 
 def believed(device: Mapping[str, Any]) -> tuple[str, str]:
-    """The source that a result's device has, and what decided it."""
+    """Return the source that a result's device has, and what decided it."""
     claimed = str(device["source"])
     if claimed != "real":
         return claimed, str(device["source_reason"])
@@ -90,7 +90,7 @@ def believed(device: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """What the numbers of one result may be called."""
+    """Return what the numbers of one result may be called."""
     device = result["device"]
     source, _ = believed(device)
     parts = [device["model"], device.get("soc")]

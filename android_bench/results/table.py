@@ -31,7 +31,7 @@ ROW = ("policy", "formulation", "queries")
 
 
 def markdown(results: Sequence[Row]) -> str:
-    """One or several judged results, side by side where there are several.
+    """Write one or several judged results as Markdown, side by side where there are several.
 
     Every text goes through `_title`, `_said`, `_listed` or `table`, which escape it.
     """
@@ -46,7 +46,7 @@ def markdown(results: Sequence[Row]) -> str:
 
 
 def slower(lines: Sequence[str]) -> str:
-    """Regressions as a list."""
+    """List regressions."""
     return "\n".join(_listed(f"slower: {line}") for line in lines)
 
 
@@ -63,12 +63,12 @@ def _listed(text: str) -> str:
 
 
 def heading(results: Sequence[Row]) -> str:
-    """The title of everything; whatever is not from a real device says so."""
+    """Return the title of everything; whatever is not from a real device says so."""
     return "Latency of eviction scores. " + "; ".join(title(result) for result in results)
 
 
 def label(row: Row) -> str:
-    """A policy with what distinguishes it in a table."""
+    """Name a policy with what distinguishes it in a table."""
     parts = [row["policy"]]
     if row["formulation"] != TRACED or row["policy"] == "keydiff":
         parts.append(row["formulation"])
@@ -78,14 +78,14 @@ def label(row: Row) -> str:
 
 
 def short(result: Row) -> str:
-    """A column's heading: the device, and what it is where it is none."""
+    """Return a column's heading: the device, and what it is where it is none."""
     source, _ = believed(result["device"])
     tag = {"real": "", "emulated": "EMULATED ", "host": "HOST "}[source]
     return f"{tag}{plain(result['device']['model'], 60)} ({result['run']['runner']})"
 
 
 def microseconds(value: float) -> str:
-    """Three digits.
+    """Write a time in three digits.
 
     >>> microseconds(23.456), microseconds(14523.2)
     ('23.5', '14,523')
@@ -96,7 +96,7 @@ def microseconds(value: float) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    """A Markdown table; the first column is text, the others numbers."""
+    """Yield a Markdown table; the first column is text, the others numbers."""
     first, *others = (list(map(escaped, row)) for row in (head, *rows))
     yield "| " + " | ".join(first) + " |"
     yield "|---|" + "---:|" * (len(first) - 1)
@@ -105,12 +105,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """What a table is of."""
+    """Return the setting that a table is of: type of numbers, provider and threads."""
     return row["dtype"], row["provider_asked"], row["threads"]
 
 
 def setting_name(name: tuple[Any, ...]) -> str:
-    """A setting in words."""
+    """Name a setting in words."""
     dtype, provider, threads = name
     return plain(f"{dtype}, {provider}, {threads} thread{'s' * (threads > 1)}")
 

@@ -15,7 +15,7 @@ PLAN = "kvcap.android_plan/1"
 
 
 def load_plan(path: Path) -> Cell:
-    """The plan; kvcap has held it to its schema when it was written.
+    """Load the plan; kvcap has held it to its schema when it was written.
 
     Raises:
         Refused: it cannot be read, is of another schema, or its generator is not this one.

@@ -23,7 +23,7 @@ SAME = ("id", "model", "policy", "positions", "dtype", "budget", "block", "evict
 
 
 def row_of(plan: Cell, threads: int, provider: str) -> Cell:
-    """What a result says of the plan's decoder before it was timed."""
+    """Return what a result says of the plan's decoder before it was timed."""
     wanted = plan["decoder"]
     sha256 = {entry["file"]: entry["sha256"] for entry in plan["files"]}
     return {**{key: wanted[key] for key in SAME}, "model_sha256": sha256[wanted["manifest"]],
@@ -32,7 +32,7 @@ def row_of(plan: Cell, threads: int, provider: str) -> Cell:
 
 
 def loaded(manifest: Path, every: int, threads: int) -> SharedDecoder:
-    """The decoder, with its buffers."""
+    """Load the decoder, with its buffers."""
     from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
     from kvcap.runtime.backends.onnxruntime.graph import Graph
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest
@@ -72,7 +72,7 @@ class TextReader:
 
 
 def checked(decoder: SharedDecoder, check: Cell, folder: Path) -> Cell:
-    """Whether the decoder's logits are those that the plan expects."""
+    """Check whether the decoder's logits are those that the plan expects."""
     text, expected = (
         TextReader(decoder, check["prompt"]),
         np.fromfile(folder / check["file"], "<f4"),
@@ -84,7 +84,7 @@ def checked(decoder: SharedDecoder, check: Cell, folder: Path) -> Cell:
 
 
 def compared(logits: Array, expected: Array, allowed: float) -> Cell:
-    """The parity of logits [V]."""
+    """Compare logits [V] with the expected ones; return their parity."""
     error = float(np.abs(logits - expected).max())
     found: Cell = {"passed": error <= allowed, "error": error if error < np.inf else None,
                    "allowed": allowed}  # fmt: skip
@@ -94,7 +94,7 @@ def compared(logits: Array, expected: Array, allowed: float) -> Cell:
 
 
 def measured(decoder: SharedDecoder, wanted: Cell, rounds: int) -> Cell:
-    """All samples of a decoder."""
+    """Measure a decoder; return all samples."""
     count = max(wanted["prompt_tokens"], wanted["long_tokens"])
     ids = (hash11(wanted["seed"], count) % wanted["vocabulary"]).tolist()
     TextReader(decoder, ids).read(decoder.block_size)  # its memory is there afterwards
@@ -121,7 +121,7 @@ def measured(decoder: SharedDecoder, wanted: Cell, rounds: int) -> Cell:
 
 
 def sustained(text: TextReader, token: int, wanted: Cell) -> list[Cell]:
-    """Tokens of each window while it writes on, from an answer on."""
+    """Count the tokens of each window while it writes on, from an answer on."""
     windows: list[Cell] = []
     end = time.perf_counter() + wanted["sustained_seconds"]
     while (start := time.perf_counter()) < end:

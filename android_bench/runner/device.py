@@ -20,7 +20,7 @@ class Refused(Exception):
 
 
 def sysfs(pattern: str, root: str = "/sys") -> list[str]:
-    """Contents of files, in the order of the numbers in their names; '' for unreadable ones.
+    """Read files in the order of the numbers in their names; '' stands for unreadable ones.
 
     Empty where none can be read.
     """
@@ -64,7 +64,7 @@ def _int(text: str) -> int | None:
 
 
 def device(source: str) -> Cell:
-    """What the device is, and whether it is a real one: only Android's own properties say so."""
+    """Describe the device, and whether it is a real one: only Android's own properties say so."""
     android = _said("getprop", "ro.build.version.release")
     cpu = _read(Path("/proc/cpuinfo"))
     names = [line.partition(":")[2].strip() for line in cpu.splitlines()
@@ -93,7 +93,7 @@ def device(source: str) -> Cell:
 
 
 def under_qemu() -> bool:
-    """Whether qemu runs this program: it fakes `/proc/self`, not the threads' own."""
+    """Tell whether qemu runs this program: it fakes `/proc/self`, not the threads' own."""
     try:
         return "qemu" in os.readlink("/proc/thread-self/exe")
     except OSError:
@@ -101,7 +101,7 @@ def under_qemu() -> bool:
 
 
 def emulator_mark(properties: str) -> str | None:
-    """The property that gives an emulator away, of `getprop`'s whole output."""
+    """Return the property that gives an emulator away, of `getprop`'s whole output."""
     for line in properties.splitlines():
         key, _, value = line.replace("[", "").replace("]", "").partition(": ")
         if key in ("ro.kernel.qemu", "ro.boot.qemu") and value == "1":
@@ -115,12 +115,12 @@ def emulator_mark(properties: str) -> str | None:
 
 
 def core_khz() -> list[int | None]:
-    """Largest frequency of each core, where it is known."""
+    """Return the largest frequency of each core, where it is known."""
     return [_int(text) for text in sysfs("devices/system/cpu/cpu[0-9]*/cpufreq/cpuinfo_max_freq")]
 
 
 def conditions() -> Cell:
-    """What may slow the device down, now; null where it cannot be known."""
+    """Return what may slow the device down at this moment; null where it cannot be known."""
     cpus = "devices/system/cpu/cpu[0-9]*/cpufreq"
     zones = zip(sysfs("class/thermal/thermal_zone*/type"),
                 sysfs("class/thermal/thermal_zone*/temp"), strict=False)  # fmt: skip
@@ -143,7 +143,7 @@ def conditions() -> Cell:
 
 
 def big_cores(count: int) -> list[int]:
-    """The `count` cores that are fastest; of equals the last, which serve fewest interrupts."""
+    """Return the `count` fastest cores; of equals the last, which serve fewest interrupts."""
     allowed = sorted(os.sched_getaffinity(0))
     khz = dict(enumerate(core_khz()))
     order = sorted(allowed, key=lambda core: (khz.get(core) or 0, core), reverse=True)
@@ -151,7 +151,7 @@ def big_cores(count: int) -> list[int]:
 
 
 def cores_for(asked: str, threads: int) -> list[int] | None:
-    """The cores that `--cores` means for this many threads; None for no pinning."""
+    """Return the cores that `--cores` means for this many threads; None for no pinning."""
     if asked == "none" or not hasattr(os, "sched_setaffinity"):
         return None
     if asked == "auto":

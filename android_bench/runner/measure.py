@@ -34,7 +34,7 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "xnnpack": "XnnpackExecutionProvider
 
 
 def library() -> ModuleType:
-    """ONNX Runtime.
+    """Import ONNX Runtime.
 
     Raises:
         Refused: it is not installed.
@@ -46,7 +46,7 @@ def library() -> ModuleType:
 
 
 def timer_us() -> float:
-    """The smallest step of the clock that is seen, in microseconds."""
+    """Return the smallest step of the clock that is seen, in microseconds."""
     steps = []
     for _ in range(200):
         start = now = time.perf_counter_ns()
@@ -96,7 +96,7 @@ class Bound:
         self.session.run_with_iobinding(self.binding)
 
     def results(self) -> dict[str, Array]:
-        """The outputs of the last run."""
+        """Return the outputs of the last run."""
         return {name: value.numpy() for name, value in self.outputs.items()}
 
 
@@ -147,7 +147,7 @@ class Run:
                 "status": "ok", "reason": None, "runs_per_sample": 1, "samples_us": []}  # fmt: skip
 
     def measure(self) -> Cell | None:
-        """All rounds in random order, then the first cell once more: its samples."""
+        """Measure all rounds in random order, then the first cell once more; return its samples."""
         order: list[tuple[Cell, bool]] = [(row, True) for row in self.rows]
         order += [(row, False) for row in self.baselines]
         shuffle, done = random.Random(self.rules["seed"]), 0
@@ -198,7 +198,7 @@ class Run:
         row["samples_us"].append(visit(lambda: np.copyto(target, source), self.rules))
 
     def decoders(self) -> list[Cell]:
-        """The plan's decoder, once for each number of threads; none where it has none."""
+        """Return the plan's decoder, once for each number of threads; none where it has none."""
         if "decoder" not in self.plan:
             return []
         found = []

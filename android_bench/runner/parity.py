@@ -12,7 +12,7 @@ MARK = 1e30  # numbers beyond it are marks of a policy, not values
 
 
 def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: Path) -> Cell:
-    """Whether a cell's outputs are the expected ones: `passed`, `error`, `allowed`, `text`."""
+    """Tell whether a cell's outputs are the expected ones: `passed`, `error`, `allowed`, `text`."""
     worst: Cell = {"passed": True, "error": 0.0, "allowed": 0.0}
     share = 0.0
     for port in sorted(cell["outputs"], key=lambda port: port["check"]["kind"] != "slots"):

@@ -69,7 +69,7 @@ class Headers:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request."""
 
         async def sending(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -91,7 +91,7 @@ class Patience:
         self.app, self.seconds = app, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request."""
         try:
             with anyio.move_on_after(self.seconds):
                 await self.app(scope, receive, send)
@@ -136,7 +136,7 @@ class AsciiJson(JSONResponse):
 
 
 def handed_out(page: str, prefix: str, folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Every path that can be asked for, with its file.
+    """Return every path that can be asked for, with its file.
 
     Args:
         page: that the address itself leads to.
@@ -155,18 +155,18 @@ def handed_out(page: str, prefix: str, folder: Path, names: Iterable[str]) -> di
 
 
 class Files:
-    """What the server hands out to a page that may ask."""
+    """A table of files that the server hands out to a page that may ask."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = files
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """What can be asked for."""
+        """Return the routes that can be asked for."""
         return [Route("/{name:path}", self.give, methods=["GET"])]
 
     async def give(self, request: Request) -> Response:
-        """A file of the page, the plan or the decoder."""
+        """Send a file of the page, the plan or the decoder."""
         name = request.path_params["name"]
         path = self.files.get(name)
         if path is None or not path.is_file():
@@ -179,7 +179,7 @@ class Files:
 
 
 class Answers(Files):
-    """What the server says to a page that measures."""
+    """A server's answers to a page that measures."""
 
     def __init__(self, files: Mapping[str, Path], results: Results, limits: ClientLimits) -> None:
         super().__init__(files)
@@ -189,7 +189,7 @@ class Answers(Files):
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """What can be asked for and sent."""
+        """Return the routes that can be asked for and sent to."""
         return [
             Route("/device", self.judge, methods=["POST"]),
             Route("/results", self.take, methods=["POST"]),
@@ -197,7 +197,7 @@ class Answers(Files):
         ]
 
     async def judge(self, request: Request) -> Response:
-        """What the page is told before it measures: where it runs, and its library's version."""
+        """Tell the page, before it measures, where it runs, and its library's version."""
         try:
             body = await _body(request, SIGNS_BYTES, self.limits.body_seconds)
             signs = parsed(body, "what the browser says", ResultBroken)
@@ -209,7 +209,7 @@ class Answers(Files):
         return AsciiJson({**found._asdict(), "version": vendor.VERSION})
 
     async def take(self, request: Request) -> Response:
-        """A result: where it was written and what is to be doubted, or why it was refused."""
+        """Take a result in; answer where it was written and what is to be doubted, or why not."""
         if request.headers.get("content-type", "").split(";")[0] != "application/json":
             return _refused(415, "a result is sent as application/json")
         if self.uploads >= self.limits.uploads:
@@ -245,7 +245,7 @@ class Answers(Files):
 def application(
     files: Files, token: str | None, hosts: list[str], limits: ClientLimits
 ) -> Starlette:
-    """The server.
+    """Make the server's application.
 
     Args:
         files: for those who may ask.

@@ -69,7 +69,7 @@ FOLDER, TEXT_FOLDER = FOLDERS
 
 
 def marker(packages: Sequence[Package]) -> str:
-    """What the file VERSION of a folder of these packages says."""
+    """Return what the file VERSION of a folder of these packages says."""
     return ", ".join(package.version for package in packages)
 
 
