@@ -106,7 +106,7 @@ def open_conversations(
 
 
 def measured(plan: ServingPlan, runtime: Any, places: int | None) -> ServingPlan:
-    """The plan with what loading the model really took.
+    """Return the plan with what loading the model really took.
 
     Raises:
         PlanInfeasible: with that, too few conversations fit.

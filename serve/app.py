@@ -52,7 +52,7 @@ Body = TypeVar("Body", bound=schemas.Request)
 
 @dataclass(frozen=True)
 class Settings:
-    """How a server answers."""
+    """Settings that say how a server answers."""
 
     model: str
     """The name that clients call the model by."""
@@ -71,7 +71,7 @@ class Settings:
 def application(
     conversations: Conversations, settings: Settings, routes: Sequence[BaseRoute] = ()
 ) -> Starlette:
-    """The server, to be run by any ASGI server. When that ends, conversations are saved.
+    """Make the server, to be run by any ASGI server. When that ends, conversations are saved.
 
     Args:
         conversations: that answer.
@@ -108,7 +108,7 @@ def application(
 
 
 def owner_of(connection: HTTPConnection) -> str:
-    """Whose request it is: a digest of its key, or nobody's where there are no keys."""
+    """Return who a request is from: a digest of its key, or nobody where there are no keys."""
     return connection.user.username  # type: ignore[no-any-return]
 
 
@@ -129,7 +129,7 @@ class Api:
 
     @property
     def routes(self) -> list[Route]:
-        """What can be asked for."""
+        """Return the routes that can be asked for."""
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -141,11 +141,11 @@ class Api:
 
     @property
     def paths(self) -> list[str]:
-        """The addresses themselves."""
+        """Return the addresses that can be asked for."""
         return [route.path for route in self.routes]
 
     async def chat(self, request: Request) -> Response:
-        """The answer to a chat."""
+        """Answer a chat."""
         said = await self._said(request, schemas.ChatRequest)
         ask = said.ask(
             owner_of(request), _session_id(request), self.settings.limits, self.settings.defaults
@@ -154,7 +154,7 @@ class Api:
         return await self._answer(request, ask, form, bool(said.stream))
 
     async def complete(self, request: Request) -> Response:
-        """The continuation of a text."""
+        """Continue a text."""
         said = await self._said(request, schemas.CompletionRequest)
         ask = said.ask(
             owner_of(request), _session_id(request), self.settings.limits, self.settings.defaults
@@ -163,22 +163,22 @@ class Api:
         return await self._answer(request, ask, form, bool(said.stream))
 
     async def models(self, _: Request) -> Response:
-        """The one model that there is."""
+        """List the one model that there is."""
         return JSONResponse({"object": "list", "data": [self.model]})
 
     async def one_model(self, request: Request) -> Response:
-        """A model by its name."""
+        """Describe a model by its name."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self.model)
 
     async def health(self, _: Request) -> Response:
-        """Whether it answers; nothing more, as it asks for no key."""
+        """Answer whether the server runs; nothing more, as it asks for no key."""
         if self.conversations.figures().closing:
             return JSONResponse({"status": "closing"}, 503, {"Retry-After": "5"})
         return JSONResponse({"status": "ok"})
 
     async def show_metrics(self, _: Request) -> Response:
-        """Figures for Prometheus."""
+        """Show figures for Prometheus."""
         return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _said(self, request: Request, kind: type[Body]) -> Body:
@@ -222,7 +222,7 @@ class Keys(AuthenticationBackend):
         self.open_paths = open_paths
 
     async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser]:
-        """Whose request it is.
+        """Find who a request is from.
 
         Raises:
             AuthenticationError: it has no key, or a wrong one.
@@ -253,7 +253,7 @@ class KnownHosts:
         self.hosts = None if hosts is None else {host.lower() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request."""
         if self.hosts is not None and scope["type"] == "http":
             given = Headers(scope=scope).get("host", "")
             found = HOST.fullmatch(given)
@@ -284,7 +284,7 @@ class Counted:
         self.app, self.metrics, self.paths = app, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -41,7 +41,7 @@ ADVICE = "--host {host} lets other machines in; give --api-key, or say --insecur
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server is found, and by whom."""
+    """Options that say where the server is found, and by whom."""
 
     host: Annotated[
         str,
@@ -73,7 +73,7 @@ class Address:
     ] = None
 
     def keys(self) -> list[str]:
-        """All keys.
+        """Return all keys.
 
         Raises:
             ValueError: a key that no client could send, a file that cannot be read, or none where
@@ -104,7 +104,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Load:
-    """How much the server takes on."""
+    """Options that say how much the server takes on."""
 
     max_together: Annotated[
         int | None,
@@ -280,7 +280,7 @@ def opened(
     output: Output,
     recalling: Recalling,
 ) -> Server:
-    """A server that has its address and its model, and is yet to run.
+    """Make a server that has its address and its model, and is yet to run.
 
     Raises:
         ExtraMissing: the packages that serve are not installed.

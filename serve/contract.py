@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """What an answer took. Tokens; `cap_bytes` are bytes."""
+    """A count of what an answer took. Tokens; `cap_bytes` are bytes."""
 
     prompt_tokens: int  # of the whole request: read now, or reused
     reused_tokens: int  # that the conversation had read before, evicted ones too
@@ -89,28 +89,28 @@ class Reply(Protocol):
 
     @property
     def session_id(self) -> str | None:
-        """The conversation's id, its own or one made for it; known with the first piece.
+        """Return the conversation's id, its own or one made for it; known with the first piece.
 
         None for a completion.
         """
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the answer ended; None while it is written."""
+        """Say why the answer ended; None while it is written."""
 
     @property
     def usage(self) -> Usage | None:
-        """What it took; None while it is written."""
+        """Return what the answer took; None while it is written."""
 
     @property
     def parsed(self) -> Parsed | None:
-        """Its text and the tools that it calls, told apart; None where no tools were offered."""
+        """Return the answer's text and the tools it calls; None where no tools were offered."""
 
     def __aiter__(self) -> Reply:
-        """The reply itself."""
+        """Return the reply itself."""
 
     async def __anext__(self) -> Piece:
-        """The next piece, as soon as there is one."""
+        """Return the next piece, as soon as there is one."""
 
     async def aclose(self) -> None:
         """Stop the answer within a block, keeping what there is; nothing where it has ended."""
@@ -118,7 +118,7 @@ class Reply(Protocol):
 
 @dataclass(frozen=True)
 class Figures:
-    """What a server holds and has done: sizes now, and counts since it began."""
+    """Figures of what a server holds and has done: sizes as they are, and counts since it began."""
 
     policy: str = ""
     budget_tokens: int = 0
@@ -152,7 +152,7 @@ class Figures:
 
 
 class Conversations(Protocol):
-    """Every conversation of a server. Called within the event loop that reads the replies."""
+    """A server's conversations, called within the event loop that reads the replies."""
 
     def submit(self, ask: Ask) -> Reply:
         """Put a request into the queue.
@@ -164,7 +164,7 @@ class Conversations(Protocol):
         """
 
     async def strip(self, owner: str, session_id: str) -> Strip:
-        """Which tokens of a conversation are held, evicted and pinned, while it is answered too.
+        """Return which tokens of a conversation are held, evicted and pinned, at any time.
 
         Raises:
             ConversationUnknown: the owner has none of that id in memory.
@@ -178,7 +178,7 @@ class Conversations(Protocol):
         """
 
     def figures(self) -> Figures:
-        """What is held and was done, for /metrics and /health."""
+        """Return what is held and was done, for /metrics and /health."""
 
     async def aclose(self) -> None:
         """Stop all answers, save every idle conversation, and end the worker."""

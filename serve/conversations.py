@@ -56,7 +56,7 @@ class MatchedConversation(NamedTuple):
 
 
 class OfferedPlace(NamedTuple):
-    """A place in memory for a conversation."""
+    """A place in memory that is offered to a conversation."""
 
     session: Session | None  # None: a new one is to be made
     leaving: Conversation | None = None  # which has it yet, and is to be saved
@@ -79,13 +79,13 @@ class Held:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the indexes of all sessions; any thread may ask."""
+        """Return the bytes of the indexes of all sessions; any thread may ask."""
         sessions = [*self.free, *(one.session for one in list(self.conversations))]
         known = {id(session): session for session in sessions if session is not None}
         return sum(session.recall.store.nbytes for session in known.values())
 
     def find(self, ask: Ask, keys: Sequence[str]) -> MatchedConversation:
-        """The longest conversation that a request goes on.
+        """Find the longest conversation that a request goes on.
 
         One that is named is waited for, whatever it does. Of others those are passed over that are
         being answered, so that two requests never share a conversation. A completion goes on none.
@@ -113,20 +113,20 @@ class Held:
         return held
 
     def named(self, ask: Ask) -> Conversation | None:
-        """The idle conversation in memory that a request names."""
+        """Find the idle conversation in memory that a request names."""
         if ask.messages is None or ask.session_id is None:
             return None
         return self.known(ask.owner, ask.session_id, "idle")
 
     def known(self, owner: str, id_: str, state: State | None = None) -> Conversation | None:
-        """The conversation in memory of that owner and id, if it is in that state."""
+        """Find the conversation in memory of that owner and id, if it is in that state."""
         for one in self.conversations:
             if one.owner == owner and tag(one.id) == tag(id_) and state in (None, one.state):
                 return one
         return None
 
     def place(self, ask: Ask, room: bool = True) -> OfferedPlace | None:
-        """A place for a conversation that has none; None: all are in use.
+        """Offer a place to a conversation that has none; None: all are in use.
 
         It is that of the conversation whose messages the request changes, a free one, a new one if
         there is `room`, or that of the conversation that is idle the longest.
@@ -152,7 +152,7 @@ class Held:
     def open(
         self, ask: Ask, session: Session | None, saved: ConversationFile | None
     ) -> Conversation:
-        """A conversation for a place, to be answered."""
+        """Put a conversation into a place, to be answered."""
         named = None if ask.messages is None else ask.session_id
         made = ask.fresh_id or secrets.token_hex(8)
         if saved is not None and self.known(ask.owner, saved.tag) is None:
@@ -182,12 +182,12 @@ class Held:
 
 
 def salt_of(runtime: Engine) -> str:
-    """What conversations of a runtime have in common beside their messages."""
+    """Return what conversations of a runtime have in common beside their messages."""
     return json.dumps([runtime.name, getattr(runtime.tokenizer, "chat_template", None)])
 
 
 def keys_of(ask: Ask, salt: str) -> list[str]:
-    """By what the first message is known, the first two, and so on; a completion has none.
+    """Return a key for the first message, for the first two, and so on; a completion has none.
 
     A message counts with its role, all that it says and whether it is pinned.
     """
@@ -201,7 +201,7 @@ def keys_of(ask: Ask, salt: str) -> list[str]:
 
 
 def key_of(session: Session, tools: Sequence[Mapping[str, Any]], salt: str) -> str:
-    """By what the messages of a session are known, its last answer too."""
+    """Return the key of a session's messages, its last answer included."""
     first: list[Message] = []
     if session.system is not None:
         first = [{"role": "system", "content": session.system}]
@@ -286,7 +286,7 @@ def blank(session: Session) -> None:
 
 
 def begin(session: Session, ask: Ask, count: int, recall: RecallSettings) -> Iterator[str]:
-    """The answer of a session that holds the first `count` messages of a request.
+    """Begin the answer of a session that holds the first `count` messages of a request.
 
     Args:
         session: that answers.

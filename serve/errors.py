@@ -58,20 +58,20 @@ class ApiError(Exception):
 
     @property
     def kind(self) -> str:
-        """OpenAI's type of the error, which follows from its status."""
+        """Return OpenAI's type of the error, which follows from its status."""
         special = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
         return special.get(self.status, usual)
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is sent, alone or as the last event of a stream."""
+        """Return what is sent, alone or as the last event of a stream."""
         said = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": said}
 
     @property
     def response(self) -> JSONResponse:
-        """The whole answer to a request."""
+        """Return the whole answer to a request."""
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
@@ -81,7 +81,7 @@ class ApiError(Exception):
 
 
 def of_runtime(error: Exception) -> ApiError:
-    """The API's error for one that the conversations raised."""
+    """Return the API's error for one that the conversations raised."""
     said = str(error)
     if isinstance(error, Busy):
         return ApiError(429, said, code="busy", retry_after_s=error.retry_after_s)
@@ -103,7 +103,7 @@ def of_runtime(error: Exception) -> ApiError:
 
 
 def of_body(error: ValidationError) -> ApiError:
-    """The API's error for a body that is not what it must be; it names the first thing wrong."""
+    """Return the API's error for a body that is not valid; it names the first thing wrong."""
     found = error.errors(include_url=False, include_context=False)
     first = found[0]
     where = ".".join(str(step) for step in first["loc"])
@@ -135,7 +135,7 @@ def _words(name: str) -> str:
 
 
 async def respond(_: Request, error: Exception) -> JSONResponse:
-    """Starlette's handler of every error that reaches it."""
+    """Handle every error that reaches Starlette."""
     if isinstance(error, HTTPException):  # no such path, or not by this method
         error = ApiError(error.status_code, error.detail)
     return (error if isinstance(error, ApiError) else of_runtime(error)).response

@@ -40,7 +40,7 @@ class Bodies:
 
     @asynccontextmanager
     async def of(self, request: Request) -> AsyncIterator[bytes]:
-        """A request's body, which counts as held until the context is left.
+        """Read a request's body, which counts as held until the context is left.
 
         Raises:
             ApiError: it is too long, took too long, is said to be no JSON, or too many are read.
@@ -111,7 +111,7 @@ class Patient(H11Protocol):
         self.unread = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It reads."""
+        """Note that the client reads again."""
         super().resume_writing()
         if self.unread is not None:
             self.unread.cancel()

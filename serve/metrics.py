@@ -74,7 +74,7 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """The figures now."""
+        """Yield the figures of this moment."""
         now = self._figures()
         for name, text in SIZES.items():
             yield GaugeMetricFamily(f"kvcap_{name}", text, getattr(now, name) or 0)
@@ -82,7 +82,7 @@ class Metrics(Collector):
             yield CounterMetricFamily(f"kvcap_{name}", text, getattr(now, name))
 
     async def timed(self, reply: Reply) -> AsyncIterator[Piece]:
-        """The pieces of an answer, whose times are noted if it comes to its end."""
+        """Yield the pieces of an answer, whose times are noted if it comes to its end."""
         begun, first = time.perf_counter(), True
         async for piece in reply:
             if first:
@@ -92,10 +92,10 @@ class Metrics(Collector):
         self.whole.observe(time.perf_counter() - begun)
 
     def text(self) -> bytes:
-        """Everything, as Prometheus reads it."""
+        """Write everything as Prometheus reads it."""
         return generate_latest(self.registry)
 
 
 def unnamed() -> set[str]:
-    """Fields of `Figures` that no metric shows."""
+    """Return the fields of `Figures` that no metric shows."""
     return {f.name for f in fields(Figures)} - SIZES.keys() - COUNTS.keys()

@@ -44,7 +44,7 @@ OPEN_PATHS = frozenset(f"/{path}" for path in FILES)
 
 
 def page_routes() -> list[BaseRoute]:
-    """The page's files, and what it asks for beside OpenAI's API.
+    """Return routes for the page's files, and for what it asks for beside OpenAI's API.
 
     `conversations` are found in the application's state, and whose a request is in `request.user`.
     """

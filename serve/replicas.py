@@ -48,7 +48,7 @@ log = logging.getLogger("kvcap.serve")
 
 @dataclass(frozen=True)
 class Opening:
-    """What every replica loads; see `open_conversations`."""
+    """A description of what every replica loads; see `open_conversations`."""
 
     model: str
     backend: Backend
@@ -110,7 +110,7 @@ class Replica:
             self.failure = error
 
     async def answer(self, ask: Ask) -> AsyncIterator[AnswerPiece | AnswerEnd]:
-        """The pieces of an answer, and its end; errors are sent, as Ray would wrap them."""
+        """Yield the pieces of an answer, and its end; errors are sent, as Ray would wrap them."""
         if self.failure is not None:
             yield AnswerEnd(error=ReplicaLost("this replica could not load its model"))
             return
@@ -129,7 +129,7 @@ class Replica:
             await reply.aclose()
 
     async def strip(self, owner: str, session_id: str) -> Strip | Exception:
-        """The strip of a conversation, or why there is none."""
+        """Return the strip of a conversation, or the error that says why there is none."""
         try:
             return await self.opened.scheduler.strip(owner, session_id)
         except Exception as error:
@@ -144,7 +144,7 @@ class Replica:
         return None
 
     async def state(self) -> ReplicaState:
-        """How it is."""
+        """Return the replica's state: what it holds, or why it could not open."""
         from ray import serve
 
         name = serve.get_replica_context().replica_id.unique_id
@@ -171,7 +171,7 @@ class Replica:
 
 
 def sent(error: Exception) -> Exception:
-    """An error as another process can take it."""
+    """Make an error such that another process can take it."""
     if isinstance(error, KvcapError | ValueError):
         return error
     log.error("an answer failed", exc_info=error)
@@ -192,17 +192,17 @@ class Forwarded:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the answer ended, once all its pieces are read."""
+        """Say why the answer ended, once all its pieces are read."""
         return None if self._end is None else self._end.finish_reason
 
     @property
     def usage(self) -> Usage | None:
-        """What the answer took, once all its pieces are read."""
+        """Return what the answer took, once all its pieces are read."""
         return None if self._end is None else self._end.usage
 
     @property
     def parsed(self) -> Parsed | None:
-        """The answer's text and calls, told apart; None where no tools were offered."""
+        """Return the answer's text and its calls; None where no tools were offered."""
         return None if self._end is None else self._end.parsed
 
     def __aiter__(self) -> Forwarded:
@@ -304,7 +304,7 @@ class Replicas:
         raise known[0] if known else ReplicaLost("no replica is up; ask again")
 
     async def strip(self, owner: str, session_id: str) -> Strip:
-        """Which tokens of a conversation are held, evicted and pinned.
+        """Return which tokens of a conversation are held, evicted and pinned.
 
         Raises:
             ConversationUnknown: its replica has none of that id in memory.
@@ -322,7 +322,7 @@ class Replicas:
         return found
 
     def figures(self) -> Figures:
-        """Of all replicas together, as they were some seconds ago."""
+        """Add up the figures of all replicas, as they were some seconds ago."""
         known, up = dict(self._known), set(self._up)
         together = total(known[name] for name in up)
         gone = total(figures for name, figures in known.items() if name not in up)
@@ -349,7 +349,7 @@ class Replicas:
 
 
 def total(figures: Iterable[Figures]) -> Figures:
-    """Sizes and counts of several replicas together."""
+    """Add up sizes and counts of several replicas."""
     known = list(figures)
     if not known:
         return Figures()
@@ -366,7 +366,7 @@ SHARED = frozenset({"budget_tokens", "on_disk", "disk_bytes", "disk_cap"})
 
 
 def routed(ask: Ask) -> tuple[Ask, str]:
-    """A request, with the id of the conversation that it may begin, and its place on the ring.
+    """Return a request with the id that its conversation may get, and its place on the ring.
 
     A text to continue has no place: any replica takes it.
     """
@@ -382,12 +382,12 @@ def routed(ask: Ask) -> tuple[Ask, str]:
 
 
 def place_of(owner: str, id_: str) -> str:
-    """What a conversation's replica is found by."""
+    """Return the text by which a conversation's replica is found on the ring."""
     return f"{digest(owner)}-{tag(id_)[:ROUTED]}"
 
 
 def shared(nodes: Sequence[dict[str, float]], replicas: int | None, running: Running) -> Share:
-    """What each replica takes of its machine: a GPU, or CPUs where there is none.
+    """Return what each replica takes of its machine: a GPU, or CPUs where there is none.
 
     Args:
         nodes: what each machine has.

@@ -42,12 +42,12 @@ log = logging.getLogger("kvcap.serve")
 
 
 def tag(id_: str) -> str:
-    """What stands for a conversation's id in a file's name: ids that a server made, themselves."""
+    """Return an id as a file's name has it: a server's own id as it is, of others a digest."""
     return id_ if re.fullmatch("[0-9a-f]{16}", id_) else digest(id_)
 
 
 def digest(text: str) -> str:
-    """What stands for an owner in a file's name."""
+    """Return what stands for an owner in a file's name."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -174,7 +174,7 @@ class SavedConversations:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Return the bytes of all files."""
         self._look()
         with self._lock:
             return sum(one.nbytes for one in self._all())
@@ -187,7 +187,7 @@ class SavedConversations:
     def find(
         self, owner: str, id_: str | None, keys: Sequence[str]
     ) -> tuple[ConversationFile, int] | None:
-        """The file of the longest conversation, with the number of its messages.
+        """Find the file of the longest conversation; return it with the number of its messages.
 
         Args:
             owner: whose it must be.

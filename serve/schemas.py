@@ -105,7 +105,7 @@ class Called(Strict):
     """JSON text of an object."""
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments.
+        """Return the arguments.
 
         Raises:
             ValueError: they are no JSON object.
@@ -165,7 +165,7 @@ class ChatMessage(Strict):
 
     @property
     def message(self) -> Message:
-        """As the runtime and chat templates take it."""
+        """Return the message as the runtime and chat templates take it."""
         role = "system" if self.role == "developer" else self.role
         found: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.tool_calls:
@@ -240,7 +240,7 @@ class NamedSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What the answer must look like."""
+    """A format that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -253,21 +253,21 @@ class ResponseFormat(Strict):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer is held to; None: any text will do."""
+        """Return the JSON schema that the answer is held to; None: any text will do."""
         if self.json_schema is not None:
             return self.json_schema.schema_
         return {"type": "object"} if self.type == "json_object" else None
 
 
 class StreamOptions(Strict):
-    """What a stream has beside the answer."""
+    """Options that say what a stream has beside the answer."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class Request(Strict):
-    """What requests for chats and for completions have in common."""
+    """A request of a chat or a completion, with the fields that both have."""
 
     OPTIONS: ClassVar[dict[str, str]] = {
         "temperature": "temperature",
@@ -315,11 +315,11 @@ class Request(Strict):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Tell whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def options(self, limits: RequestLimits, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of generation.
+        """Return the settings of generation.
 
         Args:
             limits: of this server.
@@ -346,7 +346,7 @@ class Request(Strict):
         return found
 
     def further_options(self) -> dict[str, Any]:
-        """Settings that are no plain parameter."""
+        """Return settings that are no plain parameter."""
         return {}
 
 
@@ -383,14 +383,14 @@ class ChatRequest(Request):
 
     @property
     def held_to(self) -> dict[str, Any] | None:
-        """The JSON schema that the answer is held to."""
+        """Return the JSON schema that the answer is held to."""
         if self.forced:
             return schema_of_call(self.forced)
         return None if self.response_format is None else self.response_format.schema_of_answer
 
     @property
     def forced(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools of which the answer must call one; none: it need not."""
+        """Return the tools of which the answer must call one; none: it need not."""
         if isinstance(self.tool_choice, dict):
             name = self.tool_choice["function"]["name"]
             return tuple(tool for tool in self.offered if tool["function"]["name"] == name)
@@ -398,13 +398,13 @@ class ChatRequest(Request):
 
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that the chat template is given."""
+        """Return the tools that the chat template is given."""
         if self.tool_choice == "none":
             return ()
         return tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
 
     def further_options(self) -> dict[str, Any]:
-        """Settings that are no plain parameter."""
+        """Return settings that are no plain parameter."""
         found: dict[str, Any] = {
             "json_schema": self.held_to,
             "template_options": self.chat_template_kwargs,
@@ -418,7 +418,7 @@ class ChatRequest(Request):
     def ask(
         self, owner: str, session_id: str | None, limits: RequestLimits, defaults: Mapping[str, Any]
     ) -> Ask:
-        """What the conversations are asked for.
+        """Return what the conversations are asked for.
 
         Raises:
             ApiError: more messages, or a longer answer, than this server takes.
@@ -452,13 +452,13 @@ class CompletionRequest(Request):
     suffix: Literal[""] | None = None
 
     def further_options(self) -> dict[str, Any]:
-        """Settings that are no plain parameter."""
+        """Return settings that are no plain parameter."""
         return {} if self.logprobs is None else {"logprobs": self.logprobs}
 
     def ask(
         self, owner: str, session_id: str | None, limits: RequestLimits, defaults: Mapping[str, Any]
     ) -> Ask:
-        """What the conversations are asked for.
+        """Return what the conversations are asked for.
 
         Raises:
             ApiError: a longer answer than this server writes, or a session, which completions

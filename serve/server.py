@@ -48,7 +48,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it is found."""
+        """Return the address at which the server is found."""
         host, port, *_ = self.socket.getsockname()
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -74,7 +74,7 @@ class Server:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that has an address, and does not listen yet.
+    """Bind a socket to an address; it does not listen yet.
 
     Args:
         host: a name or an address of this machine.
@@ -100,7 +100,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Tell whether only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

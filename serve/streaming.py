@@ -40,7 +40,7 @@ Found = TypeVar("Found")
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """OpenAI's figures, under `kv` those of the conversation's cache, and what was recalled."""
+    """Return OpenAI's figures, with the cache's under `kv`, and what was recalled."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -79,29 +79,29 @@ class Form(ABC):
 
     @abstractmethod
     def begin(self) -> list[dict[str, Any]]:
-        """Choices of the parts before the first text."""
+        """Return the choices of the parts before the first text."""
 
     @abstractmethod
     def put(self, piece: Piece) -> list[dict[str, Any]]:
-        """Choices of the parts that a piece brings."""
+        """Return the choices of the parts that a piece brings."""
 
     @abstractmethod
     def end(self, reply: Reply) -> list[dict[str, Any]]:
-        """Choices of the last parts."""
+        """Return the choices of the last parts."""
 
     @abstractmethod
     def choice(self, reply: Reply) -> dict[str, Any]:
-        """The whole answer, once it was ended."""
+        """Return the choice of the whole answer, once it was ended."""
 
     def part(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        """One event of the stream."""
+        """Write one event of the stream."""
         said = {"choices": choices, **more}
         if self.include_usage:
             said.setdefault("usage", None)
         return _line(f"{self._opening},{WRITTEN(said)[1:]}")
 
     def body(self, reply: Reply) -> dict[str, Any]:
-        """The whole answer, with its usage."""
+        """Return the whole answer, with its usage."""
         said = {"id": self.id, "object": self.whole_object, "created": self.created,
                 "model": self.model, "choices": [self.choice(reply)]}  # fmt: skip
         if reply.usage is not None:
@@ -128,11 +128,11 @@ class ChatForm(Form):
         self.logprobs: list[dict[str, Any]] = []
 
     def begin(self) -> list[dict[str, Any]]:
-        """The role."""
+        """Return a choice with the role."""
         return [_delta({"role": "assistant", "content": ""})]
 
     def put(self, piece: Piece) -> list[dict[str, Any]]:
-        """Text; nothing while it may be a call."""
+        """Return a choice with the piece's text; none while it may be a call."""
         self.texts.append(piece.text)
         text = piece.text if self.gate is None else self.gate.put(piece.text)
         found: dict[str, Any] | None = None
@@ -143,7 +143,7 @@ class ChatForm(Form):
         return [_delta({"content": text}, found)] if text or found else []
 
     def end(self, reply: Reply) -> list[dict[str, Any]]:
-        """What was held back, the calls, and why the answer ended."""
+        """Return choices with what was held back, the calls, and why the answer ended."""
         self.content, found = "".join(self.texts), list[dict[str, Any]]()
         if self.gate is not None:
             parsed = reply.parsed or Parsed(self.content)
@@ -157,7 +157,7 @@ class ChatForm(Form):
         return [*found, _delta({}, finish_reason=self._reason(reply))]
 
     def choice(self, reply: Reply) -> dict[str, Any]:
-        """The message, once `end` was called."""
+        """Return the choice with the message, once `end` was called."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
         if self.calls:
             message |= {"content": self.content or None, "tool_calls": self.calls}
@@ -180,11 +180,11 @@ class TextForm(Form):
         self.letters = 0  # of tokens that were sent
 
     def begin(self) -> list[dict[str, Any]]:
-        """Nothing."""
+        """Return no choices, as a completion has no first part."""
         return []
 
     def put(self, piece: Piece) -> list[dict[str, Any]]:
-        """Its text."""
+        """Return a choice with the piece's text."""
         self.texts.append(piece.text)
         found = None
         if piece.logprobs:
@@ -194,11 +194,11 @@ class TextForm(Form):
         return [_text(piece.text, found)]
 
     def end(self, reply: Reply) -> list[dict[str, Any]]:
-        """Why it ended."""
+        """Return a choice with why the answer ended."""
         return [_text("", None, ENDS.get(reply.finish_reason, "length"))]
 
     def choice(self, reply: Reply) -> dict[str, Any]:
-        """The whole text."""
+        """Return the choice with the whole text."""
         logprobs = _columns(self.logprobs, 0) if self.logprobs else None
         return _text("".join(self.texts), logprobs, ENDS.get(reply.finish_reason, "length"))
 
@@ -229,7 +229,7 @@ def _text(
 
 
 def event(said: Mapping[str, Any]) -> bytes:
-    """One event of SSE."""
+    """Write one event of SSE."""
     return _line(WRITTEN(said))
 
 
@@ -239,7 +239,7 @@ def _line(text: str) -> bytes:
 
 
 async def whole(request: Request, reply: Reply, form: Form, metrics: Metrics) -> Response:
-    """The answer in one body.
+    """Send the answer in one body.
 
     Raises:
         ApiError: it failed.
@@ -265,7 +265,7 @@ async def whole(request: Request, reply: Reply, form: Form, metrics: Metrics) ->
 async def streamed(
     request: Request, reply: Reply, form: Form, metrics: Metrics, quiet_seconds: float
 ) -> Response:
-    """The answer as a stream, once its first piece is there, or it took longer than others wait.
+    """Stream the answer, once its first piece is there, or it took longer than others wait.
 
     Raises:
         ApiError: it failed before its first piece.

@@ -22,7 +22,7 @@ GROUPS = 8  # of layers, at most: more would be too narrow to see, and too much 
 
 
 class LayerGroup(BaseModel):
-    """Which tokens some neighbouring layers hold."""
+    """A group of neighbouring layers that hold the same tokens, or are shown as one."""
 
     layers: list[int]
     """Their numbers in the model."""
@@ -35,7 +35,7 @@ class LayerGroup(BaseModel):
 
 
 class Strip(BaseModel):
-    """Every token that a conversation has read since its cache was last empty.
+    """A strip of every token that a conversation has read since its cache was last empty.
 
     Lists of tokens are in the order in which these were read: `tokens` and each group's `held` are
     of one length.
@@ -68,7 +68,7 @@ class Strip(BaseModel):
 
 
 def strip_of(session: Session, session_id: str) -> Strip:
-    """The strip of a conversation as it is now; to be called where its tokens are read.
+    """Return the strip of a conversation as it is now; to be called where its tokens are read.
 
     Args:
         session: that no other thread uses meanwhile.
@@ -101,7 +101,7 @@ def clipped(spans: Sequence[Span], seen: int) -> list[Span]:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
-    """The text that each token completes; None for an id below 0, which stands for an unknown one.
+    """Return the text that each token completes; None for an unknown one, whose id is below 0.
 
     Where none is unknown they spell the whole conversation, special tokens too.
     """
@@ -118,7 +118,7 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
 
 
 def grouped(kept: Sequence[KeptTokens], seen: int) -> list[LayerGroup]:
-    """At most `GROUPS` groups of neighbouring layers, and one of those with windows of their own.
+    """Divide layers into at most `GROUPS` groups of neighbours, and one of those with windows.
 
     Args:
         kept: what each layer holds, by its number.

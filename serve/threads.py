@@ -11,7 +11,7 @@ Made = TypeVar("Made")
 
 
 def by_a_thread(make: Callable[[], Made]) -> Made:
-    """What a thread makes that ends with it, and with which end the threads it computed with.
+    """Make something on a thread of its own, so that threads which it computed with end, too.
 
     OpenMP keeps threads for each that ever computed. Where all of them are more than the cores, it
     lets them sleep between two parts of a pass, and a token of a small model takes twice the time.

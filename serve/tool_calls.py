@@ -27,7 +27,7 @@ class CallGate:
         self._shut = False
 
     def put(self, text: str) -> str:
-        """What is certain after this text."""
+        """Take more text, and return what of it is certain to be none of a call."""
         self._held += text
         if self._shut or (not self._given and JSON_BEGINS.match(self._held)):
             return ""
@@ -39,7 +39,7 @@ class CallGate:
         return certain
 
     def end(self, parsed: Parsed) -> str:
-        """The text that was held back, now that all calls are known."""
+        """Return the text that was held back, once all calls are known."""
         given, self._shut = self._given.strip(), True
         if not parsed.tool_calls:
             return self._held
@@ -47,7 +47,7 @@ class CallGate:
 
 
 def as_calls(parsed: Parsed) -> list[dict[str, Any]]:
-    """The calls as OpenAI's API has them, by the ids that the conversation has."""
+    """Return the calls as OpenAI's API has them, by the ids that the conversation has."""
     return [
         {
             "id": call.id,
