@@ -46,7 +46,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Measure every layer, and draw one heatmap.
+    """Measure every layer, one of them as a heatmap, too.
 
     Returns similarity [L, distances], recomputed [θ1, L] and losses [2, L].
     """

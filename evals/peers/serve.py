@@ -43,7 +43,7 @@ class Program(Protocol):
         """Read the last token, until the next one is known."""
 
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """Return the seconds of `turn` that eviction took; None where it cannot be told apart."""
+        """Return the seconds of `turn` that eviction took; None where it cannot be measured."""
 
 
 def serve(load: Callable[[dict[str, Any]], Program]) -> None:

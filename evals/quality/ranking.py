@@ -114,7 +114,7 @@ def mean_of(cells: Sequence[Cell]) -> Cell:
 
 
 def tied_with_best(column: Sequence[Cell | None]) -> set[int]:
-    """Return the places of a column's best cell and of those that cannot be told from it."""
+    """Return the places of a column's best cell and of those that do not differ from it."""
     there = {place: cell for place, cell in enumerate(column) if cell is not None}
     if not there:
         return set()

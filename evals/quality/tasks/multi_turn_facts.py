@@ -19,7 +19,7 @@ REPLY = "I see."
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """Make a conversation in which the fact that is asked for is told at a depth."""
+    """Make a conversation in which the fact that is asked for stands at a depth."""
     turns = max(2, min(TURNS, length // TURN))
     while True:
         facts = number_facts(rng, turns)
