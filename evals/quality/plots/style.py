@@ -29,7 +29,7 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class Style:
-    """A style that distinguishes a line or a kind of points from others; no two of 70 look alike."""
+    """A style that marks one of several lines or kinds of points; no two of 70 look alike."""
 
     color: str
     marker: str
