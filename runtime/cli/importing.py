@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import wrapt
+from kvcap.import_hooks import after_import
 
 BETWEEN_COLLECTIONS = 50_000  # objects made and not freed, where Python's own is 700
 
@@ -40,4 +40,4 @@ def _known_once_read(import_utils: Any) -> None:
         import_utils.create_import_structure_from_path = functools.cache(read.__wrapped__)
 
 
-wrapt.register_post_import_hook(_known_once_read, "transformers.utils.import_utils")
+after_import("transformers.utils.import_utils", _known_once_read)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import wrapt
+from kvcap.import_hooks import after_import
 
 if TYPE_CHECKING:
     from kvcap.policies import Eviction, Observation, Policy, PolicyError, load_policy
@@ -73,5 +73,5 @@ def _register_lm_eval(_: Any) -> None:
     model_registry.register("kvcap", target="kvcap.evals.lm_eval:KvcapLM")  # imported when asked
 
 
-wrapt.register_post_import_hook(_register, "transformers.modeling_utils")
-wrapt.register_post_import_hook(_register_lm_eval, "lm_eval.models")
+after_import("transformers.modeling_utils", _register)
+after_import("lm_eval.models", _register_lm_eval)
