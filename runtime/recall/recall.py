@@ -17,8 +17,8 @@ import numpy as np
 
 from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.recall.segments import TextEnds, next_cut, question_start, segment_length
-from kvcap.runtime.recall.settings import RecallSettings
-from kvcap.runtime.recall.store import STORE_BYTES, PassageStore
+from kvcap.runtime.recall.settings import STORE_BYTES, RecallSettings
+from kvcap.runtime.recall.store import PassageStore
 from kvcap.runtime.types import KeptTokens, Span
 
 LEAST = 0.2  # share of a question's words that a passage must have; below it they agree by chance

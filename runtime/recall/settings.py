@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvcap.runtime.recall.store import PAGE, PAGES, STORE_BYTES
 from kvcap.runtime.units import format_bytes, parse_bytes
 
 AUTO, OFF = "auto", "off"
 USUAL = 64  # tokens: one passage, or two short ones; more answer less (docs/quality.md)
+STORE_BYTES = 8 << 20  # a conversation's index may take, unless others are asked for
+PAGE = 4096  # bytes of a page of SQLite
+PAGES = 64  # of an index, at least: an empty one has about 10
 LEAST_BYTES = PAGE * PAGES  # of an index
 SERVED_BYTES = 1 << 20  # of the index of each of a server's conversations: some 35,000 tokens
 CAP_SHARE = 32  # of a small cap of the process, this part is for the index

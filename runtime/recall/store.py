@@ -15,12 +15,9 @@ from heapq import nlargest
 from math import log
 from typing import Any, NamedTuple
 
+from kvcap.runtime.recall.settings import PAGE, PAGES, STORE_BYTES
 from kvcap.runtime.types import Span
 
-STORE_BYTES = 8 << 20
-"""Bytes that a conversation's index may take unless others are asked for."""
-PAGE = 4096  # bytes of a page of SQLite
-PAGES = 64  # of an index, at least: an empty one has about 10
 MOST_WORDS = 64  # of a question; more would only repeat what others say
 COMMON, FEW = 0.2, 32  # words of more passages than this share, and than so many, are left out
 LEAST_WEIGHT = 1.0  # of a passage's words: two that half of all passages have, or a rarer one

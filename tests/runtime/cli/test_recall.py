@@ -17,7 +17,7 @@ from kvcap.runtime.cli.answer import print_answer
 from kvcap.runtime.cli.chat import PASSAGE, Chat, shown_passage
 from kvcap.runtime.cli.options import Output
 from kvcap.runtime.recall.recall import Passage
-from kvcap.runtime.recall.store import STORE_BYTES
+from kvcap.runtime.recall.settings import STORE_BYTES
 
 FACT = "The secret code of the vault is 7421. Remember it."
 QUESTION = "What is the secret code of the vault?"

@@ -8,7 +8,8 @@ import random
 import pytest
 
 from kvcap.runtime.recall import store as store_module
-from kvcap.runtime.recall.store import PAGE, PassageStore
+from kvcap.runtime.recall.settings import PAGE
+from kvcap.runtime.recall.store import PassageStore
 
 LINES = [
     "The harbour master keeps the key under a stone.",
