@@ -13,7 +13,7 @@ from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -302,15 +302,23 @@ def policies_command(
     """List the eviction policies and what each costs."""
     if context.invoked_subcommand is not None:
         return
-    with missing_named(), large_imports():
-        from kvcap.policies import load_policy, policies
-    from kvcap.runtime.cli.tables import describe, describe_companions, print_policies
+    from kvcap.runtime.cli.policy_files import read_list
+    from kvcap.runtime.cli.tables import print_policies
 
-    rows, others = [describe(name, load_policy(name)) for name in policies()], describe_companions()
+    rows, others = read_list() or _imported_list()
     if json_:
         print(json.dumps({"policies": rows, "companions": others}))
     else:
         print_policies(rows, others)
+
+
+def _imported_list() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of policies and companions from the policies themselves."""
+    with missing_named(), large_imports():
+        from kvcap.policies import load_policy, policies
+    from kvcap.runtime.cli.tables import describe, describe_companions
+
+    return [describe(name, load_policy(name)) for name in policies()], describe_companions()
 
 
 def policy_command(

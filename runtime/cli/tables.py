@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -12,13 +12,13 @@ from rich.text import Text
 from kvcap.runtime.cli.console import dim
 from kvcap.runtime.memory.free_memory import FreeMemory
 from kvcap.runtime.planning.plan import BLOCK_SIZE, MemoryPlan
-from kvcap.runtime.types import EVICT_EVERY, SlotUse
+from kvcap.runtime.types import EVICT_EVERY, PINS, SlotUse
 from kvcap.runtime.units import format_bytes
 from kvcap.sinks import SINK_TOKENS
 
 if TYPE_CHECKING:  # PyTorch stands behind these, and plans are shown without it too
     from kvcap.policies import Eviction
-    from kvcap.policies.base import Component
+    from kvcap.policies.base import Component, Preset
 
 WORKSPACE = 3  # float32 copies of an observed query's row, as plans count: z, masked z, A
 DOES = {
@@ -37,28 +37,67 @@ LEGEND = (
 )
 
 
+class Part(NamedTuple):
+    """A component of a policy, where it stands in it, and its name."""
+
+    slot: str
+    name: str
+    component: Component
+
+    def row(self) -> dict[str, Any]:
+        """The part as `kvcap policies --json` has it."""
+        part = self.component
+        return {
+            "name": self.name,
+            "slot": self.slot,
+            "formula": part.formula,
+            "paper": part.paper,
+            "when": part.when,
+            "options": part.options(),
+            "observes": sorted(part.observes),
+            "state_bytes_per_slot": sum(dtype.itemsize for dtype in part.state.values()),
+        }
+
+
 def describe(name: str, eviction: Eviction) -> dict[str, Any]:
     """A policy or preset as `kvcap policies --json` has it."""
     from kvcap.policies import SLOTS, policies
+    from kvcap.policies.base import Preset
 
     filled = {slot: part for slot in SLOTS if (part := getattr(eviction, slot)) is not None}
-    parts = [_part(slot, _name(part), part) for slot, part in filled.items()]
-    usual = SINK_TOKENS if eviction.policy.evicts else 0
-    sinks = usual if eviction.sink_tokens is None else eviction.sink_tokens
-    pins = {"sink_tokens": sinks, "recent_tokens": eviction.recent_tokens}
-    queries = eviction.policy.queries_observed
+    parts = [Part(slot, _name(part), part) for slot, part in filled.items()]
+    recipe = policies().get(name)
+    preset = Preset(name) if recipe is None else Preset(name, recipe.options, recipe.when)
+    return row_of(name, parts, preset, eviction.sink_tokens, eviction.recent_tokens)
+
+
+def row_of(
+    name: str,
+    parts: Sequence[Part],
+    preset: Preset,
+    sink_tokens: int | None = None,
+    recent_tokens: int = 0,
+) -> dict[str, Any]:
+    """The row of a policy or preset, from its parts in the order of their slots."""
+    rows, filled = [part.row() for part in parts], {part.slot: part.component for part in parts}
+    policy: Any = filled["policy"]
+    corrector: Any = filled.get("corrector")
+    usual, queries = SINK_TOKENS if policy.evicts else 0, policy.queries_observed
+    sinks = usual if sink_tokens is None else sink_tokens
+    # As `--policy-option` takes them: an option is the first part's that has it.
+    options = {k: v for row in reversed(rows) for k, v in row["options"].items()}
     return {
         "name": name,
-        "composition": " + ".join(part["name"] for part in parts),
-        "when": (policies()[name].when if name in policies() else "") or _when(filled),
-        "parts": parts,
-        # As `--policy-option` takes them: an option is the first part's that has it.
-        "options": {k: v for part in reversed(parts) for k, v in part["options"].items()} | pins,
-        "observes": sorted(eviction.observes),
-        "evicts": eviction.policy.evicts,
+        "composition": " + ".join(part.name for part in parts),
+        "when": preset.when or _when(filled),
+        "parts": rows,
+        "options": {**options, "sink_tokens": sinks, "recent_tokens": recent_tokens},
+        "preset": dict(preset.options),  # options that are not the parts' defaults
+        "observes": sorted({view for row in rows for view in row["observes"]}),
+        "evicts": policy.evicts,
         "window_queries": queries,  # null: every query of the block
-        "state_bytes_per_slot": sum(part["state_bytes_per_slot"] for part in parts),
-        "evicted_tokens_kept": 0 if eviction.corrector is None else eviction.corrector.size,
+        "state_bytes_per_slot": sum(row["state_bytes_per_slot"] for row in rows),
+        "evicted_tokens_kept": 0 if corrector is None else corrector.size,
         "workspace_floats": WORKSPACE * (BLOCK_SIZE if queries is None else queries),
     }
 
@@ -67,15 +106,16 @@ def describe_companions() -> list[dict[str, Any]]:
     """The companions of policies as `kvcap policies --json` has them."""
     from kvcap.policies import SLOTS, companions
 
-    slots = {
-        name: next(slot for slot, kind in SLOTS.items() if issubclass(cls, kind))
+    return companion_rows(
+        Part(next(slot for slot, kind in SLOTS.items() if issubclass(cls, kind)), name, cls())
         for name, cls in companions().items()
-    }
-    order = list(SLOTS)
-    return [
-        _part(slots[name], name, companions()[name]())
-        for name in sorted(slots, key=lambda name: (order.index(slots[name]), name))
-    ]
+    )
+
+
+def companion_rows(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """The rows of companions, by slot and name."""
+    order = list(DOES)
+    return [part.row() for part in sorted(parts, key=lambda x: (order.index(x.slot), x.name))]
 
 
 def print_policies(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
@@ -105,10 +145,7 @@ def print_policy(row: dict[str, Any]) -> None:
 
 
 def _print_block(row: dict[str, Any]) -> None:
-    from kvcap.policies import PINS, policies
-
-    preset = policies()[row["name"]].options if row["name"] in policies() else {}
-    pins = {k: preset[k] for k in PINS if k in preset}
+    pins = {k: row["preset"][k] for k in PINS if k in row["preset"]}
     composition = f" = {row['composition']}" if len(row["parts"]) > 1 else ""
     show(Text.assemble((row["name"], "bold"), composition))
     table = _block()
@@ -125,19 +162,6 @@ def _when(filled: Mapping[str, Component]) -> str:
     """When to use a combination: what its companions are for, or else its policy."""
     added = [part.when for slot, part in filled.items() if slot != "policy" and part.when]
     return "; ".join(dict.fromkeys(added)) or filled["policy"].when
-
-
-def _part(slot: str, name: str, part: Component) -> dict[str, Any]:
-    return {
-        "name": name,
-        "slot": slot,
-        "formula": part.formula,
-        "paper": part.paper,
-        "when": part.when,
-        "options": part.options(),
-        "observes": sorted(part.observes),
-        "state_bytes_per_slot": sum(dtype.itemsize for dtype in part.state.values()),
-    }
 
 
 def _name(part: Component) -> str:

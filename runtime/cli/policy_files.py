@@ -1,0 +1,101 @@
+"""Makes the list of `kvcap policies` from the policies' files, and imports none of them.
+
+To import them takes PyTorch, and so longer than all else that the command does. What a policy says
+of itself stands in its class statement, which needs no tensors: that is executed, without the
+imports and functions of its file. Where one needs them, there is no list.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+from kvcap.runtime.cli.tables import DOES, Part, companion_rows, row_of
+from kvcap.runtime.types import PINS
+
+CONTRACTS = ("component", "policy", "companions")  # files of `base` that classes derive from
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
+TORCH = SimpleNamespace(**{name: SimpleNamespace(itemsize=size) for name, size in BYTES.items()})
+NAMES = {  # that class statements use
+    "__name__": __name__, "ClassVar": ClassVar, "NamedTuple": NamedTuple, "dataclass": dataclass,
+    "fields": fields, "torch": TORCH,
+}  # fmt: skip
+Rows = list[dict[str, Any]]
+
+
+def read_list() -> tuple[Rows, Rows] | None:
+    """Return the rows of policies and of companions; None where these must be imported for it."""
+    spec = find_spec("kvcap.policies")
+    if spec is None or spec.origin is None or entry_points(group="kvcap.policies"):
+        return None
+    try:
+        return _rows(Path(spec.origin).parent)
+    except Exception:  # a class statement may raise any; if it is wrong, its import says so
+        return None
+
+
+def _rows(folder: Path) -> tuple[Rows, Rows]:
+    names = dict[str, Any](NAMES)
+    for file in CONTRACTS:
+        names = _executed(folder / "base" / f"{file}.py", names)
+    kinds = {slot: names[slot.title().replace("_", "")] for slot in DOES}
+
+    def parts(place: Path) -> dict[str, Part]:
+        files = [path for path in place.glob("*.py") if path.stem != "__init__"]
+        return {path.stem: _part(path, names, kinds) for path in files}
+
+    policies, others = parts(folder), dict[str, Part]()
+    for place in folder.iterdir():
+        if place.name != "base":
+            others |= parts(place)
+    presets = {name: names["Preset"](name) for name in policies}
+    for part in (*policies.values(), *others.values()):
+        for name, preset in part.component.presets.items():
+            if name in presets and presets[name].parts != preset.parts.partition("+")[0]:
+                raise ValueError(f"the name {name!r} is taken")
+            presets[name] = preset
+    rows = [_row(name, presets[name], policies, others) for name in sorted(presets)]
+    return rows, companion_rows(others.values())
+
+
+def _executed(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names, and those of the file's classes, which have properties and no methods."""
+    found = dict(names)
+    for node in ast.parse(path.read_bytes()).body:
+        if isinstance(node, ast.ClassDef):
+            node.body = [
+                x for x in node.body
+                if not isinstance(x, ast.FunctionDef) or x.decorator_list or x.name == "options"
+            ]  # fmt: skip
+            # As in this file, annotations stay text: their names are not needed.
+            exec(compile(ast.Module([node], []), str(path), "exec"), found)
+    return found
+
+
+def _part(path: Path, names: Mapping[str, Any], kinds: Mapping[str, Any]) -> Part:
+    """Return the one part that a file defines, with its options as they are by default."""
+    found = _executed(path, names).items()
+    [kind] = [x for key, x in found if key not in names and issubclass(x, names["Component"])]
+    if any("ClassVar" in str(field.type) for field in fields(kind)):
+        raise ValueError("a ClassVar by another name is taken for an option")
+    return Part(next(slot for slot in kinds if issubclass(kind, kinds[slot])), path.stem, kind())
+
+
+def _row(
+    name: str, preset: Any, policies: Mapping[str, Part], others: Mapping[str, Part]
+) -> dict[str, Any]:
+    base, *combined = preset.parts.split("+")
+    left, filled = dict(preset.options), dict[str, Part]()
+    for part in (policies[base], *(others[other] for other in combined)):
+        own = {key: left.pop(key) for key in part.component.options() if key in left}
+        filled[part.slot] = part._replace(component=type(part.component)(**own))
+    if len(filled) <= len(combined) or left.keys() - PINS:
+        raise ValueError(f"{name!r} is no combination: {preset}")
+    parts = [filled[slot] for slot in DOES if slot in filled]
+    return row_of(name, parts, preset, **left)
