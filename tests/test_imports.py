@@ -193,6 +193,7 @@ MODELS = {  # of transformers, and what their code brings
 MAY_LOAD: dict[str, set[str]] = {  # of the heavy ones, by what is run; DIR is an exported decoder
     "--help": set(),
     "policies": {"rich.console"},
+    "policies keydiff-window": {"rich.console"},
     "plan pocket": {*MODELS, "rich.console"},
     "tune --help": set(),
     "generate pocket Hello --max-new-tokens 1 -q": {

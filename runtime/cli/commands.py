@@ -334,11 +334,15 @@ def policy_command(
     json_: Json = False,
 ) -> None:
     """One policy: when to use it, its formula, paper, options and costs; NAME alone will do."""
-    with missing_named(), large_imports():
-        from kvcap.policies import load_policy
+    from kvcap.runtime.cli.policy_files import read_list
     from kvcap.runtime.cli.tables import describe, print_policy
 
-    row = describe(name, load_policy(name))
+    listed, _ = read_list() or ([], [])
+    row = next((row for row in listed if row["name"] == name), None)
+    if row is None:  # a combination, or no policy's name
+        with missing_named(), large_imports():
+            from kvcap.policies import load_policy
+        row = describe(name, load_policy(name))
     before = context.parent.params if context.parent is not None else {}
     if json_ or before.get("json_"):
         print(json.dumps(row))
