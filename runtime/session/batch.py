@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.interrupts import interrupts_deferred
-from kvcap.runtime.session.decoding import BlockRead, Read
+from kvcap.runtime.session.decoding import Pieces, Step
 
 if TYPE_CHECKING:
     from kvcap.runtime.session.session import Session
@@ -32,11 +32,9 @@ class Answer:
     """An answer that is being written."""
 
     session: Session
-    pieces: Generator[Any, Any, None]
-    reading: bool = True  # its prompt
-    asked: Read | None = None  # the token that it wants read
-    found: Any = None  # what came of that: logits [1, V], or the next token
-    failed: Exception | None = None  # why that was not read
+    steps: Generator[Step, Any, None]
+    asked: Step | None = None  # whose token is to be read; None: its prompt is being read
+    found: Any = None  # what came of that: logits [1, V], the next token, or an error
 
 
 class SharedRows(Protocol):
@@ -53,14 +51,17 @@ class SharedRows(Protocol):
         """Prepare a session for the next pass; it may be given a row until it leaves."""
 
     @property
-    def begins_ahead(self) -> bool:
-        """Whether it pays to begin a pass before the answers know what came of the one before."""
+    def asynchronous(self) -> bool:
+        """Whether `begin` returns before the pass is computed, as that of another device is.
+
+        So it pays to begin a pass before text is made of what came of the one before.
+        """
 
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
         """Begin to read a token of each of these, which have joined.
 
         Returns what waits for that, to be called before the next pass begins: it gives what came of
-        each token, as `Read` has it, or raises why they were not read. After an error nobody has
+        each token, as `Step` has it, or raises why they were not read. After an error nobody has
         joined, and the sessions' caches are as before or empty. Whose cache is fetched meanwhile
         has read its token.
         """
@@ -131,9 +132,9 @@ class Batch:
             raise ValueError("the session belongs to another runtime; add it to a batch of that")
         if any(session is answer.session for answer in self._all):
             raise ValueError("the session is being answered; remove it, or wait for its end")
-        if not isinstance(pieces, Generator):
+        if not isinstance(pieces, Pieces):
             raise ValueError("pieces: give what the session's send() returned")
-        self._waiting.append(Answer(session, pieces))
+        self._waiting.append(Answer(session, pieces.steps))
 
     def remove(self, session: Session) -> None:
         """Stop answering a session, as if its answer had been closed; others go on."""
@@ -182,12 +183,12 @@ class Batch:
         """
         while self._waiting and len(self._answers) < self.size:
             answer = self._waiting.popleft()
-            answer.session.read_together = True
+            answer.session.loop.in_batch = True
             self._answers.append(answer)
         answering = [answer for answer in self._answers if answer.asked is not None]
         self._read(answering)
         found: list[Progress] = []
-        prompt = next((answer for answer in self._answers if answer.reading), None)
+        prompt = next((answer for answer in self._answers if answer.asked is None), None)
         if prompt is not None:
             found += self._proceed(prompt)  # a GPU reads it while the others go on
             earlier, self._launched = self._launched, prompt.session.loop.launched()
@@ -196,7 +197,7 @@ class Batch:
                 self._answers.remove(prompt)
                 self._answers.append(prompt)
         for answer in answering:
-            if answer.found is not None or answer.failed is not None:
+            if answer.found is not None:
                 found += self._proceed(answer)
         try:
             return found
@@ -205,23 +206,15 @@ class Batch:
 
     def _proceed(self, answer: Answer) -> Iterator[Progress]:
         """Go on until a block of the prompt is read, or a token is to be read."""
-        session, error = answer.session, None
-        given, failed = answer.found, answer.failed
-        answer.asked = answer.found = answer.failed = None
+        session, steps, error, found = answer.session, answer.steps, None, answer.found
+        answer.asked = answer.found = None
         try:
-            while True:
-                if failed is not None:
-                    made = answer.pieces.throw(failed)
-                else:
-                    made = answer.pieces.send(given)
-                if isinstance(made, BlockRead):
-                    return
-                answer.reading = False
-                if isinstance(made, Read):
-                    answer.asked = made
-                    return
-                given = failed = None
-                yield Progress(session, made)
+            step = steps.send(found)
+            while step.text:
+                yield Progress(session, step.text)
+                step = next(steps)
+            answer.asked = None if step.token is None else step
+            return
         except StopIteration:
             pass
         except Exception as raised:
@@ -230,16 +223,16 @@ class Batch:
         try:
             yield Progress(session, ended=True, error=error)
         finally:
-            del error, failed  # whose traceback has this frame
+            del error, found  # whose traceback has this frame
 
     @property
     def _all(self) -> list[Answer]:
         return [*self._answers, *self._waiting, *self._paused]
 
     def _end(self, answer: Answer) -> None:
-        answer.session.read_together = False
+        answer.session.loop.in_batch = False
         answer.session.fetch_cache()
-        answer.pieces.close()
+        answer.steps.close()
         self._leave(answer)
 
     def _leave(self, answer: Answer) -> None:
@@ -260,18 +253,18 @@ class Batch:
             shared[0].session.fetch_cache()
             apart.append(shared.pop())
         for answer in apart:
-            if _is_unread(answer) and not self._is_begun(answer):
+            if answer.found is None and not self._is_begun(answer):
                 assert answer.asked is not None
                 try:
                     token = self.runtime.token_ids([answer.asked.token])
                     answer.found = answer.session.loop.read(token)
                 except Exception as error:
-                    answer.failed = error
+                    answer.found = error
         if self._begun is None:
-            self._begin([answer for answer in shared if _is_unread(answer)])
+            self._begin([answer for answer in shared if answer.found is None])
         self._wait()
-        ahead = rows is not None and rows.begins_ahead and len(shared) > 1
-        if ahead and all(_next_token(answer) is not None for answer in shared):
+        early = rows is not None and rows.asynchronous and len(shared) > 1
+        if early and all(_next_token(answer) is not None for answer in shared):
             self._begin(shared)
 
     def _begin(self, answers: list[Answer]) -> None:
@@ -284,7 +277,7 @@ class Batch:
             try:
                 rows.join(answer)
             except Exception as error:
-                answer.failed = error
+                answer.found = error
                 continue
             joined.append(answer)
             tokens.append(token)
@@ -295,7 +288,7 @@ class Batch:
                     self._begun = joined, rows.begin(joined, tokens)
                 except Exception as error:
                     for answer in joined:
-                        answer.failed = error
+                        answer.found = error
 
     def _is_begun(self, answer: Answer) -> bool:
         return self._begun is not None and answer in self._begun[0]
@@ -311,20 +304,15 @@ class Batch:
                     answer.found = found
             except Exception as error:
                 for answer in answers:
-                    answer.failed = error
-
-
-def _is_unread(answer: Answer) -> bool:
-    """Whether nothing came yet of the token that an answer asks for."""
-    return answer.found is None and answer.failed is None
+                    answer.found = error
 
 
 def _next_token(answer: Answer) -> int | None:
     """The token of an answer that is to be read next; None: that is not known yet."""
     asked = answer.asked
     assert asked is not None
-    if _is_unread(answer):
-        return asked.token
     found = answer.found
+    if found is None:
+        return asked.token
     known = isinstance(found, int) and asked.ends is not None and found not in asked.ends
     return found if known else None

@@ -3,37 +3,58 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
 import warnings
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.detokenizer import Detokenizer
-from kvcap.runtime.session.engine import Engine, Loop
+from kvcap.runtime.session.engine import Engine, Loop, Sampler
 from kvcap.runtime.session.guide import Guide
-from kvcap.runtime.session.logprobs import Logprob, Pending, TokenTexts
-from kvcap.runtime.session.stats import Turn
+from kvcap.runtime.session.listener import Limits, Listener
+from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
+from kvcap.runtime.session.stats import FinishReason, Turn
 
 MAX_NEW_TOKENS = 512
 UNKNOWN = -1
 
 
-class Read(NamedTuple):
-    """Asks for a token to be read, where somebody reads those of several answers at once.
+class Step(NamedTuple):
+    """A step of an answer: a piece of its text, or a token to be read; else a block was read.
 
-    To be sent back: logits [1, V] of the next token, or the id of the one that the sampler draws.
+    It was a block of the prompt then, and others may read theirs before the answer goes on.
     """
 
-    token: int
+    text: str = ""
+    token: int | None = None
+    """Whoever reads it sends back the logits [1, V] behind it, the next token if `sampler` drew it,
+    or the error that kept it from being read."""
     sampler: Any = None
     """The engine's `Sampler` that may draw the next token; None: nobody else may."""
     ends: frozenset[int] | None = None
-    """The next token is asked for in its turn unless it is one of these; None: that depends."""
+    """The next token is to be read as well unless it is one of these; None: that depends."""
+
+
+class Pieces(Iterator[str]):
+    """An iterator over an answer's text; a `Batch` takes its `steps` instead.
+
+    Closing it, or dropping it, stops the answer.
+    """
+
+    def __init__(self, steps: Generator[Step, Any, None]) -> None:
+        self.steps, self.close, self.throw = steps, steps.close, steps.throw
+
+    def __next__(self) -> str:
+        try:
+            return next(step.text for step in self.steps if step.text)
+        except BaseException:
+            self.close()  # a Ctrl-C may come between its steps
+            raise
 
 
 class Insertion(NamedTuple):
@@ -43,12 +64,6 @@ class Insertion(NamedTuple):
     tokens: Callable[[], list[int]]
     prepare: Callable[[int], None]
     """Called with the tokens of the prompt that are read, after every block before them."""
-
-
-class BlockRead(NamedTuple):
-    """Says that a block of the prompt was read, where several answers take turns."""
-
-    tokens: int  # of the prompt, read so far
 
 
 @dataclass
@@ -82,7 +97,6 @@ class Decoding:
         """The tokens that the cache has read, and one that it has yet to: 4 bytes each."""
         self._warned = False  # of positions beyond what the model was trained on
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
-        self._texts: TokenTexts | None = None
 
     def check(self, config: Any, rng: Any, ids: Sequence[int], *, emptied: bool = False) -> None:
         """Refuse a prompt that cannot be answered; nothing is changed.
@@ -145,109 +159,85 @@ class Decoding:
         written: Written,
         on_block: Callable[[int, int], None] | None,
         insertion: Insertion | None = None,
-    ) -> Generator[Any, Any, None]:
-        """Read `ids` with an `insertion`, and stream the answer, which joins `written`.
+    ) -> Generator[Step, Any, None]:
+        """Read `ids` with an `insertion`, and draw the answer, which joins `written`.
 
         Fills in figures of `turn`. The last token drawn is not read; the cache keeps it as
-        `unread`. Gives pieces of text, and where others have their turn, a `BlockRead` after every
-        block of the prompt but the last and a `Read` for every token.
+        `unread`. Tokens are read here, or by a `Batch` that sends back what came of each `Step`.
         """
-        engine, loop, cache = self.engine, self.loop, self.loop.cache
-        sampler, most = engine.sampler(config, rng), answer_limit(config)
-        ends, stops = settings.end_tokens(config), settings.stop_strings(config)
-        guide = self.guide(ends, settings.shapes(config))
-        if guide is not None:
-            guide.restart()
-            ends |= guide.ends
-        named = special_tokens(engine.tokenizer, stops)  # text streams leave these out
-        noted = getattr(config, "logprobs", None)
-        if noted is not None and self._texts is None:
-            self._texts = TokenTexts(engine.tokenizer)
-        pending = Pending(written.logprobs)
+        engine, cache, most = self.engine, self.loop.cache, answer_limit(config)
+        sampler, stops = engine.sampler(config, rng), settings.stop_strings(config)
+        guide = self.guide(settings.end_tokens(config), settings.shapes(config))
         start = time.perf_counter()
-        for done, logits in self._blocks(ids, insertion, turn):
-            if on_block is not None:
-                on_block(done, turn.prompt_tokens)
-            if loop.in_turns and logits is None:
-                yield BlockRead(done)
-        turn.read_tokens = turn.prompt_tokens
+        found = yield from self._read_prompt(ids, turn, on_block, insertion)
         stream = TextStream(engine.tokenizer, stops, self.read_ids)
+        listeners = self._listeners(config, sampler, guide, stream, written)
+        ends = dict.fromkeys(settings.end_tokens(config).union(*(one.ends for one in listeners)))
+        ends |= special_tokens(engine.tokenizer, stops)  # streams of text leave these out
         # A penalty looks back at this turn only: the history of a conversation has no bound.
         most_looked_at = min(turn.prompt_tokens, engine.plan.budget_tokens)
         history = engine.token_ids(list(self.read_ids[-most_looked_at:]))
-        # Whoever reads tokens may draw the next one, too.
-        free = sampler.recipe is not None and guide is None and noted is None
-        drawing, foreseen = sampler if free else None, free and not stops and not loop.may_be_full
-        while True:
+        source = Source(engine, self.loop, sampler, listeners, frozenset(ends), history, written)
+        reason: FinishReason | None = None
+        while reason is None:
             self._warn_beyond()
-            token: Any = None
-            begun: Callable[[], Any] | None = None
-            if isinstance(logits, int):
-                number = logits
-            else:
-                allowed = None if guide is None else guide.allowed()
-                token = sampler.next(logits, history, allowed, written.tokens)
-                number = token.item()
-            now = time.perf_counter()
-            turn.completion_tokens += 1
+            number = source.draw(found)
+            turn.count_token(time.perf_counter() - start)
             self.read_ids.append(number)
-            if turn.completion_tokens == 1:
-                turn.ttft_s = now - start
-            turn.decode_s = now - start - turn.ttft_s
-            ended = number in ends or number in named
-            cache.unread = None if ended else (number, cache.seen)
-            if ended:
-                turn.stop_string = named.get(number)
-            else:
-                written.tokens.append(number)
-                # A device reads on while text is made and taken; the first is not to wait for it.
-                ahead = foreseen and loop.lags and not loop.in_turns
-                if ahead and 1 < turn.completion_tokens < most:
-                    begun = _begin(loop, token[:, None])
-                begins, place, text = stream.begins, stream.decoded, stream.put(number)
-                if noted is not None:
-                    assert self._texts is not None
-                    likely = sampler.logprobs(logits, number, noted)
-                    one = self._texts.noted(likely, begins=begins)
-                    pending.add(one, place, max(place + 1, stream.decoded))
-                    pending.give(stream.given, stopped=stream.stopped is not None)
-                turn.stop_string = stream.stopped
-                if guide is not None:
-                    guide.take(number)
-                if text:
-                    written.pieces.append(text)
-                    yield text
-            if ended or stream.stopped is not None or (guide is not None and guide.complete):
-                turn.finish_reason = "stop"
+            cache.unread = None if number in ends else (number, cache.seen)
+            if number in ends:
+                turn.stop_string, reason = ends[number], "stop"
                 break
-            if turn.completion_tokens >= most:
-                turn.finish_reason = "length"
-                break
-            if loop.on_full == "stop" and not cache.spare:
-                turn.finish_reason = "full"
-                break
-            if loop.may_be_full:  # all else is checked as the token is read
-                loop.check_room(1, most - turn.completion_tokens)
-            if token is None and not loop.in_turns:
-                token = engine.token_ids([number])[0]
-            if sampler.recipe is None:
-                history = engine.append_token(history, token)
-            if begun is not None:
-                logits = begun()
-            elif loop.in_turns:
-                last = turn.completion_tokens + 1 >= most
-                logits = yield Read(number, drawing, ends if foreseen and not last else None)
-            else:
-                logits = loop.read(token[:, None])
-        text = stream.end()
-        if stream.stopped is None:
-            pending.give(math.inf)
-        else:  # perhaps only by this: a letter that was begun ends as U+FFFD
-            turn.stop_string, turn.finish_reason = stream.stopped, "stop"
-            pending.give(stream.given, stopped=True)
-        if text:
-            written.pieces.append(text)
-            yield text
+            written.tokens.append(number)
+            left = most - turn.completion_tokens
+            source.begin(left)
+            reasons = [one.token(number, found) for one in listeners]
+            turn.stop_string = stream.stopped
+            if stream.piece:
+                written.pieces.append(stream.piece)
+                yield Step(stream.piece)
+            reason = next(filter(None, reasons), None)
+            if reason is None:
+                found = yield from source.read(number, left)
+        turn.finish_reason = reason
+        turn.finish_reason = next(filter(None, [one.finish() for one in listeners]), reason)
+        turn.stop_string = stream.stopped or turn.stop_string
+        if stream.piece:
+            written.pieces.append(stream.piece)
+            yield Step(stream.piece)
+
+    def _listeners(
+        self, config: Any, sampler: Sampler, guide: Guide | None, stream: TextStream, to: Written
+    ) -> list[Listener]:
+        """Choose what takes the tokens of an answer, of which `stream` makes text."""
+        found: list[Listener] = [stream]
+        if (top := getattr(config, "logprobs", None)) is not None:
+            found.append(Logprobs(to.logprobs, sampler, top, self._texts, stream))
+        if guide is not None:
+            guide.restart()
+            found.append(guide)
+        return [*found, Limits(answer_limit(config), self.loop)]
+
+    @cached_property
+    def _texts(self) -> TokenTexts:
+        return TokenTexts(self.engine.tokenizer)
+
+    def _read_prompt(
+        self,
+        ids: list[int],
+        turn: Turn,
+        on_block: Callable[[int, int], None] | None,
+        insertion: Insertion | None,
+    ) -> Generator[Step, None, Any]:
+        """Read a prompt, with a step after each block but the last; return the logits [1, V]."""
+        logits = None
+        for done, logits in self._blocks(ids, insertion, turn):
+            if on_block is not None:
+                on_block(done, turn.prompt_tokens)
+            if logits is None:
+                yield Step()
+        turn.read_tokens = turn.prompt_tokens
+        return logits
 
     def _blocks(
         self, ids: list[int], insertion: Insertion | None, turn: Turn
@@ -287,12 +277,79 @@ class Decoding:
         )
 
 
+@dataclass
+class Source:
+    """A source of an answer's tokens, which draws each and has it read for the next one."""
+
+    engine: Engine
+    loop: Loop
+    sampler: Sampler
+    listeners: Sequence[Listener]
+    ends: frozenset[int]  # tokens by which the model ends the answer
+    history: Any  # token ids [1, T] before the answer, which a repetition penalty looks at
+    written: Written
+    _token: Any = None  # the last one as an array [1], if it was drawn here
+    _begun: Any = None  # what came of reading it, if that has begun: logits, or an error
+
+    def __post_init__(self) -> None:
+        free = self.sampler.recipe is not None and not any(x.reads_logits for x in self.listeners)
+        self._drawer = self.sampler if free else None  # for whoever reads tokens
+        self._certain = free and not any(x.may_end for x in self.listeners)
+
+    def draw(self, found: Any) -> int:
+        """Return the next token: drawn from logits [1, V], or given as somebody drew it."""
+        if isinstance(found, int):
+            self._token = None
+            return found
+        masks = [mask for one in self.listeners if (mask := one.allowed()) is not None]
+        allowed = masks[0] if masks else None
+        self._token = self.sampler.next(found, self.history, allowed, self.written.tokens)
+        if self.sampler.recipe is None:
+            self.history = self.engine.append_token(self.history, self._token)
+        return int(self._token.item())
+
+    def begin(self, left: int) -> None:
+        """Begin to read the last token, if a device then computes while text is made of it.
+
+        Not the answer's first, whose text is not to wait for that, nor one with none `left` after.
+        """
+        alone = self.loop.asynchronous and not self.loop.in_batch
+        if self._certain and alone and len(self.written.tokens) > 1 and left > 0:
+            try:
+                self._begun = self.loop.read(self._token[:, None])
+            except Exception as error:
+                self._begun = error
+
+    def read(self, number: int, left: int) -> Generator[Step, Any, Any]:
+        """Read the last token, or have a batch do so; return what `draw` takes next.
+
+        Args:
+            number: the token.
+            left: tokens that the answer may have after it.
+        """
+        loop, found, self._begun = self.loop, self._begun, None
+        if found is None and loop.may_be_full:  # all else is checked as the token is read
+            loop.check_room(1, left)
+        if found is None and loop.in_batch:
+            ends = self.ends if self._certain and left > 1 else None
+            found = yield Step("", number, self._drawer, ends)
+        elif found is None:
+            token = self.engine.token_ids([number])[0] if self._token is None else self._token
+            found = loop.read(token[:, None])
+        if isinstance(found, Exception):
+            try:
+                raise found
+            finally:
+                del found  # whose traceback has this frame
+        return found
+
+
 def answer_limit(config: Any) -> int:
     """The most tokens that an answer may have."""
     return config.max_new_tokens or MAX_NEW_TOKENS
 
 
-class TextStream:
+class TextStream(Listener):
     """Turns generated tokens into text piece by piece, and ends before a stop string.
 
     Text that may begin a stop string is held back until it is clear that it does not.
@@ -315,11 +372,24 @@ class TextStream:
         """Letters that were given out."""
         self.stopped: str | None = None
         """The stop string that was found."""
+        self.piece = ""
+        """The text that became certain with the last token, or at the end; perhaps none."""
+        self.may_end = bool(self._stop)
 
     @property
     def begins(self) -> bool:
         """Return whether no text was read or written so far."""
         return self._detokenizer.begins
+
+    def token(self, number: int, logits: Any) -> FinishReason | None:
+        """Make text of the next token, up to a stop string."""
+        self.piece = self.put(number)
+        return None if self.stopped is None else "stop"
+
+    def finish(self) -> FinishReason | None:
+        """Give the text that was held back, in which a broken letter may end a stop string."""
+        self.piece = self.end()
+        return None if self.stopped is None else "stop"
 
     def put(self, token: int) -> str:
         """The text that is certain after this token, perhaps none."""
@@ -346,20 +416,6 @@ class TextStream:
         text, self._held = self._held[:count], "" if dropped else self._held[count:]
         self.given += len(text)
         return text
-
-
-def _begin(loop: Loop, ids: Any) -> Callable[[], Any]:
-    """Begin to read a block; returns what gives its logits, or raises why it was not read."""
-    try:
-        logits = loop.read(ids)
-    except Exception as error:
-        failed = [error]
-
-        def fail() -> Any:
-            raise failed.pop()  # kept here it would keep itself, as its traceback has this frame
-
-        return fail
-    return lambda: logits
 
 
 def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:

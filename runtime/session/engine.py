@@ -141,10 +141,10 @@ class Loop(ABC):
     def __init__(self, cache: Any, on_full: OnFull = "evict", never: str | None = None) -> None:
         self.cache, self.on_full, self.never = cache, on_full, never
         self.peak_bytes: int = cache.nbytes  # the most storage the cache has held
-        self.lags = False
+        self.asynchronous = False
         """Whether `read` returns before what it read is computed."""
-        self.in_turns = False
-        """Whether others have their turn after each read of a prompt, and read its answer."""
+        self.in_batch = False
+        """Whether a `Batch` answers: it reads the answer's tokens, and others' between blocks."""
 
     @property
     @abstractmethod

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.runtime.errors import ExtraMissing, SchemaRefused, how_to_install
+from kvcap.runtime.session.listener import Listener
+from kvcap.runtime.session.stats import FinishReason
 
 # A space, or a new line and its indentation: a model that is held to JSON, and has nothing to say,
 # else writes white space without end.
@@ -28,8 +30,8 @@ STRICT = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": SPACE}
 _vocabularies: WeakKeyDictionary[Any, dict[frozenset[int], Any]] = WeakKeyDictionary()
 
 
-class Guide:
-    """Says which tokens an answer may have next, and when it is complete.
+class Guide(Listener):
+    """A listener that says which tokens an answer may have next, and when it is complete.
 
     Args:
         tokenizer: whose vocabulary the answer is written in. Of a vocabulary of 150,000 tokens
@@ -43,6 +45,8 @@ class Guide:
             that llguidance does not read.
         ExtraMissing: llguidance is not installed.
     """
+
+    reads_logits = True
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class Guide:
         self._matcher.reset()
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which tokens of the tokenizer's vocabulary may come next.
+        """Return which tokens of the tokenizer's vocabulary may come next.
 
         Raises:
             SchemaRefused: none; or too much would have to be computed to tell.
@@ -101,15 +105,11 @@ class Guide:
             raise SchemaRefused(f"no text fits {self._what}")
         return found[: self._vocabulary.vocab_size]
 
-    def take(self, token: int) -> None:
-        """Go on behind a token that is allowed."""
-        self._matcher.consume_token(token)
+    def token(self, number: int, logits: Any = None) -> FinishReason | None:
+        """Go on behind an allowed token; end the answer where it fits and no text can follow."""
+        self._matcher.consume_token(number)
         self._check()
-
-    @property
-    def complete(self) -> bool:
-        """Whether the answer fits, and no text can follow."""
-        return bool(self._matcher.is_stopped())
+        return "stop" if self._matcher.is_stopped() else None
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -6,11 +6,14 @@ schema and the other settings change what is drawn, not what is noted. Knows no 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvcap.runtime.session.detokenizer import LOST, byte_tokens
+from kvcap.runtime.session.engine import Sampler
+from kvcap.runtime.session.listener import Listener
 
 LEAST = -9999.0  # stands for a probability of 0, of which JSON has no logarithm
 
@@ -105,6 +108,40 @@ class Pending:
                 one = one.without_last(int(end - letters))
             self._given.append(one)
             self._waiting.popleft()
+
+
+class Logprobs(Listener):
+    """A listener that notes how likely tokens were, each once the end of its text is given.
+
+    Args:
+        given: which they join then.
+        sampler: knows the log probabilities.
+        top: so many of the likeliest tokens are noted with each.
+        texts: of single tokens.
+        stream: the `TextStream` of the answer, a listener before this one.
+    """
+
+    reads_logits = True
+
+    def __init__(
+        self, given: list[Logprob], sampler: Sampler, top: int, texts: TokenTexts, stream: Any
+    ) -> None:
+        self._pending = Pending(given)
+        self._sampler, self._top, self._texts, self._stream = sampler, top, texts, stream
+        self._begins, self._start = stream.begins, stream.decoded
+
+    def token(self, number: int, logits: Any) -> None:
+        """Note the token, and give those whose text is given."""
+        stream, likely = self._stream, self._sampler.logprobs(logits, number, self._top)
+        one = self._texts.noted(likely, begins=self._begins)
+        self._pending.add(one, self._start, max(self._start + 1, stream.decoded))
+        self._begins, self._start = stream.begins, stream.decoded
+        self._pending.give(stream.given, stopped=stream.stopped is not None)
+
+    def finish(self) -> None:
+        """Give the others; of those whose text has a stop string, what is before it."""
+        stopped = self._stream.stopped is not None
+        self._pending.give(self._stream.given if stopped else math.inf, stopped=stopped)
 
 
 def _byte_letters() -> dict[str, int]:

@@ -15,7 +15,7 @@ from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.recall.recall import Passage, Recall
 from kvcap.runtime.session import settings
-from kvcap.runtime.session.decoding import Decoding, Insertion, Written
+from kvcap.runtime.session.decoding import Decoding, Insertion, Pieces, Step, Written
 from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.encoding import check_letters, encode_with
 from kvcap.runtime.session.engine import Engine
@@ -116,7 +116,7 @@ class Session:
         """Finds evicted text that a message asks about, to be read again in front of it."""
         self._decoding = Decoding(runtime, self.loop)
         self._unusual = False  # `loop` is not what the runtime would make
-        self._open: ref[Generator[Any, Any, None]] | None = None  # the answer being written
+        self._open: ref[Generator[Step, Any, None]] | None = None  # the answer being written
         self._written = Written()  # the last answer
         self._read_with: dict[str, Any] = {}  # options of the chat template of the last message
 
@@ -145,7 +145,7 @@ class Session:
         if loop is self.loop:
             return
         self.fetch_cache()
-        loop.on_full, loop.in_turns = self.loop.on_full, self.loop.in_turns
+        loop.on_full, loop.in_batch = self.loop.on_full, self.loop.in_batch
         loop.cache.guard = self.loop.cache.guard
         self.loop = self._decoding.loop = loop
         self._unusual = True
@@ -157,15 +157,6 @@ class Session:
         Known are those that messages and answers took, also of a conversation that was loaded.
         """
         return self._decoding.ids_read(self.loop.cache.seen)
-
-    @property
-    def read_together(self) -> bool:
-        """Whether answers ask for their tokens to be read (`Read`), rather than reading them."""
-        return self.loop.in_turns
-
-    @read_together.setter
-    def read_together(self, value: bool) -> None:
-        self.loop.in_turns = value
 
     @property
     def on_full(self) -> OnFull:
@@ -640,30 +631,30 @@ class Session:
         return prompt
 
     def _begin(self, prepare: Callable[[], Prompt]) -> Iterator[str]:
-        """The answer to a prompt, which is prepared, or refused, at once."""
-        return self._stream(prepare, self._prompt_inputs, prepare())
+        """Prepare or refuse a prompt at once; return its answer, which begins as it is read."""
+        return Pieces(self._stream(prepare, self._prompt_inputs, prepare()))
 
     def _stream(
         self, prepare: Callable[[], Prompt], before: tuple[Any, ...], prompt: Prompt
-    ) -> Generator[Any, Any, None]:
-        """The answer to a prompt that was prepared when `_prompt_inputs` was `before`."""
+    ) -> Generator[Step, Any, None]:
+        """Answer a prompt that was prepared when `_prompt_inputs` was `before`."""
         self._close()
         if self._prompt_inputs != before:  # the conversation went on since
             prompt = prepare()
-        pieces = self._answer(prompt)
+        steps = self._answer(prompt)
         # Weakly: an answer that nobody reads on ends at once, and not within another's end.
-        self._open = mine = ref(pieces)
+        self._open = mine = ref(steps)
         try:
-            yield from pieces
+            yield from steps
         finally:
             if self._open is mine:
                 self._open = None
 
     def _close(self) -> None:
         """End an answer that is not read to its end, as if it had been stopped."""
-        pieces = None if self._open is None else self._open()
-        if pieces is not None:
-            pieces.close()
+        steps = None if self._open is None else self._open()
+        if steps is not None:
+            steps.close()
 
     @property
     def _prompt_inputs(self) -> tuple[Any, ...]:
@@ -674,7 +665,7 @@ class Session:
             self._template_options, self._read_with,
         )  # fmt: skip
 
-    def _answer(self, prompt: Prompt) -> Generator[Any, Any, None]:
+    def _answer(self, prompt: Prompt) -> Generator[Step, Any, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
         before, settled = self._transcript, False
         place = 0 if prompt.transcript is None else len(prompt.transcript.messages)

@@ -27,6 +27,13 @@ class Turn:
     decode_s: float = 0.0
     recalled_tokens: int = 0  # of the prompt: evicted text that was read again
 
+    def count_token(self, seconds: float) -> None:
+        """Count a token that was drawn so many seconds after the call."""
+        self.completion_tokens += 1
+        if self.completion_tokens == 1:
+            self.ttft_s = seconds
+        self.decode_s = seconds - self.ttft_s
+
     @property
     def prefill_tok_s(self) -> float:
         """Prompt tokens read per second."""

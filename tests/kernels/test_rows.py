@@ -512,7 +512,7 @@ def test_the_host_may_hear_of_passes_late(policy, step, monkeypatch):
                 start = stop
             if choice == "triton":
                 assert loop.next_length(1, 100) == 3 * 8
-                loop.in_turns = True
+                loop.in_batch = True
                 assert loop.next_length(1, 100) == 8
         segments = [s for layer in cache.capped_layers for s in layer.segments]
         held = [(s.start, s.budget, s.held, s.target_length) for s in segments]

@@ -13,7 +13,7 @@ from kvcap import kernels
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.batch import Rows
 from kvcap.runtime.session.batch import Answer
-from kvcap.runtime.session.decoding import Read
+from kvcap.runtime.session.decoding import Step
 
 BUDGET, LENGTHS, COUNTS = 16, (5, 14, 26), (14, 7, 5)
 # Of prompts and of what follows: no session reads a token twice, whose keys would score alike.
@@ -84,7 +84,7 @@ def read_together(rows, sessions):
     for number in range(len(TOKENS[0])):
         those = [i for i, mine in enumerate(left) if mine and (i != 1 or number % 5 != 4)]
         for i in those:
-            answers[i].asked = Read(left[i].pop(0))
+            answers[i].asked = Step(token=left[i].pop(0))
             assert rows.fits(answers[i])
             rows.join(answers[i])
         tokens = [answers[i].asked.token for i in those]

@@ -221,7 +221,7 @@ def test_an_answer_with_recalled_text_beside_others_is_as_alone(
 
     def made(self: Rows, *args: Any) -> None:
         init(self, *args)
-        self.begins_ahead = ahead  # as on a GPU, where a pass begins before the last one is told
+        self.asynchronous = ahead  # as on a GPU, where a pass begins before the last one is told
 
     monkeypatch.setattr(Rows, "__init__", made)
     runtime = load(tmp_path, evict_every=every)

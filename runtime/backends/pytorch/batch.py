@@ -81,10 +81,10 @@ class Rows:
         self._first: dict[int, int] = {}  # of a row: first tokens that are never evicted
         self._unlike: set[int] = set()  # rows taken that fill their slots, or have pins
         self._begun: Begun | None = None
-        self.begins_ahead = model.device.type == "cuda"
-        """See `SharedRows.begins_ahead`: a CPU would compute the next pass at once."""
+        self.asynchronous = model.device.type == "cuda"
+        """See `SharedRows.asynchronous`: a CPU would compute the next pass at once."""
         self._ids = torch.zeros(size, 1, dtype=torch.long, device=model.device)
-        self._drawn = torch.zeros(size, dtype=torch.long, pin_memory=self.begins_ahead)
+        self._drawn = torch.zeros(size, dtype=torch.long, pin_memory=self.asynchronous)
         self._empty()
 
     @property

@@ -59,7 +59,7 @@ class BlockLoop(Loop):
             check_expansions(model, latent)
         never = None if cache.eviction.policy.evicts else cache.eviction.name
         super().__init__(cache, on_full, never)
-        self.model, self.lags = model, model.device.type == "cuda"
+        self.model, self.asynchronous = model, model.device.type == "cuda"
         if graphs is True and model.device.type == "cuda":
             graphs = BlockGraphs(model, cache, several)
         self.graphs = graphs if isinstance(graphs, BlockGraphs) else None
@@ -72,7 +72,7 @@ class BlockLoop(Loop):
         if self.graphs is None:
             return self.cache.room
         several = self.graphs.pass_length(batch, left)
-        if several is None and not self.in_turns:
+        if several is None and not self.in_batch:
             several = self.graphs.run_length(left)
         return several or self.cache.room
 

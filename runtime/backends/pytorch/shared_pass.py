@@ -87,7 +87,7 @@ class SharedPass:
             layer.storage.lent = None
         self._free.append(row)
 
-    begins_ahead = False
+    asynchronous = False
 
     @torch.inference_mode()
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:

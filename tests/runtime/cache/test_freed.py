@@ -387,7 +387,7 @@ def test_sessions_go_on_after_their_batch_was_dropped(folder, alive):
                 batch.step()
             del batch
             for session in sessions:
-                session.read_together = False
+                session.loop.in_batch = False
         said.append(["".join(session.complete(" And")) for session in sessions])
     assert all(said[0])
     del sessions, session

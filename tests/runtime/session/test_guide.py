@@ -123,9 +123,9 @@ def walked(guide: Guide, tokenizer: Any, seed: int, most: int = 300) -> tuple[st
         token = int(rng.choice(likely if likely and rng.random() < 0.6 else allowed))
         if token in guide.ends:
             return text + stream.end(), True
-        guide.take(token)
+        ended = guide.token(token)
         text += stream.put(token)
-        if guide.complete:
+        if ended == "stop":
             return text + stream.end(), True
     return text, False
 
@@ -328,7 +328,7 @@ def test_an_expression_whose_states_are_too_many_ends_by_name(monkeypatch):
     def walk() -> None:
         for letter in letters:
             guide.allowed()
-            guide.take(ids[letter])
+            guide.token(ids[letter])
 
     with pytest.raises(SchemaRefused, match=r"too many states: 3000 >= 3000$"):
         walk()

@@ -1,4 +1,4 @@
-"""A device that lags behind reads the next token of an answer while somebody takes its text."""
+"""An asynchronous device reads the next token of an answer while somebody takes its text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def runtime(request, tmp_path_factory):
     return tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def answering(runtime, lags=True, fails_at=None, **settings):
+def answering(runtime, asynchronous=True, fails_at=None, **settings):
     """A session, and a list that grows by every token that it reads by itself."""
     session, single = session_of(runtime), []
     session.set_generation(max_new_tokens=TOKENS, **settings)
-    session.loop.lags, read = lags, session.loop.read
+    session.loop.asynchronous, read = asynchronous, session.loop.read
 
     def noted(ids, need_logits=True):
         if ids.shape[1] == 1:
@@ -44,11 +44,11 @@ def reads_by_text(session, single, pieces):
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_k": 20}])
 def test_the_answer_is_the_same_and_the_next_token_is_read_before_its_text(runtime, settings):
     found = []
-    for lags in (False, True):
-        session, single = answering(runtime, lags, **settings)
+    for asynchronous in (False, True):
+        session, single = answering(runtime, asynchronous, **settings)
         for tokens, reads in reads_by_text(session, single, session.send(SAID)):
             # The first text waits for nothing, and what follows the last is not read.
-            ahead = lags and 1 < tokens < TOKENS
+            ahead = asynchronous and 1 < tokens < TOKENS
             assert reads == tokens - (not ahead)
         assert session.turn.completion_tokens == TOKENS
         assert len(single) == TOKENS - 1
@@ -68,13 +68,13 @@ def test_nothing_is_read_ahead_where_more_is_asked_of_a_token(runtime, settings)
 
 def test_an_answer_that_is_stopped_goes_on_as_if_nothing_had_been_read_ahead(runtime):
     found = []
-    for lags in (False, True):
-        session, single = answering(runtime, lags)
+    for asynchronous in (False, True):
+        session, single = answering(runtime, asynchronous)
         pieces = session.send(SAID)
         list(islice(pieces, 3))
         pieces.close()
         assert session.turn.finish_reason == "interrupted"
-        assert len(single) == session.turn.completion_tokens - (not lags)
+        assert len(single) == session.turn.completion_tokens - (not asynchronous)
         session.set_generation(max_new_tokens=1)  # which is not read
         list(session.send("And I am Bob."))
         found.append((session.messages[:-1], session.read[:]))

@@ -67,7 +67,7 @@ def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
     def made(self: Rows, *args: Any) -> None:
         init(self, *args)
-        self.begins_ahead = request.param
+        self.asynchronous = request.param
 
     monkeypatch.setattr(Rows, "__init__", made)
     return bool(request.param)
@@ -314,7 +314,7 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any, ahead: bo
     [({}, True), ({"do_sample": True, "top_p": 0.9}, True), ({"stop_strings": ["door"]}, False),
      ({"presence_penalty": 0.1}, False), ({"logprobs": 1}, False)],
 )  # fmt: skip
-def test_a_pass_begins_ahead_where_it_is_certain_what_it_reads(
+def test_a_pass_asynchronous_where_it_is_certain_what_it_reads(
     more: dict[str, Any], certain: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not where text may end an answer, nor after the last token but one."""
@@ -462,7 +462,7 @@ def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.Monkey
         monkeypatch.setattr(session.loop, "launched", note)
         batch.add(session, session.send(SAID[0]))
     blocks = 0
-    while blocks == 0 or any(answer.reading for answer in batch._answers):
+    while blocks == 0 or any(answer.asked is None for answer in batch._answers):
         batch.step()
         blocks += 1
         assert (launched, done) == (blocks, blocks - 1)

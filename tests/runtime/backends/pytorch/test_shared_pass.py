@@ -25,7 +25,7 @@ from kvcap.runtime.backends.pytorch.shared_pass import (
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.session.batch import Answer, Batch
-from kvcap.runtime.session.decoding import Read
+from kvcap.runtime.session.decoding import Step
 from kvcap.runtime.session.session import Session
 
 NEVER = 1_000_000  # a token that is not drawn
@@ -213,7 +213,7 @@ def test_a_pass_that_fails_ends_those_answers_and_no_more(
     batch, layer = runtime.batch(2), sessions[1].loop.cache.capped_layers[1]
     for session, text in zip(sessions, TEXTS[:2], strict=True):
         batch.add(session, session.send(text))
-    while any(a.reading for a in batch._answers) or not batch._answers:
+    while any(a.asked is None for a in batch._answers) or not batch._answers:
         batch.step()
 
     def fail(*_: Any) -> Any:
@@ -236,7 +236,7 @@ def test_a_pass_over_the_cap_is_refused_before_it_begins() -> None:
     sessions, batch = sessions_of(runtime, (20, 20)), runtime.batch(2)
     for session, text in zip(sessions, TEXTS[:2], strict=True):
         batch.add(session, session.send(text))
-    while any(a.reading for a in batch._answers) or not batch._answers:
+    while any(a.asked is None for a in batch._answers) or not batch._answers:
         batch.step()
     before = [s.cache.seen for s in sessions]
     for session in sessions:
@@ -258,7 +258,7 @@ def kept_rotated(runtime: kvcap.Runtime, *, lends: bool) -> list[torch.Tensor]:
     for token in range(30, 58):
         if token == 45:  # a block comes in between, and evicts
             session.loop.read(torch.tensor([[5, 6, 7]]))
-        answer.asked = Read(token)
+        answer.asked = Step(token=token)
         passes.join(answer)
         found += passes.begin([answer], [token])()
     lent = session.loop.cache.capped_layers[0].storage.lent
