@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Progress(NamedTuple):
-    """What a step brought one session: a piece of its answer, its end, or why it ended."""
+    """A record that a step gives of a session: a piece of its answer, its end, or an error."""
 
     session: Session
     text: str = ""
@@ -29,16 +29,26 @@ class Progress(NamedTuple):
 
 @dataclass(eq=False)
 class Answer:
-    """An answer that is being written."""
+    """An answer that is being written, with the token that it asks to be read."""
 
     session: Session
     steps: Generator[Step, Any, None]
     asked: Step | None = None  # whose token is to be read; None: its prompt is being read
     found: Any = None  # what came of that: logits [1, V], the next token, or an error
 
+    @property
+    def next_token(self) -> int | None:
+        """Return the token that is to be read next; None: that is not known yet."""
+        asked, found = self.asked, self.found
+        assert asked is not None
+        if found is None:
+            return asked.token
+        known = isinstance(found, int) and asked.ends is not None and found not in asked.ends
+        return found if known else None
+
 
 class SharedRows(Protocol):
-    """Reads a token of each of several sessions in one pass through the model."""
+    """A reader that reads a token of each of several sessions in one pass through the model."""
 
     @property
     def nbytes(self) -> int:
@@ -52,9 +62,9 @@ class SharedRows(Protocol):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `begin` returns before the pass is computed, as that of another device is.
+        """Return whether `begin` returns before its pass is computed, as on a GPU.
 
-        So it pays to begin a pass before text is made of what came of the one before.
+        Then the next one begins before text is made of what came of it.
         """
 
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
@@ -68,11 +78,11 @@ class SharedRows(Protocol):
 
 
 class Batch:
-    """Answers up to `size` sessions of a runtime at once; further ones wait for their turn.
+    """A batch that answers up to `size` sessions of a runtime at once; others wait for a place.
 
     A step reads a token of every answer, in one pass where it can, and then one block of one
-    prompt, by its session's own cache. A GPU begins the next pass before pieces are made of what
-    came of the last one, where it is certain what it is to read. Where sessions share a cache, as
+    prompt, by its session's own cache. A GPU begins the next pass before text is made of what came
+    of the last one, where it is certain what it is to read. Where sessions share a cache, as
     there, each has a row of it, full or not; those whose positions are true or that pin later
     messages than the first are read one after the other there, and, as long as they fill their
     slots or have pins, those of policies without kernels for rows of unequal lengths. Elsewhere on
@@ -112,7 +122,7 @@ class Batch:
         self._waiting: deque[Answer] = deque()
         self._paused: list[Answer] = []
         self._launched: Callable[[], object] = lambda: None  # waits for the last block of a prompt
-        self._begun: tuple[list[Answer], Callable[[], list[Any]]] | None = None  # a pass over rows
+        self._begun: tuple[list[Answer], Callable[[], list[Any]]] = [], list  # a pass over rows
         self._rows: SharedRows | None
         self._rows, self.apart = runtime.shared_rows(size)
         """Why tokens are read one session after the other; None: they are read at once."""
@@ -175,11 +185,11 @@ class Batch:
                         del error  # whose traceback has this frame
 
     def step(self) -> list[Progress]:
-        """Read a token of every answer and a block of one prompt: all that came of that.
+        """Read a token of every answer and a block of one prompt; return all that came of that.
 
-        Nothing that a step gives waits for what the next one reads. Who has read a prompt may wait
-        a step for the pass that others have begun. Prompts take turns. An error ends its own answer
-        only.
+        Nothing that a step gives waits for what the next one reads. Whose prompt is read may wait a
+        step for the pass that others have begun. Each step reads of another prompt. An error ends
+        its own answer only.
         """
         while self._waiting and len(self._answers) < self.size:
             answer = self._waiting.popleft()
@@ -192,7 +202,7 @@ class Batch:
         if prompt is not None:
             found += self._proceed(prompt)  # a GPU reads it while the others go on
             earlier, self._launched = self._launched, prompt.session.loop.launched()
-            earlier()  # or a whole prompt is launched at once, and nothing else has its turn
+            earlier()  # or a whole prompt is launched at once, before anything else
             if prompt in self._answers:  # behind the others' prompts
                 self._answers.remove(prompt)
                 self._answers.append(prompt)
@@ -205,7 +215,7 @@ class Batch:
             del found  # the traceback of an error in it has this frame
 
     def _proceed(self, answer: Answer) -> Iterator[Progress]:
-        """Go on until a block of the prompt is read, or a token is to be read."""
+        """Go on with an answer until a block of its prompt was read, or it asks for a token."""
         session, steps, error, found = answer.session, answer.steps, None, answer.found
         answer.asked = answer.found = None
         try:
@@ -241,30 +251,29 @@ class Batch:
                 those.remove(answer)
 
     def _read(self, answers: list[Answer]) -> None:
-        """Read the token that each of these asks for: what came of it, or the error.
+        """Read the token that each of these asks for, and note what came of it as `found`.
 
         Some may have to wait for the next pass, where one has begun already.
         """
-        rows, shared, apart = self._rows, list[Answer](), list[Answer]()
+        rows, shared, single = self._rows, list[Answer](), list[Answer]()
         for answer in answers:
             shares = rows is not None and rows.fits(answer)
-            (shared if shares else apart).append(answer)
-        if len(shared) == 1 and self._begun is None:  # it does not pay for the rows of others
+            (shared if shares else single).append(answer)
+        if len(shared) == 1 and not self._begun[0]:  # it does not pay for the rows of others
             shared[0].session.fetch_cache()
-            apart.append(shared.pop())
-        for answer in apart:
-            if answer.found is None and not self._is_begun(answer):
-                assert answer.asked is not None
+            single.append(shared.pop())
+        for answer in single:
+            if answer.found is None and answer not in self._begun[0]:
                 try:
-                    token = self.runtime.token_ids([answer.asked.token])
+                    token = self.runtime.token_ids([answer.next_token])
                     answer.found = answer.session.loop.read(token)
                 except Exception as error:
                     answer.found = error
-        if self._begun is None:
+        if not self._begun[0]:
             self._begin([answer for answer in shared if answer.found is None])
         self._wait()
         early = rows is not None and rows.asynchronous and len(shared) > 1
-        if early and all(_next_token(answer) is not None for answer in shared):
+        if early and all(answer.next_token is not None for answer in shared):
             self._begin(shared)
 
     def _begin(self, answers: list[Answer]) -> None:
@@ -272,7 +281,7 @@ class Batch:
         rows, joined, tokens = self._rows, list[Answer](), list[int]()
         for answer in answers:
             assert rows is not None
-            token = _next_token(answer)
+            token = answer.next_token
             assert token is not None
             try:
                 rows.join(answer)
@@ -290,29 +299,15 @@ class Batch:
                     for answer in joined:
                         answer.found = error
 
-    def _is_begun(self, answer: Answer) -> bool:
-        return self._begun is not None and answer in self._begun[0]
-
     def _wait(self) -> None:
-        """Have those whose pass has begun know what came of it."""
-        if self._begun is None:
+        """Wait for the pass that has begun, if one has, and note what came of each token."""
+        if not self._begun[0]:
             return
         with interrupts_deferred():
-            (answers, wait), self._begun = self._begun, None
+            (answers, wait), self._begun = self._begun, ([], list)
             try:
                 for answer, found in zip(answers, wait(), strict=True):
                     answer.found = found
             except Exception as error:
                 for answer in answers:
                     answer.found = error
-
-
-def _next_token(answer: Answer) -> int | None:
-    """The token of an answer that is to be read next; None: that is not known yet."""
-    asked = answer.asked
-    assert asked is not None
-    found = answer.found
-    if found is None:
-        return asked.token
-    known = isinstance(found, int) and asked.ends is not None and found not in asked.ends
-    return found if known else None

@@ -8,7 +8,6 @@ import warnings
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from kvcap.runtime.errors import TokenUnknown
@@ -25,15 +24,15 @@ UNKNOWN = -1
 
 
 class Step(NamedTuple):
-    """A step of an answer: a piece of its text, or a token to be read; else a block was read.
+    """A step of an answer that gives a piece of its text, or asks for a token to be read.
 
-    It was a block of the prompt then, and others may read theirs before the answer goes on.
+    One that does neither says that a block of the prompt was read, and the next is to be.
     """
 
     text: str = ""
     token: int | None = None
-    """Whoever reads it sends back the logits [1, V] behind it, the next token if `sampler` drew it,
-    or the error that kept it from being read."""
+    """To be sent back: the logits [1, V] behind it, or the next token if `sampler` has drawn it, or
+    the error that kept it from being read."""
     sampler: Any = None
     """The engine's `Sampler` that may draw the next token; None: nobody else may."""
     ends: frozenset[int] | None = None
@@ -41,20 +40,23 @@ class Step(NamedTuple):
 
 
 class Pieces(Iterator[str]):
-    """An iterator over an answer's text; a `Batch` takes its `steps` instead.
+    """An iterator that goes through an answer for its text; a `Batch` goes through its `steps`.
 
     Closing it, or dropping it, stops the answer.
     """
 
     def __init__(self, steps: Generator[Step, Any, None]) -> None:
-        self.steps, self.close, self.throw = steps, steps.close, steps.throw
+        self.steps, self.close = steps, steps.close
 
     def __next__(self) -> str:
         try:
-            return next(step.text for step in self.steps if step.text)
+            for step in self.steps:
+                if step.text:
+                    return step.text
         except BaseException:
             self.close()  # a Ctrl-C may come between its steps
             raise
+        raise StopIteration
 
 
 class Insertion(NamedTuple):
@@ -160,16 +162,22 @@ class Decoding:
         on_block: Callable[[int, int], None] | None,
         insertion: Insertion | None = None,
     ) -> Generator[Step, Any, None]:
-        """Read `ids` with an `insertion`, and draw the answer, which joins `written`.
+        """Read `ids` with an `insertion`, and draw an answer, which joins `written`.
 
         Fills in figures of `turn`. The last token drawn is not read; the cache keeps it as
-        `unread`. Tokens are read here, or by a `Batch` that sends back what came of each `Step`.
+        `unread`. Gives pieces of text and blocks of the prompt, and in a `Batch` every token that
+        it is to read.
         """
         engine, cache, most = self.engine, self.loop.cache, answer_limit(config)
         sampler, stops = engine.sampler(config, rng), settings.stop_strings(config)
         guide = self.guide(settings.end_tokens(config), settings.shapes(config))
         start = time.perf_counter()
-        found = yield from self._read_prompt(ids, turn, on_block, insertion)
+        for done, found in self._blocks(ids, insertion, turn):
+            if on_block is not None:
+                on_block(done, turn.prompt_tokens)
+            if found is None:
+                yield Step()
+        turn.read_tokens = turn.prompt_tokens
         stream = TextStream(engine.tokenizer, stops, self.read_ids)
         listeners = self._listeners(config, sampler, guide, stream, written)
         ends = dict.fromkeys(settings.end_tokens(config).union(*(one.ends for one in listeners)))
@@ -177,7 +185,9 @@ class Decoding:
         # A penalty looks back at this turn only: the history of a conversation has no bound.
         most_looked_at = min(turn.prompt_tokens, engine.plan.budget_tokens)
         history = engine.token_ids(list(self.read_ids[-most_looked_at:]))
-        source = Source(engine, self.loop, sampler, listeners, frozenset(ends), history, written)
+        source = Source(
+            engine, self.loop, sampler, listeners, frozenset(ends), most, history, written.tokens
+        )
         reason: FinishReason | None = None
         while reason is None:
             self._warn_beyond()
@@ -189,18 +199,18 @@ class Decoding:
                 turn.stop_string, reason = ends[number], "stop"
                 break
             written.tokens.append(number)
-            left = most - turn.completion_tokens
-            source.begin(left)
-            reasons = [one.token(number, found) for one in listeners]
+            source.begin()
+            for one in listeners:
+                reason = one.token(number, found) or reason
             turn.stop_string = stream.stopped
             if stream.piece:
                 written.pieces.append(stream.piece)
                 yield Step(stream.piece)
-            reason = next(filter(None, reasons), None)
             if reason is None:
-                found = yield from source.read(number, left)
+                found = yield from source.read()
         turn.finish_reason = reason
-        turn.finish_reason = next(filter(None, [one.finish() for one in listeners]), reason)
+        for one in listeners:
+            turn.finish_reason = one.finish() or turn.finish_reason
         turn.stop_string = stream.stopped or turn.stop_string
         if stream.piece:
             written.pieces.append(stream.piece)
@@ -209,40 +219,20 @@ class Decoding:
     def _listeners(
         self, config: Any, sampler: Sampler, guide: Guide | None, stream: TextStream, to: Written
     ) -> list[Listener]:
-        """Choose what takes the tokens of an answer, of which `stream` makes text."""
-        found: list[Listener] = [stream]
+        """Choose the listeners of an answer, of which a later one's reason to end it counts."""
+        found: list[Listener] = [Limits(answer_limit(config), self.loop), stream]
         if (top := getattr(config, "logprobs", None)) is not None:
-            found.append(Logprobs(to.logprobs, sampler, top, self._texts, stream))
+            texts = TokenTexts(self.engine.tokenizer)
+            found.append(Logprobs(to.logprobs, sampler, top, texts, stream))
         if guide is not None:
             guide.restart()
             found.append(guide)
-        return [*found, Limits(answer_limit(config), self.loop)]
-
-    @cached_property
-    def _texts(self) -> TokenTexts:
-        return TokenTexts(self.engine.tokenizer)
-
-    def _read_prompt(
-        self,
-        ids: list[int],
-        turn: Turn,
-        on_block: Callable[[int, int], None] | None,
-        insertion: Insertion | None,
-    ) -> Generator[Step, None, Any]:
-        """Read a prompt, with a step after each block but the last; return the logits [1, V]."""
-        logits = None
-        for done, logits in self._blocks(ids, insertion, turn):
-            if on_block is not None:
-                on_block(done, turn.prompt_tokens)
-            if logits is None:
-                yield Step()
-        turn.read_tokens = turn.prompt_tokens
-        return logits
+        return found
 
     def _blocks(
         self, ids: list[int], insertion: Insertion | None, turn: Turn
     ) -> Iterator[tuple[int, Any]]:
-        """Read a prompt block by block, as `Loop.blocks` does; notes its tokens in `read_ids`."""
+        """Read a prompt block by block, as `Loop.blocks` does; note its tokens in `read_ids`."""
         loop, engine = self.loop, self.engine
         before = self.ids_read(loop.cache.seen)
         self.read_ids = array("i", [*before, *ids])
@@ -279,55 +269,57 @@ class Decoding:
 
 @dataclass
 class Source:
-    """A source of an answer's tokens, which draws each and has it read for the next one."""
+    """A source that draws the tokens of an answer, and has each read so that the next is known."""
 
     engine: Engine
     loop: Loop
     sampler: Sampler
     listeners: Sequence[Listener]
     ends: frozenset[int]  # tokens by which the model ends the answer
-    history: Any  # token ids [1, T] before the answer, which a repetition penalty looks at
-    written: Written
+    most: int  # tokens of it
+    history: Any  # token ids [1, T] before it, which a repetition penalty looks at
+    written: Sequence[int]  # its tokens so far, which others add
     _token: Any = None  # the last one as an array [1], if it was drawn here
     _begun: Any = None  # what came of reading it, if that has begun: logits, or an error
 
     def __post_init__(self) -> None:
-        free = self.sampler.recipe is not None and not any(x.reads_logits for x in self.listeners)
+        self._readers = [one for one in self.listeners if one.reads_logits]
+        free = self.sampler.recipe is not None and not self._readers
         self._drawer = self.sampler if free else None  # for whoever reads tokens
         self._certain = free and not any(x.may_end for x in self.listeners)
 
     def draw(self, found: Any) -> int:
-        """Return the next token: drawn from logits [1, V], or given as somebody drew it."""
+        """Draw the next token from logits [1, V], or return the one that a batch has drawn."""
         if isinstance(found, int):
             self._token = None
             return found
-        masks = [mask for one in self.listeners if (mask := one.allowed()) is not None]
+        masks = [mask for one in self._readers if (mask := one.allowed()) is not None]
         allowed = masks[0] if masks else None
-        self._token = self.sampler.next(found, self.history, allowed, self.written.tokens)
+        self._token = self.sampler.next(found, self.history, allowed, self.written)
         if self.sampler.recipe is None:
             self.history = self.engine.append_token(self.history, self._token)
         return int(self._token.item())
 
-    def begin(self, left: int) -> None:
-        """Begin to read the last token, if a device then computes while text is made of it.
+    def begin(self) -> None:
+        """Begin to read the last token, where a device then computes while text is made of it.
 
-        Not the answer's first, whose text is not to wait for that, nor one with none `left` after.
+        The answer's first is not read so, whose text is not to wait for that, nor its last.
         """
         alone = self.loop.asynchronous and not self.loop.in_batch
-        if self._certain and alone and len(self.written.tokens) > 1 and left > 0:
+        if self._certain and alone and 1 < len(self.written) < self.most:
             try:
                 self._begun = self.loop.read(self._token[:, None])
             except Exception as error:
                 self._begun = error
 
-    def read(self, number: int, left: int) -> Generator[Step, Any, Any]:
-        """Read the last token, or have a batch do so; return what `draw` takes next.
+    def read(self) -> Generator[Step, Any, Any]:
+        """Read the last token, or ask a batch to; return what `draw` takes next.
 
-        Args:
-            number: the token.
-            left: tokens that the answer may have after it.
+        Raises:
+            Exception: why it was not read; `MemoryCapExceeded` where nothing may be evicted for it.
         """
-        loop, found, self._begun = self.loop, self._begun, None
+        loop, number, left = self.loop, self.written[-1], self.most - len(self.written)
+        found, self._begun = self._begun, None
         if found is None and loop.may_be_full:  # all else is checked as the token is read
             loop.check_room(1, left)
         if found is None and loop.in_batch:
@@ -350,7 +342,7 @@ def answer_limit(config: Any) -> int:
 
 
 class TextStream(Listener):
-    """Turns generated tokens into text piece by piece, and ends before a stop string.
+    """A listener that makes text of tokens piece by piece, and ends before a stop string.
 
     Text that may begin a stop string is held back until it is clear that it does not.
 
@@ -392,11 +384,11 @@ class TextStream(Listener):
         return None if self.stopped is None else "stop"
 
     def put(self, token: int) -> str:
-        """The text that is certain after this token, perhaps none."""
+        """Take a token; return the text that is certain after it, perhaps none."""
         return self._take(self._detokenizer.put(token))
 
     def end(self) -> str:
-        """The text that was still held back."""
+        """Return the text that was still held back, as no token follows."""
         text = "" if self.stopped else self._take(self._detokenizer.end())
         return text + self._give(len(self._held))
 

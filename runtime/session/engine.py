@@ -142,9 +142,9 @@ class Loop(ABC):
         self.cache, self.on_full, self.never = cache, on_full, never
         self.peak_bytes: int = cache.nbytes  # the most storage the cache has held
         self.asynchronous = False
-        """Whether `read` returns before what it read is computed."""
+        """True where `read` returns before the device has computed what it read."""
         self.in_batch = False
-        """Whether a `Batch` answers: it reads the answer's tokens, and others' between blocks."""
+        """True while a `Batch` reads an answer's tokens, and those of others between its blocks."""
 
     @property
     @abstractmethod

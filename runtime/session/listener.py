@@ -1,6 +1,6 @@
-"""Says what a concern of an answer is: text, log probabilities, a form to fit, limits.
+"""Separates the concerns of an answer: its text, log probabilities, a form that it fits, limits.
 
-Whoever makes an answer chooses its listeners once and then gives every token to all of them.
+Each is a listener. Whoever makes an answer chooses them once, and gives all of them every token.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Listener:
     """A concern of an answer that takes its tokens and may end it; this one does nothing."""
 
     reads_logits = False
-    """Whether it needs logits before or after a token is drawn, so that nobody else may draw."""
+    """True where it limits what is drawn, or looks at logits: nobody else may draw tokens then."""
     may_end = False
-    """Whether it may end the answer behind any token, not only behind the last that it may have."""
+    """True where any token may be the last because of it, and not only the last that may be had."""
     ends = frozenset[int]()
     """Tokens by which the model ends the answer, besides those of the settings."""
 

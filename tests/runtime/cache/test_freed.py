@@ -264,7 +264,7 @@ def interrupted(runtime: kvcap.Runtime) -> None:
     pieces = session.send("More?")
     next(pieces)
     with pytest.raises(KeyboardInterrupt):
-        pieces.throw(KeyboardInterrupt)
+        pieces.steps.throw(KeyboardInterrupt)
     assert session.turn.finish_reason == "interrupted"
 
 

@@ -336,7 +336,7 @@ def test_a_pass_asynchronous_where_it_is_certain_what_it_reads(
     while batch._all:
         before = len(passes)
         batch.step()
-        began.append((len(passes) - before, batch._begun is not None))
+        began.append((len(passes) - before, bool(batch._begun[0])))
     together = [one for one in began if one[0]]
     # While prompts are read the first answer is a token ahead, alone.
     if certain and ahead:
