@@ -57,7 +57,7 @@ Looked = TypeVar("Looked")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on at once."""
+    """A server's limits on what it takes on at once."""
 
     places: int = 64  # conversations in memory
     together: int = 8  # answers that are written at once
@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Job:
-    """A request from its arrival to its end. Fields are the worker's unless said otherwise."""
+    """A request that is being served. Fields belong to the worker unless said otherwise."""
 
     ask: Ask
     keys: list[str]
@@ -95,13 +95,13 @@ class Job:
     paused: float | None = None  # since when it waits for its reader
 
     def likely(self, session: Session) -> tuple[Logprob, ...] | None:
-        """How likely the tokens of the newest piece were, if that was asked for."""
+        """Return how likely the tokens of the newest piece were, if that was asked for."""
         found = tuple(session.logprobs[self.noted :])
         self.noted += len(found)
         return found or None
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """No more pieces."""
+        """Mark the job as ended: no more pieces come."""
         if not self.ended:
             self.finish_reason, self.error, self.ended = reason, error, True
             self.hungry = False
@@ -131,17 +131,17 @@ def _set_soon(loop: asyncio.AbstractEventLoop, events: Sequence[asyncio.Event]) 
 
 
 class Watch(Protocol):
-    """Holds the process to its cap."""
+    """A watch that holds the process to its memory cap."""
 
     def has_room(self) -> bool:
-        """Whether one more session can be made."""
+        """Return whether one more session can be made."""
 
     def over(self, session: Session) -> None:
-        """Look before every block of a session that was made."""
+        """Check the cap before every block of a session that was made."""
 
 
 class Answering:
-    """The `Reply` of a job, for one reader in its event loop."""
+    """A `Reply` that gives a job's answer to one reader in its event loop."""
 
     def __init__(self, job: Job, scheduler: Scheduler) -> None:
         self._job, self._scheduler = job, scheduler
@@ -277,12 +277,12 @@ class Scheduler:
         self._calls.put(lambda: self._stop(job))
 
     def was_read(self, job: Job) -> None:
-        """A piece was read: a paused answer may go on."""
+        """Note that a piece was read, so that a paused answer may go on."""
         if job.paused is not None and len(job.pieces) <= self.limits.buffered // 2:
             self._calls.put(lambda: self._resume(job))
 
     async def strip(self, owner: str, session_id: str) -> Strip:
-        """Which tokens of a conversation are held; see `Conversations.strip`."""
+        """Return which tokens of a conversation are held; see `Conversations.strip`."""
         unknown = ConversationUnknown(
             f"no conversation {session_id!r} is in memory; ask for one that was answered lately"
         )
@@ -330,7 +330,7 @@ class Scheduler:
         await self._looked_up(look, unknown)
 
     async def _looked_up(self, look: Callable[[], Looked | None], closing: Exception) -> Looked:
-        """What the worker finds, which looks after each of its rounds until that is not None.
+        """Have the worker look after each of its rounds, and return the first result but None.
 
         Raises:
             Exception: what `look` raises; `closing` where nobody looks any more.
@@ -367,7 +367,7 @@ class Scheduler:
         return await found
 
     def figures(self) -> Figures:
-        """What is held and was done."""
+        """Return figures of what is held and was done."""
         plan, disk, held = self.runtime.plan, self.disk, self._held
         jobs = list(self._answering.values())
         with self._lock:
@@ -400,7 +400,7 @@ class Scheduler:
         await asyncio.to_thread(self._worker.join)
 
     def close(self) -> None:
-        """`aclose`, where no event loop runs."""
+        """Do as `aclose` where no event loop runs."""
         self._close()
         self._worker.join()
 
@@ -441,7 +441,7 @@ class Scheduler:
                 self.disk.close()
 
     def _take_calls(self) -> None:
-        """What others asked for meanwhile; waits for it where there is nothing else to do."""
+        """Run calls queued by other threads; wait for one where there is nothing else to do."""
         with contextlib.suppress(queue.Empty):
             if not self._writing:
                 self._calls.get(timeout=self._tick())()
@@ -453,7 +453,7 @@ class Scheduler:
         return any(job.paused is None for job in self._answering.values())
 
     def _tick(self) -> float | None:
-        """Seconds after which something may be due; None: not before somebody asks."""
+        """Return the seconds after which something may be due; None: not before a call."""
         unsaved = self.disk is not None and any(
             one.state == "idle" and not one.clean for one in self._held.conversations
         )
@@ -461,7 +461,7 @@ class Scheduler:
         return 0.1 if timed and not self._closing else 0.01 if self._closing else None
 
     def _busy(self) -> Busy:
-        """What refuses a request now."""
+        """Return the error that refuses a request now."""
         if self._closing:
             return Busy("the server is closing; ask again when it is back", 5.0)
         rounds = (self._queued + 1) / self.limits.together
@@ -608,7 +608,7 @@ class Scheduler:
             self._held.close(conversation)
 
     def _step(self) -> None:
-        """A block of one prompt, a token of every answer."""
+        """Have the batch read a block and a token of every answer; hand the pieces to readers."""
         if not self._writing:
             return
         fed: list[Job] = []
@@ -648,7 +648,7 @@ class Scheduler:
         self._finish(job, error)
 
     def _finish(self, job: Job, error: Exception | None) -> None:
-        """After the last piece: what the answer took, and what becomes of the conversation."""
+        """Note what an answer took, and keep or close its conversation, behind the last piece."""
         conversation = job.conversation
         assert conversation is not None
         session = conversation.session
@@ -737,7 +737,7 @@ class Scheduler:
         self._hand(save)
 
     def _wound_up(self) -> bool:
-        """Whether nothing is left to be done before it ends."""
+        """Return whether nothing is left to be done before the worker ends."""
         if self._waiting or self._preparing or self._answering or self._moving:
             return False
         return self.disk is None or all(one.clean for one in self._held.conversations)

@@ -81,12 +81,12 @@ class Written:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Return the pieces joined."""
         return "".join(self.pieces)
 
 
 class Decoding:
-    """Makes answers through one loop, one after the other.
+    """A maker of answers, one after the other, through one loop.
 
     Args:
         engine: the model.
@@ -135,7 +135,7 @@ class Decoding:
             )
 
     def guide(self, ends: frozenset[int], shapes: dict[str, Any]) -> Guide | None:
-        """What holds answers to a schema or an expression; None: nothing does.
+        """Return what holds answers to a schema or an expression; None: nothing does.
 
         Args:
             ends: the tokens that end an answer.
@@ -251,7 +251,7 @@ class Decoding:
             yield done + more, logits
 
     def ids_read(self, seen: int) -> list[int]:
-        """The `seen` tokens that the cache has read; -1 for those that were read elsewhere."""
+        """Return the `seen` tokens that the cache has read; -1 for those read elsewhere."""
         return [*self.read_ids[:seen], *[UNKNOWN] * (seen - len(self.read_ids))]
 
     def _warn_beyond(self) -> None:
@@ -337,7 +337,7 @@ class Source:
 
 
 def answer_limit(config: Any) -> int:
-    """The most tokens that an answer may have."""
+    """Return the most tokens that an answer may have."""
     return config.max_new_tokens or MAX_NEW_TOKENS
 
 
@@ -404,14 +404,14 @@ class TextStream(Listener):
         return self._give(len(self._held) - keep)
 
     def _give(self, count: int, *, dropped: bool = False) -> str:
-        """So many letters of what is held back; the others stay so, or are dropped."""
+        """Return so many letters of what is held back; keep the others so, or drop them."""
         text, self._held = self._held[:count], "" if dropped else self._held[count:]
         self.given += len(text)
         return text
 
 
 def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
-    """Those of the texts that are special tokens, by their ids."""
+    """Return those of the texts that are special tokens, by their ids."""
     if not texts:
         return {}
     known = tokenizer.backend_tokenizer.get_added_tokens_decoder()
@@ -419,5 +419,5 @@ def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -71,7 +71,7 @@ class Engine(Protocol):
         """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
 
     def shared_rows(self, size: int) -> tuple[Any, str | None]:
-        """What reads a token of so many sessions at once, or None and why nothing does.
+        """Return what reads a token of so many sessions at once, or None and why nothing does.
 
         See `SharedRows` in `batch.py`.
         """
@@ -101,9 +101,9 @@ class Sampler(Protocol):
 
     @property
     def recipe(self) -> tuple[float, ...] | None:
-        """The settings it draws by, where whatever came before changes nothing: () the likeliest.
+        """Return the settings it draws by, if no earlier token changes them; () means greedy.
 
-        Samplers of one recipe may draw in one go. None: what came before counts.
+        Samplers of one recipe may draw in one go. None: earlier tokens count.
         """
 
     def next(
@@ -120,7 +120,7 @@ class Sampler(Protocol):
         """
 
     def logprobs(self, logits: Any, token: int, top: int) -> list[tuple[int, float]]:
-        """The `token` and the `top` likeliest ones with their log probabilities, of logits [1, V].
+        """Return the `token` and the `top` likeliest with log probabilities, of logits [1, V].
 
         By the model's own distribution: temperature and other settings change nothing.
         """
@@ -159,11 +159,11 @@ class Loop(ABC):
     @property
     @abstractmethod
     def room(self) -> Room:
-        """What the cache holds and what still fits."""
+        """Return what the cache holds and what still fits."""
 
     @property
     def may_be_full(self) -> bool:
-        """Whether tokens beyond the budget are refused, as nothing is evicted for them."""
+        """Return whether tokens beyond the budget are refused, as nothing is evicted for them."""
         return self.on_full != "evict" or self.never is not None
 
     @abstractmethod
@@ -175,9 +175,9 @@ class Loop(ABC):
         """Read one block [B, T]; the last token's logits [B, V], if they are needed."""
 
     def launched(self) -> Callable[[], object]:
-        """What waits until all that was read so far is computed: a device may lag behind.
+        """Return what waits until all that was read so far is computed, for asynchronous devices.
 
-        By default nothing does, and it returns at once.
+        By default it returns at once.
         """
         return lambda: None
 
