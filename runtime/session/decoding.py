@@ -276,9 +276,9 @@ class Source:
     sampler: Sampler
     listeners: Sequence[Listener]
     ends: frozenset[int]  # tokens by which the model ends the answer
-    most: int  # tokens of it
+    most: int  # tokens that it may have
     history: Any  # token ids [1, T] before it, which a repetition penalty looks at
-    written: Sequence[int]  # its tokens so far, which others add
+    tokens: Sequence[int]  # of the answer so far, which others add
     _token: Any = None  # the last one as an array [1], if it was drawn here
     _begun: Any = None  # what came of reading it, if that has begun: logits, or an error
 
@@ -295,7 +295,7 @@ class Source:
             return found
         masks = [mask for one in self._readers if (mask := one.allowed()) is not None]
         allowed = masks[0] if masks else None
-        self._token = self.sampler.next(found, self.history, allowed, self.written)
+        self._token = self.sampler.next(found, self.history, allowed, self.tokens)
         if self.sampler.recipe is None:
             self.history = self.engine.append_token(self.history, self._token)
         return int(self._token.item())
@@ -306,7 +306,7 @@ class Source:
         The answer's first is not read so, whose text is not to wait for that, nor its last.
         """
         alone = self.loop.asynchronous and not self.loop.in_batch
-        if self._certain and alone and 1 < len(self.written) < self.most:
+        if self._certain and alone and 1 < len(self.tokens) < self.most:
             try:
                 self._begun = self.loop.read(self._token[:, None])
             except Exception as error:
@@ -318,16 +318,17 @@ class Source:
         Raises:
             Exception: why it was not read; `MemoryCapExceeded` where nothing may be evicted for it.
         """
-        loop, number, left = self.loop, self.written[-1], self.most - len(self.written)
+        loop, number, left = self.loop, self.tokens[-1], self.most - len(self.tokens)
         found, self._begun = self._begun, None
-        if found is None and loop.may_be_full:  # all else is checked as the token is read
-            loop.check_room(1, left)
-        if found is None and loop.in_batch:
-            ends = self.ends if self._certain and left > 1 else None
-            found = yield Step("", number, self._drawer, ends)
-        elif found is None:
-            token = self.engine.token_ids([number])[0] if self._token is None else self._token
-            found = loop.read(token[:, None])
+        if found is None:
+            if loop.may_be_full:  # all else is checked as the token is read
+                loop.check_room(1, left)
+            if loop.in_batch:
+                ends = self.ends if self._certain and left > 1 else None
+                found = yield Step(token=number, sampler=self._drawer, ends=ends)
+            else:
+                token = self.engine.token_ids([number])[0] if self._token is None else self._token
+                found = loop.read(token[:, None])
         if isinstance(found, Exception):
             try:
                 raise found

@@ -20,12 +20,15 @@ class Listener:
     reads_logits = False
     """True where it limits what is drawn, or looks at logits: nobody else may draw tokens then."""
     may_end = False
-    """True where any token may be the last because of it, and not only the last that may be had."""
+    """True where it may end the answer behind any token: no read can begin before it took that."""
     ends = frozenset[int]()
     """Tokens by which the model ends the answer, besides those of the settings."""
 
     def allowed(self) -> NDArray[np.bool_] | None:
-        """Return which of the vocabulary's first tokens may come next; None: any may."""
+        """Return which of the vocabulary's first tokens may come next; None: any may.
+
+        Asked where it reads logits; of an answer's listeners only one may say so.
+        """
         return None
 
     def token(self, number: int, logits: Any) -> FinishReason | None:
