@@ -84,37 +84,13 @@ class TokenTexts:
         return bytes(self._letters[x] for x in piece if x in self._letters)
 
 
-class Pending:
-    """Tokens whose text is not given out yet, as it may be a stop string's beginning."""
-
-    def __init__(self, given: list[Logprob]) -> None:
-        self._given = given
-        self._waiting: deque[tuple[int, int, Logprob]] = deque()
-
-    def add(self, one: Logprob, start: int, end: int) -> None:
-        """A token whose text is that from letter `start` to `end` of the answer."""
-        self._waiting.append((start, end, one))
-
-    def give(self, letters: float, *, stopped: bool = False) -> None:
-        """So many letters were given out; of an answer that is `stopped`, no more will be.
-
-        Then a token in which a stop string begins has the text before that, and its bytes.
-        """
-        while self._waiting:
-            start, end, one = self._waiting[0]
-            if not (start < letters if stopped else end <= letters):
-                return
-            if end > letters:
-                one = one.without_last(int(end - letters))
-            self._given.append(one)
-            self._waiting.popleft()
-
-
 class Logprobs(Listener):
     """A listener that notes how likely tokens were, each once the end of its text is given.
 
+    Until then it waits, as its text may be a stop string's beginning.
+
     Args:
-        given: which they join then.
+        noted: which they join then.
         sampler: knows the log probabilities.
         top: so many of the likeliest tokens are noted with each.
         texts: of single tokens.
@@ -124,24 +100,38 @@ class Logprobs(Listener):
     reads_logits = True
 
     def __init__(
-        self, given: list[Logprob], sampler: Sampler, top: int, texts: TokenTexts, stream: Any
+        self, noted: list[Logprob], sampler: Sampler, top: int, texts: TokenTexts, stream: Any
     ) -> None:
-        self._pending = Pending(given)
+        self._noted, self._waiting = noted, deque[tuple[int, int, Logprob]]()
         self._sampler, self._top, self._texts, self._stream = sampler, top, texts, stream
         self._begins, self._start = stream.begins, stream.decoded
 
     def token(self, number: int, logits: Any) -> None:
-        """Note the token, and give those whose text is given."""
+        """Let the token wait, and note those whose text is given."""
         stream, likely = self._stream, self._sampler.logprobs(logits, number, self._top)
         one = self._texts.noted(likely, begins=self._begins)
-        self._pending.add(one, self._start, max(self._start + 1, stream.decoded))
+        self._waiting.append((self._start, max(self._start + 1, stream.decoded), one))
         self._begins, self._start = stream.begins, stream.decoded
-        self._pending.give(stream.given, stopped=stream.stopped is not None)
+        self.note(stream.given)
 
     def finish(self) -> None:
-        """Give the others; of those whose text has a stop string, what is before it."""
+        """Note the others; behind a stop string there are none."""
+        self.note(math.inf if self._stream.stopped is None else self._stream.given)
+
+    def note(self, letters: float) -> None:
+        """Note tokens of so many letters that were given; of a stopped answer, no more will be.
+
+        Then a token in which a stop string begins has the text before that, and its bytes.
+        """
         stopped = self._stream.stopped is not None
-        self._pending.give(self._stream.given if stopped else math.inf, stopped=stopped)
+        while self._waiting:
+            start, end, one = self._waiting[0]
+            if not (start < letters if stopped else end <= letters):
+                return
+            if end > letters:
+                one = one.without_last(int(end - letters))
+            self._noted.append(one)
+            self._waiting.popleft()
 
 
 def _byte_letters() -> dict[str, int]:

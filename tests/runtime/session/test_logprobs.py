@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvcap import pocket
 from kvcap.runtime.backends.onnxruntime import generation
 from kvcap.runtime.backends.pytorch import sampler as sampling
 from kvcap.runtime.session import settings
-from kvcap.runtime.session.logprobs import Logprob, Pending, TokenTexts
+from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -171,13 +172,22 @@ def test_texts_and_bytes_of_single_tokens():
     lengths=st.lists(st.integers(1, 4), max_size=6), cut=st.integers(0, 24), stopped=st.booleans()
 )
 def test_tokens_wait_for_their_text(lengths, cut, stopped):
+    stream = SimpleNamespace(begins=False, decoded=0, given=0, stopped=None)
+    sampler = SimpleNamespace(logprobs=lambda logits, number, top: number)
+    texts = SimpleNamespace(
+        noted=lambda number, begins: Logprob(
+            number, "x" * lengths[number], b"x" * lengths[number], 0.0
+        )
+    )
     given: list[Logprob] = []
-    pending, place, ends = Pending(given), 0, []
+    listener, place, ends = Logprobs(given, sampler, 0, texts, stream), 0, []  # type: ignore[arg-type]
     for number, length in enumerate(lengths):
-        pending.add(Logprob(number, "x" * length, b"x" * length, 0.0), place, place + length)
+        stream.decoded += length
+        listener.token(number, None)
         ends.append((place, place + length))
         place += length
-    pending.give(cut, stopped=stopped)
+    stream.stopped = "stop" if stopped else None
+    listener.note(cut)
     expected = [i for i, (a, b) in enumerate(ends) if (a < cut if stopped else b <= cut)]
     assert [one.token for one in given] == expected
     text = "".join(one.text for one in given)
