@@ -68,9 +68,9 @@ def eviction_ms(
     spent: list[float] = []
     cache.allocate(1, model.dtype, model.device)
     for layer in cache.capped_layers:
-        assert layer.evictor is not None
-        look = _timed(layer.evictor.evict_if_due, spent, model.device)
-        layer.evictor.evict_if_due = look  # type: ignore[method-assign]
+        assert layer.engine is not None
+        look = _timed(layer.engine.evict, spent, model.device)
+        layer.engine.evict = look  # type: ignore[method-assign]
     loop = BlockLoop(model, cache, graphs=False)  # eviction is timed by itself
     size, budget = cache.block_size, cache.layout.budget_tokens
 

@@ -45,10 +45,10 @@ class Capped:
             return None
         spent: list[float] = []
         for layer in layers:
-            layer.evictor.evict_if_due = _timed(layer.evictor.evict_if_due, spent)
+            layer.engine.evict = _timed(layer.engine.evict, spent)
         turn()
         for layer in layers:
-            del layer.evictor.evict_if_due
+            del layer.engine.evict
         return sum(spent)
 
 

@@ -8,15 +8,13 @@ attention. Knows tensors only; the layer knows the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvcap.kernels import decode, quantised_token, token
+from kvcap.kernels import decode, token
 from kvcap.kernels.choice import ready
 from kvcap.policies.base import Rows
 from kvcap.runtime.attention.masks import attention_mask
@@ -138,26 +136,6 @@ def adds_masks(query: Tensor, softcap: float | None, sinks: Tensor | None) -> bo
     return plain and query.shape[2] > 1 and query.device.type == "cpu" and not ready(query)
 
 
-def attend_to_some(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    count: Tensor,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`attend` over the first `count` [] slots only, a number on the device.
-
-    The same work whatever it is, for CUDA graphs.
-    """
-    if ready(query) and decode.covers(query, keys, values):
-        return decode.attend(query, keys, values, scaling, softcap, count, sinks)
-    place = torch.arange(keys.shape[2], device=query.device)
-    mask = place < (count + 1 - query.shape[2] + place[: query.shape[2], None])
-    return attend(query, keys, values, scaling, softcap, mask[None, None], sinks)
-
-
 def takes_token(
     query: Tensor,
     key: Tensor,
@@ -178,64 +156,7 @@ def takes_token(
     return better and ready(query) and token.covers(query, key, value, buffers)
 
 
-def takes_quantised_token(
-    query: Tensor, key: Tensor, value: Tensor, slots: Mapping[str, Tensor]
-) -> bool:
-    """Whether `kernels/quantised_token.py` is to append and attend, whose arguments these are."""
-    return ready(query) and quantised_token.covers(query, key, value, slots)
-
-
-def packs(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    kv_heads: int,
-    softcap: float | None,
-    sinks: Tensor | None = None,
-) -> bool:
-    """Whether `attend_packed` can run over a pool's keys and values [slots, D].
-
-    Few tokens by kvcap's kernel; more on CUDA from Ampere on, in 16 bit, without a softcap or sink
-    logits, by a torch that has it.
-    """
-    if _splits(query, keys, values, kv_heads):
-        return True
-    half, plain = query.dtype in (torch.float16, torch.bfloat16), softcap is None and sinks is None
-    if not query.is_cuda or not half or not plain or query.shape[-1] > 256:
-        return False
-    return torch.cuda.get_device_capability(query.device) >= (8, 0) and _packed_operator()
-
-
-@dataclass(frozen=True)
-class PlacedRows:
-    """Where the heads of a layer lie that hold unequally many tokens, for kernels to read."""
-
-    held: tuple[int, ...]  # of the layer's B·K heads
-    starts: tuple[int, ...]  # in the pool; one more where the last ends
-    lengths_on_device: Tensor  # [B·K] int32
-    starts_on_device: Tensor  # [B·K + 1] int32
-
-    @classmethod
-    def of(
-        cls,
-        held: tuple[int, ...],
-        starts: tuple[int, ...],
-        device: torch.device,
-        before: PlacedRows | None,
-    ) -> PlacedRows:
-        """Of these numbers; those of `before` if nothing has changed since."""
-        if before is not None and (before.held, before.starts) == (held, starts):
-            return before
-        numbers = partial(torch.tensor, dtype=torch.int32, device=device)
-        return cls(held, starts, numbers(held), numbers(starts))
-
-    @property
-    def told(self) -> Rows:
-        """As kernels take them."""
-        return Rows(self.starts_on_device, self.lengths_on_device, max(self.held))
-
-
-def attend_packed(
+def attend_rows(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -244,12 +165,12 @@ def attend_packed(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of heads that hold unequally many tokens, in one call, where `packs`.
+    """Attend causally with heads that may hold unequally many tokens, in one launch.
 
     Args:
         query: [B, H, T, D].
         keys: [slots, D], the pool's or a rotated copy of it.
-        values: [slots, D], the pool's.
+        values: [slots, D] likewise.
         rows: where the B·K heads lie, with one start more, where the last ends.
         scaling: factor of the logits.
         softcap: as in `attend`.
@@ -258,46 +179,10 @@ def attend_packed(
     Returns:
         [B, H, T, D]
     """
-    batch, heads, length, size = query.shape
-    count = len(rows.lengths)
-    if _splits(query, keys, values, count // batch):
-        starts, lengths, longest = rows
-        return decode.attend_ragged(
-            query, keys, values, starts[:-1], lengths, scaling, softcap, longest, sinks
-        )
-    group = batch * heads // count
-    # A row is a sequence of its own: T queries of G heads over one KV head's slots.
-    packed = query.reshape(count, group, length, size).transpose(1, 2).reshape(-1, group, size)
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        packed,
-        keys[:, None],
-        values[:, None],
-        torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=query.device),
-        rows.starts,
-        length,
-        rows.longest,
-        0.0,  # dropout
-        True,  # causal, from the last slot used
-        False,
-        scale=scaling,
-        seqused_k=rows.lengths,
-    )[0]
-    return out.view(count, length, group, size).transpose(1, 2).reshape(query.shape)
-
-
-def _splits(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int) -> bool:
-    """Whether kvcap's kernel for few tokens attends over this pool."""
-    return ready(query) and decode.covers(query, keys, values, kv_heads)
-
-
-@cache
-def _packed_operator() -> bool:
-    """Whether torch has FlashAttention over rows side by side that leave slots unread.
-
-    `torch.nn.attention.varlen` says the same in public, but not before torch 2.12.
-    """
-    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
-    return operator is not None and "seqused_k" in str(operator.default._schema)
+    starts, lengths, longest = rows
+    return decode.attend_ragged(
+        query, keys, values, starts[:-1], lengths, scaling, softcap, longest, sinks
+    )
 
 
 def attend_with_lse(

@@ -10,22 +10,19 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from kvcap import kernels
-from kvcap.kernels import decode, rows
-from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Policy, as_eviction
 from kvcap.runtime.attention.masks import READY_MADE, MaskNote, MaskRequest, watch_stock
 from kvcap.runtime.attention.uncompiled import run_uncompiled
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
-from kvcap.runtime.cache.evictor import evict_together
 from kvcap.runtime.cache.layer import BudgetLayer, refuse_reordering
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import UNREAD, CacheLayout, usual_positions
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
-from kvcap.runtime.cache.pool import Segment, SlotPool, resize
+from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.row_table import RowPass, RowTable
 from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
+from kvcap.runtime.cache.slots import RowSlots
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
     BlockTooLarge,
@@ -144,7 +141,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
-        self._covered: dict[tuple[bool, int], bool] = {}
         self._mask = MaskNote(self._attends)  # of the pass that begins
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
@@ -152,7 +148,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             BudgetCache, "update", "get_seq_length", "get_mask_sizes", "get_conv_state",
             "update_conv_state", "get_recurrent_state", "update_recurrent_state",
         )  # fmt: skip
-        self.allocation = Allocation(self.layout)
+        self.allocation = Allocation(self.layout, evict_every if self._attends else None)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
         self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}
         """The recurrent layers, or halves of layers, by their index in the model."""
@@ -208,9 +204,13 @@ class BudgetCache(Cache):  # type: ignore[misc]
             UnsupportedModel: transformers counts beyond the positions that longrope moves keys at.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
-        if layer_idx == self._first and layer_idx not in self.state_layers:
-            self._begin()
         layer = self.layers[layer_idx]
+        if layer_idx == self._first and layer_idx not in self.state_layers:
+            rows = self.layout.shape.all_capped and self.layout.shape.latent is None
+            if rows and not layer.is_initialized:
+                layer.lazy_initialization(key_states)  # which chooses the engine of all layers
+                self.allocate(key_states.shape[0], key_states.dtype, key_states.device)
+            self._begin()
         if isinstance(layer, BudgetLayer):
             return layer.update(key_states, value_states, self.context)
         found: tuple[Tensor, Tensor] = super().update(
@@ -272,6 +272,9 @@ class BudgetCache(Cache):  # type: ignore[misc]
             if self.leaves_window(self._reading):
                 self.capped_layers[0].check_block(self._reading, self.context)
                 self.become_compact()
+        if self.by_rows and self.context.start is None:  # transformers makes a pass by itself
+            rows = self.row_pass(self._reading, counts_on=True)
+            self.context = ForwardContext(room=self.context.room, rows=rows)
         return self._reading
 
     def read_token(
@@ -369,144 +372,82 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @counters.setter
     def counters(self, value: list[tuple[int, list[int]]]) -> None:
-        if self._table is not None:
-            self._table.seen = None
+        self.changed_by_host()
         for layer, (seen, held) in zip(self.capped_layers, value, strict=True):
             layer.restore_counters(seen, held)
 
-    def advance(self, tokens: int, kept: bool) -> None:
-        """Count tokens read elsewhere, in a CUDA graph; all `kept`, or down to the budget."""
+    def advance(self, tokens: int) -> None:
+        """Count tokens that a CUDA graph has read, and evicted down to the budget after."""
         for layer in self.capped_layers:
-            layer.advance(tokens, kept)
+            layer.advance(tokens)
+        if self._table is not None:
+            self._table.agreed(self.seen, tokens, self.layout.shares_out(tokens))
 
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         for layer in self.capped_layers:
             layer.enable_rotation()
 
-    def cut(self, segments: Sequence[Sequence[Segment]]) -> None:
-        """Have layers hold these segments from now on, which are the same slots cut otherwise.
+    @property
+    def by_rows(self) -> bool:
+        """Whether kernels work on all rows of a layer at once; chosen as it is allocated."""
+        return self.allocation.by_rows
 
-        Or the same segments, of which something has changed: kernels are told before a pass.
-        """
-        for layer, those in zip(self.capped_layers, segments, strict=True):
-            layer.segments[:] = those
+    def by_sequence(self) -> None:
+        """Divide segments by sequence, so that each sequence holds as many as it has read."""
+        for layer in self.capped_layers:
+            layer.segments[:] = [part for s in layer.segments for part in s.by_sequence()]
+        self.changed_by_host()
+
+    def changed_by_host(self) -> None:
+        """Note that the host has changed what segments hold, may hold or pin."""
         if self._table is not None:
             self._table.seen = None
 
-    def by_rows(self) -> bool:
-        """Whether kernels read where the rows of every layer lie, which are unequal.
-
-        All rows of a layer are attended, scored and compacted in one launch each then.
-        """
-        layers, shape = self.capped_layers, self.layout.shape
-        if self.evict_every > 1 or shape.slides or shape.latent:
-            return False
-        if self.eviction.corrector is not None:
-            return False
-        least = 1 if self.layout.pooled or self._partly_full else 2
-        if any(len(layer.segments) < least or layer.readers > 1 for layer in layers):
-            return False
-        return self.covers_rows()
-
-    @property
-    def _partly_full(self) -> bool:
-        """Whether some layers are full while others, which may hold more, fill their slots."""
-        if self.eviction.layer_budget is None or self.layout.ragged:
-            return False
-        full = [s.held >= s.target_length for x in self.capped_layers for s in x.segments]
-        return any(full) and not all(full)
-
-    def covers_rows(self) -> bool:
-        """Whether kernels can read on the device where slots lie and how many are in use."""
-        pool, spans = self.capped_layers[0].segments[0].pool, tuple(self.pinned_spans)
-        asked = ready(pool.keys), len(spans)
-        if asked not in self._covered:
-            self._covered[asked] = self._covers_rows(pool, spans)
-        return self._covered[asked]
-
-    def _covers_rows(self, pool: SlotPool, spans: Sequence[Span]) -> bool:
-        """Whether kernels cover the eviction (but a corrector), the slots and attention to them."""
-        shape = self.layout.shape
-        if pool.format.quantised or not ready(pool.keys):
-            return False
-        query = pool.keys[:1, None].expand(shape.heads, 32, -1)[None]
-        if self.layout.pooled:
-            scored = kernels.covers_layers(self.eviction, shape.heads // shape.kv_heads)
-        else:
-            scored = kernels.covers_rows(self.eviction)
-        return (
-            scored
-            and rows.covers(pool.buffers(), spans)
-            and decode.covers(query, pool.keys, pool.values, shape.kv_heads)
-        )
-
-    def row_table(self) -> RowTable | None:
-        """Where unequal rows lie, which the device knows now; None: it does not read it."""
-        if not self.by_rows():
-            return None
+    def row_table(self) -> RowTable:
+        """Return where rows lie, which the device knows; see `by_rows`."""
         if self._table is None:
-            slots = [layer.segments for layer in self.capped_layers]
-            # What only a layer knows is asked of it: a table that knew the cache would keep it.
-            evictors = [x.evictor for x in self.capped_layers if x.evictor is not None]
-            pins = [evictor.row_pins for evictor in evictors]
-            for evictor in evictors:
-                evictor.tell_policies()
-            self._table = RowTable(slots, pins, self._recents(), self.balance)
-        self._table.tell(self.seen)
+            engines = [x.engine for x in self.capped_layers if isinstance(x.engine, RowSlots)]
+            self._table = RowTable(engines, self._recents(), self.balance)
+        self._table.upload(self.seen)
         return self._table
 
     def row_pass(
-        self, table: RowTable, longest: int, count: Tensor | None = None, *, always: bool = False
+        self,
+        length: int,
+        *,
+        counts_on: bool = False,
+        always: bool = False,
+        count: Tensor | None = None,
     ) -> RowPass:
-        """A pass over rows, of which none is longer while it reads a block; see `RowPass`."""
-        return RowPass(table, longest, self.compact_positions, always, count)
+        """Begin a pass over rows; see `RowPass`.
+
+        Args:
+            length: of its longest block.
+            counts_on: at compact positions, its tokens were read behind all those read before, as
+                transformers counts; else behind the longest row of each sequence.
+            always: as in `RowPass`.
+            count: likewise.
+        """
+        table, read_at, past = self.row_table(), None, 0
+        if self.compact_positions:
+            read_at = table.behind_longest()
+            if counts_on:
+                past = self.seen - self.longest
+                read_at = torch.full_like(read_at, self.longest)
+        return RowPass(table, table.longest(length), read_at, always, count, past)
 
     @contextmanager
-    def heard_late(self) -> Iterator[None]:
-        """Within it passes of graphs follow each other before the host hears what they shared out.
-
-        Nothing but these passes may ask what heads or layers hold.
-        """
-        table = self.row_table()
-        assert table is not None
-        table.late = True
+    def only_captured(self) -> Iterator[None]:
+        """Within it passes are captured and none is run: counters are as before afterwards."""
+        before = self.counters
+        agreed = None if self._table is None else self._table.seen
         try:
             yield
         finally:
-            table.late = False
-            table.settle()
-
-    def settle(self) -> bool:
-        """Wait for what passes shared out that the host has not heard of; whether there were any.
-
-        What is not replayed must know.
-        """
-        return self._table is not None and self._table.settle()
-
-    def shares_out(self, tokens: int) -> bool:
-        """Whether slots move between heads or layers after so many tokens."""
-        return self.layout.divides(tokens) or (self.layout.pooled and tokens > 1)
-
-    def evict_together(self) -> None:
-        """After the layers' part of a pass: where slots move between them, all evict now."""
-        rows = self.context.rows
-        if rows is not None and rows.waiting:
-            self.context.join()
-            evictors = [layer.evictor for layer in self.capped_layers]
-            evict_together([evictor for evictor in evictors if evictor is not None], rows)
-
-    def agree(self, table: RowTable, tokens: int) -> None:
-        """After a pass of so many tokens over rows, host and device agree where they lie.
-
-        Of single tokens both know what they do. While layers are not full after the block before,
-        the host gives them what is empty whenever the last one evicts.
-        """
-        evicted = tokens == 1 and table.last_is_full
-        table.agreed(self.seen, self.shares_out(tokens))
-        moves = self.balance is not None and evicted and not self.balance.settled
-        if self.balance is not None and moves and self.balance.rebalance(self.seen):
-            table.seen = None
+            self.counters = before
+            if self._table is not None:
+                self._table.seen = agreed
 
     def _recents(self) -> list[int]:
         """How many newest tokens stay, by the slots that a head may ever have, where they move."""
@@ -620,7 +561,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         shape = self.layout.shape
         like = torch.empty(batch, shape.kv_heads, 0, shape.head_size, dtype=dtype, device=device)
         for layer in self.capped_layers:
-            layer.lazy_initialization(like)
+            if not layer.is_initialized:
+                layer.lazy_initialization(like)
         for state in self.state_layers.values():
             state.allocate(batch, dtype, device)
         return self
@@ -699,8 +641,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.unread = None
         self._mask.length = None
         self.allocation.compact = self.layout.positions == "compact"
-        if self._table is not None:
-            self._table.seen = None
+        self.changed_by_host()
         for pool in {id(s.pool): s.pool for s in self._segments}.values():
             mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
             kept = [self.layout.allotments[index][segment.head] for index, segment in mine]

@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.kernels import append
 from kvcap.runtime.attention.functions import without_gradient
 from kvcap.runtime.attention.latents import LatentBlock, rotated_first
 from kvcap.runtime.attention.masks import MaskNote, Slots
-from kvcap.runtime.cache.allocation import Allocation, LayerStorage
-from kvcap.runtime.cache.attend import AttentionCall, SlotAttention
+from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
-from kvcap.runtime.cache.evictor import AttentionStep, Evictor
 from kvcap.runtime.cache.layout import UNREAD
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.query_window import QueryWindow
+from kvcap.runtime.cache.slots import EagerSlots, RowSlots
+from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
+from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
+from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.errors import (
     BlockTooLarge,
     CacheMismatch,
@@ -96,18 +97,19 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             None  # its last queries, where the policy observes them
         )
         self.evicted_store: EvictedStore | None = None  # its evicted tokens, where they are kept
-        self.evictor: Evictor | None = None
+        self.engine: EagerSlots | RowSlots | None = None
+        """Works on its slots, once they are allocated."""
+        self.policy = LayerPolicy(self.layout, index, pinned_spans)
         self.pending: PendingBlock | None = None
         self._attending = False  # a block is attended to, and evicted after
         self._allocation, self._evict_every = allocation, evict_every
-        self._pinned_spans, self._mask = pinned_spans, mask
-        self._attention: SlotAttention | None = None
+        self._mask = mask
         self._like: tuple[int, torch.dtype, torch.device] | None = None  # what it is allocated for
 
     @property
     def on_device(self) -> tuple[Any, ...]:
         """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
-        return () if self._attention is None else self._attention.on_device
+        return () if self.engine is None else (self.engine.on_device,)
 
     @property
     def keys(self) -> Tensor | None:
@@ -141,6 +143,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """The most slots in use by a head."""
         return max((segment.held for segment in self.segments), default=0)
 
+    @property
+    def excess(self) -> int:
+        """The most slots that a head holds above what stays."""
+        return 0 if self.engine is None else self.engine.excess
+
     def get_seq_length(self) -> int:
         """Tokens read so far: the logical length, which positions and masks count in."""
         return self.seen
@@ -170,11 +177,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         storage = self.storage = self._allocation.layer(self.index, key_states)
         self.segments, self.query_window = storage.segments, storage.query_window
         self.evicted_store = storage.evicted_store
+        made = RowSlots if self._allocation.by_rows else EagerSlots
         balance = self._allocation.balance
-        self.evictor = Evictor(
-            self.layout, self.index, storage, balance, self._evict_every, self._pinned_spans
-        )
-        self._attention = SlotAttention(storage, self.evictor)
+        self.engine = made(storage, self.policy, self._evict_every, balance)
         self.is_initialized = True
 
     def update(
@@ -255,54 +260,19 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _append(self, block: PendingBlock) -> None:
         """Write a block into the slots behind those in use, for which room is made."""
-        assert self._attention is not None
-        assert block.arrived is not None
+        assert self.engine is not None
         self._make_room(block)
-        (keys, values), block.arrived = block.arrived, None
-        if block.rows is not None:
-            self._append_rows(block, keys, values)
-            return
-        context = block.context
-        times = context.times_of(self.seen, block.length, keys.device)
-        after = context.token_counter if context.filling else None
-        if self.layout.slot_format.quantised:
-            assert self.storage is not None
-            read_at = block.offsets[0] + self.segments[0].held
-            self.storage.append(keys, values, times, read_at, not self.seen, after)
-        else:
-            keys = self._attention.align(keys, block.offsets)
-            for segment in self.segments:
-                segment.append(segment.rows_of(keys), segment.rows_of(values), times, after)
-            if context.filling:
-                block.new_values = values
-        self.seen = block.total_tokens
-
-    def _append_rows(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
-        """Write a block behind the rows of unequal heads, by one kernel."""
-        assert self._attention is not None
-        assert block.rows is not None
-        pool, context = self.segments[0].pool, block.context
-        keys = self._attention.align_rows(keys, block)
-        times = context.times_of(self.seen, block.length, keys.device)
-        append.append(keys, values, times, pool.buffers(), rows=block.rows.before)
-        block.new_values = values
-        for segment in self.segments:
-            segment.held += block.length
+        self.engine.append(block)
         self.seen = block.total_tokens
 
     def _make_room(self, block: PendingBlock) -> None:
-        """Check a block, evict what stock attention left, and say where the block counts."""
-        assert self.evictor is not None
+        """Check a block, and evict what stock attention left."""
         self._check(block.length)
         if self.pending is not None and self._overdue(block.length):
+            assert isinstance(self.engine, EagerSlots)
             held = [segment.keys for segment in self.segments]
-            self.evictor.evict_if_due(AttentionStep(self.seen, self.pending.length, held), now=True)
-        block.total_tokens = self.seen + block.length
-        if (rows := block.context.rows) is not None:
-            block.rows = rows.of(self.index, block.length, block.context.blocks == 1)
-        elif self.storage is not None and self.storage.rotation is not None:
-            read_at = self.seen if block.context.start is None else block.context.start
-            block.offsets = tuple(read_at - segment.held for segment in self.segments)
+            self.engine.evict(AttentionStep(self.seen, self.pending.length, held), now=True)
+        block.seen = self.seen
 
     def read_token(
         self,
@@ -334,15 +304,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
             UnsupportedModel: the policy or the positions need the registered attention function.
         """
-        if self._attention is None or (self.rope is not None and self.rope.interleaved):
+        if self.engine is None or (self.rope is not None and self.rope.interleaved):
             return None  # the kernel rotates halves
         self._check_like(key)
         context = context or ForwardContext()
         block = PendingBlock(context, 1, (key, value), [1])
         self._make_room(block)
-        times = context.times_of(self.seen, 1, key.device)
-        call = AttentionCall(module, scaling, None)
-        out = self._attention.token(query, angles, times, block, call)
+        out = self.engine.token(query, angles, block, AttentionCall(module, scaling, None))
         if out is not None:
             self.seen = block.total_tokens
         return out
@@ -372,7 +340,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             UnsupportedModel: the policy reads the output projection, which cannot be read; or more
                 layers read these slots than the config says.
         """
-        assert self._attention is not None
         block = self.pending
         if block is None:
             raise UnsupportedModel(
@@ -401,15 +368,17 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _attend(self, query: Tensor, block: PendingBlock, call: AttentionCall, own: bool) -> Tensor:
         """Attention of a block or of its parts, and the eviction that is due."""
-        assert self._attention is not None
+        engine = self.engine
+        assert engine is not None
         if not own:
-            return self._attention.again(query, block, call)
+            assert isinstance(engine, EagerSlots), "layers that share slots have no rows"
+            return engine.again(query, block, call)
         if block.appended:
-            return self._attention.block(query, block, call)
+            return engine.attend(query, block, call)
         out = []
         for part, queries in block.parts(query):
             self._append(part)
-            out.append(self._attention.block(queries, part, call).transpose(1, 2))
+            out.append(engine.attend(queries, part, call).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
 
     @property
@@ -424,10 +393,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _overdue(self, length: int) -> int:
         """Slots above the budget that stock attention left, to go before a block of `length`."""
-        if self.pending is None or self.evictor is None:
+        if self.pending is None or self.engine is None:
             return 0
-        if self.evictor.due(self.pending.length) or length > self.evictor.free:
-            return self.evictor.excess
+        if self.engine.due(self.pending.length) or length > self.engine.free:
+            return self.engine.excess
         return 0
 
     def check_block(self, length: int, context: ForwardContext) -> None:
@@ -456,7 +425,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "the model with attn_implementation='kvcap', or use positions='true'"
             )
         free = min(self.layout.allotments[self.index]) + block_size
-        room = (free if self.evictor is None else self.evictor.free) + self._overdue(length)
+        room = (free if self.engine is None else self.engine.free) + self._overdue(length)
         if not eviction.policy.evicts and length > room - block_size:
             raise MemoryCapExceeded(
                 f"policy {eviction.name!r} never evicts: {self.held} tokens are held and "
@@ -495,14 +464,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             for segment in self.segments:
                 segment.held -= block.length
 
-    def advance(self, tokens: int, kept: bool) -> None:
-        """Count tokens read in a CUDA graph; all `kept`, or down to the budget."""
+    def advance(self, tokens: int) -> None:
+        """Count tokens that a CUDA graph has read, and evicted down to the budget after."""
         self.seen += tokens
         for segment in self.segments:
-            held = segment.held + tokens
-            segment.held = held if kept else min(held, segment.target_length)
-        if not kept:
-            self.enable_rotation()
+            segment.held = min(segment.held + tokens, segment.target_length)
+        self.enable_rotation()
 
     def become_compact(self) -> None:
         """Move all that is held to compact positions; if that fails, the layer is `half_read`."""

@@ -154,6 +154,10 @@ class CacheLayout:
         """
         return self.eviction.heads_move and (tokens > 1 or self.block_size == 1)
 
+    def shares_out(self, tokens: int) -> bool:
+        """Return whether slots move between heads or layers after so many tokens."""
+        return self.divides(tokens) or (self.pooled and tokens > 1)
+
     @property
     def pooled(self) -> bool:
         """Whether slots move between layers, so that all layers share one pool."""

@@ -15,7 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvcap.kernels import append, dequantise
+from kvcap.kernels import dequantise
 from kvcap.kernels.choice import ready
 from kvcap.runtime.cache.slot_format import SlotFormat
 
@@ -183,14 +183,12 @@ class Segment:
         """A auxiliary tensor's held part, a view [b, k, held]."""
         return self._held(name)
 
-    def read_values(self, slots: int | None = None) -> Tensor:
+    def read_values(self) -> Tensor:
         """The held values [b, k, held, D]: a view, or a copy of quantised ones.
 
         A copy is in float32 on a CPU, which is what it computes with, else in the model's type.
-        Of quantised ones `slots` of each row may be read in place of those held.
         """
-        pool = self.pool
-        slots = self.held if slots is None else slots
+        pool, slots = self.pool, self.held
         if not pool.format.quantised:
             return self.values
         parts = pool.format.parts("value", self.named(0, slots))
@@ -286,11 +284,6 @@ class Segment:
         """The held parts of all the pool's buffers, views."""
         return list(self.named(0, self.held).values())
 
-    def append_views(self, whole: bool) -> list[Tensor]:
-        """The same and the slot behind them, for a token; or the `whole` of all slots."""
-        slots = self.capacity if whole else self.held + 1
-        return [self._view(buffer, 0, slots) for buffer in self.pool.buffers()]
-
     def view(self, buffer: Tensor) -> Tensor:
         """The held part of one of the pool's buffers or a copy of it, a view [b, k, held, ...]."""
         return self._view(buffer, 0, self.held)
@@ -314,45 +307,26 @@ class Segment:
         group = len(x) // self.layer_heads
         return x[self.head * group : (self.head + self.heads) * group]
 
-    def behind(self, length: int, held: bool = True) -> Mapping[str, Tensor]:
-        """So many slots of every row behind those `held`, or the first ones, views by name."""
-        first = self.held if held else 0
+    def behind(self, length: int) -> Mapping[str, Tensor]:
+        """So many slots of every row behind those in use, views by name."""
         stop = self.held + length
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
-        return self.named(first, first + length)
+        return self.named(self.held, stop)
 
-    def append(
-        self, keys: Tensor, values: Tensor, positions: Tensor, after: Tensor | None = None
-    ) -> None:
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Write a block [b, k, T, D] of tokens that count as `positions` [T] int32.
 
-        Behind the slots in use, of which there are `after` [] where that is said on the device.
+        Behind the slots in use.
         """
-        length = keys.shape[2]
-        start, stop = self.held, self.held + length
-        targets = self.behind(length, after is None)
-        if self.pool.values_from is None and ready(keys):
-            buffers = list(targets.values())
-            if append.covers(keys, values, buffers):
-                append.append(keys, values, positions, buffers, after)
-                self.held = stop
-                return
+        start, length = self.held, keys.shape[2]
         blocks = {"keys": keys, "values": values, "positions": positions}
         if self.pool.format.quantised:
             blocks |= self.pool.format.written(keys, values)
             count = torch.arange(length, dtype=torch.int32, device=keys.device)
-            blocks[SHIFT] = -(count + (start if after is None else after))  # minus the ranks
-        if after is not None:
-            places = after + torch.arange(length, device=keys.device)
-            for name, buffer in self.pool.named().items():
-                whole = self.whole(buffer)
-                block = blocks.get(name, buffer.new_zeros(())).to(buffer.dtype)
-                shape = (*keys.shape[:3], *buffer.shape[1:])
-                whole.index_copy_(2, places, block.expand(shape))
-        else:
-            for name, target in targets.items():
-                target.copy_(blocks[name]) if name in blocks else target.zero_()
-        self.held = stop
+            blocks[SHIFT] = -(count + start)  # minus the ranks
+        for name, target in self.behind(length).items():
+            target.copy_(blocks[name]) if name in blocks else target.zero_()
+        self.held = start + length
 
     def compact(self, evicted: Tensor) -> None:
         """Give up the slots `evicted` [b, k, e], each head's its own; `held` falls by `e`.

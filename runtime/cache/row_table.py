@@ -1,19 +1,15 @@
-"""Where rows lie that hold unequally many slots, as numbers on the device that kernels read.
+"""Says where rows lie and how many slots they have in use, as numbers on the device.
 
-A row is a head of a sequence. Heads differ where budgets do, and sequences of one cache where each
-is a conversation of its own length; layers differ where slots move between them.
-
-The host's `Segment`s say the same. What kernels evict they count on the device too, so that both
-agree after each pass, and a CUDA graph serves whatever heads hold; what the host alone has changed
-is told to the device before the next pass.
+A row is a KV head of a sequence. The host's `Segment`s say the same. What kernels evict they count
+on the device too, so that both agree after each pass, and a CUDA graph serves whatever rows hold;
+what the host alone has changed is uploaded before the next pass.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +18,11 @@ from kvcap.policies.base import Rows
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.pool import Segment
 
+if TYPE_CHECKING:
+    from kvcap.runtime.cache.slots.rows import RowSlots
+
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
 ALIGNED = 16  # a multiple of so many numbers: kernels are compiled apart for strides that are not
-LATE = 1  # passes that may be under way while the host launches the next one without their results
-
-Pins = Callable[[Segment], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -49,126 +45,104 @@ class LayerRows(NamedTuple):
     targets: Tensor  # [B·K] int32, the slots that each may have
     pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
     read_at: Tensor | None  # [B] int32, where the block is read; None: at true positions
-    table: RowTable  # of all layers
-    always: bool  # a CUDA graph serves whether any are given up or not
     copies: Tensor | None  # [B·K + 1] int32, their starts in a copy; None: its pool is its own
-    waiting: list[LayerScores]  # of the layers that have read the block and are to evict after it
+    whole: RowPass  # the pass over all layers
 
 
 class RowTable:
     """The rows of all capped layers.
 
     Args:
-        layers: their segments: of all heads, of a head each, or of a sequence; of one pool for each
-            layer, or of one for all.
-        pins_of: for each layer, how many first and newest tokens of a segment stay.
+        engines: of the layers, whose segments are of all heads, of a head each, or of a sequence;
+            of one pool for each layer, or of one for all.
         recents: where slots move, how many newest tokens stay, by the slots of a head.
         balance: moves slots between layers, if they move.
     """
 
     def __init__(
         self,
-        layers: Sequence[Sequence[Segment]],
-        pins_of: Sequence[Pins],
+        engines: Sequence[RowSlots],
         recents: Sequence[int] = (),
         balance: LayerBalance | None = None,
     ) -> None:
-        self.layers, self.balance, self._pins_of = layers, balance, pins_of
-        self._most = [0] * len(layers)  # slots that a row of each may have
-        device, last = layers[0][0].pool.keys.device, layers[0][-1]
+        self.engines, self.balance = engines, balance
+        self._most = [0] * len(engines)  # slots that a row of each layer holds, or may have
+        segments = engines[0].segments
+        device, last = segments[0].pool.keys.device, segments[-1]
         self.batch = last.row + last.batch
-        self.count = count = sum(s.batch * s.heads for s in layers[0])  # of a layer
+        self.count = count = sum(s.batch * s.heads for s in segments)  # of a layer
         with torch.inference_mode(False):  # ordinary tensors may be written to in any mode
-            shape = len(layers), 5 * count + 2
+            shape = len(engines), 5 * count + 2
             self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
             self._recents = torch.tensor(recents, dtype=torch.int32, device=device)
             self.preferences = self._numbers[:, -1].view(torch.float32)
-            """How much each layer wants slots [L], where they move between layers; NaN: untold."""
+            """How much each layer wants slots [L], where they move between layers; NaN: unknown."""
         parts = self._numbers.split((count + 1, count, count, 2 * count, 1), dim=1)
         self.starts, self.held, self.targets, pins, _ = parts
         self.pins = pins.unflatten(1, (count, 2))
-        self.last_is_full = False
-        """Whether the last layer held all it may when host and device last agreed."""
         self.seen: int | None = None
         """Tokens read when host and device last agreed; None: the host has changed something."""
-        self.late = False
-        """Whether the host may hear of a pass after it has launched the next one; see `settle`."""
-        self._coming: deque[_Told] = deque()  # what the device has been asked for, and not read yet
-        self._known = 0  # tokens read when `_most` was true
+        self._last_is_full = False  # the last layer held all it may when they last agreed
 
-    def agreed(self, seen: int, divided: bool) -> None:
-        """A pass has changed both alike, after which so many tokens are read.
-
-        Where it `divided` slots anew the device alone did: the host waits for it, and is told.
-        """
-        if divided and self.late:
-            self._hear_late(seen)
-        elif divided:
-            self._be_told(seen)
+    def upload(self, seen: int) -> None:
+        """Make the device agree with the host, which has read so many tokens."""
+        if self.seen == seen:
+            return
+        numbers = torch.tensor(
+            [self._of(i, engine.segments) for i, engine in enumerate(self.engines)],
+            dtype=torch.int32,
+        )
+        if self.balance is not None:
+            each = [float("nan") if p is None else p for p in self.balance.preferences]
+            numbers[:, -1].view(torch.float32).copy_(torch.tensor(each))
+        self._numbers.copy_(numbers)
         self._agree(seen)
 
-    def settle(self) -> bool:
-        """Have the host wait for all passes it has not heard of; whether there were any.
+    def agreed(self, seen: int, length: int, divided: bool) -> None:
+        """Note that a pass has changed host and device alike.
 
-        Until then it does not know how many slots rows have, only that none is longer than before
-        by more than what was read: enough for passes that a CUDA graph serves.
+        Args:
+            seen: tokens read after it.
+            length: of it.
+            divided: it shared slots out anew, which the device alone did: the host waits for it.
         """
-        late, self._coming = bool(self._coming), deque()
-        if late and self.seen is not None:
-            self._be_told(self.seen)
-            self._agree(self.seen)
-        return late
+        evicted = length == 1 and self._last_is_full
+        if divided:
+            self._download()
+        self._agree(seen)
+        balance = self.balance
+        if balance is not None and evicted and not balance.settled and balance.rebalance(seen):
+            self.seen = None  # the host gave layers slots that others no longer hold
 
-    def tell(self, seen: int) -> None:
-        """Have the device agree with the host, which has read so many tokens."""
-        if self.seen != seen:
-            numbers = [self._of(i, segments) for i, segments in enumerate(self.layers)]
-            told = torch.tensor(numbers, dtype=torch.int32)
-            if self.balance is not None:
-                each = [float("nan") if p is None else p for p in self.balance.preferences]
-                told[:, -1].view(torch.float32).copy_(torch.tensor(each))
-            self._numbers.copy_(told)
-            self._coming.clear()
-            self._known = seen
-            self._agree(seen)
-
-    def _hear_late(self, seen: int) -> None:
-        """Ask the device where rows lie now, and read what it was asked for before."""
-        self._coming.append(_Told(self._numbers, seen))
-        if len(self._coming) > LATE:
-            told = self._coming.popleft()
-            self._most, self._known = told.most(self.count), told.seen
-
-    def _be_told(self, seen: int) -> None:
-        """Have the host agree with the device, which has read so many tokens."""
-        self._known = seen
+    def _download(self) -> None:
+        """Make the host agree with the device."""
         numbers, count = self._numbers.cpu(), self.count
-        for index, (segments, told) in enumerate(zip(self.layers, numbers.tolist(), strict=True)):
-            held, targets, row = told[count + 1 :], told[2 * count + 1 :], 0
-            for segment in segments:
-                segment.start, end = told[row : row + 2]
+        for index, (engine, mine) in enumerate(zip(self.engines, numbers.tolist(), strict=True)):
+            held, targets, row = mine[count + 1 :], mine[2 * count + 1 :], 0
+            for segment in engine.segments:
+                segment.start, end = mine[row : row + 2]
                 segment.budget = end - segment.start - segment.block
                 segment.held, segment.target_length = held[row], targets[row]
                 row += segment.batch * segment.heads
             self._most[index] = max(*held[:count], *targets[:count])
         if self.balance is not None:
-            told = numbers[:, -1].view(torch.float32).tolist()
-            self.balance.preferences = [None if p != p else p for p in told]
+            found = numbers[:, -1].view(torch.float32).tolist()
+            self.balance.preferences = [None if p != p else p for p in found]
 
     def _agree(self, seen: int) -> None:
         """Note that host and device agree after so many tokens."""
-        last = self.layers[-1][-1]
-        self.seen, self.last_is_full = seen, last.held >= last.target_length
+        last = self.engines[-1].segments[-1]
+        self.seen, self._last_is_full = seen, last.held >= last.target_length
 
     def _of(self, index: int, segments: Sequence[Segment]) -> list[int]:
-        """One layer's numbers."""
+        """Return one layer's numbers, as the host has them."""
         self._most[index] = max(max(s.target_length, s.held) for s in segments)
         rows = [(s, i) for s in segments for i in range(s.batch * s.heads)]
-        last = segments[-1]
+        last, policy = segments[-1], self.engines[index].policy
         found = [*(s.start + i * s.capacity for s, i in rows), last.start + last.slots]
         found += [s.held for s, _ in rows]
         found += [s.target_length for s, _ in rows]
-        pins = [(self._pins_of[index](s), s.batch * s.heads) for s in segments]
+        pins = [(policy.pins(s), s.batch * s.heads) for s in segments]
         return [*found, *(n for those, count in pins for n in count * those), 0]
 
     def divide(self, index: int, starts: Tensor, budgets: Tensor) -> None:
@@ -190,40 +164,19 @@ class RowTable:
         self.preferences.copy_(preferences)
 
     def longest(self, length: int) -> int:
-        """No row is longer once it has read so many tokens more; the same for rows of about it.
+        """Return slots that no row exceeds once it has read `length` more, rounded up.
 
         Where slots move after such a block, as often as not to longer rows, of twice as many.
         """
-        longest, more = self._rounded(length), 0 if self.seen is None else self.seen - self._known
-        if self._coming and max(self._most) + more > longest and self.settle():
-            longest = self._rounded(length)
-        return longest + -(-length // ALIGNED) * ALIGNED
-
-    def _rounded(self, length: int) -> int:
-        """The slots of the longest row that the host knows of, rounded up."""
         steps = -(-max(self._most) // STEP)
         if len(self._recents) and length > 1:
             steps = 1 << (steps - 1).bit_length()
-        return steps * STEP
+        return steps * STEP + -(-length // ALIGNED) * ALIGNED
 
-
-class _Told:
-    """A copy of a table's numbers after so many tokens, on its way to the host."""
-
-    def __init__(self, numbers: Tensor, seen: int) -> None:
-        gpu = numbers.is_cuda
-        self.seen, self._event = seen, torch.cuda.Event() if gpu else None
-        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=gpu)
-        self._numbers.copy_(numbers, non_blocking=True)
-        if self._event is not None:
-            self._event.record()
-
-    def most(self, count: int) -> list[int]:
-        """The slots that a row of each layer, which has so many, holds or may have at most."""
-        if self._event is not None:
-            self._event.synchronize()
-        most: list[int] = self._numbers[:, count + 1 : 3 * count + 1].amax(1).tolist()
-        return most
+    def behind_longest(self) -> Tensor:
+        """Return the slots in use of each sequence's longest row [B], on the device."""
+        each: Tensor = self.held.unflatten(1, (self.batch, -1))  # [L, B, K]
+        return each.amax((0, 2))
 
 
 class RowPass:
@@ -232,24 +185,25 @@ class RowPass:
     Args:
         table: of the cache.
         longest: no row is longer while it reads a block.
-        compact: whether blocks are read at compact positions.
-        always: a CUDA graph is captured or prepared, which serves whatever rows hold.
+        read_at: where tokens are read first, [B] int32 on the device; None: at true positions.
+        always: work is done whether any slot is to be given up or not, as in a CUDA graph.
         count: how many tokens of the pass's one block are no fillers, int32 [] on the device; None:
             all that a layer is given.
+        past: by how much further the tokens were read than `read_at` says.
     """
 
     def __init__(
         self,
         table: RowTable,
         longest: int,
-        compact: bool,
+        read_at: Tensor | None,
         always: bool = False,
         count: Tensor | None = None,
+        past: int = 0,
     ) -> None:
+        self.past = past
         self.table, self.most, self.always, self.count = table, longest, always, count
-        each = table.held.unflatten(1, (table.batch, -1))  # [L, B, K]
-        self.read_at = each.amax((0, 2)) if compact else None
-        """Behind the longest row of each sequence, on the device [B]."""
+        self.read_at = read_at
         self.waiting: list[LayerScores] = []
         """What layers that evict together found out so far."""
         self._later: dict[int | None, Tensor] = {}
@@ -259,21 +213,27 @@ class RowPass:
             self._copies = places * longest
 
     def after(self, length: int) -> Tensor:
-        """Slots of all rows [L, B·K] int32, with those of the pass's one block."""
+        """Return the slots of all rows [L, B·K] int32, with those of the pass's one block."""
         return self._with(length if self.count is None else None)
 
     def _with(self, more: int | None) -> Tensor:
-        """Slots of all rows [L, B·K] int32 and so many more each; None: `count`."""
+        """Return the slots of all rows [L, B·K] int32 and so many more each; None: `count`."""
         if more not in self._later:
             self._later[more] = self.table.held + (self.count if more is None else more)
         return self._later[more]
 
     def first(self, seen: int | Tensor) -> int | Tensor:
-        """Where tokens are read first: after those `seen`, or [B, 1] at compact positions."""
+        """Return where tokens are read first: [B, 1], or after those `seen`."""
         return seen if self.read_at is None else self.read_at[:, None]
 
     def of(self, index: int, length: int, alone: bool) -> LayerRows:
-        """A layer's rows, to which so many tokens are appended; `alone` as the pass's one block."""
+        """Return a layer's rows, to which so many tokens are appended.
+
+        Args:
+            index: of the layer.
+            length: of the block.
+            alone: it is the pass's one block.
+        """
         table = self.table
         starts, held = table.starts[index], table.held[index]
         if alone:
@@ -283,5 +243,10 @@ class RowPass:
         before, rows, all_rows = (Rows(starts, x, self.most) for x in (held, after, shown))
         return LayerRows(
             before, rows, all_rows, held, table.targets[index], table.pins[index], self.read_at,
-            table, self.always, self._copies, self.waiting,
+            self._copies, self,
         )  # fmt: skip
+
+    def finish(self, seen: int, length: int) -> None:
+        """Note that all layers have read the pass, whose last block has `length` tokens."""
+        layout = self.table.engines[0].policy.layout
+        self.table.agreed(seen, length, layout.shares_out(length))

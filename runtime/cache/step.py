@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcap.runtime.cache.row_table import LayerRows, RowPass
+from kvcap.runtime.cache.row_table import RowPass
 
 LAYERS = 4  # of one sequence that evict at once, each on a stream of its own
-URGENT = -1  # the priority of what an answer waits for; evictions have 0, which is less
+URGENT = -1  # the priority of the stream that captures; evictions have 0, which is less
 
 
 class SideStream:
@@ -35,7 +35,6 @@ class SideStream:
     def __init__(self, device: torch.device, batch: int = 1) -> None:
         layers = max(1, LAYERS // batch)
         self._streams = deque(_streams(device)[:layers])  # the first is that of the layer in hand
-        self._urgent, self._awaited = _urgent(device), False
         self._kept: list[Any] = []  # of the layer in hand
         self._before: deque[tuple[torch.cuda.Event, list[Any]]] = deque()  # of those before
 
@@ -48,36 +47,25 @@ class SideStream:
 
     def join(self) -> None:
         """Wait for all that layers run on their streams."""
-        if self._awaited:
-            self.rejoin()
         self.next_layer()
         for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
             torch.cuda.current_stream().wait_event(event)
         self._before.clear()
 
     @contextmanager
-    def run_async(self, kept: Any, urgent: bool = False) -> Iterator[None]:
+    def run_async(self, kept: Any) -> Iterator[None]:
         """Run the body on another stream, after all that was launched before.
 
-        `make_room` and the end of the capture wait for it; what is `urgent` has to be waited for
-        by `rejoin`.
+        `make_room` and the end of the capture wait for it.
 
         Args:
             kept: the tensors that the body reads; their memory is not reused until then.
-            urgent: the layer waits for it, so that it is as important as what the layer does
-                meanwhile; else a GPU does it where that leaves room.
         """
         self._kept.append(kept)
-        self._awaited |= urgent
-        stream = self._urgent if urgent else self._streams[0]
+        stream = self._streams[0]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             yield
-
-    def rejoin(self) -> None:
-        """Wait for what is urgent."""
-        torch.cuda.current_stream().wait_stream(self._urgent)
-        self._awaited = False
 
     def next_layer(self) -> None:
         """Begin another layer, on the stream of the layer that began the longest ago."""
@@ -102,12 +90,6 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
     return tuple(torch.cuda.Stream(device) for _ in range(LAYERS))
 
 
-@cache
-def _urgent(device: torch.device) -> torch.cuda.Stream:
-    """One more, for what a layer waits for."""
-    return torch.cuda.Stream(device, priority=URGENT)
-
-
 @dataclass
 class ForwardContext:
     """Describes one forward pass; the default is a pass that transformers makes by itself."""
@@ -121,8 +103,6 @@ class ForwardContext:
     """How many blocks it has: each layer takes them one after the other."""
     block: int = 0
     """Index of the block that a layer is reading."""
-    filling: bool = False
-    """With a token counter: no slot was given up yet, so that it also says how many are in use."""
     room: int | None = None
     """Tokens that fitted into the cache when it began; a longer block is read in two, by all
     layers alike."""
@@ -135,10 +115,10 @@ class ForwardContext:
     _after: dict[int, Tensor] = field(default_factory=dict)
     _mask: Tensor | None = None
 
-    def bind_token_counter(self, token_counter: Tensor, block_size: int, filling: bool) -> None:
-        """Count tokens by a tensor [] on the device, while a CUDA graph is captured or prepared."""
+    def bind_token_counter(self, token_counter: Tensor, block_size: int) -> None:
+        """Count tokens by a tensor [] on the device, while a CUDA graph is captured."""
         later = [token_counter + i * block_size for i in range(1, self.blocks)]
-        self._counters, self.filling = [token_counter, *later], filling
+        self._counters = [token_counter, *later]
 
     @property
     def is_waited_for(self) -> bool:
@@ -154,19 +134,10 @@ class ForwardContext:
             return nullcontext()
         return self.stream.run_async(kept)
 
-    def run_urgently(self, kept: Any) -> AbstractContextManager[None]:
-        """Run the body on another stream; call `rejoin` before its results are used."""
-        return nullcontext() if self.stream is None else self.stream.run_async(kept, urgent=True)
-
     def make_room(self) -> None:
         """Free the memory of earlier layers before one keeps large tensors; see `SideStream`."""
         if self.stream is not None:
             self.stream.make_room()
-
-    def rejoin(self) -> None:
-        """Wait for what the current layer runs on another stream."""
-        if self.stream is not None:
-            self.stream.rejoin()
 
     def join(self) -> None:
         """Wait for what all layers run on other streams."""
@@ -223,20 +194,36 @@ class PendingBlock:
     """Keys and values [B, K, T, D] that are yet to be appended; None: they are in their slots."""
     sizes: list[int]
     """Tokens of each of the blocks it is appended in, one after the other: one, or several."""
-    total_tokens: int = 0
-    """Tokens read, these included, once there is room for it."""
-    offsets: tuple[int, ...] = (0,)
-    """How far past the slots of each segment it was read: of one for all heads, or of each."""
+    seen: int = 0
+    """Tokens read before it."""
     readers: int = 0
     """Layers that are yet to attend to it: its own, and those that read that one's slots."""
-    rows: LayerRows | None = None
-    """Where the heads of the layer lie, if they are unequal and kernels read them."""
-    turn: Tensor | None = None
-    """Of such heads, by how far each rotates the block back, [B, K] int32."""
-    new_values: Tensor | None = None
-    """Its values [B, K, T, D], where kernels read on the device behind which slots they lie."""
+    offsets: tuple[int, ...] = (0,)
+    """How far past the slots of each segment it was read; of `EagerSlots`."""
     shown: Any = None
-    """What its own layer attended to, for the other readers."""
+    """What its own layer attended to, for the other readers; of `EagerSlots`."""
+    rows: Any = None
+    """The layer's `LayerRows`; of `RowSlots`."""
+    turn: Tensor | None = None
+    """By how far each row rotates it back, [B, K] int32; of `RowSlots`."""
+    new_values: Tensor | None = None
+    """Its values [B, K, T, D]; of `RowSlots`."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens read, these included."""
+        return self.seen + self.length
+
+    @property
+    def read_at(self) -> int:
+        """The position of its first token, as transformers or the block loop counted."""
+        return self.seen if self.context.start is None else self.context.start
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Take its keys and values [B, K, T, D], which are appended then."""
+        assert self.arrived is not None
+        arrived, self.arrived = self.arrived, None
+        return arrived
 
     @property
     def appended(self) -> bool:

@@ -10,9 +10,9 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 
 from kvcap import kernels
 from kvcap.kernels import quantise
-from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.slot_format import SlotFormat
+from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.models.rope import Rotation
 
 SPAN = 40

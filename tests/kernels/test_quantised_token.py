@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvcap import kernels
 from kvcap.kernels import decode, elementwise, keydiff, quantised_token
-from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.slot_format import SlotFormat
+from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.models.rope import Rotation, rotate, table_dtype
 
 KINDS = ("int8", "int8-int4", "int4")

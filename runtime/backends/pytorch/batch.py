@@ -2,9 +2,8 @@
 
 A model's weights are read once for all of them, which is most of what a token takes. Every session
 has the same slots, however much it has read, so that all fit into one cache: a session's slots are
-copied into a row of it while it answers, and back afterwards. Where all rows are full the cache is
-read as one of so many sequences; while any fills its slots yet, or has pins, kernels read how many
-each has in use, and one CUDA graph serves whatever they hold. Knows sessions and caches; no policy.
+copied into a row of it while it answers, and back afterwards. Kernels read how many slots each has
+in use, and one CUDA graph serves whatever they hold. Knows sessions and caches; no policy.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 
 import torch
 
-from kvcap.kernels.choice import ready
+from kvcap import kernels
 from kvcap.policies import Eviction
-from kvcap.runtime.backends.pytorch.cuda_graphs import steady, why_unsteady
+from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import draw_each
 from kvcap.runtime.backends.pytorch.shared_pass import (
@@ -64,13 +63,9 @@ class Rows:
     def __init__(self, model: Any, cache: BudgetCache, size: int) -> None:
         self.cache, self.size = cache, size
         self.loop = BlockLoop(model, cache, several=False)
-        layers = [list(layer.segments) for layer in cache.capped_layers]
-        pins = (c.evictor.row_pins(s) for c in cache.capped_layers if c.evictor for s in c.segments)
+        cache.by_sequence()
+        pins = (layer.policy.pins(s) for layer in cache.capped_layers for s in layer.segments)
         self.sinks = max(sinks for sinks, _ in pins)
-        self._whole = layers  # where all rows hold as many slots
-        self._each = [[part for s in those for part in s.by_sequence()] for those in layers]
-        self.unequal = self._holds_unequally()
-        """Whether rows may hold unequally many slots."""
         self._named = {
             name: buffer.unflatten(0, (size, -1))
             for name, buffer in cache.allocation.buffers.items()
@@ -79,7 +74,6 @@ class Rows:
         self._taken: dict[int, BudgetCache] = {}  # of a row: the cache of its session
         self._ahead: dict[int, int] = {}  # of a row: the rows' counter minus its session's
         self._first: dict[int, int] = {}  # of a row: first tokens that are never evicted
-        self._unlike: set[int] = set()  # rows taken that fill their slots, or have pins
         self._begun: Begun | None = None
         self.asynchronous = model.device.type == "cuda"
         """See `SharedRows.asynchronous`: a CPU would compute the next pass at once."""
@@ -99,8 +93,6 @@ class Rows:
             return True
         if not cache.compact_positions or cache.eviction != self.cache.eviction:
             return False
-        if not self.unequal:
-            return not cache.pinned_spans and steady(cache, 1)
         # First tokens that are yet to come would be taken for later ones.
         first = self._first_pinned(cache)
         if first is None or cache.seen < max(1, first):
@@ -169,9 +161,6 @@ class Rows:
                     raise error
                 finally:
                     del error  # whose traceback has this frame
-            if alike := {row for row in self._unlike if self._alike(row)}:
-                self._unlike -= alike
-                self._cut()
         begun.wait()
         logits, drawn = begun.logits, self._drawn.tolist()
         assert logits is not None
@@ -184,7 +173,7 @@ class Rows:
         begun.untold.remove(row)
         if begun.error is None:
             for layer in self._taken[row].capped_layers:
-                layer.advance(1, kept=all(s.held < s.target_length for s in layer.segments))
+                layer.advance(1)
         else:
             cache = self._taken[row]
             self._free(row)
@@ -210,43 +199,21 @@ class Rows:
 
     def _free(self, row: int) -> None:
         del self._taken[row], self._ahead[row], self._first[row]
-        self._unlike.discard(row)
         for segment in self._segments(row):  # it is read with the others, for nobody
             segment.held = segment.first_pinned = 0
-        self._cut()
-
-    def _holds_unequally(self) -> bool:
-        """Whether rows that hold unequally many slots are read in one pass here.
-
-        On a GPU by kernels; on a CPU one after the other within the pass.
-        """
-        keys = self._whole[0][0].pool.keys
-        if self.cache.layout.slot_format.quantised:
-            return False
-        self.cache.cut(self._each)
-        found = self.cache.by_rows() or (keys.device.type == "cpu" and not ready(keys))
-        self.cache.cut(self._whole)
-        return found
+        self.cache.changed_by_host()
 
     def _empty(self) -> None:
         """Begin anew, in a cache that is as it was made or reset."""
         self.cache.enable_rotation()
-        for segments in self._whole:
-            for segment in segments:
-                segment.held = segment.budget if segment.batch > 1 else 0
-        self._cut()
-
-    def _cut(self) -> None:
-        """Have the cache tell its rows apart, where some are unlike the others."""
-        self.cache.cut(self._each if self._unlike else self._whole)
+        for row in range(self.size):
+            for segment in self._segments(row):
+                segment.held = segment.first_pinned = 0
+        self.cache.changed_by_host()
 
     def _segments(self, row: int) -> Iterator[Segment]:
         """A row's segments in all layers, one after the other."""
-        return (s for segments in self._each for s in segments if s.row == row)
-
-    def _alike(self, row: int) -> bool:
-        """Whether a row holds all its slots, and pins no more than others do."""
-        return all(s.held == s.budget and not s.first_pinned for s in self._segments(row))
+        return (s for layer in self.cache.capped_layers for s in layer.segments if s.row == row)
 
     def _first_pinned(self, own: BudgetCache) -> int | None:
         """How many first tokens of a session are never evicted; None: others are pinned, too."""
@@ -262,10 +229,8 @@ class Rows:
             mine.start = row * (mine.pool.slots // self.size) + its.start
             mine.budget, mine.target_length, mine.held = its.budget, its.target_length, its.held
             mine.first_pinned = self._first[row] if own.pinned_spans else 0
-        if not self._alike(row):
-            self._unlike.add(row)
         self.cache.enable_rotation()
-        self._cut()
+        self.cache.changed_by_host()
 
     def _copy(self, row: int, own: BudgetCache, *, into_row: bool) -> None:
         theirs = own.allocation.buffers
@@ -289,24 +254,27 @@ class Rows:
             self._move(row, later)
             self._ahead[row] += later
         self.cache.counters = [(seen, held) for _, held in self.cache.counters]
-        self.cache.count_stores_full()
 
 
 def shared_rows(runtime: Any, size: int) -> tuple[Rows | SharedPass | None, str | None]:
-    """What reads a token of so many sessions at once, or why they are read one after the other.
+    """Return what reads a token of so many sessions at once, or why they are read one by one.
 
-    Rows of one cache; where that cannot be, on a CPU, passes over their own caches.
+    On a CPU passes over their own caches, elsewhere rows of one cache.
     """
     if size == 1:
         return None, "one session needs no cache beside its own"
+    if passes_on(runtime.model.device):
+        if why := why_no_pass(runtime.new_cache()):
+            return None, why
+        return SharedPass(runtime.model, runtime.new_cache(), size), None
     # With 'auto' positions, sessions join once theirs have become compact.
-    positions = "compact" if runtime.plan.positions == "auto" else None
-    passes = passes_on(runtime.model.device)
-    if why := _why_apart(runtime.new_cache(1, positions), passes):
-        if passes:
-            why = why_no_pass(runtime.new_cache())
-        return (None, why) if why else (SharedPass(runtime.model, runtime.new_cache(), size), None)
-    return Rows(runtime.model, runtime.new_cache(size, positions), size), None
+    positions: Positions | None = "compact" if runtime.plan.positions == "auto" else None
+    if why := why_no_rows(runtime.new_cache(1, positions)):
+        return None, why
+    cache = runtime.new_cache(size, positions)
+    if not reads_rows(cache):
+        return None, f"no kernels cover policy {cache.eviction.name!r} over rows"
+    return Rows(runtime.model, cache, size), None
 
 
 def plan_shared(
@@ -327,34 +295,30 @@ def plan_shared(
     )
     if size == 1:
         return Shared()
-    passes = passes_on(device)
-    if _why_apart(cache, passes):
-        if not passes or why_no_pass(cache):
+    if passes_on(device):
+        if why_no_pass(cache):
             return Shared()
         lent = sum(math.prod(shape) for shape in lent_shapes(cache, dtype)) * dtype.itemsize
         return Shared(size * lent, rehearse_pass(text, eviction, plan, size, evict_every))
+    if why_no_rows(cache) or not kernels.covers_rows(cache.eviction):
+        return Shared()
     rows: dict[str, int] = cache.layout.nbytes(size, dtype)
-    # Keys of unequal rows are copied with the slots behind them.
-    longest = plan.budget_tokens if passes else plan.budget_tokens + plan.block_size - 1
+    longest = plan.budget_tokens + plan.block_size - 1  # rows are copied with what lies behind
     workspace = rehearse_block(text, eviction, longest, 1, dtype, positions, size, plan.kv_dtype)
     return Shared(sum(rows.values()), workspace)
 
 
-def _why_apart(cache: BudgetCache, passes: bool) -> str | None:
-    """Why sessions that hold such a cache cannot share one; None: they can.
+def reads_rows(cache: BudgetCache) -> bool:
+    """Return whether one pass reads rows that hold unequally many slots: by kernels."""
+    return cache.by_rows
 
-    Args:
-        cache: such a one.
-        passes: they can share `SharedPass`es in its place.
-    """
+
+def why_no_rows(cache: BudgetCache) -> str | None:
+    """Return why sessions that hold such a cache cannot be rows of one; None: they may be."""
     if not cache.compact_positions:
         return "at true positions every session reads at a position of its own"
-    if cache.evict_every > 1:
-        return "sessions that evict every few tokens hold unequally many"
-    if not cache.eviction.policy.evicts:
-        return "nothing is evicted, so that sessions hold unequally many"
     if cache.eviction.layers_move:
         return "slots move between layers"
-    if cache.eviction.heads_move and (passes or cache.layout.divides(1)):
+    if cache.layout.divides(1):
         return "slots move between heads"
     return why_unsteady(cache)

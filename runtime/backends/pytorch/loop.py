@@ -60,29 +60,29 @@ class BlockLoop(Loop):
         never = None if cache.eviction.policy.evicts else cache.eviction.name
         super().__init__(cache, on_full, never)
         self.model, self.asynchronous = model, model.device.type == "cuda"
-        if graphs is True and model.device.type == "cuda":
-            graphs = BlockGraphs(model, cache, several)
         self.graphs = graphs if isinstance(graphs, BlockGraphs) else None
+        self._several, self._captures = several, graphs is True and model.device.type == "cuda"
+        if cache.allocation.batch is not None:
+            self._allocate(cache.allocation.batch)
+
+    def _allocate(self, batch: int) -> None:
+        """Allocate the cache for so many sequences, unless it is, and find out about graphs."""
+        if self.cache.allocation.batch is None:
+            self.cache.allocate(batch, self.model.dtype, self.model.device)
+        if self._captures and self.graphs is None:
+            self.graphs = BlockGraphs(self.model, self.cache, self._several)
 
     def next_length(self, batch: int, left: int) -> int:
-        """A block, or as many as go through the model at once; see `Loop.next_length`.
-
-        Or as many as follow each other before the host hears how slots were shared out.
-        """
-        if self.graphs is None:
-            return self.cache.room
-        several = self.graphs.pass_length(batch, left)
-        if several is None and not self.in_batch:
-            several = self.graphs.run_length(left)
+        """Return a block's tokens, or of as many as go through the model at once."""
+        several = None if self.graphs is None else self.graphs.pass_length(batch, left)
         return several or self.cache.room
 
     @torch.inference_mode()
     def read(self, ids: Tensor, need_logits: bool = True) -> Tensor:
         """Read one block [B, T], T up to `cache.room`; returns the last token's logits [B, V].
 
-        Several whole blocks of a full cache may be read at once, in one pass through the model; so
-        may several, one after the other, where slots are shared out after each. Without
-        `need_logits` the LM head, the model's largest matrix, is skipped and the result is empty
+        Several whole blocks may be read at once, in one pass through the model. Without
+        `need_logits` the LM head, the model's largest matrix, is skipped, and the result is empty
         [0, V].
 
         Raises:
@@ -90,17 +90,8 @@ class BlockLoop(Loop):
                 memory half-way, then the cache is empty again.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
+        self._allocate(len(ids))
         self.make_room(ids.shape[1])
-        if self.graphs is None or not self.graphs.follows(ids.shape[1]):
-            return self._read_pass(ids, need_logits)
-        *blocks, last = ids.split(self.cache.block_size, dim=1)
-        with interrupts_deferred(), self.cache.heard_late():
-            for block in blocks:
-                self._read_pass(block, need_logits=False)
-            return self._read_pass(last, need_logits)
-
-    def _read_pass(self, ids: Tensor, need_logits: bool) -> Tensor:
-        """`read` in one pass through the model."""
         if self.graphs is not None:
             with interrupts_deferred():
                 logits = self.graphs.read(ids, need_logits)
@@ -116,6 +107,7 @@ class BlockLoop(Loop):
         Raises:
             MemoryCapExceeded, BlockTooLarge, SessionBroken: as `read`.
         """
+        self._allocate(len(ids))
         self.make_room(ids.shape[1])
         return self._read(ids, torch.arange(ids.shape[1], device=ids.device))
 
@@ -148,27 +140,24 @@ class BlockLoop(Loop):
 
         `wanted` [n] are places in the block.
         """
-        cache, tokens = self.cache, ids.shape[1]
-        cache.settle()
+        cache, tokens, graphs = self.cache, ids.shape[1], self.graphs
         start = cache.next_position
         # Fillers repeat the last token; whatever comes of them is dropped.
         place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
         blocks = blocks_of(cache, tokens)
         if cache.guard is not None:
             cache.guard.check(len(place))
-        with self._emptied_without_memory(tokens):
-            graphs = self.graphs
-            context, table = ForwardContext(start, tokens, blocks), cache.row_table()
-            first: int | Tensor = start
-            if table is not None:
-                longest = table.longest(min(tokens, cache.block_size))
+        with self._emptied_without_memory(tokens), interrupts_deferred():
+            model = self.model if graphs is None else graphs.reader(ids, len(wanted) > 0)
+            context, first = ForwardContext(start, tokens, blocks), cast("int | Tensor", start)
+            if cache.by_rows:
                 count = None
-                if blocks == 1 and 1 < tokens <= cache.room:  # as a graph has it
+                if graphs is not None and blocks == 1 and tokens > 1:  # as its graph has it
                     count = torch.full((), tokens, dtype=torch.int32, device=ids.device)
-                context.rows = cache.row_pass(table, longest, count)
+                part = -(-tokens // blocks)
+                context.rows = cache.row_pass(part, always=graphs is not None, count=count)
                 first = context.rows.first(start)
-            with interrupts_deferred(), cache.passing(context):
-                model = self.model if graphs is None else graphs.warm_up(ids, len(wanted) > 0)
+            with cache.passing(context):
                 out = model(
                     input_ids=ids[:, place],
                     position_ids=(first + cache.places(place)).expand(ids.shape[0], -1),
@@ -176,9 +165,6 @@ class BlockLoop(Loop):
                     use_cache=True,
                     logits_to_keep=wanted,
                 )
-                if table is not None:
-                    cache.evict_together()
-                    cache.agree(table, tokens)
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits)
 
@@ -214,13 +200,13 @@ class BlockLoop(Loop):
 
     @property
     def execution(self) -> str:
-        """Whether a full cache's blocks run as CUDA graphs; empty where there is no GPU."""
+        """Whether passes run as CUDA graphs, for people; empty where there is no GPU."""
         if self.graphs is None:
             return ""
-        refused, blocks = self.graphs.refused, self.graphs.eager_blocks
-        if refused is not None:
-            return f"without CUDA graphs: {refused}"
-        return "CUDA graphs" if blocks is None else f"CUDA graphs, but for blocks: {blocks}"
+        if self.graphs.refused is not None:
+            return f"without CUDA graphs: {self.graphs.refused}"
+        failed = self.graphs.failed
+        return "CUDA graphs" if failed is None else f"CUDA graphs, but where {failed}"
 
     @property
     def graph_bytes(self) -> int:

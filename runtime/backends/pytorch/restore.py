@@ -14,10 +14,11 @@ from torch import Tensor
 
 from kvcap.policies.base import apportion, evenly
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.evictor import AttentionStep
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.pinned_slots import check_pins, merged
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool, resize
+from kvcap.runtime.cache.slots import EagerSlots
+from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.models.rope import moved_by
 from kvcap.runtime.session.file import SessionFile
 
@@ -401,8 +402,7 @@ class Refill:
         self, keep: int, layer: BudgetLayer, index: int, head: int, row: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """The row reduced to `keep` slots, by the scores that the policy can still compute."""
-        held, segment, evictor = len(row["positions"]), layer.segments[index], layer.evictor
-        assert evictor is not None
+        held, segment = len(row["positions"]), layer.segments[index]
         if held <= keep:
             return row
         pool, side = segment.pool, segment.pool.kinds()
@@ -425,7 +425,9 @@ class Refill:
             numbers.dequantise(pool.format.parts("key", one.named(0, held)), keys, own)
         if self.saved.moved(layer):
             keys = self._back(keys, one.aux(SHIFT))
-        evictor.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))
+        assert layer.storage is not None
+        engine = EagerSlots(layer.storage, layer.policy)
+        engine.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 
     def _bring_in_reach(self, layer: BudgetLayer, row: dict[str, Tensor]) -> None:

@@ -23,10 +23,10 @@ from kvcap.policies import Eviction
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.backends.pytorch.loop import BlockLoop, out_of_memory
 from kvcap.runtime.backends.pytorch.sampler import draw_each
-from kvcap.runtime.cache.allocation import LentKeys
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import BudgetLayer, refuse_moving, refuse_reordering
 from kvcap.runtime.cache.step import ForwardContext
+from kvcap.runtime.cache.storage import LentKeys
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.arguments import cache_argument

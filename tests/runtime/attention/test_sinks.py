@@ -268,9 +268,9 @@ def test_faults_of_attention_are_seen(fault, monkeypatch):
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "dropkv"])
 def test_a_sink_forgotten_in_the_denominator_of_scores_is_seen(policy, monkeypatch):
-    observe_layer = kvcap.runtime.cache.evictor.Evictor._observe
+    observe_layer = kvcap.runtime.cache.slots.eager.EagerSlots._observe
     monkeypatch.setattr(
-        kvcap.runtime.cache.evictor.Evictor, "_observe",
+        kvcap.runtime.cache.slots.eager.EagerSlots, "_observe",
         lambda *args: replace(observe_layer(*args), sinks=None),
     )  # fmt: skip
     assert off(both("gpt_oss", policy, "compact", tokens=48))
@@ -397,14 +397,6 @@ def test_no_matrix_of_queries_times_slots_on_a_cpu(monkeypatch):
     q, k = torch.randn(1, heads, length, 16), torch.randn(1, 2, slots, 16)
     peak = allocator_peak(lambda: attend(q, k, k, 0.3, sinks=torch.zeros(heads)))
     assert peak < heads * length * slots * 4 / 3
-
-
-def test_attention_over_some_slots():
-    """As many as a number on the device says."""
-    q, k, sinks = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 20, 16), torch.randn(4)
-    got = functions.attend_to_some(q, k, k, torch.tensor(11), 0.3, sinks=sinks)
-    held = k[:, :, :11]
-    close(got.double(), plain(q, held, held, sinks, causal(3, 11, q.device)), 1e-5)
 
 
 def test_gradients_reach_sinks_and_keys():

@@ -204,25 +204,22 @@ def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
     assert not cache.consistent or cache.seen != 40
     cache.counters = before
     assert cache.consistent
-    assert (cache.seen, cache.held, cuda_graphs.excess(cache)) == (40, 24, 0)
+    assert (cache.seen, cache.held) == (40, 24)
+    assert cuda_graphs.is_full(cache)
     loop.read(tokens(8))
 
 
-def test_the_excess_is_that_of_every_head(tokens):
+def test_a_cache_is_full_where_every_head_is(tokens):
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 24, 8, "keydiff")
-    BlockLoop(model, cache).prefill(tokens(40))
-    assert cuda_graphs.excess(cache) == 0
-    first, last = (layer.segments[0] for layer in (cache.layers[0], cache.layers[-1]))
-    first.held += 3
-    assert cuda_graphs.excess(cache) is None
-    last.held += 3
-    assert cuda_graphs.excess(cache) == 3
-    last.held -= 1
-    assert cuda_graphs.excess(cache) is None
-    last.held += 1
-    last.target_length -= 1  # it is shrinking
-    assert cuda_graphs.excess(cache) is None
+    loop = BlockLoop(model, cache)
+    loop.prefill(tokens(23))
+    assert not cuda_graphs.is_full(cache)
+    loop.prefill(tokens(9))
+    assert cuda_graphs.is_full(cache)
+    cache.layers[0].segments[0].held += 3
+    assert not cuda_graphs.is_full(cache)
+    assert [layer.excess for layer in cache.capped_layers] == [3, *[0] * (len(cache.layers) - 1)]
 
 
 def test_before_a_token_nobody_counts_what_is_free(tokens, monkeypatch):

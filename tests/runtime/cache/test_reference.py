@@ -16,8 +16,8 @@ from torch import Tensor
 
 import kvcap
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.query_window import QueryWindow
+from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.models.rope import Rotation
 
 POLICIES: list[tuple[str, dict[str, Any]]] = [

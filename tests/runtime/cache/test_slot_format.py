@@ -22,11 +22,11 @@ from kvcap.policies import load_policy, policies
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import pool
-from kvcap.runtime.cache.allocation import LayerStorage
-from kvcap.runtime.cache.attend import SlotAttention
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.pool import SHIFT, Segment
 from kvcap.runtime.cache.slot_format import NUMBERS, SlotFormat
+from kvcap.runtime.cache.slots import EagerSlots
+from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.errors import PlanInfeasible, SessionFileForeign, UnsupportedModel
 from kvcap.runtime.planning.dry_run import rehearse_block
 from kvcap.runtime.session.session import Session
@@ -129,7 +129,7 @@ class Truth:
         self.arrived: dict[int, list[tuple[Tensor, Tensor]]] = {}  # of each layer, token by token
         self.means: dict[int, Tensor] = {}
         self.attended = 0
-        append, block_of, again_of = BudgetLayer._append, SlotAttention.block, SlotAttention.again
+        append, attend_of, again_of = BudgetLayer._append, EagerSlots.attend, EagerSlots.again
 
         def _append(layer: BudgetLayer, block: Any) -> None:
             keys, values = (x.double().clone() for x in block.arrived)
@@ -145,23 +145,23 @@ class Truth:
             tokens[before:] = [(keys[:, :, t], values[:, :, t]) for t in range(block.length)]
             block.layer = layer
 
-        def block(attention: Any, query: Tensor, block: Any, call: Any) -> Tensor:
+        def attend(engine: Any, query: Tensor, block: Any, call: Any) -> Tensor:
             layer = block.layer
             block.truth = [held(layer, segment) for segment in layer.segments]
             block.past = [(x if layer.rotates else 0) for x in block.offsets]
             block.past *= len(layer.segments) // len(block.past)
-            out = block_of(attention, query, block, call)
+            out = attend_of(engine, query, block, call)
             self.check(layer, query, out, block, call)
             return out
 
-        def again(attention: Any, query: Tensor, block: Any, call: Any) -> Tensor:
-            out = again_of(attention, query, block, call)
+        def again(engine: Any, query: Tensor, block: Any, call: Any) -> Tensor:
+            out = again_of(engine, query, block, call)
             self.check(block.layer, query, out, block, call)
             return out
 
         monkeypatch.setattr(BudgetLayer, "_append", _append)
-        monkeypatch.setattr(SlotAttention, "block", block)
-        monkeypatch.setattr(SlotAttention, "again", again)
+        monkeypatch.setattr(EagerSlots, "attend", attend)
+        monkeypatch.setattr(EagerSlots, "again", again)
 
     def check(self, layer: Any, query: Tensor, out: Tensor, block: Any, call: Any) -> None:
         """Hold attention to float64 over the numbers in the slots."""

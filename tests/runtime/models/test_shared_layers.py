@@ -28,7 +28,7 @@ from kvcap.export.decoder.spec import layout_for
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache.attend import SlotAttention
+from kvcap.runtime.cache.slots import EagerSlots
 from kvcap.runtime.errors import BlockTooLarge, NotExportable, SessionBroken, UnsupportedModel
 from kvcap.runtime.models import config as model_config
 from kvcap.runtime.models.config import ModelShape
@@ -413,39 +413,39 @@ def test_eviction_every_few_tokens(family, tokens):
 
 def evict_early(monkeypatch: Any) -> None:
     """The layer evicts when it has attended itself, and its readers see what is left."""
-    block = SlotAttention.block
+    block = EagerSlots.attend
 
     def early(self: Any, query: Tensor, pending: Any, call: Any) -> Tensor:
         out = block(self, query, pending, call)
         if pending.shown is not None:
             step = pending.shown.step
-            self.evictor.evict_if_due(step)
-            pending.shown = pending.shown._replace(keys=self._keys(False, pending.length))
+            self.evict(step)
+            pending.shown = pending.shown._replace(held=self._held_keys(pending.length))
         return out
 
-    monkeypatch.setattr(SlotAttention, "block", early)
+    monkeypatch.setattr(EagerSlots, "attend", early)
 
 
 def observe_readers(monkeypatch: Any) -> None:
     """The policy's window takes in the queries of other layers."""
-    again = SlotAttention.again
+    again = EagerSlots.again
 
     def observed(self: Any, query: Tensor, pending: Any, call: Any) -> Tensor:
-        self.storage.query_window.append(self.align(query, pending.offsets))
+        self.storage.query_window.append(self._aligned(query, pending.offsets))
         return again(self, query, pending, call)
 
-    monkeypatch.setattr(SlotAttention, "again", observed)
+    monkeypatch.setattr(EagerSlots, "again", observed)
 
 
 def leave_queries(monkeypatch: Any) -> None:
     """The queries of other layers stay at the positions where they were read."""
-    again = SlotAttention.again
+    again = EagerSlots.again
 
     def unaligned(self: Any, query: Tensor, pending: Any, call: Any) -> Tensor:
         back = tuple(-offset for offset in pending.offsets)
-        return again(self, self.align(query, back), pending, call)
+        return again(self, self._aligned(query, back), pending, call)
 
-    monkeypatch.setattr(SlotAttention, "again", unaligned)
+    monkeypatch.setattr(EagerSlots, "again", unaligned)
 
 
 @pytest.mark.slow(keep=3)

@@ -15,8 +15,8 @@ from torch import nn
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import linear as matvec_kernel
-from kvcap.runtime.cache.allocation import LayerStorage
 from kvcap.runtime.cache.step import ForwardContext
+from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused import decoder as fused
 from kvcap.runtime.models.fused import linear

@@ -1,0 +1,508 @@
+"""Holds one layer's slots and works on them in plain PyTorch: every feature, on every device.
+
+The truth that `RowSlots` is held to. A key is stored rotated as the model made it, to the position
+behind what its head then held, with the `shift` its position has moved down since; attention
+rotates a copy, so that errors never add up. Of quantised slots it reads a copy in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from kvcap import kernels
+from kvcap.kernels import StoredKeys, quantised_token
+from kvcap.kernels.choice import ready
+from kvcap.policies import Eviction, Observation
+from kvcap.policies.base import evenly
+from kvcap.policies.base.component import ATTENTION_VIEWS
+from kvcap.policies.base.eviction import Score
+from kvcap.runtime.attention.functions import adds_masks, attend, attend_weighing
+from kvcap.runtime.attention.latents import absorbed, attend_absorbed, attend_expanded
+from kvcap.runtime.cache.layer_balance import LayerBalance
+from kvcap.runtime.cache.policy_guard import PolicyGuard, is_own
+from kvcap.runtime.cache.pool import SHIFT, Segment, resize
+from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
+from kvcap.runtime.cache.slots.step import AttentionStep
+from kvcap.runtime.cache.step import ForwardContext, PendingBlock
+from kvcap.runtime.cache.storage import LayerStorage
+
+
+class HeldKeys(NamedTuple):
+    """A layer's keys at the positions where they count, and its values."""
+
+    keys: list[Tensor]  # [b, k, held, D] of every segment
+    values: list[Tensor] | None  # likewise; None: they are weighed where they lie
+
+
+class Shown(NamedTuple):
+    """What a layer attended to, until the other layers that read its slots have, too."""
+
+    held: HeldKeys
+    step: AttentionStep
+
+
+@dataclass
+class SegmentEviction:
+    """The slots that one segment is to give up."""
+
+    index: int
+    segment: Segment
+    obs: Observation
+    scores: Tensor  # [b, k, held]
+    pinned: Tensor | None  # bool [b, k, held]; None: none are
+    count: int  # slots of each head
+
+
+class EagerSlots:
+    """A layer's slots, one segment after the other.
+
+    Args:
+        storage: of the layer.
+        policy: of the layer.
+        evict_every: in generation, evict every so many tokens.
+        balance: of the layers, if slots move between them.
+    """
+
+    def __init__(
+        self,
+        storage: LayerStorage,
+        policy: LayerPolicy,
+        evict_every: int = 1,
+        balance: LayerBalance | None = None,
+    ) -> None:
+        self.storage, self.segments, self.policy = storage, storage.segments, policy
+        self.evict_every, self.balance = evict_every, balance
+        self.eviction = policy.eviction
+        trusted = all(map(is_own, self.eviction.components))
+        self._guard = None if trusted else PolicyGuard(self.eviction)
+        pool, store = storage.segments[0].pool, storage.evicted_store
+        self._quantised = pool.format.quantised
+        latent = policy.layout.shape.latent
+        plain = store is None and latent is None and not self._quantised
+        # What the policy would work out by itself, where slots are read as they are by equal heads.
+        self._shows_output = plain and policy.reads_all_output
+        self._offsets: tuple[tuple[int, ...], Tensor] | None = None  # the last, and their rotations
+
+    @property
+    def on_device(self) -> Any:
+        """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
+        return self._offsets
+
+    @property
+    def excess(self) -> int:
+        """The most slots that a head holds above what stays."""
+        return max(0, max(segment.held - segment.target_length for segment in self.segments))
+
+    @property
+    def free(self) -> int:
+        """Slots that every head has for the next block."""
+        return min(segment.capacity - segment.held for segment in self.segments)
+
+    def due(self, length: int) -> int:
+        """Return how many slots go after a block of `length`: at once, or every few tokens."""
+        excess = self.excess
+        return excess if length > 1 or excess >= self.evict_every else 0
+
+    # Append
+
+    def append(self, block: PendingBlock) -> None:
+        """Write a block's keys and values [B, K, T, D] into the slots behind those in use."""
+        keys, values = block.take()
+        times = block.context.times_of(block.seen, block.length, keys.device)
+        if self.storage.rotation is not None:
+            block.offsets = tuple(block.read_at - segment.held for segment in self.segments)
+        if self._quantised:
+            read_at = block.offsets[0] + self.segments[0].held
+            self.storage.append(keys, values, times, read_at, not block.seen)
+            return
+        keys = self._aligned(keys, block.offsets)
+        for segment in self.segments:
+            segment.append(segment.rows_of(keys), segment.rows_of(values), times)
+
+    def _aligned(self, x: Tensor, offsets: tuple[int, ...]) -> Tensor:
+        """Rotate queries or keys [B, H or K, T, D] to the positions behind what their heads hold.
+
+        Args:
+            x: as the model rotated them.
+            offsets: how far past those slots they were read, as in `PendingBlock`.
+        """
+        rotation = self.storage.rotation
+        if rotation is None or not any(offsets):
+            return x
+        if self._offsets is None or self._offsets[0] != offsets:
+            self._offsets = offsets, rotation.rows(offsets)
+        return rotation.back_by(x, self._offsets[1])
+
+    # Attend
+
+    def attend(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
+        """Attend with an appended block, then evict. [B, H, T, D] -> [B, H, T, D].
+
+        Over slots that hold latents [B, H, T, r + nope] -> [B, H, T, v]: queries are taken to the
+        latents, or the slots are expanded for them, whichever costs less. Where other layers read
+        these slots, the block keeps what they are to attend to, and the last of them evicts.
+        """
+        context, length = block.context, block.length
+        query = asked = self._aligned(query[:, :, :length], block.offsets)
+        if call.expansion is not None:
+            expands = self._expands(length)
+            if not expands or self.policy.reads_queries:
+                query = absorbed(query, call.expansion)
+            asked = asked if expands else query
+        if self.storage.query_window is not None:
+            with context.run_async_if_last(query):
+                self.storage.query_window.append(query)
+        context.make_room()  # for a copy of all keys
+        held = self._held_keys(length)
+        step = AttentionStep(
+            block.total_tokens, length, held.keys, [s.rows_of(query) for s in self.segments],
+            held.values, call, context.token_counter_after(length),
+        )  # fmt: skip
+        out = self._over(asked, held, call, context)
+        if self._shows_output and length > 1 and len(self.segments) == 1:
+            step = replace(step, attended=out)
+        if block.readers:
+            block.shown = Shown(held, step)
+        else:
+            self._evict_beside(step, context)
+        return out
+
+    def again(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
+        """Attend with another layer to what `block` attended to; after the last one, evict.
+
+        The policy sees the queries of the layer whose slots these are, and no others.
+
+        Args:
+            query: [B, H, T', D], of the last T' tokens of the block: Gemma 4 leaves out those whose
+                logits nobody asked for.
+            block: whose own layer has attended.
+            call: of the other layer.
+        """
+        query = self._aligned(query, block.offsets)
+        out = self._over(query, block.shown.held, call, block.context)
+        if not block.readers:
+            self._evict_beside(block.shown.step, block.context)
+        return out
+
+    def _expands(self, tokens: int) -> bool:
+        """Return whether slots that hold latents are expanded for so many queries."""
+        layout = self.policy.layout
+        latent, slots = layout.shape.latent, layout.budget_tokens + layout.block_size
+        return latent is not None and latent.expands(tokens, slots)
+
+    def _held_keys(self, length: int) -> HeldKeys:
+        """Return all keys, rotated to where they count, and all values."""
+        storage, segments, pool = self.storage, self.segments, self.segments[0].pool
+        if length == 1 and storage.pending_rotation is not None and storage.settles:
+            storage.settle()
+        # Quantised values are weighed where they lie by a CPU's single token, and never copied.
+        weighs = self._quantised and length == 1 and not ready(pool.keys)
+        values = None if weighs else [segment.read_values() for segment in segments]
+        if length == 1 and (lent := storage.read_lent(segments[0])) is not None:
+            return HeldKeys([lent], values)
+        return HeldKeys([storage.read_keys(segment) for segment in segments], values)
+
+    def _over(
+        self, query: Tensor, held: HeldKeys, call: AttentionCall, context: ForwardContext
+    ) -> Tensor:
+        """Attend with aligned queries [B, H, T, D] to all slots in use, segment by segment."""
+        parts = [
+            self._over_segment(i, segment, segment.rows_of(query), held, call, context)
+            for i, segment in enumerate(self.segments)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        out = query.new_empty(*query.shape[:3], parts[0].shape[3])
+        for segment, part in zip(self.segments, parts, strict=True):
+            segment.rows_of(out).copy_(part)
+        return out
+
+    def _over_segment(
+        self,
+        index: int,
+        segment: Segment,
+        query: Tensor,
+        held: HeldKeys,
+        call: AttentionCall,
+        context: ForwardContext,
+    ) -> Tensor:
+        """Attend to one segment, with what evicted tokens add where they are kept. [b, h, T, D]."""
+        keys, scaling, softcap = held.keys[index], call.scaling, call.softcap
+        sinks = segment.query_heads_of(call.sinks)
+        if call.expansion is not None:
+            over = attend_expanded if self._expands(query.shape[2]) else attend_absorbed
+            return over(query, keys, call.expansion, scaling, softcap)
+        if self.storage.evicted_store is not None:
+            return self.storage.evicted_store.attend(
+                index, segment, query, keys, scaling, softcap, sinks
+            )[0]
+        asked = query.to(keys.dtype)  # quantised slots are read in another
+        if held.values is None:
+            weigh = segment.weigh_values
+            return attend_weighing(asked, keys, weigh, scaling, softcap, sinks).to(query.dtype)
+        mask = None
+        if adds_masks(asked, softcap, sinks):
+            mask = context.causal_bias(asked.shape[2], keys.shape[2], asked)
+        return attend(asked, keys, held.values[index], scaling, softcap, mask, sinks).to(
+            query.dtype
+        )
+
+    # A single token
+
+    def token(
+        self,
+        query: Tensor,
+        angles: tuple[Tensor, Tensor],
+        block: PendingBlock,
+        call: AttentionCall,
+    ) -> Tensor | None:
+        """Append and attend to a token that is not rotated yet, by one kernel, then evict.
+
+        None, with nothing changed, where no kernel covers it: of quantised slots one does.
+        """
+        storage, (segment, *others) = self.storage, self.segments
+        if not self._quantised or others or call.softcap is not None or call.sinks is not None:
+            return None
+        assert block.arrived is not None
+        (key, value), context = block.arrived, block.context
+        if storage.rotation is not None and block.read_at != segment.held:
+            return None
+        slots = segment.named(0, segment.held + 1)
+        table = None if storage.rotation is None else storage.rotation.table
+        if table is not None and len(table) < segment.held + 1:
+            return None
+        if not (ready(query) and quantised_token.covers(query, key, value, slots)):
+            return None
+        if context.stream is not None:
+            context.stream.next_layer()
+        segment.held += 1
+        out, query, sums = quantised_token.attend(
+            query, key, value, angles, context.times_of(block.seen, 1, key.device), slots,
+            call.scaling, storage.mean, table, summed=self.policy.uses_stored_keys,
+        )  # fmt: skip
+        if storage.query_window is not None:
+            with context.run_async_if_last(query):
+                storage.query_window.append(query)
+        if self._has_work(1):
+            with context.run_async_if_last((query, sums)):
+                keys, values, stored = self._keys_after_token(segment, sums)
+                self.evict(
+                    AttentionStep(
+                        block.total_tokens, 1, [keys], [query], [values], call,
+                        context.token_counter_after(1), stored,
+                    )
+                )  # fmt: skip
+        return out
+
+    def _keys_after_token(
+        self, segment: Segment, sums: Tensor | None
+    ) -> tuple[Tensor, Tensor, StoredKeys]:
+        """Return quantised keys and values as the policy is to see them, and what is known."""
+        storage, policy, keys = self.storage, self.policy, segment.keys
+        if policy.rotates_keys_itself:
+            return keys, keys, StoredKeys(sums, None, storage.quantised_keys(segment))
+        if policy.reads_keys:
+            keys = storage.read_keys(segment)
+        # Who reads no values still asks for their shape.
+        return keys, segment.read_values() if policy.reads_values else keys, StoredKeys(sums, None)
+
+    # Evict
+
+    def _has_work(self, length: int) -> bool:
+        """Return whether the policy has anything to do after a block of `length`."""
+        return bool(self.due(length) or self.policy.has_state or (self.balance and length > 1))
+
+    def _evict_beside(self, step: AttentionStep, context: ForwardContext) -> None:
+        """Evict after attention, in a CUDA graph beside what follows it."""
+        if self._has_work(step.length):
+            with context.run_async_if_last(step):
+                self.evict(step)
+
+    def evict(self, step: AttentionStep, now: bool = False) -> None:
+        """Update the policy's state and, if it is time or `now`, evict down to the budget."""
+        observed = [self._observe(i, segment, step) for i, segment in enumerate(self.segments)]
+        self._update_state(observed)
+        balance = self.balance
+        if balance is not None and step.length > 1:
+            with suppress(DataDependentOutputException):
+                preference = kernels.preference(balance.budget, observed[0])
+                if not _has_no_data(preference):
+                    balance.prefer(self.policy.index, float(preference), step.tokens)
+        if now or self.due(step.length):
+            self._give_up_all(self._evictions(observed, step.stored))
+        # Tokens that are generated change nothing about what layers want.
+        last = self.policy.index == len(self.policy.layout.budgets) - 1
+        if balance is not None and last and (step.length > 1 or not balance.settled):
+            balance.rebalance(step.tokens)
+
+    def shrink_to_budget(self, segment: Segment, step: AttentionStep) -> None:
+        """Evict one head's slots down to `segment.target_length`, without queries.
+
+        By the policy's scores where those need none, else the oldest that nothing pins.
+        """
+        eviction = self.eviction
+        obs = self._observe(0, segment, step)
+        pinned = eviction.pinned(obs)
+        blind = eviction.observes & (ATTENTION_VIEWS | {"output_projection"})
+        if blind or not eviction.policy.scores_heads_alone:
+            eviction = Eviction(eviction.policy)  # no rescorer, which may look at queries too
+            scores = segment.positions.float()
+        else:
+            scores = eviction.score(obs, self._score_by(None))
+        slots = eviction.choose(scores, pinned, obs, segment.held - segment.target_length)
+        self._give_up(segment, slots)
+
+    def _update_state(self, observed: list[Observation]) -> None:
+        """Bring the numbers that the policy keeps of slots up to date."""
+        if not self.policy.has_state:
+            return
+        update = kernels.update if self._guard is None else self._guard.update
+        for segment, obs in zip(self.segments, observed, strict=True):
+            for name, tensor in self.eviction.update(obs, update).items():
+                segment.aux(name).copy_(tensor)
+
+    def _evictions(
+        self, observed: list[Observation], stored: StoredKeys | None
+    ) -> list[SegmentEviction]:
+        """Score every segment, and share the layer's budget out where slots move."""
+        divides, score = self.policy.layout.divides(observed[0].new), self._score_by(stored)
+        found = []
+        for i, (segment, obs) in enumerate(zip(self.segments, observed, strict=True)):
+            count = segment.held - segment.target_length
+            if count > 0 or divides:
+                scores = self.eviction.score(obs, score)
+                pins = divides or self.eviction.pins_any(obs)
+                pinned = self.eviction.pinned(obs) if pins else None
+                found.append(SegmentEviction(i, segment, obs, scores, pinned, count))
+        if divides:
+            for one, kept in zip(found, self._split(found), strict=True):
+                one.segment.target_length = one.obs.budget = kept
+                one.count = one.segment.held - kept
+        return [one for one in found if one.count > 0]
+
+    def _score_by(self, stored: StoredKeys | None) -> Score:
+        """Return what scores slots: kernels and policies themselves, if they are kvcap's own."""
+        return partial(kernels.score, stored=stored) if self._guard is None else self._guard.score
+
+    def _give_up_all(self, evictions: Sequence[SegmentEviction]) -> None:
+        """Select and give up slots of every segment, and move boundaries where heads' slots do."""
+        store = self.storage.evicted_store
+        for one in evictions:
+            slots = self.eviction.choose(one.scores, one.pinned, one.obs, one.count)
+            take = None if store is None else partial(
+                store.take, one.index, one.segment, slots, one.scores, one.obs
+            )  # fmt: skip
+            self._give_up(one.segment, slots, take)
+        if self.eviction.heads_move:
+            shares = self._filled([segment.target_length for segment in self.segments])
+            if shares != [segment.budget for segment in self.segments]:
+                resize(self.segments, shares)
+
+    def _give_up(self, segment: Segment, evicted: Tensor, take: Any = None) -> None:
+        """Evict the slots [b, k, e] of a segment; tokens newer than those move down.
+
+        `take` is called when shifts have grown and nothing has moved yet.
+        """
+        storage = self.storage
+        if storage.rotation is not None:
+            # A survivor moves down by the number of evicted tokens older than itself.
+            gone, positions = segment.positions.gather(-1, evicted), segment.positions
+            if evicted.shape[-1] == 1:
+                older = positions > gone
+            else:
+                gone = gone.sort(dim=-1).values
+                older = torch.searchsorted(gone, positions.contiguous(), out_int32=True)
+            segment.aux(SHIFT).add_(older)
+        if take is not None:
+            take()
+        storage.enable_rotation()
+        if storage.query_window is not None:
+            storage.query_window.move_down(segment, evicted.shape[-1])
+        segment.compact(evicted)
+
+    def _split(self, evictions: Sequence[SegmentEviction]) -> list[int]:
+        """Return the slots that every head keeps, sequence by sequence; of one segment a head."""
+        budget, heads = self.eviction.head_budget, self.policy.layout.shape.kv_heads
+        assert budget is not None
+
+        def rows(numbers: Iterable[Tensor | None]) -> Tensor:
+            each = [x[0, 0] for x in numbers if x is not None]
+            padded: Tensor = nn.utils.rnn.pad_sequence(each, batch_first=True)
+            return padded.view(-1, heads, padded.shape[1])
+
+        scores = rows(one.scores for one in evictions)
+        pinned, places = rows(x.pinned for x in evictions), rows(x.obs.positions for x in evictions)
+        lengths = torch.tensor([one.segment.held for one in evictions])
+        lengths = lengths.view(-1, heads).to(scores.device, non_blocking=True)
+        average = self.policy.layout.budgets[self.policy.index]
+        kept = [one.segment.target_length for one in evictions]
+        with suppress(DataDependentOutputException):
+            split = budget.split(scores, pinned, places, lengths, average).flatten()
+            if not _has_no_data(split):
+                kept = split.tolist()
+        return kept
+
+    def _filled(self, kept: list[int]) -> list[int]:
+        """Return budgets that share all slots, where heads hold fewer than these."""
+        heads, found = self.policy.layout.shape.kv_heads, list[int]()
+        for first in range(0, len(kept), heads):
+            mine = kept[first : first + heads]
+            spare = heads * self.policy.layout.budgets[self.policy.index] - sum(mine)
+            found += [slots + evenly(spare, heads, i) for i, slots in enumerate(mine)]
+        return found
+
+    def _observe(self, index: int, segment: Segment, step: AttentionStep) -> Observation:
+        """Show the policy one segment."""
+        policy, spans = self.policy, tuple(self.policy.pinned_spans)
+        if segment.first_pinned:
+            spans = (*spans, (0, segment.first_pinned))
+        projection = policy.projection(step.call.module)
+        if projection is not None:
+            projection = projection[segment.head : segment.head + segment.heads]
+        return Observation(
+            keys=step.keys[index],
+            values=self._values(segment) if step.values is None else step.values[index],
+            positions=segment.positions,
+            num_tokens=step.tokens if step.token_counter is None else step.token_counter,
+            budget=segment.target_length,
+            new=step.length,
+            first_head=segment.head,
+            queries=self._window(index, segment, step),
+            sinks=segment.query_heads_of(step.call.sinks),
+            attended=step.attended,
+            state={name: segment.aux(name) for name in self.eviction.state},
+            output_projection=projection,
+            pinned_spans=spans,
+            **policy.common(step.call),
+        )
+
+    def _window(self, index: int, segment: Segment, step: AttentionStep) -> Tensor | None:
+        """Return the queries the policy observes [b, h, w, D], where they count, or None."""
+        count = self.eviction.policy.queries_observed
+        if count == 0 or step.queries is None:
+            return None
+        if count is None:
+            return step.queries[index]
+        if self.storage.query_window is None:
+            return step.queries[index][:, :, -count:]
+        count = min(count, step.tokens)
+        return self.storage.query_window.last(segment, count, self.storage.window_rotation)
+
+    def _values(self, segment: Segment) -> Tensor:
+        """Return a segment's values [b, k, held, D]; none of quantised ones that nobody reads."""
+        if self._quantised and not self.policy.reads_values:
+            return segment.empty(0)
+        return segment.read_values()
+
+
+def _has_no_data(x: Tensor) -> bool:
+    """Return whether a tensor is one of a dry run, in which slots stay in place."""
+    return type(x) is not Tensor

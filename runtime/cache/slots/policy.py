@@ -1,0 +1,88 @@
+"""Asks the policy for one layer: which tensors it reads, and which tokens of a segment stay.
+
+What it reads is found out once, so that nobody asks for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvcap import kernels
+from kvcap.policies import Observation
+from kvcap.policies.base import Expansion
+from kvcap.policies.base.component import ATTENTION_VIEWS
+from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.cache.pool import Segment
+from kvcap.runtime.models.output_projection import output_projection
+from kvcap.runtime.types import Span
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The arguments of an attention call besides queries, keys and values."""
+
+    module: nn.Module | None = None
+    scaling: float = 1.0
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H], the sink logits of a model that has them
+    expansion: Expansion | None = None  # of slots that hold latents
+
+
+class LayerPolicy:
+    """A cache's eviction as one layer asks it.
+
+    Args:
+        layout: of the cache.
+        index: of the layer among the capped ones.
+        pinned_spans: tokens [start, stop) that are never evicted; the cache changes them in place.
+    """
+
+    def __init__(self, layout: CacheLayout, index: int, pinned_spans: Sequence[Span]) -> None:
+        self.eviction, self.layout, self.index = layout.eviction, layout, index
+        self.pinned_spans = pinned_spans
+        eviction, policy = self.eviction, self.eviction.policy
+        self.has_state = bool(eviction.state)
+        """Whether numbers are kept of every slot, which each block changes."""
+        self.reads_queries = policy.queries_observed != 0
+        self.reads_values = bool(eviction.observes & {"values", "output"})
+        self.reads_keys = bool(eviction.observes & (ATTENTION_VIEWS | {"keys"}))
+        self.uses_stored_keys = kernels.uses_stored_keys(policy)
+        """Whether its kernel is faster for what attention found out about the keys."""
+        self.rotates_keys_itself = self.uses_stored_keys and len(eviction.components) == 1
+        """Whether that kernel rotates keys as it reads them, and nothing else looks at any."""
+        self.reads_all_output = policy.queries_observed is None and "output" in eviction.observes
+        """Whether it looks at attention's output for all queries of a block."""
+
+    def projection(self, module: nn.Module | None) -> Tensor | None:
+        """Return the output projection of an attention module by head, where the policy reads it.
+
+        Raises:
+            UnsupportedModel: its weights cannot be read.
+        """
+        if module is None or "output_projection" not in self.eviction.observes:
+            return None
+        return output_projection(module, self.layout.shape)
+
+    def pins(self, segment: Segment) -> tuple[int, int]:
+        """Return how many first and how many newest tokens of a segment are never evicted."""
+        sinks, recents = self.eviction.pins_of(self.placed(segment))
+        return max(sinks, segment.first_pinned), recents
+
+    def placed(self, segment: Segment) -> Observation:
+        """Observe a segment's place and budget alone, for what depends on no more."""
+        none = segment.positions
+        return Observation(
+            none, none, none, 0, segment.target_length, layer=self.index, first_head=segment.head,
+            pinned_spans=tuple(self.pinned_spans),
+        )  # fmt: skip
+
+    def common(self, call: AttentionCall) -> dict[str, Any]:
+        """Return what every observation of the layer has, whatever slots it is of."""
+        return {
+            "layer": self.index, "scaling": call.scaling, "softcap": call.softcap,
+            "expansion": call.expansion, "saliency": self.eviction.saliency,
+        }  # fmt: skip

@@ -1,0 +1,413 @@
+"""Holds one layer's slots as rows that Triton kernels read where they lie, all in one launch each.
+
+A row is a KV head of a sequence. Where each lies, how many slots it has in use and how many it may
+have are numbers on the device (`RowTable`): equal heads are equal rows, a cache that fills has rows
+below their targets, a batch has more rows. So one CUDA graph serves whatever rows hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcap import kernels
+from kvcap.kernels import StoredKeys, append, decode, token
+from kvcap.kernels import rows as row_kernels
+from kvcap.kernels.arguments import MOST_SPANS, Pins
+from kvcap.kernels.choice import ready
+from kvcap.kernels.division import Division
+from kvcap.policies import Observation, Policy
+from kvcap.policies.base import Rows
+from kvcap.runtime.attention.functions import attend_rows, takes_token
+from kvcap.runtime.cache.layer_balance import LayerBalance, Shares
+from kvcap.runtime.cache.layout import CacheLayout
+from kvcap.runtime.cache.pool import SHIFT, SlotPool
+from kvcap.runtime.cache.row_table import LayerRows, LayerScores, RowPass
+from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
+from kvcap.runtime.cache.step import PendingBlock
+from kvcap.runtime.cache.storage import LayerStorage
+
+
+def covers(layout: CacheLayout, evict_every: int, pool: SlotPool) -> bool:
+    """Return whether kernels cover all that a cache does with the slots of a pool.
+
+    Args:
+        layout: of the cache.
+        evict_every: in generation, evict every so many tokens.
+        pool: of the cache's first layer.
+    """
+    shape, eviction, keys = layout.shape, layout.eviction, pool.keys
+    plain = shape.all_capped and not (shape.latent or pool.format.quantised)
+    if not plain or evict_every > 1 or eviction.corrector is not None or not ready(keys):
+        return False
+    if layout.pooled:
+        scored = kernels.covers_layers(eviction, shape.heads // shape.kv_heads)
+    else:
+        scored = kernels.covers_rows(eviction)
+    query = keys[:1, None].expand(shape.heads, 32, -1)[None]
+    return (
+        scored
+        and row_kernels.covers(pool.buffers())
+        and decode.covers(query, keys, pool.values, shape.kv_heads)
+    )
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """What attention saw of a block in one layer."""
+
+    tokens: int  # read so far, the block's included
+    length: int  # of the block
+    rows: LayerRows
+    query: Tensor  # [B, H, T, D], where the tokens count
+    keys: Tensor  # [slots, D], the pool's, or a copy, where the tokens count
+    values: Tensor  # [slots, D] likewise
+    shown: Rows  # where rows lie among these keys and values
+    new_values: Tensor  # [B, K, T, D], the block's
+    call: AttentionCall
+    token_counter: Tensor | None = None  # `tokens` on the device [], inside a CUDA graph
+    stored: StoredKeys | None = None  # what attention found out about the keys
+
+
+class RowSlots:
+    """A layer's slots, all of its rows at once.
+
+    Args:
+        storage: of the layer.
+        policy: of the layer.
+        evict_every: 1.
+        balance: of the layers, if slots move between them.
+    """
+
+    def __init__(
+        self,
+        storage: LayerStorage,
+        policy: LayerPolicy,
+        evict_every: int = 1,
+        balance: LayerBalance | None = None,
+    ) -> None:
+        assert evict_every == 1, "see `covers`"
+        self.storage, self.segments, self.policy = storage, storage.segments, policy
+        self.balance, self.eviction, self.pool = balance, policy.eviction, storage.segments[0].pool
+        self._each_head: list[tuple[Policy, Tensor]] = self._policies_of_heads()
+
+    @property
+    def on_device(self) -> Any:
+        """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
+        return self._each_head
+
+    @property
+    def excess(self) -> int:
+        """The most slots that a head holds above what stays."""
+        return max(0, max(segment.held - segment.target_length for segment in self.segments))
+
+    @property
+    def free(self) -> int:
+        """Slots that every head has for the next block."""
+        return min(segment.capacity - segment.held for segment in self.segments)
+
+    def due(self, length: int) -> int:
+        """Return how many slots go after a block of `length`."""
+        return self.excess
+
+    # Append
+
+    def append(self, block: PendingBlock) -> None:
+        """Write a block's keys and values [B, K, T, D] into the slots behind those in use."""
+        keys, values = block.take()
+        rows = self._rows_of(block)
+        times = block.context.times_of(block.seen, block.length, keys.device)
+        keys = self._aligned(keys, block)
+        append.append(keys, values, times, self.pool.buffers(), rows=rows.before)
+        block.new_values = values
+        for segment in self.segments:
+            segment.held += block.length
+
+    def _rows_of(self, block: PendingBlock) -> LayerRows:
+        """Find where the rows lie to which a block is appended."""
+        rows = block.context.rows
+        assert rows is not None, "the cache begins a pass with them"
+        alone = block.context.blocks == 1
+        found = block.rows = rows.of(self.policy.index, block.length, alone)
+        return found
+
+    def _aligned(self, x: Tensor, block: PendingBlock) -> Tensor:
+        """Rotate queries or keys [B, H or K, T, D] to the positions behind what their rows hold."""
+        rotation, rows = self.storage.rotation, block.rows
+        if rotation is None or rows.read_at is None:
+            return x
+        if rows.whole.past:
+            x = rotation.back_by(x, rotation.rows((rows.whole.past,)))
+        (batch, heads, length), count = x.shape[:3], len(rows.before.lengths)
+        if block.turn is None:  # of the block, how far behind each row
+            block.turn = rows.read_at[:, None] - rows.before.lengths.view(batch, -1)  # [B, K]
+        past = block.turn[..., None].expand(-1, -1, heads * batch // count)  # [B, K, G]
+        return rotation.back(x, past.reshape(batch, heads, 1).expand(-1, -1, length))
+
+    # Attend
+
+    def attend(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
+        """Attend with an appended block, then evict. [B, H, T, D] -> [B, H, T, D]."""
+        context, rows = block.context, block.rows
+        query = self._aligned(query[:, :, : block.length], block)
+        if self.storage.query_window is not None:
+            with context.run_async_if_last(query):
+                self.storage.query_window.append(query, rows.whole.count)
+        context.make_room()  # for a copy of all keys
+        keys, values, shown = self._held_keys(rows)
+        out = attend_rows(query, keys, values, shown, call.scaling, call.softcap, call.sinks)
+        assert block.new_values is not None
+        step = RowStep(
+            block.total_tokens, block.length, rows, query, keys, values, shown, block.new_values,
+            call, context.token_counter_after(block.length),
+        )  # fmt: skip
+        with context.run_async_if_last(step):
+            self.evict(step)
+        self._end(block)
+        return out
+
+    def _held_keys(self, rows: LayerRows, values: bool = True) -> tuple[Tensor, Tensor, Rows]:
+        """Return keys where they count, and values, [slots, D] both, and where rows lie in these.
+
+        In the pool, or in a copy where other layers share it, then of values only if asked.
+        """
+        pool, storage = self.pool, self.storage
+        # What is captured before any slot was given up serves after that, too.
+        rotation = storage.rotation if rows.whole.always else storage.pending_rotation
+        if rows.copies is None:
+            keys = pool.keys
+            if rotation is not None:
+                keys = rotation.back(keys[None, None], pool.aux[SHIFT][None, None])[0, 0]
+            return keys, pool.values, rows.shown
+        turn: dict[str, Any] = {}
+        if rotation is not None:
+            turn = {"shift": pool.aux[SHIFT], "table": rotation.table,
+                    "interleaved": rotation.interleaved}  # fmt: skip
+        keys = row_kernels.copied(pool.keys, rows.shown, **turn)
+        copy = row_kernels.copied(pool.values, rows.shown) if values else keys
+        return keys, copy, rows.shown._replace(starts=rows.copies)
+
+    # A single token
+
+    def token(
+        self,
+        query: Tensor,
+        angles: tuple[Tensor, Tensor],
+        block: PendingBlock,
+        call: AttentionCall,
+    ) -> Tensor | None:
+        """Append and attend to a token that is not rotated yet, by one kernel, then evict.
+
+        None, with nothing changed, where the kernel does not cover it.
+        """
+        assert block.arrived is not None
+        (key, value), context = block.arrived, block.context
+        if call.softcap is not None or call.sinks is not None:
+            return None
+        storage, policy, buffers = self.storage, self.policy, self.pool.buffers()
+        rotation, rows = storage.rotation, self._rows_of(block)
+        turned = rotation is not None
+        if not takes_token(query, key, value, buffers, rows.before, turned=turned):
+            return None
+        if context.stream is not None:
+            context.stream.next_layer()
+        for segment in self.segments:
+            segment.held += 1
+        turn = None if rotation is None else (self.pool.aux[SHIFT], rotation.table)
+        out, query, sums = token.attend(
+            query, key, value, angles, context.times_of(block.seen, 1, key.device), buffers,
+            call.scaling, turn, summed=policy.rotates_keys_itself, rows=rows.before,
+            read_at=rows.read_at if turned else None,
+        )  # fmt: skip
+        with context.run_async_if_last((query, value, rows, sums)):
+            if storage.query_window is not None:
+                storage.query_window.append(query)
+            keys, values, shown, stored = self.pool.keys, self.pool.values, rows.after, None
+            if policy.rotates_keys_itself:
+                turn = turn and (turn[0].expand(*key.shape[:2], -1), turn[1])
+                stored = StoredKeys(sums, turn)
+            elif policy.reads_keys:
+                keys, values, shown = self._held_keys(rows, policy.reads_values)
+            self.evict(
+                RowStep(
+                    block.total_tokens, 1, rows, query, keys, values, shown, value, call,
+                    context.token_counter_after(1), stored,
+                )
+            )  # fmt: skip
+        self._end(block)
+        return out
+
+    # Evict
+
+    def evict(self, step: RowStep) -> None:
+        """Update the policy's state and give up what rows hold above their targets.
+
+        Where heads share slots out anew, the device alone knows how many each has; the host hears
+        after the pass, see `RowTable.agreed`. Layers that share slots evict after the pass, all
+        together: see `evict_together`.
+        """
+        rows, eviction = step.rows, self.eviction
+        if self.balance is not None and step.length > 1:
+            obs = self._observe(step)
+            scores = _pinned_beyond(self._score(obs, step.stored), obs)
+            preference = kernels.preference(self.balance.budget, obs)
+            rows.whole.waiting.append(LayerScores(scores, preference, step.length, obs.num_tokens))
+            return
+        due = rows.whole.always or self.excess > 0
+        if not (due or self.policy.has_state):
+            rows.held.copy_(rows.after.lengths)
+            return
+        obs = self._observe(step)
+        for component in eviction.components:
+            kernels.update_rows(component, obs, step.new_values, rows.before.lengths)
+        if not due:
+            rows.held.copy_(rows.after.lengths)
+            return
+        scores = self._score(obs, step.stored)
+        pins = Pins(0, 0, obs.num_tokens, obs.pinned_spans[:MOST_SPANS])
+        division = None
+        if self.policy.layout.divides(step.length):
+            division = self._divide(scores, pins, obs, rows)
+        scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
+        scores = _pinned_beyond(scores, obs)
+        shift = None if self.storage.rotation is None else self.pool.aux[SHIFT]
+        newer = None if self.storage.query_window is None else self.storage.query_window.shift
+        moved = row_kernels.Pool(self.pool.buffers(), shift, rows.after, rows.pins, rows.targets)
+        if step.length == 1 and self.excess <= 1 and division is None:
+            row_kernels.give_up_one(scores, pins, moved, rows.held, newer)
+        else:
+            starts = None if division is None else division.starts
+            row_kernels.give_up(scores, pins, moved, rows.held, newer, starts)
+        for segment in self.segments:
+            segment.held = min(segment.held, segment.target_length)
+        if division is not None:
+            rows.whole.table.divide(self.policy.index, division.starts, division.budgets)
+        self.storage.enable_rotation()
+
+    def _end(self, block: PendingBlock) -> None:
+        """End the pass, after the last layer's last block."""
+        last = self.policy.index == len(self.policy.layout.budgets) - 1
+        if last and not block.context.is_waited_for:
+            rows = block.rows.whole
+            if rows.waiting:
+                block.context.join()
+                evict_together(rows)
+            if block.context.token_counter is None:  # of a graph the host counts what is replayed
+                rows.finish(block.total_tokens, block.length)
+
+    def _policies_of_heads(self) -> list[tuple[Policy, Tensor]]:
+        """Upload which heads have which policy [K], where they have budgets of their own."""
+        budget, heads = self.eviction.head_budget, self.policy.layout.shape.kv_heads
+        if budget is None:
+            return []
+        places = [self.policy.placed(segment) for segment in self.segments[:heads]]
+        mine = [budget.policy_of(place, self.eviction.policy) for place in places]
+        device = self.pool.keys.device
+        return [
+            (policy, torch.tensor([type(x) is type(policy) for x in mine], device=device))
+            for policy in {type(policy): policy for policy in mine}.values()
+        ]
+
+    def _score(self, obs: Observation, stored: StoredKeys | None) -> Tensor:
+        """Score all rows [B, K, longest], by policies of their own where heads have some."""
+        if not self._each_head:
+            return kernels.score_rows(self.eviction.policy, obs, stored)
+        (first, _), *others = self._each_head
+        scores = kernels.score_rows(first, obs)
+        for policy, whose in others:
+            scores = torch.where(whose[:, None], kernels.score_rows(policy, obs), scores)
+        return scores
+
+    def _divide(self, scores: Tensor, pins: Pins, obs: Observation, rows: LayerRows) -> Division:
+        """Share the layer's slots out among its heads, if any is to give up some.
+
+        On the device alone, which evicts down to `rows.targets` then.
+        """
+        layout, budget = self.policy.layout, self.eviction.head_budget
+        assert budget is not None
+        places = rows.after, rows.pins, rows.targets
+        average = layout.budgets[self.policy.index]
+        found = kernels.divide(
+            budget, scores, obs.positions, pins, *places, average, layout.block_size
+        )
+        rows.targets.copy_(found.kept)
+        return found
+
+    def _observe(self, step: RowStep) -> Observation:
+        """Show the policy all rows, a block's tokens included."""
+        policy, storage, rows = self.policy, self.storage, step.rows
+        heads, batch = policy.layout.shape.kv_heads, len(step.query)
+        queries, count = step.query, self.eviction.policy.queries_observed
+        always = rows.whole.always
+        if count is not None and count > 1 and storage.query_window is not None:
+            count = count if always else min(count, step.tokens)
+            rotation = storage.rotation if always else storage.window_rotation
+            queries = storage.query_window.last(None, count, rotation)
+        elif count == 1:
+            last = rows.whole.count  # fillers are behind the block's tokens
+            queries = (
+                queries[:, :, -1:] if last is None else queries.index_select(2, last[None] - 1)
+            )
+        return Observation(
+            keys=step.keys[None, None].expand(batch, heads, -1, -1),
+            values=step.values[None, None].expand(batch, heads, -1, -1),
+            positions=row_kernels.padded_positions(self.pool.positions, rows.after, batch),
+            num_tokens=step.tokens if step.token_counter is None else step.token_counter,
+            budget=self.segments[0].target_length,
+            new=step.length,
+            queries=queries,
+            sinks=step.call.sinks,
+            state={name: self.pool.aux[name] for name in self.eviction.state},
+            output_projection=policy.projection(step.call.module),
+            pinned_spans=tuple(policy.pinned_spans),
+            rows=rows.after._replace(starts=step.shown.starts),
+            **policy.common(step.call),
+        )
+
+
+def _pinned_beyond(scores: Tensor, obs: Observation) -> Tensor:
+    """Pin spans beyond those that kernels take, by their scores [B, K, longest]."""
+    for start, stop in obs.pinned_spans[MOST_SPANS:]:
+        inside = (obs.positions >= start) & (obs.positions < stop)
+        scores = scores.masked_fill(inside, float("inf"))
+    return scores
+
+
+def evict_together(rows: RowPass) -> None:
+    """Evict the slots of all layers, which share a pool, and move slots between them in one go.
+
+    By numbers of the device alone, after a block that all layers have read.
+    """
+    table, waiting, engines = rows.table, rows.waiting, rows.table.engines
+    first, count = engines[0], table.count
+    balance, pool = first.balance, first.pool
+    assert balance is not None
+    preferences = torch.stack([layer.preference for layer in waiting])  # [L]
+    scores = torch.stack([layer.scores for layer in waiting])  # [L, B, K, longest]
+    scores, block = scores.view(1, -1, scores.shape[-1]), first.policy.layout.block_size
+    before, lengths = table.starts, rows.after(waiting[0].length)[:, 0]
+    slots = (before[:, 1] - before[:, 0]).long()
+    had = Shares(slots - block, table.targets[:, 0].long())
+    seen = torch.as_tensor(waiting[-1].seen, device=slots.device)
+    kept, shares = balance.after_block(table.preferences, preferences, lengths.long(), had, seen)
+
+    def each(numbers: Tensor) -> Tensor:
+        """Give every row [L·B·K] int32 its layer's number [L]."""
+        return numbers.int()[:, None].expand(-1, count).flatten()
+
+    begin, ends = before[0, :1], each(shares.budgets + block).cumsum(0)
+    starts = torch.cat((begin, begin + ends)).int()
+    placed = Rows(before[:, :-1].flatten(), each(lengths), rows.most)
+    shift = pool.aux.get(SHIFT)
+    moved = row_kernels.Pool(pool.buffers(), shift, placed, table.pins.flatten(0, 1), each(kept))
+    left, spans = torch.empty_like(placed.lengths), tuple(first.policy.pinned_spans)
+    pins = Pins(0, 0, seen, spans[:MOST_SPANS])
+    row_kernels.give_up(scores, pins, moved, left, None, starts)
+    for engine, gone in zip(engines, (lengths - kept).int().unbind(), strict=True):
+        if engine.storage.query_window is not None:
+            engine.storage.query_window.shift.add_(gone)
+        engine.storage.enable_rotation()
+    table.share_out(starts, left, shares.targets, preferences)

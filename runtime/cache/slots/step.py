@@ -1,0 +1,33 @@
+"""Describes what attention saw of a block, for the policy to look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvcap import kernels
+from kvcap.runtime.cache.slots.policy import AttentionCall
+
+
+@dataclass(frozen=True)
+class AttentionStep:
+    """What attention saw of a block in one layer, part by part of its slots."""
+
+    tokens: int
+    """Tokens read so far, the block's included."""
+    length: int
+    """Tokens of the block."""
+    keys: list[Tensor]
+    """Of every segment [b, k, held, D], at the positions where they count."""
+    queries: list[Tensor] | None = None
+    """Of every segment [b, h, T, D] likewise; None: with stock attention, which shows none."""
+    values: list[Tensor] | None = None
+    """Of every segment likewise; None: they are read from its slots."""
+    call: AttentionCall = field(default_factory=AttentionCall)
+    token_counter: Tensor | None = None
+    """`tokens` on the device [], inside a CUDA graph."""
+    stored: kernels.StoredKeys | None = None
+    """What attention found out about the first segment's keys."""
+    attended: Tensor | None = None
+    """[B, H, T, D], attention's output, where the policy looks at all of it."""

@@ -1,0 +1,270 @@
+"""Holds everything that one capped layer has allocated, and reads its keys where they count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcap.kernels import dequantise, quantise
+from kvcap.kernels.choice import ready
+from kvcap.runtime.cache.evicted_store import EvictedStore
+from kvcap.runtime.cache.pool import PIECE, SHIFT, Segment
+from kvcap.runtime.cache.query_window import QueryWindow
+from kvcap.runtime.models.rope import Rotation
+
+
+@dataclass
+class LentKeys:
+    """Memory for a layer's keys as they count now, which it has while its answer is written.
+
+    Without it a token has all keys rotated anew, though between evictions none of them moves.
+    """
+
+    keys: Tensor  # [B, K, slots, D]
+    count: int = 0  # slots, from the first on, that are as they count now
+
+
+@dataclass
+class LayerStorage:
+    """Everything that one capped layer has allocated."""
+
+    segments: list[Segment]
+    """Its slots: one segment, or one for every head where heads hold unequally many."""
+    query_window: QueryWindow | None
+    """Its last queries, if the policy observes more than a block may hold."""
+    evicted_store: EvictedStore | None
+    """Its evicted tokens, if a corrector keeps them."""
+    rotation: Rotation | None
+    """Moves its keys to other positions; None: they stay where they were read."""
+    rotation_later: Rotation | None = None
+    """What does so once positions that are true at first have become compact, if they will."""
+    key_mean: Tensor | None = None
+    """What its quantised keys are held without, [B, K, D] float32: the mean of its first block, or
+    of those held when positions became compact; see `mean`."""
+    needs_rotation: bool = False
+    """Whether a slot was ever given up, so that tokens count elsewhere than they were read."""
+    settled: bool = False
+    """Whether all keys are rotated to where they count nevertheless: see `settle`."""
+    lent: LentKeys | None = None
+    """Where they are kept rotated between evictions; None: a copy is made of them each time."""
+
+    @property
+    def pending_rotation(self) -> Rotation | None:
+        """What keys must be rotated by before they are used, if by anything yet."""
+        return self.rotation if self.needs_rotation and not self.settled else None
+
+    @property
+    def window_rotation(self) -> Rotation | None:
+        """Likewise of the query window, whose queries stay as they were read."""
+        return self.rotation if self.needs_rotation else None
+
+    @property
+    def mean(self) -> Tensor | None:
+        """What quantised keys are held without now: nothing while they are rotated."""
+        rotated = self.rotation_later is not None and self.rotation is None
+        return None if rotated else self.key_mean
+
+    def append(
+        self, keys: Tensor, values: Tensor, positions: Tensor, start: int, first: bool
+    ) -> None:
+        """Write a block into slots of fewer bits, behind those in use.
+
+        Keys are held unrotated and without their mean; rotated where they are never moved.
+
+        Args:
+            keys: [B, K, T, D] as the model rotated them, at the positions from `start` on.
+            values: [B, K, T, D].
+            positions: [T] int32, what the tokens count as.
+            start: the position of the first.
+            first: whether they are the first that the layer reads, whose mean is kept.
+        """
+        if not self._append_by_kernel(keys, values, positions, start, first):
+            keys = self._quantisable(keys, start, first)
+            for segment in self.segments:
+                segment.append(segment.rows_of(keys), segment.rows_of(values), positions)
+
+    def _append_by_kernel(
+        self, keys: Tensor, values: Tensor, positions: Tensor, start: int, first: bool
+    ) -> bool:
+        """`append` where the kernel covers it; whether it does."""
+        length, rotation = keys.shape[2], self.rotation
+        if not ready(keys) or (rotation is not None and start + length > len(rotation.table)):
+            return False
+        slots = [segment.behind(length) for segment in self.segments]
+        if not quantise.covers(keys, values, slots[0]):
+            return False
+        for segment, those in zip(self.segments, slots, strict=True):
+            quantise.append(
+                segment.rows_of(keys), segment.rows_of(values), positions, those, segment.held,
+                None,
+                None if self.mean is None else segment.rows_of(self.mean),
+                None if rotation is None else rotation.table, start, first=first,
+                interleaved=rotation is not None and rotation.interleaved,
+            )  # fmt: skip
+            segment.held += length
+        return True
+
+    def _quantisable(self, keys: Tensor, start: int, first: bool) -> Tensor:
+        """Return keys [B, K, T, D] as slots of fewer bits hold them, in float32; see `append`."""
+        keys = keys.float()
+        if self.rotation is not None:
+            keys = self.rotation.unrotated(keys, start)
+        if (mean := self.mean) is not None:
+            if first:
+                torch.mean(keys, dim=2, out=mean)
+            keys = keys - mean[:, :, None]
+        return keys
+
+    def read_keys(self, segment: Segment) -> Tensor:
+        """Return a segment's keys [b, k, held, D] where they count: a view if nothing is to do."""
+        rotation, pool, slots = self.pending_rotation, segment.pool, segment.held
+        if not pool.format.quantised:
+            return (
+                segment.keys
+                if rotation is None
+                else rotation.back(segment.keys, segment.aux(SHIFT))
+            )
+        whole = segment.named(0, slots)
+        parts, rotation = pool.format.parts("key", whole), self.rotation
+        mean = None if self.mean is None else segment.rows_of(self.mean)
+        if ready(pool.keys) and dequantise.covers(parts):
+            turned = () if rotation is None else (whole[SHIFT], rotation.table)
+            interleaved = rotation is not None and rotation.interleaved
+            return dequantise.read(
+                parts, pool.size, pool.read_dtype, mean, *turned, interleaved=interleaved
+            )
+        assert pool.format.keys is not None, "all formats of fewer bits quantise keys"
+        found, ranks = segment.empty(slots), whole[SHIFT].neg() if rotation else None
+        for piece in segment.pieces(slots):
+            out = found[piece]
+            keys = out if ranks is None else torch.empty_like(out)
+            those = {name: x[piece] for name, x in parts.items()}
+            pool.format.keys.dequantise(those, keys, None if mean is None else mean[piece[:2]])
+            if rotation is not None and ranks is not None:
+                rotation.on(keys, ranks[piece], out)
+        return found.to(pool.read_dtype)
+
+    def quantised_keys(self, segment: Segment) -> dequantise.QuantisedKeys:
+        """A segment's keys of fewer bits as they are stored, for kernels that read them so."""
+        held, rotation = segment.named(0, segment.held), self.rotation
+        parts = segment.pool.format.parts("key", held)
+        mean = None if self.mean is None else segment.rows_of(self.mean)
+        turned = () if rotation is None else (held[SHIFT], rotation.table)
+        return dequantise.QuantisedKeys(parts, segment.pool.size, mean, *turned)
+
+    def read_lent(self, segment: Segment) -> Tensor | None:
+        """A segment's keys [b, k, held, D] at today's positions, from memory that is lent.
+
+        None where none is, they do not fit, or none of them moved.
+        """
+        lent, rotation, held = self.lent, self.pending_rotation, segment.held
+        if lent is None or rotation is None or held > lent.keys.shape[2]:
+            return None
+        if not lent.count:
+            lent.keys[:, :, :held] = rotation.back(segment.keys, segment.aux(SHIFT))
+        elif lent.count < held:  # what came since then did not move
+            lent.keys[:, :, lent.count : held] = segment.keys[:, :, lent.count :]
+        lent.count = held
+        return lent.keys[:, :, :held]
+
+    @property
+    def settles(self) -> bool:
+        """Whether `settle` may take place before a token is attended to.
+
+        Not in a rehearsal, whose tensors have no data to tell what moved; a copy takes more memory.
+        """
+        keys = self.segments[0].pool.keys
+        one = len(self.segments) == 1 and keys.dtype == torch.float32
+        return one and type(keys) is Tensor and keys.device.type == "cpu" and not ready(keys)
+
+    def settle(self) -> None:
+        """Rotate keys that moved where they lie to where they count, so that nobody else need.
+
+        Those that did not move are not read. Each time rounds the others once more: for float32,
+        whose rounding is lost in that of attention. A key moves down by its rank at most, however
+        many tokens are read.
+        """
+        (segment,), rotation = self.segments, self.pending_rotation
+        assert rotation is not None
+        mine = slice(segment.start, segment.start + segment.slots)
+        keys, shift = segment.pool.keys[mine], segment.pool.aux[SHIFT][mine]
+        for moved in shift.nonzero()[:, 0].split(max(32, PIECE // (8 * keys.shape[1]))):
+            back = rotation.back(keys.index_select(0, moved), shift.index_select(0, moved))
+            keys.index_copy_(0, moved, back)
+        shift.zero_()
+        self.settled = True
+
+    def become_compact(self, seen: int) -> None:
+        """Move all that is held from true positions to compact ones, where it counts from now on.
+
+        Every key is rotated once, by the difference, to its rank in its head. That is done head by
+        head, so that it takes less memory than a block does. Quantised keys are quantised anew.
+
+        Args:
+            seen: tokens read.
+        """
+        rotation = self.rotation_later
+        if rotation is None:
+            return
+        for segment in self.segments:
+            if segment.pool.format.quantised:
+                self._unrotate(segment, rotation)
+            else:
+                for row in segment.each_row():
+                    keys, positions = segment.keys[row], segment.positions[row]
+                    keys.copy_(rotation.moved(keys, ranks(positions) - positions))
+                segment.aux(SHIFT).zero_()
+            if self.query_window is not None:
+                self.query_window.become_compact(segment, seen - segment.held, rotation)
+        if self.evicted_store is not None:
+            self.evicted_store.become_compact(self.segments, rotation)
+        self.rotation, self.needs_rotation = rotation, False
+
+    def _unrotate(self, segment: Segment, rotation: Rotation) -> None:
+        """Have quantised keys, which are held at true positions, held as at compact ones."""
+        whole, found = segment.named(0, segment.held), self.read_keys(segment)
+        numbers = segment.pool.format.keys
+        assert numbers is not None, "all formats of fewer bits quantise keys"
+        assert self.key_mean is not None, "and those that are unrotated have a mean"
+        means = segment.rows_of(self.key_mean)
+        for row in segment.each_row():
+            positions = segment.positions[row]
+            keys = rotation.moved(found[row].float(), -positions)
+            means[row].copy_(keys.mean(0))
+            for part, x in numbers.quantise(keys - means[row]).items():
+                whole[f"key_{part}" if part else "keys"][row].copy_(x)
+            whole[SHIFT][row].copy_(-ranks(positions))
+
+    def enable_rotation(self) -> None:
+        """Have keys rotated from now on, though by nothing before a slot was given up."""
+        self.needs_rotation, self.settled = self.rotation is not None, False
+        if self.lent is not None:
+            self.lent.count = 0
+
+    def reset(self) -> None:
+        """Forget everything; the buffers stay.
+
+        All that a session's file holds, slots in use apart, is as in a new cache then.
+        """
+        for segment in self.segments:
+            segment.held = 0
+        if self.query_window is not None:
+            self.query_window.reset()
+        if self.key_mean is not None:
+            self.key_mean.zero_()
+        if self.evicted_store is not None:
+            self.evicted_store.reset()
+        self.needs_rotation = self.settled = False
+        if self.lent is not None:
+            self.lent.count = 0
+        if self.rotation_later is not None:
+            self.rotation = None
+            if self.evicted_store is not None:
+                self.evicted_store.rotation = None
+
+
+def ranks(positions: Tensor) -> Tensor:
+    """For each token of a head, by its place in the text [n], how many held ones are older."""
+    return positions.argsort().argsort().to(torch.int32)

@@ -1,0 +1,196 @@
+"""`RowSlots` beside `EagerSlots`: the same logits, and the same tokens kept, whatever rows hold.
+
+Kernels run on CUDA where there is one, else in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import small_policy, tiny_model
+from interpreted import DEVICE, pytestmark  # noqa: F401
+
+import kvcap
+from kvcap import kernels
+from kvcap.kernels.arguments import MOST_SPANS
+from kvcap.runtime.backends.pytorch import cuda_graphs
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.step import ForwardContext
+from kvcap.runtime.models.arguments import cache_argument
+
+BUDGET, BLOCK, ROOM = 24, 8, 33
+EVERY = [
+    "keydiff", "keydiff-window", "snapkv", "tova", "h2o", "dropkv", "andpro", "obcache-h2o",
+    "knorm", "streaming_llm", "random", "criticalkv", "pyramidkv", "headkv", "duoattention",
+    "adakv", "criticalkv-adakv", "cake", "h2o+headkv", "dropkv+cake",
+]  # fmt: skip
+
+
+def tokens(count, batch, seed=0):
+    """Ids that repeat in no sequence: keys that are alike would score alike."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.stack([3 + torch.randperm(120, generator=g)[:count] for _ in range(batch)])
+
+
+def cache_of(model, policy, positions, batch, choice):
+    """An allocated cache with `RowSlots` ('triton') or `EagerSlots` ('eager')."""
+    base, _, heads = policy.partition("+")
+    eviction = small_policy(heads or base, model.config)
+    if heads:
+        eviction = replace(eviction, policy=small_policy(base, model.config).policy)
+    with kernels.use(choice):
+        cache = kvcap.BudgetCache(model.config, BUDGET, BLOCK, eviction, positions=positions)
+        cache.allocate(batch, torch.float32, DEVICE)
+    assert cache.by_rows == (choice == "triton")
+    return cache
+
+
+def model_of(policy, **changes):
+    layers = 3 if "cake" in policy else 1
+    return tiny_model("llama", num_hidden_layers=layers, vocab_size=130, **changes).to(DEVICE)
+
+
+def kept(cache):
+    """The tokens of every row, and how many slots it may have."""
+    segments = [s for layer in cache.capped_layers for s in layer.segments]
+    rows = [sorted(row.tolist()) for s in segments for b in s.positions for row in b]
+    return rows, [s.budget for s in segments for _ in range(s.batch * s.heads)]
+
+
+def replayed(loop, ids, length):
+    """Read ids [B, T] as a CUDA graph of `length` does: by what the device knows, host apart."""
+    cache, new = loop.cache, ids.shape[1]
+    blocks = cuda_graphs.blocks_of(cache, length)
+    with cache.only_captured(), cache.passing(ForwardContext(7, blocks=blocks)) as current:
+        current.bind_token_counter(torch.tensor(cache.seen, device=DEVICE), BLOCK)
+        count = None
+        if length > 1 and blocks == 1:
+            count = torch.tensor(new, dtype=torch.int32, device=DEVICE)
+        part = -(-length // blocks)
+        rows = current.rows = cache.row_pass(part, always=True, count=count)
+        place = cache.places(torch.arange(length, device=DEVICE))
+        model = loop.graphs.decoder or loop.model
+        logits = model(
+            input_ids=torch.nn.functional.pad(ids, (0, length - new), value=5),
+            position_ids=(rows.first(current.token_counter) + place).expand(len(ids), -1),
+            **cache_argument(model, cache),
+            use_cache=True,
+            logits_to_keep=torch.tensor([new - 1], device=DEVICE),
+        ).logits.flatten(0, 1)
+    cache.advance(new)
+    return logits
+
+
+def conversation(policy, positions, batch, choice, graphs=False):
+    """Logits, and what is kept after a prompt that fills slots, tokens, pins and another prompt."""
+    model, ids = model_of(policy), tokens(64, batch).to(DEVICE)
+    cache = cache_of(model, policy, positions, batch, choice)
+    with kernels.use(choice), torch.inference_mode():
+        loop = BlockLoop(model, cache, graphs=False)
+        if graphs:
+            loop.graphs = cuda_graphs.Uncaptured(model, cache)
+        fills_up = cache.eviction.policy.queries_observed is not None
+
+        def read(start, stop):
+            whole = 1 if stop - start == 1 else BLOCK
+            if graphs and (fills_up or whole == stop - start):
+                return replayed(loop, ids[:, start:stop], whole)
+            return loop.read(ids[:, start:stop])
+
+        stops = [*range(0, 41, BLOCK), 45, *range(46, 50)]
+        found = [read(a, b) for a, b in itertools.pairwise(stops)]
+        cache.pin([(41, 43)])
+        stops = [49, 50, 56, 64]
+        found += [read(a, b) for a, b in itertools.pairwise(stops)]
+    return torch.stack(found), kept(cache)
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize(
+    ("policy", "positions", "batch", "graphs"),
+    [(name, ("compact", "true", "auto")[i % 3], 1 + i % 2, graphs)
+     for i, name in enumerate(EVERY) for graphs in (False, True)],
+)  # fmt: skip
+def test_rows_keep_what_the_eager_engine_keeps(policy, positions, batch, graphs):
+    expected, mine = conversation(policy, positions, batch, "eager")
+    found, its = conversation(policy, positions, batch, "triton", graphs)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert its == mine
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("policy", ["keydiff", "adakv", "cake"])
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_passes_that_transformers_makes_by_itself_have_rows_too(policy, positions):
+    model, ids, found = model_of(policy), tokens(50, 2).to(DEVICE), []
+    for choice in ("eager", "triton"):
+        cache = cache_of(model, policy, positions, 2, choice)
+        with kernels.use(choice), torch.no_grad():
+            stops = [*range(0, 41, BLOCK), 45, 46, 47]
+            logits = [
+                model(ids[:, a:b], **cache_argument(model, cache), use_cache=True).logits[:, -1]
+                for a, b in itertools.pairwise(stops)
+            ]
+        found.append((torch.stack(logits), kept(cache)))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
+    assert found[1][1] == found[0][1]
+
+
+@pytest.mark.parametrize("policy", ["keydiff", "h2o"])
+def test_several_blocks_of_a_full_cache_in_one_pass_equal_passes_of_their_own(policy):
+    model, ids, found = model_of(policy), tokens(64, 1).to(DEVICE), []
+    for several in (True, False):
+        cache = cache_of(model, policy, "compact", 1, "triton")
+        with kernels.use("triton"):
+            loop = BlockLoop(model, cache, graphs=False)
+            loop.prefill(ids[:, :ROOM])
+            rest = ids[:, ROOM : ROOM + 3 * BLOCK]
+            assert cuda_graphs.blocks_of(cache, rest.shape[1]) == 3
+            logits = loop.read(rest) if several else loop.prefill(rest)
+        found.append((logits, kept(cache)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+    assert found[0][1] == found[1][1]
+
+
+def test_more_pinned_spans_than_kernels_take_stay():
+    model, ids = model_of("keydiff"), tokens(60, 1).to(DEVICE)
+    spans, found = [(2 * i, 2 * i + 1) for i in range(2, MOST_SPANS + 4)], []
+    for choice in ("eager", "triton"):
+        cache = cache_of(model, "keydiff", "compact", 1, choice)
+        with kernels.use(choice):
+            loop = BlockLoop(model, cache, graphs=False)
+            loop.prefill(ids[:, :BUDGET])
+            cache.pin(spans)
+            loop.prefill(ids[:, BUDGET:])
+        found.append(kept(cache))
+        assert all({start for start, _ in spans} <= set(row) for row in found[-1][0])
+    assert found[0] == found[1]
+
+
+def test_a_kept_token_that_differs_would_be_seen(monkeypatch):
+    """Planted: rows that pin nothing."""
+    mine = conversation("keydiff", "compact", 1, "eager")[1]
+    monkeypatch.setattr(kvcap.runtime.cache.slots.policy.LayerPolicy, "pins", lambda *_: (0, 0))
+    assert conversation("keydiff", "compact", 1, "triton")[1] != mine
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "more"),
+    [
+        ("llama", "calidrop", {}),
+        ("llama", "keydiff", {"evict_every": 2}),
+        ("llama", "keydiff", {"kv_dtype": "int8"}),
+        ("llama", "lagkv", {}),
+        ("gemma2", "keydiff", {}),
+    ],
+)
+def test_what_no_kernels_cover_has_the_eager_engine(family, policy, more):
+    model = tiny_model(family).to(DEVICE)
+    with kernels.use("triton"):
+        cache = kvcap.BudgetCache(model.config, 40, 8, small_policy(policy, model.config), **more)
+        cache.allocate(1, torch.float32, DEVICE)
+    assert not cache.by_rows
+    assert {type(layer.engine).__name__ for layer in cache.capped_layers} == {"EagerSlots"}
