@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class Eviction:
                     "policy that has one, such as snapkv"
                 )
 
-    @property
+    @cached_property
     def components(self) -> list[Component]:
         """The policy and its companions, in the order of the fields."""
         parts = (
@@ -99,12 +99,12 @@ class Eviction:
         )
         return [part for part in parts if part is not None]
 
-    @property
+    @cached_property
     def observes(self) -> frozenset[str]:
         """Everything the components read."""
         return frozenset[str]().union(*(c.observes for c in self.components))
 
-    @property
+    @cached_property
     def state(self) -> Mapping[str, torch.dtype]:
         """Per-slot memory of all components."""
         return {name: dtype for c in self.components for name, dtype in c.state.items()}
@@ -124,12 +124,12 @@ class Eviction:
             or self.corrector
         )
 
-    @property
+    @cached_property
     def heads_move(self) -> bool:
         """Whether slots move between the heads of a layer."""
         return self.head_budget is not None and self.head_budget.moves
 
-    @property
+    @cached_property
     def layers_move(self) -> bool:
         """Whether slots move between layers."""
         return self.layer_budget is not None and self.layer_budget.moves

@@ -206,8 +206,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """
         layer = self.layers[layer_idx]
         if layer_idx == self._first and layer_idx not in self.state_layers:
-            rows = self.layout.shape.all_capped and self.layout.shape.latent is None
-            if rows and not layer.is_initialized:
+            if not layer.is_initialized and self.layout.one_shape:
                 layer.lazy_initialization(key_states)  # which chooses the engine of all layers
                 self.allocate(key_states.shape[0], key_states.dtype, key_states.device)
             self._begin()

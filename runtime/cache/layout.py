@@ -163,6 +163,11 @@ class CacheLayout:
         """Whether slots move between layers, so that all layers share one pool."""
         return self.eviction.layers_move
 
+    @cached_property
+    def one_shape(self) -> bool:
+        """Whether all layers hold slots of their own keys and values, so that one engine may do."""
+        return self.shape.all_capped and self.shape.latent is None
+
     @property
     def longest(self) -> int:
         """The most slots a head can ever keep."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -67,7 +68,7 @@ class SlotFormat:
         keys, _, values = name.partition("-")
         return cls(NUMBERS[keys], NUMBERS[values or keys], name)  # type: ignore[arg-type]
 
-    @property
+    @cached_property
     def quantised(self) -> bool:
         """Whether slots hold other numbers than the model's own."""
         return self.name is not None

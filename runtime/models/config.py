@@ -172,12 +172,12 @@ class ModelShape:
         """
         return min(self.trained_length, self.longest_compact or self.trained_length)
 
-    @property
+    @cached_property
     def all_capped(self) -> bool:
         """Whether every layer holds slots: none slides by itself, reads another's, has a state."""
         return len(self.capped) == len(self.layers) and not self.recurrent
 
-    @property
+    @cached_property
     def recurrent(self) -> list[int]:
         """Indices of the layers that have a recurrent state, alone or beside slots."""
         return [i for i, layer in enumerate(self.layers) if layer.states]

@@ -40,7 +40,7 @@ def covers(layout: CacheLayout, evict_every: int, pool: SlotPool) -> bool:
         pool: of the cache's first layer.
     """
     shape, eviction, keys = layout.shape, layout.eviction, pool.keys
-    plain = shape.all_capped and not (shape.latent or pool.format.quantised)
+    plain = layout.one_shape and not pool.format.quantised
     if not plain or evict_every > 1 or eviction.corrector is not None or not ready(keys):
         return False
     if layout.pooled:
