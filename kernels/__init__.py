@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.kernels import critical, pool, rows, window
+from kvcap.kernels import critical, lagkv, pool, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
@@ -42,6 +42,7 @@ from kvcap.policies.dropkv import DropKV
 from kvcap.policies.h2o import H2O
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.policies.knorm import Knorm
+from kvcap.policies.lagkv import LagKV
 from kvcap.policies.random import Random
 from kvcap.policies.rescorers.criticalkv import CriticalKV
 from kvcap.policies.rescorers.distinct import Distinct
@@ -173,7 +174,10 @@ def divide(budget: HeadBudget, scores: Tensor, *given: Any) -> Division:
 def covers_rows(eviction: Eviction) -> bool:
     """Whether all that an eviction reads of unequal rows is covered; see `Observation.rows`."""
     policy, saliency, rescorer = eviction.policy, eviction.saliency, eviction.rescorer
-    if type(policy) not in (*TWINS, H2O, Knorm, Random, StreamingLLM) or type(policy) is Cake:
+    alone = H2O, Knorm, LagKV, Random, StreamingLLM
+    if type(policy) not in (*TWINS, *alone) or type(policy) is Cake:
+        return False
+    if isinstance(policy, LagKV) and not lagkv.covers(policy):
         return False
     if isinstance(policy, KeyDiff) and not _covers_options(policy):
         return False
@@ -212,6 +216,9 @@ def score_rows(policy: Policy, obs: Observation, stored: StoredKeys | None = Non
     batch = len(obs.positions)
     if type(policy) is H2O:
         return rows.padded(obs.state["accumulated"], obs.rows, batch)
+    if isinstance(policy, LagKV):
+        places = obs.keys[0, 0], obs.values[0, 0], obs.positions, obs.rows
+        return lagkv.scores(*places, policy.lag)
     if type(policy) is Knorm:
         each = replace(obs, keys=obs.keys[:1, :1])  # of the whole pool
         return rows.padded(policy.score(each).flatten(), obs.rows, batch)

@@ -58,20 +58,54 @@ def pool_in_time(
     if kernel == 1:
         return scores
     from kvcap.kernels.launch import empty, launch
-    from kvcap.kernels.pool_triton import pool_ranks, rank_slots, sort_tiles
+    from kvcap.kernels.pool_triton import pool_ranks
 
     wide = scores if scores.dim() == 4 else scores[:, :, None]
     batch, heads, groups, slots = wide.shape
-    rows, device = batch * heads, scores.device
+    ranks, lent, in_order = _in_time(wide, positions, seen, window)
+    out = empty(*scores.shape, device=scores.device)
+    block, maximum = 128, pool == "max"
+    with torch.cuda.device_of(scores):
+        launch(
+            pool_ranks, (-(-slots // block), batch * heads * groups, 1),
+            (scores.device, kernel, maximum),
+            (ranks, lent, in_order, out, slots, groups, kernel, maximum, block), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def in_time(positions: Tensor) -> Tensor:
+    """Return the slots of every row in time order, [B, K, n] float32, exact below 2^24.
+
+    Args:
+        positions: [B, K, n] int32 or int64, those of a row distinct and contiguous.
+    """
+    places = torch.arange(positions.shape[-1], dtype=torch.float32, device=positions.device)
+    wide = places.expand(*positions.shape[:2], 1, -1)
+    return _in_time(wide, positions, 0, 0)[2][:, :, 0]
+
+
+def _in_time(
+    wide: Tensor, positions: Tensor, seen: int | Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each slot's place in time, who is not left out there, and scores [B, K, G, n] there.
+
+    Arguments as of `pool_in_time`.
+    """
+    from kvcap.kernels.launch import empty, launch
+    from kvcap.kernels.pool_triton import rank_slots, sort_tiles
+
+    batch, heads, groups, slots = wide.shape
+    rows, device = batch * heads, wide.device
     log_tile = min(LOG_TILE, power_of_two(slots, 16).bit_length() - 1)
     whole = -(-slots >> log_tile) << log_tile  # the last tile filled up
     tiles = torch.empty((rows, whole), dtype=positions.dtype, device=device)
     whose = torch.empty((rows, whole), dtype=torch.int32, device=device)
     ranks = torch.empty((rows, slots), dtype=torch.int32, device=device)
     lent = torch.empty((rows, slots), dtype=torch.int8, device=device)
-    in_time, out = (empty(*shape, device=device) for shape in (wide.shape, scores.shape))
+    in_order = empty(*wide.shape, device=device)
     highest, padded = torch.iinfo(positions.dtype).max, power_of_two(groups)
-    with torch.cuda.device_of(scores):
+    with torch.cuda.device_of(wide):
         block, chunk = 16, 256
         launch(
             sort_tiles, (whole // block, rows, 1), (device, highest, log_tile),
@@ -82,13 +116,8 @@ def pool_in_time(
         block, chunk = min(128, 1 << log_tile), 8
         launch(
             rank_slots, (whole // block, rows, 1), (device, highest, padded, log_tile),
-            (wide, tiles, whose, ranks, lent, in_time, slots, heads, groups,
+            (wide, tiles, whose, ranks, lent, in_order, slots, heads, groups,
              *wide.stride(), *told(seen, device), window, highest, padded, block, chunk, log_tile),
             num_warps=4,
         )  # fmt: skip
-        block, maximum = 128, pool == "max"
-        launch(
-            pool_ranks, (-(-slots // block), rows * groups, 1), (device, kernel, maximum),
-            (ranks, lent, in_time, out, slots, groups, kernel, maximum, block), num_warps=4,
-        )  # fmt: skip
-    return out
+    return ranks, lent, in_order
