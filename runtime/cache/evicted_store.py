@@ -22,13 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvcap.kernels import calidrop, evict
 from kvcap.kernels.choice import ready
 from kvcap.policies import Observation
 from kvcap.policies.base import Corrector
 from kvcap.policies.base.eviction import LOWEST
 from kvcap.policies.base.order import lowest
-from kvcap.policies.correctors.calidrop import CaliDrop
 from kvcap.runtime.attention.functions import attend_with_lse, merge, with_sinks
 from kvcap.runtime.cache.layout import EVICTED
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
@@ -137,17 +135,11 @@ class EvictedStore:
         if not evicted.held:
             return (out if sinks is None else with_sinks(out, lse, sinks)), lse
         known, counts = self._known(segment), segment.rows_of(self._counts)
-        decides, looks = self.corrector, self._looks_first(query)
-        if type(decides) is CaliDrop and sinks is None and not looks and self._by_kernel(query):
-            over_evicted = self._recompute(evicted, query, scaling, softcap)
-            thetas = decides.theta1, decides.theta2
-            found = calidrop.correct(query, (out, lse), over_evicted, known, counts, *thetas)
-            return found, lse
-        anew, corrected = decides.decide(query, known[0])
+        anew, corrected = self.corrector.decide(query, known[0])
         unknown = known[2].isneginf()  # nothing is remembered yet
         anew, corrected = anew | unknown, corrected | unknown
         other, other_lse = known[1].expand(out.shape), known[2].expand(lse.shape)
-        if not looks or bool(anew.any()):
+        if not self._looks_first(query) or bool(anew.any()):
             fresh, fresh_lse = self._recompute(evicted, query, scaling, softcap)
             other = torch.where(anew[..., None], fresh.float(), other)
             other_lse = torch.where(anew, fresh_lse, other_lse)
@@ -176,10 +168,6 @@ class EvictedStore:
         """What a segment's query heads remember, as views."""
         query, out, lse = (segment.rows_of(x) for x in (self._query, self._out, self._lse))
         return query, out, lse
-
-    def _by_kernel(self, query: Tensor) -> bool:
-        """Whether kernels correct, and take evicted tokens in."""
-        return ready(query) and calidrop.covers(query, self.pool.keys)
 
     def _looks_first(self, query: Tensor) -> bool:
         """Whether the host looks if any query attends anew, before all do.
@@ -216,28 +204,17 @@ class EvictedStore:
             obs: of the segment, whose keys [b, k, n, D] are as attention saw them.
         """
         place, known, count = self.evicted[index], self._known(segment), slots.shape[-1]
-        fused = self._by_kernel(obs.keys) and calidrop.covers_taking(count)
-        if fused:
-            calidrop.remember(known, obs.keys, segment.values, slots, obs.scaling, obs.softcap)
-        else:
-            slots = slots.long()
-            if count > 1:  # in time order, so that sums over them come out alike on every device
-                slots = slots.gather(2, segment.positions.gather(2, slots).argsort(dim=-1))
-            self._remember(known, segment, slots, obs)
-            self._grow_older(place, segment.positions.gather(2, slots))
+        slots = slots.long()
+        if count > 1:  # in time order, so that sums over them come out alike on every device
+            slots = slots.gather(2, segment.positions.gather(2, slots).argsort(dim=-1))
+        self._remember(known, segment, slots, obs)
+        self._grow_older(place, segment.positions.gather(2, slots))
         for first in range(0, count, place.block):
             stop = min(first + place.block, count)
-            if fused:
-                source = segment.named(0, segment.held)
-                calidrop.take(
-                    slots, (first, stop), scores, source, place.named(0, place.capacity),
-                    place.held, grows=self.rotation is not None and not first,
-                )  # fmt: skip
-            else:
-                self._copy(place, segment, slots[..., first:stop], scores)
+            self._copy(place, segment, slots[..., first:stop], scores)
             place.held += stop - first
-            if (excess := place.held - place.budget) > 0:
-                self._drop(place, excess, fused)
+            if (excess := place.held - place.budget) > 0:  # those of the lowest scores go
+                place.compact(lowest(place.aux("score"), place.positions, excess))
 
     def _remember(
         self, known: Remembered, segment: Segment, slots: Tensor, obs: Observation
@@ -265,16 +242,6 @@ class EvictedStore:
                 target.copy_(_of_slots(source[name], slots))
                 if name == "score":
                     target.nan_to_num_(nan=LOWEST)
-
-    def _drop(self, place: Segment, excess: int, by_kernel: bool) -> None:
-        """Forget the stored tokens of the lowest scores."""
-        scores, buffers = place.aux("score"), place.buffers()
-        if by_kernel and evict.covers(place.positions, excess, (), buffers):
-            pins = evict.Pins(0, 0, 1 << 30, ())
-            evict.give_up(scores, place.positions, excess, pins, None, buffers)
-            place.held -= excess
-        else:
-            place.compact(lowest(scores, place.positions, excess))
 
     def made_at(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The positions to which the keys are rotated, [b, k, held] of each segment; true ones: 0.
