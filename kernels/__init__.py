@@ -45,7 +45,6 @@ from kvcap.policies.knorm import Knorm
 from kvcap.policies.lagkv import LagKV
 from kvcap.policies.random import Random
 from kvcap.policies.rescorers.criticalkv import CriticalKV
-from kvcap.policies.rescorers.distinct import Distinct
 from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
 from kvcap.policies.streaming_llm import StreamingLLM
@@ -79,11 +78,6 @@ def score(policy: Policy, obs: Observation, stored: StoredKeys | None = None) ->
 def uses_stored_keys(policy: Policy) -> bool:
     """Whether `StoredKeys` spare the policy's twin a pass over the keys."""
     return type(policy) is KeyDiff and (policy.metric, policy.anchor) == ("cosine", "mean")
-
-
-def uses_lse(policy: Policy, saliency: Any) -> bool:
-    """Whether `Observation.lse`, of all queries of a block, spares the policy's kernel a pass."""
-    return type(policy) is H2O and _mode(saliency) is not None
 
 
 def _by_twin(policy: Policy, obs: Observation) -> bool:
@@ -126,38 +120,23 @@ def _total(obs: Observation, kind: str) -> Tensor:
     return found.sum()
 
 
-def rescores(rescorer: Rescorer | None, obs: Observation) -> bool:
-    """Whether `rescore` can take the place of the rescorer's own, if there is one."""
-    if rescorer is None:
-        return True
-    if type(rescorer) is Distinct:
-        known = obs.rows is None and _by_twin(KeyDiff(), obs)
-    else:
-        known = type(rescorer) is CriticalKV and ready(obs.keys) and "output_norm" in obs.state
-    return known and critical.covers_rescore(obs.positions, obs.positions, obs.pinned_spans)
-
-
 def rescore(
     rescorer: Rescorer | None,
     scores: Tensor,
     pins: Pins,
     obs: Observation,
-    budgets: Tensor | None = None,
-    row_pins: Tensor | None = None,
+    budgets: Tensor,
+    row_pins: Tensor,
 ) -> Tensor:
-    """New scores [B, K, n], as `rescorer.rescore` has them, of scores that may not be finite.
+    """New scores of unequal rows [B, K, n], as `rescorer.rescore` has them; see `covers_rows`.
 
-    With `obs.rows` each has its own of `budgets` and `row_pins`, see `critical.rescore`.
+    Each row has its own of `budgets` and `row_pins`, see `critical.rescore`.
     """
-    if isinstance(rescorer, Distinct) and rescorer.share < 1:
-        second = _keydiff(KeyDiff(), obs)
-        given = pins, obs.budget, rescorer.share
-        return critical.best_first(scores, obs.positions, second, *given)
     if not isinstance(rescorer, CriticalKV) or rescorer.alpha == 1:
         return scores
+    assert obs.rows is not None
     norm, queries = obs.state["output_norm"], 1 if obs.queries is None else obs.queries.shape[2]
-    budget = obs.budget if budgets is None else budgets
-    options = pins, budget, rescorer.alpha, rescorer.epsilon, queries
+    options = pins, budgets, rescorer.alpha, rescorer.epsilon, queries
     return critical.rescore(scores, obs.positions, norm, *options, obs.rows, row_pins)
 
 
@@ -328,7 +307,7 @@ def _tova(policy: Policy, obs: Observation) -> Tensor:
     assert kind is not None
     assert obs.queries is not None
     attended = None if obs.attended is None else obs.attended[:, :, -1:]
-    last = replace(obs, queries=obs.queries[:, :, -1:], lse=None, attended=attended)
+    last = replace(obs, queries=obs.queries[:, :, -1:], attended=attended)
     return window.scores(last, kind, policy.group)
 
 

@@ -33,37 +33,27 @@ def append(
     values: Tensor,
     positions: Tensor,
     buffers: Sequence[Tensor],
-    after: Tensor | None = None,
-    rows: Rows | None = None,
+    rows: Rows,
 ) -> None:
-    """Write a block.
+    """Write a block behind the slots of rows of a pool.
 
     Args:
         keys: [b, k, T, D], any strides but of the last dimension.
         values: [b, k, T, D] likewise.
         positions: [T] int32.
-        buffers: the slots that are written, views: of keys and of values [b, k, T, D], of
-            positions [b, k, T] int32, and [b, k, T] of auxiliary tensors, which become 0. Rows are
-            equally far apart in all.
-        after: an integer on the device [], by how many slots what is written lies behind these.
-        rows: where heads lie that hold unequally many slots, behind which is written; the buffers
-            are the pool's then, [slots, D] and [slots].
+        buffers: the pool's: keys and values [slots, D], positions [slots] int32, and [slots] of
+            auxiliary tensors, which become 0.
+        rows: where heads lie that may hold unequally many slots, the block not among them.
     """
     from kvcap.kernels.append_triton import write
 
     batch, heads, length, size = keys.shape
-    row = 0 if rows is not None else buffers[2].stride(1)  # slots from one to the next
-    for x in () if rows is not None else (*buffers[2:], *buffers[:2]):
-        step = size if x.dim() == 4 else 1
-        assert x.stride()[:3] == (heads * row * step, row * step, step), "rows side by side"
     block = 16
     with torch.cuda.device_of(keys):
         run(
             write, (-(-length // block), batch * heads),
             keys, values, positions, *buffers[:3], **aux(buffers[3:]),
-            length=length, row_slots=row, after=after,
-            starts=None if rows is None else rows.starts,
-            lengths=None if rows is None else rows.lengths,
+            length=length, starts=rows.starts, lengths=rows.lengths,
             **strides("bht", key=keys, value=values),
             HEADS=heads, SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block,
             OVERLAP=overlaps(keys.device), num_warps=4,

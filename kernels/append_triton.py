@@ -4,9 +4,8 @@
 import triton
 import triton.language as tl
 
-# Where a block goes differs from segment to segment, which must not compile anew.
-_PLACES = ["to_positions", *(f"aux_{i}" for i in range(6)), "length", "row_slots", "after"]
-_PLACES += ["starts", "lengths"]
+# Where a block goes differs from layer to layer, which must not compile anew.
+_PLACES = ["to_positions", *(f"aux_{i}" for i in range(6)), "length", "starts", "lengths"]
 
 
 @triton.jit
@@ -32,14 +31,12 @@ def write(
     keys,  # [b, k, T, D]
     values,  # likewise
     positions,  # [T]
-    to_keys,  # slot 0 of row 0, rows `row_slots` slots apart
-    to_values, to_positions,
-    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5,  # integers, or None
+    to_keys, to_values,  # [slots, SIZE]
+    to_positions,  # [slots]
+    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5,  # [slots] integers, or None
     length,  # T
-    row_slots,
-    after,  # slots of a row before them, [] or None: none
-    starts,  # [B·K] int32, each row's first slot, or None: rows lie `row_slots` apart
-    lengths,  # [B·K] int32, likewise, each row's slots before them
+    starts,  # [B·K] int32, each row's first slot
+    lengths,  # [B·K] int32, each row's slots before them
     key_b, key_h, key_t,
     value_b, value_h, value_t,
     HEADS: tl.constexpr,
@@ -59,11 +56,7 @@ def write(
     wide = inside[:, None] & (d < SIZE)
     key = tl.load(keys + batch * key_b + head * key_h + t[:, None] * key_t + d, wide)
     value = tl.load(values + batch * value_b + head * value_h + t[:, None] * value_t + d, wide)
-    slot = row * row_slots + t
-    if starts is not None:
-        slot = (tl.load(starts + row) + tl.load(lengths + row)).to(tl.int64) + t
-    if after is not None:
-        slot += tl.load(after)
+    slot = (tl.load(starts + row) + tl.load(lengths + row)).to(tl.int64) + t
     tl.store(to_keys + slot[:, None] * SIZE + d, key, wide)
     tl.store(to_values + slot[:, None] * SIZE + d, value, wide)
     tl.store(to_positions + slot, tl.load(positions + t, inside), inside)

@@ -1,12 +1,11 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions of `kernels/evict.py` that choose which slots of a row are evicted.
+"""Triton functions by which kernels choose which slots of a row are evicted.
 
 Those go that have the lowest scores and that nothing pins; of equal ones the older, as
 `policies.base.order` has it.
 
-Importing this imports triton; `evict.py` does so when a kernel is first needed. What changes from
-block to block, or from segment to segment, is not specialised: whatever is replayed in a CUDA graph
-has been compiled by the same call outside of one.
+Importing this imports triton. What changes from block to block, or from layer to layer, is not
+specialised: whatever is replayed in a CUDA graph has been compiled by the same call outside of one.
 """
 
 import triton
@@ -16,7 +15,7 @@ HIGHEST = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
 PINNED = tl.constexpr(0x7F800000)  # +inf, as `ordered` has it
 NO_SLOT = tl.constexpr(1 << 30)  # with a slot's number in place of a position: all are distinct
 
-PINS = ["slots", "capacity", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
+PINS = ["slots", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
 PINS += [f"{end}_{i}" for i in range(8) for end in ("start", "stop")]
 NEWER_AT = ["newer", "newer_b", "newer_h"]
 ROWS = ["starts", "lengths", "row_pins"]
@@ -91,16 +90,6 @@ def bound(x, count):
 
 
 @triton.jit
-def _running(x, BLOCK: tl.constexpr):
-    """Running sums of x [BLOCK]."""
-    # By shares of a warp: a scan of the block has every thread add up all shares before its own.
-    x = tl.reshape(x, [BLOCK // 32, 32])
-    shares = tl.sum(x, 1)
-    before = tl.cumsum(shares, 0) - shares
-    return tl.reshape(tl.cumsum(x, 1) + before[:, None], [BLOCK])
-
-
-@triton.jit
 def cut_of(x, positions, count):
     """Below what the `count` lowest of x [BLOCK] are, and of those that equal it, which position.
 
@@ -112,104 +101,3 @@ def cut_of(x, positions, count):
         last, older = bound(tl.where(x == low, positions, PINNED), count - below)
         oldest = last + (below + older < count).to(tl.int32)
     return low, oldest
-
-
-@triton.jit
-def _lowest(x, positions, count, BLOCK: tl.constexpr):
-    """Which of x [BLOCK] are its `count` lowest, of equal ones the older; how many are before."""
-    bound, oldest = cut_of(x, positions, count)
-    found = (x < bound) | ((x == bound) & (positions < oldest))
-    return found, _running(found.to(tl.int32), BLOCK) - found.to(tl.int32)
-
-
-@triton.jit(do_not_specialize=[*PINS, "positions", "count"])
-def nominate_slots(
-    scores,  # [B, K, n]
-    positions,  # slot 0 of row 0, the next row `capacity` slots behind
-    worths,  # [B·K, parts, count] int32
-    nominees,  # [B·K, parts, count] int32: their slots, ascending
-    slots, capacity, heads, score_b, score_h, score_n,
-    sinks, recents, seen, clock, spans,
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-    count,
-    COUNT_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # slots of a part, at least `count`
-):  # fmt: skip
-    """A part of a row: `count` slots of least worth, pinned ones where there are no others."""
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    slot = part * BLOCK + tl.arange(0, BLOCK)
-    worth, position = worth_of(
-        scores + row // heads * score_b + row % heads * score_h,
-        positions + row * capacity, slot, slots, score_n, sinks, recents, seen, clock, spans,
-        start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-    )  # fmt: skip
-    x = ordered(worth)
-    found, before = _lowest(x, position, count, BLOCK)
-    first = (row * tl.num_programs(0) + part) * count
-    tl.store(worths + first + before, x, found)
-    tl.store(nominees + first + before, slot, found)
-    i = tl.arange(0, COUNT_PAD)
-    none = (i < count) & (i >= tl.sum(found.to(tl.int32), 0))
-    tl.store(worths + first + i, PINNED, none)
-    tl.store(nominees + first + i, 0, none)
-
-
-@triton.jit(do_not_specialize=[*PINS, *NEWER_AT, "positions", "count", "nominated"])
-def choose_slots(
-    scores,  # [B, K, n]
-    positions,  # slot 0 of row 0, the next row `capacity` slots behind
-    evicted,  # [B·K, count] int32
-    ages,  # [B·K, count] int32: their positions
-    targets,  # [B·K, count] int32: where the last slots go, -1: nowhere
-    worths,  # [B·K, nominated] int32, or None: all slots are
-    nominees,  # [B·K, nominated] int32, ascending slots, or None
-    nominated,
-    slots, capacity, heads, score_b, score_h, score_n,
-    sinks, recents, seen, clock, spans,
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-    newer,  # [B, K, NEWER], or None
-    newer_b, newer_h,
-    count,
-    NEWER: tl.constexpr,
-    NEWER_PAD: tl.constexpr,
-    COUNT_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,  # of all that a row nominates, at least 32
-):  # fmt: skip
-    """A whole row: its `count` slots of least worth, and which of the last fill their places."""
-    row = tl.program_id(0).to(tl.int64)
-    if newer is not None:
-        grow(newer, row // heads, row % heads, newer_b, newer_h, count, NEWER, NEWER_PAD)
-    positions += row * capacity
-    evicted += row * count
-    targets += row * count
-    i, kept = tl.arange(0, COUNT_PAD), slots - count
-    tl.store(targets + i, 0, i < count)
-    if worths is not None:
-        nominee = tl.arange(0, BLOCK)
-        there = nominee < nominated
-        x = tl.load(worths + row * nominated + nominee, there, PINNED)
-        slot = tl.load(nominees + row * nominated + nominee, there, 0)
-        position = tl.load(positions + slot, there, 0)
-    else:
-        slot = tl.arange(0, BLOCK)
-        worth, position = worth_of(
-            scores + row // heads * score_b + row % heads * score_h,
-            positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
-            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-        )  # fmt: skip
-        x = ordered(worth)
-    gone, before = _lowest(x, position, count, BLOCK)
-    tl.store(evicted + before, slot, gone)
-    tl.store(ages + row * count + before, position, gone)
-    tl.debug_barrier()  # all targets are 0
-    tl.store(targets + slot - kept, -1, gone & (slot >= kept))
-    tl.debug_barrier()  # holes are written, in their order, and who goes
-    stays = tl.load(targets + i, i < count, -1) == 0
-    rank = tl.cumsum(stays.to(tl.int32), 0) - 1
-    target = tl.load(evicted + rank, stays, -1)
-    tl.debug_barrier()  # all targets are read
-    tl.store(targets + i, target, i < count)

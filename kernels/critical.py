@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, strides
+from kvcap.kernels.arguments import Pins, strides
 from kvcap.kernels.device import DTYPES, able, multiprocessors, on_gpu, power_of_two
 from kvcap.kernels.launch import empty, run
 from kvcap.kernels.rows import tile_of_row
@@ -59,88 +59,43 @@ def norms(values: Tensor, weights: Tensor) -> Tensor:
     return out.sum(-1) / group
 
 
-def covers_rescore(scores: Tensor, positions: Tensor, spans: Spans = ()) -> bool:
-    """Whether `rescore` can do this here; arguments as there."""
-    known = positions.dtype == torch.int32 and positions.stride(-1) == 1
-    return able(scores) and known and len(spans) <= MOST_SPANS
-
-
 def rescore(
     scores: Tensor,
     positions: Tensor,
     norm: Tensor,
     pins: Pins,
-    budget: int | Tensor,
+    budgets: Tensor,
     alpha: float,
     epsilon: float,
     queries: int,
-    rows: Rows | None = None,
-    row_pins: Tensor | None = None,
+    rows: Rows,
+    row_pins: Tensor,
 ) -> Tensor:
     """New scores [B, K, n] as `CriticalKV.rescore` has them, of scores that are made finite.
 
     Args:
         scores: [B, K, n] float32.
         positions: [B, K, n] int32.
-        norm: [B, K, n] float32 of projected values; [slots] of a pool with `rows`.
-        pins: slots that stay; with `row_pins` only `seen` and `spans` of it.
-        budget: slots of each head that stay, or with `rows` [B·K] int32 on the device.
+        norm: [slots] float32, of projected values.
+        pins: `seen` and `spans`; how many first and newest tokens stay each row says for itself.
+        budgets: [B·K] int32, slots of each row that stay.
         alpha: of the policy.
         epsilon: of the policy.
         queries: that scores are summed over.
-        rows: where heads lie that hold unequally many slots. Behind a row nothing is written.
+        rows: where heads lie. Behind a row nothing is written.
         row_pins: [B·K, 2] int32, how many first and newest tokens of each row stay.
     """
-    options = {"alpha": alpha, "epsilon": epsilon, "queries": float(queries)}
-    return _rescored(scores, positions, norm, None, pins, budget, options, rows, row_pins)
-
-
-def best_first(
-    scores: Tensor, positions: Tensor, second: Tensor, pins: Pins, budget: int, share: float
-) -> Tensor:
-    """Scores [B, K, n] as `Rescorer.best_first` has them, of scores that are made finite.
-
-    Args:
-        scores: [B, K, n] float32.
-        positions: [B, K, n] int32.
-        second: [B, K, n] float32, contiguous, of those that are not among the best.
-        pins: slots that stay.
-        budget: slots of each head that stay.
-        share: of those that stay and are not pinned, how many go by `scores`.
-    """
-    options = {"alpha": share, "epsilon": 0.0, "queries": 1.0}
-    return _rescored(scores, positions, None, second, pins, budget, options)
-
-
-def _rescored(
-    scores: Tensor,
-    positions: Tensor,
-    norm: Tensor | None,
-    second: Tensor | None,
-    pins: Pins,
-    budget: int | Tensor,
-    options: dict[str, float],
-    rows: Rows | None = None,
-    row_pins: Tensor | None = None,
-) -> Tensor:
-    """New scores, the others by one of `norm` and `second`."""
     from kvcap.kernels.critical_triton import rescore_rows
 
     batch, heads, slots = positions.shape
-    others = second if norm is None else norm
-    assert second is None or second.stride(-1) == 1
     out = empty(batch, heads, slots, device=scores.device)
-    starts, lengths = (None, None) if rows is None else rows[:2]
-    told = budget if isinstance(budget, Tensor) else None
     with torch.cuda.device_of(scores):
         run(
             rescore_rows, (batch * heads,),
-            scores, positions, norm, second, out, slots=slots, heads=heads,
+            scores, positions, norm, out, slots=slots, heads=heads,
             **strides("bhn", score=scores), **strides("bh", position=positions),
-            **(strides("bh", norm=others) if rows is None else {"norm_b": 0, "norm_h": 0}),
-            **pins.arguments(scores.device), starts=starts, lengths=lengths, row_pins=row_pins,
-            budgets=told, budget=0 if isinstance(budget, Tensor) else budget,
-            **options,
-            **tile_of_row(slots),
+            **pins.arguments(scores.device), starts=rows.starts, lengths=rows.lengths,
+            row_pins=row_pins, budgets=budgets, alpha=alpha, epsilon=epsilon,
+            queries=float(queries), **tile_of_row(slots),
         )  # fmt: skip
     return out

@@ -56,45 +56,35 @@ def project(
     tl.store(out + (row * group + its) * parts + part, total, m < count)
 
 
-@triton.jit(do_not_specialize=[*PINS, *ROWS, "positions", "norm", "second", "budgets", "budget"])
+@triton.jit(do_not_specialize=[*PINS, *ROWS, "positions", "norm", "budgets"])
 def rescore_rows(
     scores,  # [B, K, n]
     positions,  # [B, K, n]
-    norm,  # [B, K, n], or [slots] of a pool; None: `second` is given
-    second,  # [B, K, n], the scores of those that are not among the best, or None
+    norm,  # [slots]
     out,  # [B, K, n]
     slots,  # n
     heads,  # K
     score_b, score_h, score_n,
     position_b, position_h,
-    norm_b, norm_h,
     sinks, recents, seen, clock, spans,
     start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
     start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-    starts, lengths,  # [B·K] int32 of rows of a pool, or None
-    row_pins,  # as in `pins_of_row`, or None
-    budgets,  # [B·K] int32, or None: `budget`
-    budget,
+    starts, lengths,  # [B·K] int32
+    row_pins,  # as in `pins_of_row`
+    budgets,  # [B·K] int32
     alpha, epsilon, queries,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # see `cut`
 ):  # fmt: skip
-    """A whole row: its best slots to the front, the others by `second`, or by score and norm."""
+    """A whole row: its best slots to the front, the others by score and norm."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     scores += batch * score_b + head * score_h
     positions += batch * position_b + head * position_h
-    if second is not None:
-        second += batch * norm_b + head * norm_h
-    else:
-        norm += batch * norm_b + head * norm_h
-        if starts is not None:
-            norm += tl.load(starts + row).to(tl.int64)
+    norm += tl.load(starts + row).to(tl.int64)
     out += row * slots
-    if starts is not None:
-        slots = tl.load(lengths + row)
-        sinks, recents = pins_of_row(row_pins, row)
-        budget = tl.load(budgets + row)
+    slots, budget = tl.load(lengths + row), tl.load(budgets + row)
+    sinks, recents = pins_of_row(row_pins, row)
     lowest, free = tl.full([], 0.0, tl.float32), tl.full([], 0, tl.int32)  # free: not pinned
     for begin in range(0, slots, BLOCK):
         worth, _ = worth_of(
@@ -122,11 +112,8 @@ def rescore_rows(
         x = ordered(worth)
         behind = (x < low) | ((x == low) & (position < oldest))
         held = slot < slots
-        if second is not None:
-            other = tl.load(second + slot, held, 0.0)
-        else:
-            score = tl.where(x == PINNED, 0.0, worth)
-            weight = tl.load(norm + slot, held, 0.0)
-            each = tl.div_rn(score - lowest, tl.full([BLOCK], 0.0, tl.float32) + queries)
-            other = (each + epsilon) * weight
+        score = tl.where(x == PINNED, 0.0, worth)
+        weight = tl.load(norm + slot, held, 0.0)
+        each = tl.div_rn(score - lowest, tl.full([BLOCK], 0.0, tl.float32) + queries)
+        other = (each + epsilon) * weight
         tl.store(out + slot, tl.where(behind, other, HIGHEST), held)

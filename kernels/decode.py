@@ -64,7 +64,6 @@ def attend(
     values: Tensor,
     scaling: float,
     softcap: float | None = None,
-    length: int | Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of the newest T tokens over n slots, the last T of them their own.
@@ -78,8 +77,6 @@ def attend(
         values: [B, K, n, D].
         scaling: factor of the logits.
         softcap: logits = softcap · tanh(logits / softcap).
-        length: slots that are used, at least T, where not all n: an int, or one integer on the
-            device, which may change between replays of a CUDA graph.
         sinks: [H], logits that stand in the softmax of a query head beside those of slots, and
             have no value.
 
@@ -87,12 +84,9 @@ def attend(
         [B, H, T, D]
     """
     kv_heads, slots = keys.shape[1:3]
-    lengths = length if isinstance(length, Tensor) else None
-    longest = length if isinstance(length, int) else slots
-    strides = keys.stride()[:3] + values.stride()[:3]
-    rows = keys.shape[0] * kv_heads
+    strides, rows = keys.stride()[:3] + values.stride()[:3], keys.shape[0] * kv_heads
     return _attend(query, keys, values, scaling, softcap, sinks,
-                   None, lengths, 0, kv_heads, longest, rows * longest, strides)  # fmt: skip
+                   None, None, kv_heads, slots, rows * slots, strides)  # fmt: skip
 
 
 def attend_with_lse(
@@ -118,7 +112,7 @@ def attend_with_lse(
     strides, rows = keys.stride()[:3] + values.stride()[:3], keys.shape[0] * kv_heads
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     out = _attend(query, keys, values, scaling, softcap, None,
-                  None, None, 0, kv_heads, slots, rows * slots, strides, lse, own)  # fmt: skip
+                  None, None, kv_heads, slots, rows * slots, strides, lse, own)  # fmt: skip
     return out, lse
 
 
@@ -153,7 +147,7 @@ def attend_ragged(
     longest = slots if max_length is None else max_length
     strides = (0, 0, keys.stride(0), 0, 0, values.stride(0))
     return _attend(query, keys, values, scaling, softcap, sinks,
-                   starts, lengths, 1, kv_heads, longest, slots, strides)  # fmt: skip
+                   starts, lengths, kv_heads, longest, slots, strides)  # fmt: skip
 
 
 def _attend(
@@ -165,7 +159,6 @@ def _attend(
     sinks: Tensor | None,
     starts: Tensor | None,
     lengths: Tensor | None,
-    lengths_step: int,
     kv_heads: int,
     longest: int,
     slots: int,
@@ -200,7 +193,7 @@ def _attend(
             attend_part, (parts, tiles, rows),
             query, keys, values, starts, lengths, part_out, part_lse,
             out if whole else None, lse if whole else None, sinks if whole else None,
-            longest, lengths_step, chunk, tokens, tokens if own else 0,
+            longest, chunk, tokens, tokens if own else 0,
             factor, (softcap or 0.0) * LOG2_E,
             *query.stride()[:3], *strides,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
@@ -212,7 +205,7 @@ def _attend(
         if whole:
             return out.transpose(1, 2)
         merge(
-            part_out, part_lse, out, lengths, longest, lengths_step, chunk, 0, overlap, sinks, lse,
+            part_out, part_lse, out, lengths, longest, 1, chunk, 0, overlap, sinks, lse,
         )  # fmt: skip
     return out.transpose(1, 2)
 

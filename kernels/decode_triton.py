@@ -61,14 +61,13 @@ def attend_part(
     keys,  # [B, K, n, D], or [slots, D] with `starts`
     values,  # likewise
     starts,  # [B·K] int32, the first slot of every row, or None
-    lengths,  # [B·K] or one integer, the slots of every row, or None: `length`
+    lengths,  # [B·K] int32, likewise its slots, or None: `length`
     part_out,  # [B·K, S, M, D] float32, M = GROUP · T query rows of a KV head
     part_lse,  # [B·K, S, M] float32, log-sum-exp in base 2
     out,  # [B, T, H, D] where one part is all, else None
     lse,  # [B, H, T] float32 with `out`: the log-sum-exp is wanted, or None
     sinks,  # [H] with `out`: logits besides those of the slots, or None
     length,
-    lengths_step,
     chunk,  # slots of a part, a multiple of BLOCK
     tokens,  # T
     own,  # how many of the last slots are the tokens' own, T or 0
@@ -95,7 +94,7 @@ def attend_part(
     part, parts, row = tl.program_id(0), tl.num_programs(0), tl.program_id(2).to(tl.int64)
     batch, head = row // KV_HEADS, row % KV_HEADS
     if lengths is not None:
-        length = tl.load(lengths + row * lengths_step).to(tl.int32)
+        length = tl.load(lengths + row)
     begin = part * chunk
     if begin >= length:
         return
@@ -164,9 +163,9 @@ def merge_parts(
     out,  # [B, T, H, D]
     whole_lse,  # [B, H, T] float32: the log-sum-exp is wanted, or None
     sinks,  # [H] logits besides those of the slots, or None
-    lengths,  # as above
+    lengths,  # [B·K] or one integer, the slots of every row, or None: `length`
     length,
-    lengths_step,
+    lengths_step,  # 0: one integer
     chunk,
     parts,  # S
     more,  # parts besides those of the slots

@@ -11,7 +11,6 @@ def rotate(
     shift,  # [B, K, n]
     table,  # [span, 2, HALF]
     out,  # [B, K, n, D], contiguous
-    sums,  # [B, K, programs, D] float32: of what each writes; or None
     starts, lengths,  # [B·K] int32, where rows lie in `x` [n, D]; or None
     slots,  # n of `out`
     x_b, x_h, x_n,
@@ -25,10 +24,9 @@ def rotate(
     REST: tl.constexpr,  # dimensions behind the rotated ones
     REST_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of slots that a program rotates
     OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
 ):  # fmt: skip
-    """Some blocks of slots of one KV head."""
+    """Some slots of one KV head."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -42,39 +40,20 @@ def rotate(
         x += first * x_n
         shift += first * shift_n
     i, j = tl.arange(0, HALF_PAD)[None, :], tl.arange(0, REST_PAD)[None, :]
-    sum_a = tl.zeros([BLOCK, HALF_PAD], tl.float32)
-    sum_b = tl.zeros([BLOCK, HALF_PAD], tl.float32)
-    sum_rest = tl.zeros([BLOCK, REST_PAD], tl.float32)
-    for block in tl.static_range(BLOCKS):
-        n = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        used = n < held
-        source = x + n[:, None] * x_n
-        target = out + (row * slots + n[:, None]) * SIZE
-        back = tl.load(shift + n * shift_n, used, 0).to(tl.int64)
-        inside = used[:, None] & (i < HALF)
-        turn = table + back[:, None] * (2 * HALF) + i
-        cos = tl.load(turn, inside, 0.0).to(tl.float32)
-        sin = tl.load(turn + HALF, inside, 0.0).to(tl.float32)
-        a = tl.load(source + i * STEP, inside, 0.0).to(tl.float32)
-        b = tl.load(source + MATE + i * STEP, inside, 0.0).to(tl.float32)
-        a, b = (
-            (a * cos + b * sin).to(out.dtype.element_ty),
-            (b * cos - a * sin).to(out.dtype.element_ty),
-        )
-        tl.store(target + i * STEP, a, inside)
-        tl.store(target + MATE + i * STEP, b, inside)
-        if REST > 0:
-            behind = used[:, None] & (j < REST)
-            kept = tl.load(source + 2 * HALF + j, behind, 0.0)
-            tl.store(target + 2 * HALF + j, kept, behind)
-        if sums is not None:
-            sum_a += a.to(tl.float32)
-            sum_b += b.to(tl.float32)
-            if REST > 0:
-                sum_rest += kept.to(tl.float32)
-    if sums is not None:
-        sums += (row * tl.num_programs(0) + tl.program_id(0)) * SIZE
-        tl.store(sums + i * STEP, tl.sum(sum_a, 0)[None, :], i < HALF)
-        tl.store(sums + MATE + i * STEP, tl.sum(sum_b, 0)[None, :], i < HALF)
-        if REST > 0:
-            tl.store(sums + 2 * HALF + j, tl.sum(sum_rest, 0)[None, :], j < REST)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    used = n < held
+    source = x + n[:, None] * x_n
+    target = out + (row * slots + n[:, None]) * SIZE
+    back = tl.load(shift + n * shift_n, used, 0).to(tl.int64)
+    inside = used[:, None] & (i < HALF)
+    turn = table + back[:, None] * (2 * HALF) + i
+    cos = tl.load(turn, inside, 0.0).to(tl.float32)
+    sin = tl.load(turn + HALF, inside, 0.0).to(tl.float32)
+    a = tl.load(source + i * STEP, inside, 0.0).to(tl.float32)
+    b = tl.load(source + MATE + i * STEP, inside, 0.0).to(tl.float32)
+    tl.store(target + i * STEP, (a * cos + b * sin).to(out.dtype.element_ty), inside)
+    tl.store(target + MATE + i * STEP, (b * cos - a * sin).to(out.dtype.element_ty), inside)
+    if REST > 0:
+        behind = used[:, None] & (j < REST)
+        kept = tl.load(source + 2 * HALF + j, behind, 0.0)
+        tl.store(target + 2 * HALF + j, kept, behind)

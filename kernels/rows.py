@@ -3,8 +3,9 @@
 
 Where each head's row lies, how many slots it has and how many it may have are numbers on the
 device, so that one CUDA graph serves while they change. Of a token at most one slot of a row goes;
-of a block as many as are too many. The same slots go as in `kernels/evict.py`. Knows tensors only;
-triton is imported when first needed.
+of a block as many as are too many. The eager code takes dozens of small kernels a layer, most of
+what generation costs besides matrix products. Knows tensors only; triton is imported when first
+needed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import Tensor
 
 from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, aux, strides
 from kvcap.kernels.device import able, bits, power_of_two
-from kvcap.kernels.evict import MOST_AUX, newer_at
 from kvcap.kernels.launch import run
 from kvcap.kernels.rotate import rotate_rows
 from kvcap.policies.base import Rows
 
 MOST_AT_ONCE = 8192  # slots of a row that a program has in its registers
 MOST_COPIED = 64 << 20  # bytes of keys and values of which a copy is made at once
+MOST_AUX = 5  # auxiliary tensors: a number a slot, besides positions and shifts
 
 
 class Pool(NamedTuple):
@@ -131,25 +132,30 @@ def give_up_one(
 ) -> None:
     """Give up one slot of each row that has more than it may have, in place.
 
+    It is that of the lowest score that nothing pins. The shifts of slots that are newer grow by
+    one, and the row's last slot moves into the hole. Scores are made finite as `torch.nan_to_num`
+    does it, NaN as the lowest; of equal scores the older tokens go.
+
     Args:
         scores: [B, K, longest], those of a row's slots first.
         pins: `seen` and `spans`; how many first and newest tokens stay each row says for itself.
         pool: the rows.
         left: [B·K] int32, is written: the slots that each has after this.
-        newer: as in `evict.give_up`.
+        newer: [B, K, w] int32, the last stride 1: shifts of tokens that are newer than all which
+            go, or pinned with them, and so grow by as many as these.
     """
-    from kvcap.kernels.evict_triton import evict_one
+    from kvcap.kernels.rows_triton import evict_one
 
     (batch, heads, slots), (keys, values, positions, *rest) = scores.shape, pool.buffers
-    evicted = torch.empty(batch, heads, 1, dtype=torch.int32, device=positions.device)
+    # Few registers: other programs (kernels/linear.py) fill the device meanwhile.
     size, block = keys.shape[-1], min(2048, power_of_two(slots, 16))
     rest = [x for x in rest if x is not pool.shift]
     with torch.cuda.device_of(positions):
         run(
             evict_one, (batch * heads,),
-            scores, evicted, positions, pool.shift, bits(keys), bits(values),
-            **aux(rest, MOST_AUX), slots=slots, capacity=0, **_where(scores, pins, newer, pool),
-            left=left, SIZE=size, VALUE_SIZE=size, SIZE_PAD=power_of_two(size, 16),
+            scores, positions, pool.shift, bits(keys), bits(values),
+            **aux(rest, MOST_AUX), **_where(scores, pins, newer, pool),
+            left=left, SIZE=size, SIZE_PAD=power_of_two(size, 16),
             BLOCK=block, num_warps=max(1, block // 256),
         )  # fmt: skip
 
@@ -235,5 +241,12 @@ def tile_of_row(slots: int) -> dict[str, Any]:
 def _where(scores: Tensor, pins: Pins, newer: Tensor | None, pool: Pool) -> dict[str, Any]:
     """Where rows lie and what stays of them, as the kernels take it."""
     rows = {"starts": pool.rows.starts, "lengths": pool.rows.lengths, "row_pins": pool.pins}
-    given = {**pins.arguments(scores.device), **newer_at(newer), **strides("bhn", score=scores)}
+    given = {**pins.arguments(scores.device), **_newer_at(newer), **strides("bhn", score=scores)}
     return {"heads": scores.shape[1], **given, **rows, "targets": pool.targets}
+
+
+def _newer_at(newer: Tensor | None) -> dict[str, Any]:
+    """Shifts of tokens that are newer than all which go, as `grow` takes them."""
+    length = 0 if newer is None else newer.shape[-1]
+    sizes = {"NEWER": length, "NEWER_PAD": power_of_two(length)}
+    return {"newer": newer, **strides("bh", newer=newer), **sizes}

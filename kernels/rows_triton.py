@@ -22,6 +22,7 @@ from kvcap.kernels.choose_triton import (
 )
 
 _POINTERS = ["positions", "starts", "lengths"]
+_AUX = [f"aux_{i}" for i in range(7)]
 
 
 @triton.jit(do_not_specialize=[*_POINTERS, "out", "longest"])
@@ -121,6 +122,109 @@ def cut(
         oldest, newest = tl.where(fits, middle, oldest), tl.where(fits, newest, middle)
         older = tl.where(fits, found, older)
     return low, oldest
+
+
+# Long and branching, as it is one launch: branches on None and constants are gone once compiled.
+@triton.jit(
+    do_not_specialize=[*PINS, *_AUX[:5], *NEWER_AT, *ROWS, "positions", "shift", "targets", "left"]
+)
+def evict_one(
+    scores,  # [B, K, longest]
+    positions,  # [slots]
+    shift,  # [slots], or None
+    keys,  # [slots, SIZE] integers
+    values,  # likewise
+    aux_0, aux_1, aux_2, aux_3, aux_4,  # [slots] integers, or None
+    heads,  # K
+    score_b, score_h, score_n,
+    sinks, recents,
+    seen,  # -1: at `clock`
+    clock,  # [] int64
+    spans,  # how many of these
+    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    newer,  # [B, K, NEWER], or None
+    newer_b, newer_h,
+    starts, lengths,  # [B·K] int32
+    row_pins,  # as in `pins_of_row`
+    targets,  # [B·K] int32, the slots that each row may have: the others go, one at most
+    left,  # [B·K] int32, is written: the slots that it has after this
+    NEWER: tl.constexpr,
+    NEWER_PAD: tl.constexpr,
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A whole row: find its slot of least worth, and put its last one there."""
+    row = tl.program_id(0).to(tl.int64)
+    first, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
+    sinks, recents = pins_of_row(row_pins, row)
+    goes = (slots > tl.load(targets + row)).to(tl.int32)  # else its last slot stays in place
+    tl.store(left + row, slots - goes)
+    if newer is not None:
+        grow(newer, row // heads, row % heads, newer_b, newer_h, goes, NEWER, NEWER_PAD)
+    positions += first
+    last = first + slots - 1
+    d = tl.arange(0, SIZE_PAD)
+    # The last slot moves wherever it goes: read before that is known.
+    key = tl.load(keys + last * SIZE + d, d < SIZE)
+    value = tl.load(values + last * SIZE + d, d < SIZE)
+    position = tl.load(positions + slots - 1)
+    if shift is not None:
+        shifted = tl.load(shift + last)
+    if aux_0 is not None:
+        x_0 = tl.load(aux_0 + last)
+    if aux_1 is not None:
+        x_1 = tl.load(aux_1 + last)
+    if aux_2 is not None:
+        x_2 = tl.load(aux_2 + last)
+    if aux_3 is not None:
+        x_3 = tl.load(aux_3 + last)
+    if aux_4 is not None:
+        x_4 = tl.load(aux_4 + last)
+    scores += row // heads * score_b + row % heads * score_h
+    least = tl.full([BLOCK], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    place = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, slots, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        x, its = worth_of(
+            scores, positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
+            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
+            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+        )  # fmt: skip
+        worth = (ordered(x).to(tl.int64) << 32) | its  # of equal scores the older goes
+        place = tl.where(worth < least, slot, place)
+        least = tl.minimum(least, worth)
+    lowest = tl.min(least, 0)
+    target = tl.max(tl.where(least == lowest, place, 0), 0)
+    gone = (lowest & 0xFFFFFFFF).to(tl.int32)
+    target = tl.where(goes == 1, target, slots - 1)
+    gone = tl.where(goes == 1, gone, 0x7FFFFFFF)  # nothing is newer
+    if shift is not None:
+        shifted += (gone < position).to(tl.int32)
+        tl.debug_barrier()  # the last shift is read
+        for begin in range(0, slots, BLOCK):
+            slot = begin + tl.arange(0, BLOCK)
+            held = slot < slots
+            at = shift + first + slot
+            later = gone < tl.load(positions + slot, held, 0)
+            moved = tl.load(at, held, 0) + later.to(tl.int32)
+            tl.store(at, tl.where(slot == target, shifted, moved), held)
+    tl.debug_barrier()  # all positions are read
+    tl.store(positions + target, position)
+    at = first + target
+    tl.store(keys + at * SIZE + d, key, d < SIZE)
+    tl.store(values + at * SIZE + d, value, d < SIZE)
+    if aux_0 is not None:
+        tl.store(aux_0 + at, x_0)
+    if aux_1 is not None:
+        tl.store(aux_1 + at, x_1)
+    if aux_2 is not None:
+        tl.store(aux_2 + at, x_2)
+    if aux_3 is not None:
+        tl.store(aux_3 + at, x_3)
+    if aux_4 is not None:
+        tl.store(aux_4 + at, x_4)
 
 
 @triton.jit(
@@ -253,7 +357,7 @@ def _carried(x, copy, origin, slot, moves, BACK: tl.constexpr):
             tl.store(copy + slot, tl.load(x + origin, moves), moves)
 
 
-_CARRIED = [f"{name}_{i}" for name in ("aux", "copy") for i in range(7)]
+_CARRIED = [*_AUX, *(f"copy_{i}" for i in range(7))]
 
 
 @triton.jit(do_not_specialize=[*_CARRIED, "source", "slots", "first"])

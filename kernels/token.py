@@ -72,10 +72,9 @@ def attend(
     time: Tensor,
     buffers: Sequence[Tensor],
     scaling: float,
-    turn: tuple[Tensor, Tensor] | None = None,
-    used: Tensor | None = None,
+    turn: tuple[Tensor, Tensor] | None,
+    rows: Rows,
     summed: bool = False,
-    rows: Rows | None = None,
     read_at: Tensor | None = None,
     *,
     tile: decode.Tile | None = None,
@@ -92,17 +91,14 @@ def attend(
         angles: cosines and sines [B or 1, 1, D], both halves alike, by which the halves of query
             and key are rotated.
         time: [1] int32, which token it is.
-        buffers: views of slots: keys and values [B, K, n, D], positions [B, K, n] int32, and
-            [B, K, n] of auxiliary tensors, which become 0. Rows are equally far apart in all. The
-            last slot is the token's.
+        buffers: the pool's: keys and values [slots, D], positions [slots] int32, and [slots] of
+            auxiliary tensors, which become 0.
         scaling: factor of the logits.
         turn: one of the auxiliary tensors, int32: how far each key is rotated back, and a
             contiguous table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
-        used: slots in use before the token, an integer on the device []; None: n - 1.
-        summed: the keys' sums are wanted, which takes `used` None.
-        rows: where heads lie that hold unequally many slots, the token not among them; the buffers
-            are the pool's then, [slots, D] and [slots].
-        read_at: with `rows` and `turn`, integers on the device [B]: the position that a sequence's
+        rows: where heads lie that may hold unequally many slots, the token not among them.
+        summed: the keys' sums are wanted.
+        read_at: with `turn`, integers on the device [B]: the position that a sequence's
             angles turn to. The token counts as its row's next, so far before that.
         tile: how slots are read, where it is tried out (`kvcap bench token`), as are those below;
             by default as `tile_of` says.
@@ -116,14 +112,10 @@ def attend(
     """
     from kvcap.kernels.token_triton import attend_part
 
-    assert used is None or not summed, "parts not in use have no sums"
     (batch, heads, _, size), kv_heads = query.shape, key.shape[1]
     count, group = batch * kv_heads, heads // kv_heads
-    if rows is None:
-        slots, row_slots, tiles = buffers[2].shape[2] - 1, buffers[2].stride(1), float(count)
-    else:
-        slots, row_slots = rows.longest, 0
-        tiles = min(count, len(buffers[2]) / slots)  # rows, were all as long as the longest
+    slots = rows.longest
+    tiles = min(count, len(buffers[2]) / slots)  # rows, were all as long as the longest
     tile = tile or tile_of(size * query.element_size(), query.device)
     blocks = blocks_of(slots, tiles, tile, most_parts, query.device)
     chunk = tile.block * blocks
@@ -131,8 +123,9 @@ def attend(
     new = partial(torch.empty, device=query.device)
     part_out = new(count, parts, group, size, dtype=torch.float32)
     part_lse = new(count, parts, group, dtype=torch.float32)
-    made = new if rows is None else partial(torch.zeros, device=query.device)
-    sums = made(batch, kv_heads, parts, size, dtype=torch.float32) if summed else None
+    sums = None
+    if summed:
+        sums = torch.zeros(batch, kv_heads, parts, size, device=query.device)
     out, turned = (new(batch, 1, heads, size, dtype=query.dtype) for _ in range(2))
     cos, sin = (x.contiguous() for x in angles)
     shift, table = (None, None) if turn is None else turn
@@ -141,9 +134,8 @@ def attend(
             attend_part, (parts, count),
             query, key, value, cos, sin, time, *buffers[:3], **aux(buffers[3:]),
             shift=shift, table=table, queries=turned, sums=sums, part_out=part_out,
-            part_lse=part_lse, used=used, slots=slots, row_slots=row_slots, chunk=chunk,
-            starts=None if rows is None else rows.starts,
-            lengths=None if rows is None else rows.lengths, read_at=read_at,
+            part_lse=part_lse, chunk=chunk, starts=rows.starts, lengths=rows.lengths,
+            read_at=read_at,
             factor=scaling * decode.LOG2_E, **strides("bh", query=query, key=key, value=value),
             angle_b=0 if cos.shape[0] == 1 else size,
             KV_HEADS=kv_heads, GROUP=group, ROWS=MOST_GROUP, SIZE=size, HALF=size // 2,
@@ -152,7 +144,6 @@ def attend(
             maxnreg=REGISTERS if blocks == 1 else None,
             **overlapping(query.device),
         )  # fmt: skip
-        used, step = (used, 0) if rows is None else (rows.lengths, 1)
         overlap = overlapping(query.device)
-        decode.merge(part_out, part_lse, out, used, slots, step, chunk, 1, overlap)
+        decode.merge(part_out, part_lse, out, rows.lengths, slots, 1, chunk, 1, overlap)
     return out.transpose(1, 2), turned.transpose(1, 2), sums

@@ -8,8 +8,8 @@ from kvcap.kernels.append_triton import clear
 from kvcap.kernels.decode_triton import dot
 from kvcap.kernels.turn_triton import halves, made, turned, turned_by
 
-# Where a token goes differs from segment to segment, which must not compile anew.
-_PLACES = ["positions", *(f"aux_{i}" for i in range(6)), "shift", "time", "slots", "chunk"]
+# Where a token goes differs from layer to layer, which must not compile anew.
+_PLACES = ["positions", *(f"aux_{i}" for i in range(6)), "shift", "time", "chunk"]
 _PLACES += ["starts", "lengths", "read_at"]
 
 
@@ -68,8 +68,8 @@ def attend_part(
     value,  # likewise
     cos, sin,  # [B, D] where the token is rotated to
     time,  # [1], which token it is
-    keys,  # of slot 0 of row 0, rows `row_slots` slots apart
-    values, positions,
+    keys, values,  # [slots, D]
+    positions,  # [slots]
     aux_0, aux_1, aux_2, aux_3, aux_4, aux_5,  # integers that become 0, or None
     shift,  # one of these, by how much keys are rotated back, or None
     table,  # [span, 2, D/2], or None
@@ -77,12 +77,9 @@ def attend_part(
     sums,  # [B·K, S, D] float32, of keys as they are attended to, or None
     part_out,  # [B·K, S, GROUP, D] float32
     part_lse,  # [B·K, S, GROUP] float32, log-sum-exp in base 2
-    used,  # slots of every row before the token, one integer, or None: `slots`
-    starts,  # [B·K] int32, each row's first slot, or None: rows lie `row_slots` apart
-    lengths,  # [B·K] int32, likewise, each row's slots before the token
-    read_at,  # [B] likewise: the position that `cos` and `sin` turn to; it counts as its row's
-    slots,
-    row_slots,
+    starts,  # [B·K] int32, each row's first slot
+    lengths,  # [B·K] int32, each row's slots before the token
+    read_at,  # [B], or None: the position that `cos` and `sin` turn to; it counts as its row's
     chunk,  # slots of a part, a multiple of BLOCK
     factor,  # of the logits, in base 2
     query_b, query_h,
@@ -106,12 +103,7 @@ def attend_part(
         tl.extra.cuda.gdc_launch_dependents()
     part, parts, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     batch, head = row // KV_HEADS, row % KV_HEADS
-    if used is not None:
-        slots = tl.load(used).to(tl.int32)
-    first_slot = row * row_slots
-    if starts is not None:
-        first_slot = tl.load(starts + row).to(tl.int64)
-        slots = tl.load(lengths + row)
+    first_slot, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
     begin = (part - 1) * chunk
     if begin >= slots:
         return

@@ -10,8 +10,7 @@ no policy; triton is imported when first needed.
 Letters as in `Observation`, and of a tile: `N` slots, `R = GP·WB` rows, the `WB` queries of a block
 in time of each of `GP` query heads (both padded to powers of two). Where the query heads are added
 up and there are many queries, all heads of a time are rows side by side instead, and none is
-padded. Where attention has told the log-sum-exp of its logits, and its output where that is needed,
-the first pass is left out.
+padded. Where attention has told its output, the first pass makes none.
 """
 
 from __future__ import annotations
@@ -191,34 +190,28 @@ def scores(
     begins = tuple(x.data_ptr() % 16 for x in (q, k, v, positions))
     static = (K, G, sizes, t.warps, t.stages, capped)
     key = (device, k.dtype, positions.dtype, begins, strides, static, starts is None)
-    lse = None if output else obs.lse
-    a = attended
-    if lse is None:
-        part_sums = empty(2 * rows * first.parts * R, device=device)
-        part = empty(rows * first.parts * R * t.DP if output else 0, device=device)
-        sums = empty((3 if output else 2) * rows * R, device=device)
-        made = empty(a_parts, rows * R * t.DP, device=device, dtype=k.dtype)
-        a = made if a is None else a
-        variant = (first.WB, first.N, capped, output)
-        launch(
-            forward, (first.parts, B * K, first.blocks), (key, variant),
-            (q, k, v, positions, starts, lengths, part, part_sums, *strides, *shape, first.chunk,
-             *scale, *sizes, *variant), **options,
-        )  # fmt: skip
-        sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
-        beside = None if sinks is None else sinks.data_ptr() % 16
-        padded = power_of_two(first.parts)
-        at_once = min(R, max(1, 2048 // (padded * (t.DP if output else 1))))
-        merged = (R, first.WB, t.heads, t.DP, padded, at_once, a_parts)
-        launch(
-            merge, (rows, R // at_once, 1), (device, merged, k.dtype, beside),
-            (part, part_sums, made, sums, sinks, first.parts, K, G, first.blocks, *merged),
-            num_warps=2,
-        )  # fmt: skip
-    else:
-        sums = lse.contiguous()
-        a = sums if a is None else a
-    epilogue = (second.WB, second.N, second.blocks > 1, lse is not None, known, kind, group or "",
+    part_sums = empty(2 * rows * first.parts * R, device=device)
+    part = empty(rows * first.parts * R * t.DP if output else 0, device=device)
+    sums = empty((3 if output else 2) * rows * R, device=device)
+    made = empty(a_parts, rows * R * t.DP, device=device, dtype=k.dtype)
+    a = made if attended is None else attended
+    variant = (first.WB, first.N, capped, output)
+    launch(
+        forward, (first.parts, B * K, first.blocks), (key, variant),
+        (q, k, v, positions, starts, lengths, part, part_sums, *strides, *shape, first.chunk,
+         *scale, *sizes, *variant), **options,
+    )  # fmt: skip
+    sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
+    beside = None if sinks is None else sinks.data_ptr() % 16
+    padded = power_of_two(first.parts)
+    at_once = min(R, max(1, 2048 // (padded * (t.DP if output else 1))))
+    merged = (R, first.WB, t.heads, t.DP, padded, at_once, a_parts)
+    launch(
+        merge, (rows, R // at_once, 1), (device, merged, k.dtype, beside),
+        (part, part_sums, made, sums, sinks, first.parts, K, G, first.blocks, *merged),
+        num_warps=2,
+    )  # fmt: skip
+    epilogue = (second.WB, second.N, second.blocks > 1, known, kind, group or "",
                 max(a_parts, known), capped, rounded)  # fmt: skip
     of_a = a.stride()[:3] if known else (0, 0, 0)
     begins = sums.data_ptr() % 16, a.data_ptr() % 16

@@ -218,24 +218,13 @@ def _merged(a_ptr, sum_ptr, at, held, DP: tl.constexpr, A_PARTS: tl.constexpr):
 
 
 @triton.jit
-def _told(lse_ptr, row, block, G, w, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):
-    """`_merged` where attention has told the log-sum-exp [B, H, w] of its logits, and no `a`."""
-    head, time, there = _rows(block, G, w, GP, WB, HEADS)
-    top = tl.load(lse_ptr + (row * G + head) * w + time, mask=there, other=0.0)
-    return top, top, top, top, top, tl.full([GP * WB], 1.0, tl.float32)
-
-
-@triton.jit
-def _of_rows(a_ptr, a_base, sum_ptr, a_h, a_t, at, held, row, block, G, w, D: tl.constexpr,
+def _of_rows(a_ptr, a_base, sum_ptr, a_h, a_t, at, held, block, G, w, D: tl.constexpr,
              DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr,
-             A_PARTS: tl.constexpr, TOLD: tl.constexpr, KNOWN: tl.constexpr):  # fmt: skip
-    """What `_merged` says of the rows of a block, by whoever knows it."""
-    if TOLD:
-        high, low, lowest, squares, top, total = _told(sum_ptr, row, block, G, w, GP, WB, HEADS)
-    else:
-        high, low, lowest, squares, top, total = _merged(
-            a_ptr, sum_ptr, at, held, DP, 0 if KNOWN else A_PARTS
-        )
+             A_PARTS: tl.constexpr, KNOWN: tl.constexpr):  # fmt: skip
+    """What `_merged` says of the rows of a block, or of `a` whoever knows it."""
+    high, low, lowest, squares, top, total = _merged(
+        a_ptr, sum_ptr, at, held, DP, 0 if KNOWN else A_PARTS
+    )
     if KNOWN:
         high, _ = _queries(a_base, a_h, a_t, block, G, w, D, DP, GP, WB, HEADS)
         squares = tl.sum(high.to(tl.float32) * high.to(tl.float32), 1)
@@ -314,14 +303,14 @@ def score(
     q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h, a_b, a_h, a_t,
     K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon, blocks, held,
     D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
-    N: tl.constexpr, SEVERAL: tl.constexpr, TOLD: tl.constexpr, KNOWN: tl.constexpr,
+    N: tl.constexpr, SEVERAL: tl.constexpr, KNOWN: tl.constexpr,
     KIND: tl.constexpr, GROUP: tl.constexpr, A_PARTS: tl.constexpr, CAPPED: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """The scores of one part of a KV head's slots: [n], or [G, n] of its query heads.
 
-    By what `merge` left of `held` rows of each KV head, or by what attention has told: the
-    log-sum-exp of its logits (`TOLD`) and its output [B, H, w, D] at `a_ptr` (`KNOWN`).
+    By what `merge` left of `held` rows of each KV head, and where attention has told it (`KNOWN`)
+    by its output [B, H, w, D] at `a_ptr`.
     """
     R: tl.constexpr = GP * WB
     part, row, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -337,8 +326,8 @@ def score(
     if not SEVERAL:
         q, time = _queries(q_base, q_h, q_t, 0, G, w, D, DP, GP, WB, HEADS)
         merged = _of_rows(
-            a_ptr, a_base, sum_ptr, a_h, a_t, own, all_held, row, 0, G, w, D, DP, GP, WB, HEADS,
-            A_PARTS, TOLD, KNOWN,
+            a_ptr, a_base, sum_ptr, a_h, a_t, own, all_held, 0, G, w, D, DP, GP, WB, HEADS,
+            A_PARTS, KNOWN,
         )  # fmt: skip
     begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
     tiles = tl.cdiv(stop - begin, N)
@@ -357,8 +346,8 @@ def score(
             for block in range(blocks):
                 q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB, HEADS)
                 merged = _of_rows(
-                    a_ptr, a_base, sum_ptr, a_h, a_t, own + block * R, all_held, row, block, G, w,
-                    D, DP, GP, WB, HEADS, A_PARTS, TOLD, KNOWN,
+                    a_ptr, a_base, sum_ptr, a_h, a_t, own + block * R, all_held, block, G, w,
+                    D, DP, GP, WB, HEADS, A_PARTS, KNOWN,
                 )  # fmt: skip
                 cost += _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon,
                               KIND, CAPPED, ROUNDED, A_PARTS)  # fmt: skip

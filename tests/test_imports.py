@@ -249,13 +249,13 @@ def test_what_a_command_may_import_is_heavy():
     "asks",
     [
         "x = torch.zeros(1, 1, 1, 64); kernels.decode.covers(x, x, x)",
-        "kernels.evict.covers(torch.zeros(1, 1, 5, dtype=torch.int32), 1)",
+        "kernels.rows.covers([torch.zeros(5, 8)] * 2 + [torch.zeros(5, dtype=torch.int32)])",
     ],
 )
 def test_asking_a_kernel_imports_no_triton_and_touches_no_device(asks):
     done = python(
         f"import os, sys, torch; os.environ['TRITON_INTERPRET'] = '1'; "
-        f"from kvcap import kernels; from kvcap.kernels import decode, evict; "
+        f"from kvcap import kernels; from kvcap.kernels import decode, rows; "
         f"{asks}; assert 'triton' not in sys.modules; assert not torch.cuda.is_initialized()"
     )
     assert done.returncode == 0, done.stderr

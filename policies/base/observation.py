@@ -76,7 +76,6 @@ class Observation:
     first_head: int = 0  # the KV head of row 0; heads of unequal lengths are observed one by one
     queries: Tensor | None = None  # [B, H, w, D], the last w queries, oldest first
     scaling: float = 1.0  # of the logits, usually 1/sqrt(D)
-    lse: Tensor | None = None  # [B, H, w] of their logits, the log-sum-exp, if attention told it
     attended: Tensor | None = None  # [B, H, w, D], attention's output for them, if it told it
     softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
     sinks: Tensor | None = None  # [H], gpt-oss: a learned logit per query head, see `attention`

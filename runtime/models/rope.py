@@ -185,17 +185,11 @@ class Rotation:
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
-        return self.back_and_sums(x, shift, sums=False)[0]
-
-    def back_and_sums(
-        self, x: Tensor, shift: Tensor, sums: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """`back`, and sums [B, K, parts, D] of parts of the rows where they come along for free."""
         if x.dim() == 4 and ready(x):
-            return rotate_back(x, shift, self.table, sums, interleaved=self.interleaved)
+            return rotate_back(x, shift, self.table, interleaved=self.interleaved)
         rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
         rows = rows.view(*shift.shape, *rows.shape[1:])
-        return rotate(x, rows, back=True, interleaved=self.interleaved), None
+        return rotate(x, rows, back=True, interleaved=self.interleaved)
 
     def on(self, x: Tensor, by: Tensor, out: Tensor) -> None:
         """Rotate `x` [..., n, D] on by `by` [..., n] positions, below the table's span, to `out`.

@@ -182,7 +182,7 @@ def test_a_fault_is_noticed(fault, dtype):
     inputs = Inputs(Case(1, 2, 2, 2, 70, 64), dtype)
     check(inputs.attend(), inputs)
     if fault == "the last slot":
-        out = inputs.attend(length=69)
+        out = inputs.attend(keys=inputs.keys[:, :, :69], values=inputs.values[:, :, :69])
     elif fault == "causality":
         first = inputs.attend(query=inputs.query[:, :, :1])
         out = torch.cat((first, inputs.attend()[:, :, 1:]), dim=2)
@@ -273,38 +273,6 @@ def test_sink_logits_of_heads_that_hold_unequally_many_slots():
     for i, (head, inputs) in enumerate(zip(out.reshape(4, 1, 3, 1, 64), heads, strict=True)):
         expected = plain_with_sinks(inputs, sinks.view(2, 3)[i % 2])
         torch.testing.assert_close(head.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_length_can_be_an_int():
-    inputs = Inputs(Case(2, 1, 2, 1, 90, 64), torch.float32)
-    pool = Inputs(Case(2, 1, 2, 1, 120, 64), torch.float32, seed=1)
-    for name in ("keys", "values"):
-        getattr(pool, name)[:, :, :90] = getattr(inputs, name)
-    parts = {name: getattr(pool, name) for name in ("keys", "values")}
-    assert torch.equal(inputs.attend(**parts, length=90), inputs.attend())
-
-
-def test_a_length_can_change_on_the_device():
-    """Between replays of a CUDA graph, where there is CUDA."""
-    case = Case(1, 2, 2, 1, 100, 64)
-    whole = Inputs(case, torch.float32)
-    length = torch.tensor([100], dtype=torch.int32, device=DEVICE)
-    out = whole.attend(length=length)
-    graph = None
-    if DEVICE == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = whole.attend(length=length)
-    for held in (1, 37, 64, 100):
-        length.fill_(held)
-        if graph is not None:
-            graph.replay()
-        else:
-            out = whole.attend(length=length)
-        inputs = Inputs(case, torch.float32)
-        for name in ("keys", "values"):
-            setattr(inputs, name, getattr(whole, name)[:, :, :held])
-        check(out, inputs)
 
 
 def test_what_is_covered():

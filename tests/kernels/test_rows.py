@@ -14,6 +14,7 @@ from kvcap import kernels
 from kvcap.kernels import keydiff, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.policies.base import Observation, Rows
+from kvcap.policies.base.eviction import LOWEST
 from kvcap.policies.base.order import lowest
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.cache.pool import Segment, SlotPool
@@ -33,20 +34,26 @@ def ints(numbers):
 class Layer:
     """Rows of a pool, each of so many slots, with room behind it."""
 
-    def __init__(self, lengths, targets, pins=((0, 0),), spans=(), seed=0, ties=True):
+    def __init__(
+        self, lengths, targets, pins=((0, 0),), spans=(), seed=0, ties=True,
+        size=8, dtype=torch.float32, more=(),
+    ):  # fmt: skip
         self.lengths, self.targets, self.spans = lengths, targets, spans
         self.pins = list(pins) * (len(lengths) if len(pins) == 1 else 1)
         room = [max(n, t) + FREE for n, t in zip(lengths, targets, strict=True)]
         self.starts = [sum(room[:i]) for i in range(len(room) + 1)]
         kinds = {"mass": torch.float32, "shift": torch.int32}
-        self.pool = SlotPool(sum(room), 8, torch.float32, DEVICE, kinds)
+        kinds |= {str(kind): kind for kind in more}
+        self.pool = SlotPool(sum(room), size, dtype, DEVICE, kinds)
         self.segments = []
         for k, (n, slots) in enumerate(zip(lengths, room, strict=True)):
             segment = Segment(self.pool, self.starts[k], slots - FREE, FREE)
             g = torch.Generator().manual_seed(seed + k)
-            segment.append(random(1, 1, n, 8, seed=seed + k), random(1, 1, n, 8, seed=k),
+            segment.append(random(1, 1, n, size, seed=seed + k), random(1, 1, n, size, seed=k),
                            torch.randperm(SEEN, generator=g)[:n].int().to(DEVICE))  # fmt: skip
             segment.aux("mass").copy_(random(1, 1, n, seed=k + 9))
+            for name in map(str, more):
+                segment.aux(name).copy_(random(1, 1, n, seed=k + 9).round())
             segment.aux("shift").copy_(segment.positions % 5)
             self.segments.append(segment)
         self.longest = max(room) + 3
@@ -69,7 +76,8 @@ class Layer:
         pinned = (positions < sinks) | (positions >= SEEN - recents)
         for start, stop in self.spans:
             pinned |= (positions >= start) & (positions < stop)
-        worth = self.scores[0, k, :n].masked_fill(pinned, float("inf"))
+        finite = self.scores[0, k, :n].nan_to_num(nan=LOWEST, neginf=LOWEST)
+        worth = finite.masked_fill(pinned, float("inf"))
         count = max(0, n - self.targets[k])
         gone = lowest(worth, positions, count)
         stays = torch.ones(n, dtype=torch.bool, device=DEVICE)
@@ -150,6 +158,118 @@ def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
         assert layer.newer[0, k].tolist() == [k + count, 3 + count]
         for one, other in zip(layer.found(k, layer.starts[k], held), tensors, strict=True):
             assert torch.equal(one, other)
+
+
+def same_as_expected(layer, give_up=rows.give_up, seen=SEEN):
+    """Whether `give_up` leaves what eager code does, in time order."""
+    expected = [layer.expected(k) for k in range(len(layer.lengths))]
+    left = torch.full((len(expected),), -1, dtype=torch.int32, device=DEVICE)
+    give_up(layer.scores, Pins(0, 0, seen, layer.spans), layer.moved(), left, layer.newer)
+    return all(
+        int(left[k]) == layer.lengths[k] - count
+        and all(map(torch.equal, layer.found(k, layer.starts[k], layer.lengths[k] - count), parts))
+        for k, (parts, count) in enumerate(expected)
+    )
+
+
+def hard_scores(n, g):
+    """Rows [K, n] to which a search for the lowest is not used."""
+    nan, inf = float("nan"), float("inf")
+    normal, order = torch.randn(n, generator=g), torch.arange(n)
+    pick = torch.rand(n, generator=g)
+    return torch.stack([
+        torch.zeros(n),
+        torch.full((n,), nan),
+        torch.full((n,), inf),
+        torch.where(pick < 0.5, 0.0, -0.0),  # alike
+        torch.where(pick < 0.5, 0.0, normal),  # many at the bound
+        torch.where(pick < 0.1, -1.0, 1.0),
+        torch.where(pick < 0.9, nan, -inf),  # alike, and as low as can be
+        torch.where(pick < 0.5, 3.4e38, -3.4e38) * (1 + normal / 1000),  # further than an int32
+        normal * 1e-42,  # denormal
+        (order + 0x3F800000).to(torch.int32).view(torch.float32),  # neighbours
+        (0x3F800000 - order).to(torch.int32).view(torch.float32),
+        normal.bfloat16().float(),
+        -normal.abs().pow(30),
+    ]).to(DEVICE)  # fmt: skip
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(
+    ("held", "count"), [(1, 1), (2, 2), (31, 10), (32, 32), (45, 40), (130, 1), (300, 256)]
+)
+def test_scores_that_are_hard_to_tell_apart(held, count, at_once, monkeypatch):
+    if not at_once:
+        monkeypatch.setattr(rows, "MOST_AT_ONCE", 0)
+    scores = hard_scores(held, torch.Generator().manual_seed(held))
+    for give_up in (rows.give_up, rows.give_up_one)[: 1 + (count == 1)]:
+        layer = Layer([held] * len(scores), [held - count] * len(scores))
+        layer.scores[0, :, :held] = scores
+        assert same_as_expected(layer, give_up)
+
+
+WIDE = (torch.int8, torch.float16, torch.bool, torch.float32)
+
+
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize(
+    ("size", "dtype", "more"),
+    [(80, torch.bfloat16, WIDE), (24, torch.float16, ()), (128, torch.float32, WIDE[:2])],
+)
+def test_all_that_may_pin_a_slot_and_all_that_moves_with_it(size, dtype, more, count):
+    spans = tuple((400 * i, 400 * i + 90) for i in range(8))
+    layer = Layer(
+        [200, 130], [200 - count, 130 - count], ((50, 150), (0, 700)), spans,
+        size=size, dtype=dtype, more=more,
+    )  # fmt: skip
+    clock = torch.tensor(SEEN, device=DEVICE)
+    assert same_as_expected(layer, rows.give_up_one if count == 1 else rows.give_up, clock)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_scores_can_be_a_view(count):
+    """One row for all heads, or every other number of a row."""
+    for scores in (random(1, 1, 50).expand(-1, 3, -1), random(1, 3, 100)[..., ::2]):
+        layer = Layer([50] * 3, [50 - count] * 3)
+        layer.scores = scores
+        assert same_as_expected(layer, rows.give_up_one if count == 1 else rows.give_up)
+
+
+@pytest.mark.parametrize("fault", ["a pin", "a span", "the shift", "a buffer less"])
+@pytest.mark.parametrize("count", [1, 9])
+def test_a_fault_is_noticed(fault, count):
+    layer = Layer([60, 70], [60 - count, 70 - count], ((0, 900),), ((0, 2000),))
+    for k, segment in enumerate(layer.segments):  # the newest and oldest, were they not pinned
+        layer.scores[0, k, : layer.lengths[k]] = -(segment.positions[0, 0] - 2050.0).abs()
+    moved, give_up = layer.moved(), rows.give_up_one if count == 1 else rows.give_up
+
+    def broken(scores, pins, pool, left, newer):
+        if fault == "a pin":
+            moved.pins.zero_()
+        elif fault == "a span":
+            pins = pins._replace(spans=())
+        elif fault == "the shift":
+            pool = pool._replace(shift=None)
+        else:
+            pool = pool._replace(buffers=pool.buffers[:-2] + pool.buffers[-1:])
+        pins_of = moved.pins if fault == "a pin" else pool.pins
+        give_up(scores, pins, pool._replace(pins=pins_of), left, newer)
+
+    assert not same_as_expected(layer, broken)
+
+
+def test_what_is_covered(monkeypatch):
+    kinds = {str(i): torch.float32 for i in range(6)}
+    buffers = SlotPool(9, 8, torch.float32, DEVICE, kinds).buffers()
+    assert rows.covers(buffers)
+    assert rows.covers(buffers, ((0, 1),) * 8)
+    assert not rows.covers(buffers, ((0, 1),) * 9)
+    assert not rows.covers([*buffers, buffers[-1]])
+    assert not rows.covers([*buffers[:2], buffers[2][::2]])
+    assert not rows.covers([*buffers[:2], buffers[0]])
+    if DEVICE == "cpu":
+        monkeypatch.delenv("TRITON_INTERPRET")
+        assert not rows.covers(buffers)
 
 
 @pytest.mark.parametrize("most", [0, rows.MOST_COPIED])

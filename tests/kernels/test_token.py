@@ -10,6 +10,7 @@ from interpreted import DEVICE, assert_as_near, pytestmark  # noqa: F401
 from torch import Tensor
 
 from kvcap.kernels import decode, token
+from kvcap.policies.base import Rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.models.rope import Rotation, rotate, table_dtype
 
@@ -61,7 +62,7 @@ class Inputs:
         frequencies = 10000.0 ** -(torch.arange(0, c.size, 2) / c.size)
         self.rotation = Rotation(frequencies, SPAN, DEVICE, table_dtype(dtype))
         angles = torch.arange(TIME, TIME + c.batch)[:, None, None].double() * frequencies.double()
-        self.exact = angles.to(DEVICE)
+        self.exact, self.frequencies = angles.to(DEVICE), frequencies.double().to(DEVICE)
         self.angles = tuple(
             x.repeat(1, 1, 2).to(DEVICE, dtype) for x in (angles.cos(), angles.sin())
         )
@@ -81,13 +82,21 @@ class Inputs:
             self.pool.aux["shift"].fill_(2**30)
             self.segment.aux("shift").copy_(shift)
 
+    def rows(self, lengths: Tensor | int | None = None) -> Rows:
+        """Where heads lie, each of which has so many slots in use."""
+        c, capacity = self.case, self.segment.capacity
+        starts = torch.arange(c.batch * c.kv_heads, dtype=torch.int32, device=DEVICE) * capacity
+        lengths = c.slots if lengths is None else lengths
+        return Rows(starts, torch.zeros_like(starts) + lengths, max(1, c.slots))
+
     def attend(self, **changed) -> tuple[Tensor, Tensor, Tensor | None]:
-        buffers = self.segment.append_views(whole=False)
+        buffers = self.pool.buffers()
         assert token.covers(self.query, self.key, self.value, buffers)
-        turn = (self.segment.aux("shift"), self.rotation.table) if self.case.moved else None
+        turn = (self.pool.aux["shift"], self.rotation.table) if self.case.moved else None
         arguments = {
             "query": self.query, "key": self.key, "value": self.value, "angles": self.angles,
             "time": self.time, "buffers": buffers, "scaling": self.scaling, "turn": turn,
+            "rows": self.rows(),
         }  # fmt: skip
         return token.attend(**{**arguments, **changed})
 
@@ -168,13 +177,13 @@ def test_two_runs_are_equal_to_the_bit(dtype):
 def test_a_fault_is_noticed(fault, dtype):
     inputs = Inputs(Case(1, 2, 2, 70, 64), dtype)
     check(inputs.attend()[0], inputs)
-    shift, table = inputs.segment.aux("shift"), inputs.rotation.table
+    shift, table = inputs.pool.aux["shift"], inputs.rotation.table
     if fault == "a shift":
         out = inputs.attend(turn=(shift, table.roll(1, 0)))
     elif fault == "an angle":
         out = inputs.attend(angles=inputs.angles[::-1])
     elif fault == "a slot":
-        out = inputs.attend(used=torch.tensor(69, device=DEVICE))
+        out = inputs.attend(rows=inputs.rows(69))
     elif fault == "the scaling":
         out = inputs.attend(scaling=inputs.scaling * 1.1)
     else:
@@ -202,33 +211,46 @@ def test_how_slots_are_read_changes_no_more_than_the_order_of_sums(how, moved):
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_how_many_slots_are_in_use_can_be_told_on_the_device(moved):
-    """And may change between replays of a CUDA graph, where there is CUDA."""
-    case = Case(1, 2, 2, 100, 64, moved=moved)
-    used = torch.tensor(0, device=DEVICE)
+def test_each_row_has_as_many_slots_as_the_device_says(moved):
+    """And may have others between replays of a CUDA graph, where there is CUDA."""
+    case, held = Case(2, 2, 2, 100, 64, moved=moved), [0, 1, 64, 99]
+    lengths = torch.tensor(held, dtype=torch.int32, device=DEVICE)
 
     def run(inputs):
-        return inputs.attend(used=used)[0]
+        return inputs.attend(rows=inputs.rows()._replace(lengths=lengths), summed=True)
 
-    for held in (0, 1, 64, 99):
-        inputs = Inputs(case, torch.float32)
-        expected = replace(case, slots=held)
-        few = Inputs(expected, torch.float32)
-        for name in ("keys", "values", *(["shift"] if moved else [])):
-            view = lambda x, n=name: x.aux(n) if n == "shift" else getattr(x, n)  # noqa: E731
-            view(few.segment).copy_(view(inputs.segment)[:, :, :held])
-        few.query, few.key, few.value = inputs.query, inputs.key, inputs.value
-        used.fill_(held)
-        check(run(inputs), few)
-        assert inputs.segment.positions[..., held].unique().tolist() == [TIME]
+    inputs = Inputs(case, torch.float32)
+    query, keys, values = (x.double() for x in inputs.attended(torch.float64))
+    out, _, sums = run(inputs)
+    for row, n in enumerate(held):
+        b, k = divmod(row, 2)
+        mine = [torch.cat((x[b, k, :n], x[b, k, -1:])) for x in (keys, values)]
+        weights = (query[b, 2 * k : 2 * k + 2] @ mine[0].mT * inputs.scaling).softmax(-1)
+        expected = weights @ mine[1]
+        torch.testing.assert_close(
+            out[b, 2 * k : 2 * k + 2].double(), expected, rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(sums[b, k].sum(0).double(), mine[0].sum(0), rtol=1e-5, atol=1e-4)
+        assert inputs.segment.whole(inputs.pool.positions)[b, k, n] == TIME
     if DEVICE == "cuda":
         inputs, graph = Inputs(case, torch.float32), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = run(inputs)
-        for held in (99, 5):
-            used.fill_(held)
+            out = run(inputs)[0]
+        for n in (99, 5):
+            lengths.fill_(n)
             graph.replay()
-            assert torch.equal(out, run(inputs))
+            assert torch.equal(out, run(inputs)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_that_was_read_further_on_counts_as_its_rows_next(dtype):
+    inputs = Inputs(Case(2, 2, 3, 70, 64), dtype)
+    past = torch.tensor([7, 11], device=DEVICE)  # of each sequence
+    exact = inputs.exact - past[:, None, None] * inputs.frequencies
+    out = inputs.attend(read_at=(70 + past).int())[0]
+    inputs.exact = exact
+    inputs.angles = tuple(x.repeat(1, 1, 2).to(dtype) for x in (exact.cos(), exact.sin()))
+    check(out, inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -252,9 +274,7 @@ def test_what_is_covered():
     def covered(tokens=1, size=64, group=2, sides=1, dtype=torch.bfloat16):
         inputs = Inputs(Case(1, 2, group, 9, size, sides=sides), dtype)
         query = inputs.query.expand(-1, -1, tokens, -1)
-        return token.covers(
-            query, inputs.key, inputs.value, inputs.segment.append_views(whole=False)
-        )
+        return token.covers(query, inputs.key, inputs.value, inputs.pool.buffers())
 
     assert covered()
     assert covered(group=16, size=256)
@@ -262,9 +282,3 @@ def test_what_is_covered():
     assert not covered(group=17)
     assert not covered(sides=7)
     assert not covered(dtype=torch.float64)
-
-
-def test_sums_are_of_all_slots_or_not_wanted():
-    inputs = Inputs(Case(1, 1, 1, 5, 64), torch.float32)
-    with pytest.raises(AssertionError, match="no sums"):
-        inputs.attend(used=torch.tensor(3, device=DEVICE), summed=True)
