@@ -182,7 +182,7 @@ def main(policies: list[str]) -> None:
     ASTSource.make_ir = only_read
     driver.set_active(Driver())
     # What would be computed is undefined: as if no slots had moved.
-    RowTable.agreed = lambda table, seen, _: table._agree(seen)
+    RowTable.agreed = lambda table, seen, *_: table._agree(seen)
     known, refused = set(), {}
 
     def each(kernel: tuple[str, ...], compiled: Callable[[], Any]) -> None:
@@ -207,7 +207,7 @@ def main(policies: list[str]) -> None:
                 return cache.allocate(1, torch.bfloat16, "cpu")
 
             cache = cache_of(eviction)
-            if not cache.by_rows():
+            if not cache.by_rows:
                 cache = cache_of(data_independent(eviction))
             loop = BlockLoop(model, cache, graphs=Uncaptured(model, cache))
             converse(loop, config.vocab_size)
