@@ -49,6 +49,10 @@ HALF_READ = (
     "failed half-way, or they lie on another device; reset the cache, and keep the model on one "
     "device"
 )
+REUSED = (
+    "the session that had this cache has ended, and it is another's; make a kvcap.BudgetCache to "
+    "run a model by yourself"
+)
 _IMAGES = (
     "count one position a token, and this model gives tokens of images three (M-RoPE), which an "
     "eviction would move apart; use positions='true', or for text alone kvcap.cap(model) or the "
@@ -138,6 +142,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Tokens read, [start, stop), that are never evicted; see `pin`."""
         self.unread: tuple[int, int] | None = None
         """The last token said, to be read before what follows, and the tokens read before it."""
+        self.reused = False
+        """Whether it was another session's, so that only the block loop may read into it."""
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
@@ -271,6 +277,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             if self.leaves_window(self._reading):
                 self.capped_layers[0].check_block(self._reading, self.context)
                 self.become_compact()
+        if self.reused and self.context.start is None:
+            raise SessionBroken(REUSED)
         if self.by_rows and self.context.start is None:  # transformers makes a pass by itself
             rows = self.row_pass(self._reading, counts_on=True)
             self.context = ForwardContext(room=self.context.room, rows=rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from torch import Tensor
 from kvcap.policies.base import Rows
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.pool import Segment
-
-if TYPE_CHECKING:
-    from kvcap.runtime.cache.slots.rows import RowSlots
 
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
 ALIGNED = 16  # a multiple of so many numbers: kernels are compiled apart for strides that are not
@@ -53,15 +50,15 @@ class RowTable:
     """The rows of all capped layers.
 
     Args:
-        engines: of the layers, whose segments are of all heads, of a head each, or of a sequence;
-            of one pool for each layer, or of one for all.
+        engines: `RowSlots` of the layers, whose segments are of all heads, of a head each, or of a
+            sequence; of one pool for each layer, or of one for all.
         recents: where slots move, how many newest tokens stay, by the slots of a head.
         balance: moves slots between layers, if they move.
     """
 
     def __init__(
         self,
-        engines: Sequence[RowSlots],
+        engines: Sequence[Any],
         recents: Sequence[int] = (),
         balance: LayerBalance | None = None,
     ) -> None:

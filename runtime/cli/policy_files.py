@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
-from kvcap.runtime.cli.tables import DOES, Part, companion_rows, row_of
+from kvcap.runtime.cli.tables import DOES, TablePart, companion_rows, row_of
 from kvcap.runtime.types import PINS
 
 CONTRACTS = ("component", "policy", "companions")  # files of `base` that classes derive from
@@ -46,11 +46,11 @@ def _rows(folder: Path) -> tuple[Rows, Rows]:
         names = _executed(folder / "base" / f"{file}.py", names)
     kinds = {slot: names[slot.title().replace("_", "")] for slot in DOES}
 
-    def parts(place: Path) -> dict[str, Part]:
+    def parts(place: Path) -> dict[str, TablePart]:
         files = [path for path in place.glob("*.py") if path.stem != "__init__"]
         return {path.stem: _part(path, names, kinds) for path in files}
 
-    policies, others = parts(folder), dict[str, Part]()
+    policies, others = parts(folder), dict[str, TablePart]()
     for place in folder.iterdir():
         if place.name != "base":
             others |= parts(place)
@@ -78,20 +78,22 @@ def _executed(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _part(path: Path, names: Mapping[str, Any], kinds: Mapping[str, Any]) -> Part:
+def _part(path: Path, names: Mapping[str, Any], kinds: Mapping[str, Any]) -> TablePart:
     """Return the one part that a file defines, with its options as they are by default."""
     found = _executed(path, names).items()
     [kind] = [x for key, x in found if key not in names and issubclass(x, names["Component"])]
     if any("ClassVar" in str(field.type) for field in fields(kind)):
         raise ValueError("a ClassVar by another name is taken for an option")
-    return Part(next(slot for slot in kinds if issubclass(kind, kinds[slot])), path.stem, kind())
+    return TablePart(
+        next(slot for slot in kinds if issubclass(kind, kinds[slot])), path.stem, kind()
+    )
 
 
 def _row(
-    name: str, preset: Any, policies: Mapping[str, Part], others: Mapping[str, Part]
+    name: str, preset: Any, policies: Mapping[str, TablePart], others: Mapping[str, TablePart]
 ) -> dict[str, Any]:
     base, *combined = preset.parts.split("+")
-    left, filled = dict(preset.options), dict[str, Part]()
+    left, filled = dict(preset.options), dict[str, TablePart]()
     for part in (policies[base], *(others[other] for other in combined)):
         own = {key: left.pop(key) for key in part.component.options() if key in left}
         filled[part.slot] = part._replace(component=type(part.component)(**own))

@@ -37,7 +37,7 @@ LEGEND = (
 )
 
 
-class Part(NamedTuple):
+class TablePart(NamedTuple):
     """A component of a policy, where it stands in it, and its name."""
 
     slot: str
@@ -65,7 +65,7 @@ def describe(name: str, eviction: Eviction) -> dict[str, Any]:
     from kvcap.policies.base import Preset
 
     filled = {slot: part for slot in SLOTS if (part := getattr(eviction, slot)) is not None}
-    parts = [Part(slot, _name(part), part) for slot, part in filled.items()]
+    parts = [TablePart(slot, _name(part), part) for slot, part in filled.items()]
     recipe = policies().get(name)
     preset = Preset(name) if recipe is None else Preset(name, recipe.options, recipe.when)
     return row_of(name, parts, preset, eviction.sink_tokens, eviction.recent_tokens)
@@ -73,7 +73,7 @@ def describe(name: str, eviction: Eviction) -> dict[str, Any]:
 
 def row_of(
     name: str,
-    parts: Sequence[Part],
+    parts: Sequence[TablePart],
     preset: Preset,
     sink_tokens: int | None = None,
     recent_tokens: int = 0,
@@ -107,12 +107,12 @@ def describe_companions() -> list[dict[str, Any]]:
     from kvcap.policies import SLOTS, companions
 
     return companion_rows(
-        Part(next(slot for slot, kind in SLOTS.items() if issubclass(cls, kind)), name, cls())
+        TablePart(next(slot for slot, kind in SLOTS.items() if issubclass(cls, kind)), name, cls())
         for name, cls in companions().items()
     )
 
 
-def companion_rows(parts: Iterable[Part]) -> list[dict[str, Any]]:
+def companion_rows(parts: Iterable[TablePart]) -> list[dict[str, Any]]:
     """The rows of companions, by slot and name."""
     order = list(DOES)
     return [part.row() for part in sorted(parts, key=lambda x: (order.index(x.slot), x.name))]

@@ -15,7 +15,7 @@ from kvcap.runtime.session import settings
 from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.engine import Engine, Loop, Sampler
 from kvcap.runtime.session.guide import Guide
-from kvcap.runtime.session.listener import Limits, Listener
+from kvcap.runtime.session.listener import AnswerLimits, Listener
 from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
 from kvcap.runtime.session.stats import FinishReason, Turn
 
@@ -185,7 +185,7 @@ class Decoding:
         # A penalty looks back at this turn only: the history of a conversation has no bound.
         most_looked_at = min(turn.prompt_tokens, engine.plan.budget_tokens)
         history = engine.token_ids(list(self.read_ids[-most_looked_at:]))
-        source = Source(
+        source = TokenSource(
             engine, self.loop, sampler, listeners, frozenset(ends), most, history, written.tokens
         )
         reason: FinishReason | None = None
@@ -220,7 +220,7 @@ class Decoding:
         self, config: Any, sampler: Sampler, guide: Guide | None, stream: TextStream, to: Written
     ) -> list[Listener]:
         """Choose the listeners of an answer, of which a later one's reason to end it counts."""
-        found: list[Listener] = [Limits(answer_limit(config), self.loop), stream]
+        found: list[Listener] = [AnswerLimits(answer_limit(config), self.loop), stream]
         if (top := getattr(config, "logprobs", None)) is not None:
             texts = TokenTexts(self.engine.tokenizer)
             found.append(Logprobs(to.logprobs, sampler, top, texts, stream))
@@ -268,7 +268,7 @@ class Decoding:
 
 
 @dataclass
-class Source:
+class TokenSource:
     """A source that draws the tokens of an answer, and has each read so that the next is known."""
 
     engine: Engine

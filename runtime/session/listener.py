@@ -45,7 +45,7 @@ class Listener:
         return None
 
 
-class Limits(Listener):
+class AnswerLimits(Listener):
     """A listener that ends an answer of `most` tokens, and where its cache is to be full."""
 
     def __init__(self, most: int, loop: Loop) -> None:

@@ -131,7 +131,7 @@ def test_rows_are_planned_to_the_byte(folder: str, every: int | None, dtype: str
     opened.scheduler.close()
     assert opened.scheduler.batch.apart is None
     assert opened.plan.shared.rows == opened.scheduler.batch.nbytes
-    assert (opened.plan.shared.rows > 0) is (dtype != "float32")
+    assert (opened.plan.shared.rows > 0) is (dtype == "bfloat16")
     assert opened.plan.shared.workspace > 0
     assert (opened.plan.places, opened.plan.together) == (5, 3)
     assert opened.scheduler.limits.places == 5

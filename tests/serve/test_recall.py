@@ -17,7 +17,7 @@ from server_chats import ask, limits, plain, said, serve, text_of, until, user
 from tools import PATIENCE
 
 import kvcap
-from kvcap.runtime.backends.pytorch.batch import Rows
+from kvcap.runtime.backends.pytorch.batch import SessionRows
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.recall.store import PassageStore
 from kvcap.serve.app import Settings, application
@@ -217,13 +217,13 @@ def test_an_answer_with_recalled_text_beside_others_is_as_alone(
     tmp_path: Path, every: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for its end: others are read in rows of one cache meanwhile, it is not."""
-    init = Rows.__init__
+    init = SessionRows.__init__
 
-    def made(self: Rows, *args: Any) -> None:
+    def made(self: SessionRows, *args: Any) -> None:
         init(self, *args)
         self.asynchronous = ahead  # as on a GPU, where a pass begins before the last one is told
 
-    monkeypatch.setattr(Rows, "__init__", made)
+    monkeypatch.setattr(SessionRows, "__init__", made)
     runtime = load(tmp_path, evict_every=every)
     facts = [FACT.format(7000 + number) for number in range(4)]
     asked = [QUESTION, filler("long", 120), QUESTION, filler("more", 60)]

@@ -52,7 +52,7 @@ class Begun:
     error: Exception | None = None  # why it is not
 
 
-class Rows:
+class SessionRows:
     """One cache for several sessions, of a row of slots each.
 
     Slots know by a counter of tokens how old they are. Those of a row are moved to the rows' own
@@ -120,7 +120,7 @@ class Rows:
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
         """Begin to read the token of each of these, which have rows; see `SharedRows.begin`.
 
-        Rows of others are changed as well: whoever has a row must be among them, or gives it back.
+        SessionRows of others are changed as well: whoever has a row must be among them, or gives it back.
         """
         ids, rows, samplers = [0] * self.size, list[int](), dict[int, Any]()
         for answer, token in zip(answers, tokens, strict=True):
@@ -186,7 +186,7 @@ class Rows:
     def _give_back(self, row: int, own: BudgetCache) -> None:
         """Copy a row's slots back into its session's cache, and free the row; once, if asked again.
 
-        Rows know caches and no sessions, which know how to have theirs back.
+        SessionRows know caches and no sessions, which know how to have theirs back.
         """
         with interrupts_deferred():
             if self._begun is not None and row in self._begun.untold:
@@ -256,7 +256,7 @@ class Rows:
         self.cache.counters = [(seen, held) for _, held in self.cache.counters]
 
 
-def shared_rows(runtime: Any, size: int) -> tuple[Rows | SharedPass | None, str | None]:
+def shared_rows(runtime: Any, size: int) -> tuple[SessionRows | SharedPass | None, str | None]:
     """Return what reads a token of so many sessions at once, or why they are read one by one.
 
     On a CPU passes over their own caches, elsewhere rows of one cache.
@@ -274,7 +274,7 @@ def shared_rows(runtime: Any, size: int) -> tuple[Rows | SharedPass | None, str 
     cache = runtime.new_cache(size, positions)
     if not reads_rows(cache):
         return None, f"no kernels cover policy {cache.eviction.name!r} over rows"
-    return Rows(runtime.model, cache, size), None
+    return SessionRows(runtime.model, cache, size), None
 
 
 def plan_shared(

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from transformers import GenerationConfig
 from kvcap import dtypes
 from kvcap.policies import PINS, Eviction, Policy, as_eviction, load_policy, policies
 from kvcap.runtime.backends.pytorch import snapshot
-from kvcap.runtime.backends.pytorch.batch import Rows, shared_rows
+from kvcap.runtime.backends.pytorch.batch import SessionRows, shared_rows
+from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.backends.pytorch.shared_pass import SharedPass
@@ -86,7 +88,7 @@ class Runtime:
         self.kv_budget = kv_budget  # bytes, where the cap was given in bytes
         self.evict_every = evict_every
         self.memory_cap = memory_cap  # bytes of the whole process
-        self._warm: BlockLoop | None = None  # with CUDA graphs, for the first session
+        self._idle: list[tuple[BudgetCache, BlockGraphs]] = []  # of sessions that ended
 
     def __repr__(self) -> str:
         return f"<Runtime of {self.name or 'a model'} on {self.device_label}: {self.plan.summary}>"
@@ -272,14 +274,34 @@ class Runtime:
         """
         return Batch(self, size)
 
-    def shared_rows(self, size: int) -> tuple[Rows | SharedPass | None, str | None]:
+    def shared_rows(self, size: int) -> tuple[SessionRows | SharedPass | None, str | None]:
         """What reads a token of so many sessions at once, or None and why nothing does."""
         return shared_rows(self, size)
 
     def loop(self) -> BlockLoop:
-        """Return a block loop over an empty cache, which nobody else uses."""
-        loop, self._warm = self._warm, None
-        return loop or BlockLoop(self.model, self.new_cache(), several=self.memory_cap is None)
+        """Return a block loop over an empty cache, which is its own as long as the loop lives.
+
+        On CUDA it may be the cache of a session that ended, with the graphs captured there, so that
+        nothing is allocated or captured anew. Whoever holds that session's cache yet cannot read
+        into it any more. See `free_idle`.
+        """
+        if self._idle:
+            cache, graphs = self._idle.pop()
+            cache.reset()
+            cache.reused = True
+            loop = BlockLoop(self.model, cache, graphs=graphs)
+        else:
+            cache = self.new_cache()
+            loop = BlockLoop(self.model, cache, several=self.memory_cap is None)
+        if loop.graphs is not None:
+            finalize(loop, self._idle.append, (cache, loop.graphs)).atexit = False
+        return loop
+
+    def free_idle(self) -> int:
+        """Free the memory of caches and graphs that no session uses; returns the caches' bytes."""
+        freed = sum(cache.nbytes for cache, _ in self._idle)
+        self._idle.clear()
+        return freed
 
     def warm(self) -> None:
         """Have a short conversation, so that a GPU's first answer waits for no kernel.
@@ -287,9 +309,7 @@ class Runtime:
         Compiles kernels where no process has done so on this machine, and loads them. The first
         session gets the conversation's cache, with the CUDA graphs that it captured.
         """
-        loop = self.loop()
-        converse(loop, self.vocabulary)
-        self._warm = loop
+        converse(self.loop(), self.vocabulary)
 
     def loop_for(self, eviction: Eviction) -> BlockLoop:
         """A loop over an empty cache with an eviction of its own."""

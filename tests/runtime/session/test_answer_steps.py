@@ -12,8 +12,8 @@ from toy_engine import BLOCK, ToyDecoder, ToyEngine
 
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.errors import MemoryCapExceeded
-from kvcap.runtime.session.decoding import Decoding, Pieces, Source, Step, Written
-from kvcap.runtime.session.listener import Limits, Listener
+from kvcap.runtime.session.decoding import Decoding, Pieces, Step, TokenSource, Written
+from kvcap.runtime.session.listener import AnswerLimits, Listener
 from kvcap.runtime.session.stats import Turn
 
 ENGINE = ToyEngine(64)
@@ -157,14 +157,16 @@ class Only(Listener):
         return self.mask
 
 
-def source_of(*listeners: Listener, tokens: list[int], most: int = 9, **settings: Any) -> Source:
+def source_of(
+    *listeners: Listener, tokens: list[int], most: int = 9, **settings: Any
+) -> TokenSource:
     config = ENGINE.session().generation
     config.update(**{"do_sample": False, **settings})
     loop = OrtLoop(OrtCache(Scripted(64, ENGINE.vocabulary, read=[*PROMPT]), "toy"))
     loop.cache.seen = len(PROMPT)
     sampler = ENGINE.sampler(config, ENGINE.rng(0))
     before = ENGINE.token_ids([7])
-    return Source(ENGINE, loop, sampler, listeners, frozenset([END]), most, before, tokens)
+    return TokenSource(ENGINE, loop, sampler, listeners, frozenset([END]), most, before, tokens)
 
 
 def test_a_source_draws_what_is_allowed_or_takes_what_was_drawn():
@@ -200,8 +202,15 @@ def test_a_batch_draws_only_where_nothing_else_has_a_say(listeners, settings, dr
 def test_a_listener_that_may_end_an_answer_leaves_the_next_token_uncertain():
     source = source_of(tokens=[3])
     source.loop.on_full = "stop"
-    source = Source(
-        ENGINE, source.loop, source.sampler, [Limits(9, source.loop)], source.ends, 9, None, [3]
+    source = TokenSource(
+        ENGINE,
+        source.loop,
+        source.sampler,
+        [AnswerLimits(9, source.loop)],
+        source.ends,
+        9,
+        None,
+        [3],
     )
     source.loop.in_batch = True
     step = next(source.read())

@@ -16,7 +16,7 @@ from tools import ROOT, differing, kept
 
 import kvcap
 from kvcap.runtime.backends.pytorch import batch as shared_rows
-from kvcap.runtime.backends.pytorch.batch import Rows
+from kvcap.runtime.backends.pytorch.batch import SessionRows
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.session.batch import Answer, Batch
 from kvcap.runtime.session.session import Session
@@ -63,13 +63,13 @@ def together(batch: Batch, asked: list[tuple[Session, Any]]) -> list[str]:
 @pytest.fixture(params=[False, True], ids=["", "ahead"], autouse=True)
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether passes begin before what came of the one before is told, as on a GPU."""
-    init = Rows.__init__
+    init = SessionRows.__init__
 
-    def made(self: Rows, *args: Any) -> None:
+    def made(self: SessionRows, *args: Any) -> None:
         init(self, *args)
         self.asynchronous = request.param
 
-    monkeypatch.setattr(Rows, "__init__", made)
+    monkeypatch.setattr(SessionRows, "__init__", made)
     # As on a GPU, but that rows are read one after the other.
     monkeypatch.setattr(shared_rows, "passes_on", lambda _: False)
     monkeypatch.setattr(shared_rows, "reads_rows", lambda _: True)
@@ -148,7 +148,7 @@ def test_sessions_that_fill_join_at_their_own_length(
     expected = ["".join(s.send("Go on.")) for s in alone]
     assert alone[0].cache.seen > 48 > len(sessions[0].encode("Hello. Go on."))
     batch, held = runtime.batch(3), []
-    assert isinstance(batch._rows, Rows)
+    assert isinstance(batch._rows, SessionRows)
     given = batch._rows.begin
     monkeypatch.setattr(
         batch._rows,
@@ -176,7 +176,7 @@ def test_a_session_that_fills_leaves_and_comes_back(tmp_path: Any) -> None:
         session.set_generation(eos_token_id=NEVER)
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, found = runtime.batch(2), {id(s): "" for s in sessions}
-    assert isinstance(batch._rows, Rows)
+    assert isinstance(batch._rows, SessionRows)
 
     def step(times: int) -> None:
         for _ in range(times):
@@ -212,7 +212,7 @@ def test_who_has_not_read_the_sinks_yet_reads_alone(policy: str, pinned: int) ->
     eviction = kvcap.load_policy(policy)
     runtime = runtime_of(eviction if pinned else eviction.plain())
     (session,), batch = begun(runtime, SAID[:1]), runtime.batch(2)
-    assert isinstance(batch._rows, Rows)
+    assert isinstance(batch._rows, SessionRows)
     sinks, few = batch._rows.sinks, runtime.session()
     assert sinks == few.cache.sinks == pinned
     few.loop.prefill(torch.tensor([[5] * max(1, sinks)]))
@@ -232,7 +232,7 @@ def test_who_pins_other_sinks_reads_alone() -> None:
     session, batch = runtime.session(), runtime.batch(2)
     session.read_by(runtime.loop_for(kvcap.load_policy("keydiff", sink_tokens=0)))
     session.loop.prefill(torch.tensor([[5] * 9]))
-    assert isinstance(batch._rows, Rows)
+    assert isinstance(batch._rows, SessionRows)
     assert not batch._rows.fits(Answer(session, iter(())))  # type: ignore[arg-type]
     session.clear()
     session.loop.prefill(torch.tensor([[5] * 9]))
@@ -323,7 +323,7 @@ def test_a_pass_asynchronous_where_it_is_certain_what_it_reads(
     runtime = runtime_of()
     sessions = begun(runtime, SAID[:2])
     batch, passes = runtime.batch(2), list[list[int]]()
-    assert isinstance(batch._rows, Rows)
+    assert isinstance(batch._rows, SessionRows)
     begin = batch._rows.begin
 
     def noting(answers: list[Answer], tokens: list[int]) -> Any:
@@ -352,7 +352,7 @@ def test_ctrl_c_while_a_pass_is_waited_for_loses_no_token(monkeypatch: pytest.Mo
     alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, left = runtime.batch(2), [5]
-    assert isinstance(batch._rows, Rows)
+    assert isinstance(batch._rows, SessionRows)
 
     def interrupted() -> None:
         left[0] -= 1
@@ -548,7 +548,7 @@ def test_pinned_first_messages_stay_in_a_row(policy: str, monkeypatch: pytest.Mo
     (span,) = sessions[0].cache.pinned_spans
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, together_at = runtime.batch(3), []
-    assert isinstance(batch._rows, Rows)
+    assert isinstance(batch._rows, SessionRows)
     given = batch._rows.begin
     monkeypatch.setattr(
         batch._rows,
@@ -578,7 +578,7 @@ def test_a_row_left_behind_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
     for s in alone:
         "".join(s.send("Go on."))
-    monkeypatch.setattr(Rows, "_move", lambda *_: None)
+    monkeypatch.setattr(SessionRows, "_move", lambda *_: None)
     together(runtime.batch(2), [(s, s.send("Go on.")) for s in sessions])
     assert kept(sessions[0]) != kept(alone[0])
 
