@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import triton
-from conftest import small_policy, tiny_config, tiny_model
+from conftest import small_policy, tiny_model
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
@@ -195,8 +195,8 @@ def main(policies: list[str]) -> None:
             except Exception as error:
                 refused[kernel[0]] = str(error)
 
-    config = tiny_config("llama")
     model = tiny_model("llama", dtype=torch.bfloat16)
+    config = model.config
     for name in policies:
         policy, _, kind = name.partition(":")
         with compiling(each, HOPPER):

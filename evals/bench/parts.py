@@ -1,11 +1,11 @@
 """What a layer's step is made of on a GPU: kvcap's kernels beside torch's, each within CUDA graphs.
 
 The shape is a layer of Llama-3.2-3B's: 24 query and 8 KV heads of 128, hidden 3,072, bfloat16, one
-sequence. `n` is the slots held, or of a product the matrix's rows. Inputs rotate through 256 MiB,
-so that none is found in the chip's cache. The floor is one read of what must be read at the
-bandwidth of a sum over 4 GiB, where reading is what bounds it. Peers: `sdpa` is torch's
-FlashAttention with grouped heads; `eager` kvcap's own code without kernels; `cublas` torch's
-product. Reads `budgets` and `repeats`.
+sequence, whose heads are rows of a pool. `n` is the slots held, or of a product the matrix's rows.
+Inputs rotate through 256 MiB, so that none is found in the chip's cache. The floor is one read of
+what must be read at the bandwidth of a sum over 4 GiB, where reading is what bounds it. Peers:
+`sdpa` is torch's FlashAttention with grouped heads; `eager` kvcap's own code without kernels;
+`cublas` torch's product. Reads `budgets` and `repeats`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import read_bandwidth, timed
 from kvcap.evals.measure import percentiles, quoted
 from kvcap.evals.reports import device_name, versions
-from kvcap.kernels import decode, evict, linear, pool, token
+from kvcap.kernels import linear, pool, token
+from kvcap.kernels import rows as row_kernels
+from kvcap.kernels.arguments import Pins
 from kvcap.policies import Eviction, Observation
-from kvcap.policies.base import pool_in_time
+from kvcap.policies.base import Rows, pool_in_time
 from kvcap.policies.keydiff import KeyDiff
+from kvcap.runtime.attention.functions import attend_rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.cache.row_table import ALIGNED, STEP
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, DTYPE = 24, 8, 128, 3072, 8192, torch.bfloat16
@@ -90,8 +94,8 @@ def _parts(budgets: Sequence[int]) -> Iterator[Part]:
         for tokens in (1, 128, 512, 1024):
             slots = n + tokens
             yield Part(
-                "attention", slots, tokens, partial(_attention, slots, tokens),
-                _attend, "sdpa", _sdpa,
+                "attention", slots, tokens, partial(_Attention, slots, tokens),
+                _Attention.by_rows, "sdpa", _Attention.sdpa,
                 2 * slots * KV_HEADS * SIZE * item if tokens == 1 else 0,
             )  # fmt: skip
             yield Part(
@@ -126,23 +130,39 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=DTYPE)
 
 
-def _attention(slots: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    query = _random(1, tokens, HEADS, SIZE).transpose(1, 2)
-    keys, values = (_random(1, KV_HEADS, slots + 9, SIZE)[:, :, :slots] for _ in range(2))
-    return query, keys, values
+def _rows(slots: int, room: int) -> Rows:
+    """Heads that hold so many slots each, with room for more behind."""
+    new = partial(torch.full, dtype=torch.int32, device="cuda")
+    starts = torch.arange(KV_HEADS + 1, dtype=torch.int32, device="cuda") * (slots + room)
+    longest = -(-slots // STEP) * STEP + ALIGNED
+    return Rows(starts, new((KV_HEADS,), slots), longest)
+
+
+class _Attention:
+    """Queries of a block, and heads that hold it."""
+
+    def __init__(self, slots: int, tokens: int) -> None:
+        self.query = _random(1, tokens, HEADS, SIZE).transpose(1, 2)
+        self.pool = SlotPool(KV_HEADS * (slots + 9), SIZE, DTYPE, "cuda")
+        self.pool.keys.normal_()
+        self.pool.values.normal_()
+        self.segment = Segment(self.pool, 0, slots, 9, 1, KV_HEADS)
+        self.segment.held, self.rows = slots, _rows(slots, 9)
+
+    def by_rows(self) -> Tensor:
+        """As the runtime does."""
+        return attend_rows(self.query, self.pool.keys, self.pool.values, self.rows, SIZE**-0.5)
+
+    def sdpa(self) -> Tensor:
+        """By torch."""
+        return _sdpa(self.query, self.segment.keys, self.segment.values)
 
 
 def _row_and_matrix(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return _random(1, 1, columns), _random(rows, columns)
 
 
-def _attend(x: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    query, keys, values = x
-    return decode.attend(query, keys, values, SIZE**-0.5)
-
-
-def _sdpa(x: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    query, keys, values = x
+def _sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     mask: Any = None
     if query.shape[2] > 1:
         mask = causal_lower_right(query.shape[2], keys.shape[2])
@@ -185,15 +205,21 @@ class _Slots:
         self.segment = Segment(self.pool, 0, slots - count, count, 1, KV_HEADS)
         self.segment.held, self.slots, self.count = slots, slots, count
         self.segment.positions.copy_(torch.arange(slots))
-        self.scores = torch.randn(1, KV_HEADS, slots, device="cuda")
-        self.eviction = Eviction(KeyDiff())
+        self.eviction, whole = Eviction(KeyDiff()), _rows(slots, 0)
+        self.padded = torch.randn(1, KV_HEADS, whole.longest, device="cuda")
+        self.scores = self.padded[..., :slots]
+        row_pins = [self.eviction.sinks(), self.eviction.recent_tokens]
+        self.left = torch.empty_like(whole.lengths)
+        self.moved = row_kernels.Pool(
+            self.pool.buffers(), self.pool.aux["shift"], whole,
+            torch.tensor([row_pins] * KV_HEADS, dtype=torch.int32, device="cuda"),
+            whole.lengths - count,
+        )  # fmt: skip
 
     def by_kernels(self) -> None:
-        """As `runtime/cache/evictor.py` does."""
-        self.segment.held = self.slots
-        shift, buffers = self.segment.aux("shift"), self.segment.buffers()
-        pins = evict.Pins(self.eviction.sinks(), self.eviction.recent_tokens, self.slots, ())
-        evict.give_up(self.scores, self.segment.positions, self.count, pins, shift, buffers)
+        """As `RowSlots` does."""
+        give_up = row_kernels.give_up_one if self.count == 1 else row_kernels.give_up
+        give_up(self.padded, Pins(0, 0, self.slots, ()), self.moved, self.left)
 
     def eagerly(self) -> None:
         """Likewise, without kernels."""
@@ -217,7 +243,7 @@ class _Token:
         self.rotation, keys, shift = _rotation(slots)
         self.pool = SlotPool(KV_HEADS * (slots + 1), SIZE, DTYPE, "cuda", {"shift": torch.int32})
         self.segment = Segment(self.pool, 0, slots, 1, 1, KV_HEADS)
-        self.segment.held, self.slots = slots, slots
+        self.segment.held, self.slots, self.rows = slots, slots, _rows(slots, 1)
         self.segment.keys.copy_(keys)
         self.segment.values.copy_(_random(*keys.shape))
         self.segment.aux("shift").copy_(shift)
@@ -228,12 +254,11 @@ class _Token:
         self.time = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def by_kernels(self, rotated: bool = True) -> Tensor:
-        """As `runtime/cache/attend.py` does."""
-        self.segment.held = self.slots
-        buffers = self.segment.append_views(whole=False)
-        turn = (self.segment.aux("shift"), self.rotation.table) if rotated else None
+        """As `RowSlots` does."""
+        turn = (self.pool.aux["shift"], self.rotation.table) if rotated else None
         return token.attend(
-            self.query, self.key, self.value, self.angles, self.time, buffers, SIZE**-0.5, turn,
+            self.query, self.key, self.value, self.angles, self.time, self.pool.buffers(),
+            SIZE**-0.5, turn, self.rows,
         )[0]  # fmt: skip
 
     def unrotated(self) -> Tensor:
@@ -247,11 +272,11 @@ class _Token:
             query, key = apply_rotary_pos_emb(self.query, self.key, *self.angles)
             self.segment.append(key, self.value, self.time)
             keys = self.rotation.back(self.segment.keys, self.segment.aux("shift"))
-            return _sdpa((query, keys, self.segment.values))
+            return _sdpa(query, keys, self.segment.values)
 
 
 def _tensors(x: Any) -> list[Tensor]:
-    if isinstance(x, _Slots | _Token):
+    if isinstance(x, _Attention | _Slots | _Token):
         return x.pool.buffers()
     return [y for y in x if isinstance(y, Tensor)]
 

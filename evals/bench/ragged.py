@@ -1,10 +1,10 @@
 """Attention over heads that hold unequally many tokens: which way is fastest.
 
 'uniform': equal lengths, one call; what raggedness costs is measured against it. 'heads': one call
-a head over its true length. 'packed': one call of FlashAttention for all heads, as sequences of
-unequal length side by side (CUDA, 16 bit). 'padded': all heads copied to the length of the longest
-and the rest masked, which no cache of fixed bytes could hold. The runtime packs where it can, else
-goes head by head. Reads `budgets`, `block_size`, `repeats`.
+a head over its true length. 'rows': kvcap's kernel, which reads all heads where they lie in one
+launch (CUDA). 'padded': all heads copied to the length of the longest and the rest masked, which no
+cache of fixed bytes could hold. The runtime goes by rows where it can, else head by head. Reads
+`budgets`, `block_size`, `repeats`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
 from kvcap.evals.reports import device_name
+from kvcap.kernels import decode
+from kvcap.kernels.choice import ready
 from kvcap.policies.base import Rows
-from kvcap.runtime.attention.functions import PlacedRows, attend, attend_packed, packs
+from kvcap.runtime.attention.functions import attend, attend_rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
@@ -61,9 +63,9 @@ def _measure(
         "padded": lambda: padded(query, ragged),
     }
     pool = ragged[0].pool
-    if packs(query, pool.keys, pool.values, KV_HEADS, None):
-        places = _rows(ragged)
-        ways["packed"] = lambda: attend_packed(query, pool.keys, pool.values, places, SCALING)
+    if ready(query) and decode.covers(query, pool.keys, pool.values, KV_HEADS):
+        places = rows_of(ragged)
+        ways["rows"] = lambda: attend_rows(query, pool.keys, pool.values, places, SCALING)
     expected, base = heads(query, ragged), None
     rows = []
     for way, call in ways.items():
@@ -85,11 +87,13 @@ def _measure(
     return rows
 
 
-def _rows(segments: list[Segment]) -> Rows:
-    """Where the heads lie."""
-    starts = (*(s.start for s in segments), segments[-1].start + segments[-1].slots)
-    held = tuple(s.held for s in segments)
-    return PlacedRows.of(held, starts, segments[0].pool.keys.device, None).told
+def rows_of(segments: list[Segment]) -> Rows:
+    """Where the heads lie, and where the last ends, as kernels are told of it."""
+    starts = [*(s.start for s in segments), segments[-1].start + segments[-1].slots]
+    held = [s.held for s in segments]
+    device = segments[0].pool.keys.device
+    where, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, held))
+    return Rows(where, lengths, max(held))
 
 
 def _segments(

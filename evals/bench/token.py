@@ -2,12 +2,13 @@
 
 Layers of Llama-3.2-3B's shape, bfloat16, whose slots are full: a token is rotated, appended and
 attended to (`kernels/token.py`), and KeyDiff gives up a slot; of one sequence also over slots of
-fewer bits (`kernels/quantised_token.py`). Variants read `block` slots at once, have `stages` of
-such blocks under way, and cut a head's slots into `parts`; the first row of each batch and kind of
-slots is as the runtime has it. `median_ms` is one layer's attention within a CUDA graph,
-`evicting_ms` that and the eviction; inputs rotate through 512 MiB, so that none is found in the
-chip's cache. The floor is one read of all slots, at the bandwidth that a sum over 4 GiB reached in
-the same run. Variants that take more shared memory than there is are left out. Reads `budgets`.
+fewer bits (`kernels/quantised_token.py`), which are given up eagerly. Variants read `block` slots
+at once, have `stages` of such blocks under way, and cut a head's slots into `parts`; the first row
+of each batch and kind of slots is as the runtime has it. `median_ms` is one layer's attention
+within a CUDA graph, `evicting_ms` that and the eviction; inputs rotate through 512 MiB, so that
+none is found in the chip's cache. The floor is one read of all slots, at the bandwidth that a sum
+over 4 GiB reached in the same run. Variants that take more shared memory than there is are left
+out. Reads `budgets`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import ROTATED, read_bandwidth, replayed, triton_version
 from kvcap.evals.reports import device_name, versions
-from kvcap.kernels import decode, evict, quantised_token, token
+from kvcap.kernels import decode, quantised_token, token
+from kvcap.kernels import rows as row_kernels
+from kvcap.kernels.arguments import Pins
 from kvcap.kernels.dequantise import QuantisedKeys
 from kvcap.policies import Observation
+from kvcap.policies.base import Rows
+from kvcap.policies.base.order import lowest
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
+from kvcap.runtime.cache.row_table import ALIGNED, STEP
 from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
@@ -116,6 +122,14 @@ class Layer:
         keys, values = torch.randn(2, batch, kv_heads, slots, size, device=device).to(dtype)
         self.segment.append(keys, values, torch.arange(slots, dtype=torch.int32, device=device))
         self.segment.positions.copy_(torch.rand(batch, kv_heads, slots, device=device).argsort(-1))
+        count = batch * kv_heads
+        starts = torch.arange(count + 1, dtype=torch.int32, device=device) * (slots + SPARE)
+        held = torch.full((count,), slots, dtype=torch.int32, device=device)
+        longest = -(-slots // STEP) * STEP + ALIGNED
+        self.rows, after = Rows(starts, held, longest), Rows(starts, held + 1, longest)
+        none = torch.zeros(count, 2, dtype=torch.int32, device=device)
+        self.moved = row_kernels.Pool(pool.buffers(), pool.aux[SHIFT], after, none, held)
+        self.left = torch.empty_like(held)
         shift = self.segment.aux(SHIFT).random_(slots)
         if kind is not None:  # minus their ranks, which evictions lower
             shift.add_(MOVED).neg_()
@@ -136,9 +150,10 @@ class Layer:
         tile = decode.Tile(variant.block, variant.stages, variant.warps, programs=2)
         (query, key, value), scaling = self.token, self.segment.pool.size**-0.5
         if self.mean is None:
-            buffers, table = self.segment.append_views(whole=False), self.rotation.table
+            pool = self.segment.pool
             out, _, sums = token.attend(
-                query, key, value, self.angles, self.time, buffers, scaling, (buffers[3], table),
+                query, key, value, self.angles, self.time, pool.buffers(), scaling,
+                (pool.aux[SHIFT], self.rotation.table), self.rows,
                 summed=True, tile=tile, most_parts=variant.parts,
             )  # fmt: skip
         else:
@@ -149,20 +164,35 @@ class Layer:
         assert sums is not None
         return out, sums
 
-    def evict(self, sums: Tensor) -> Tensor:
-        """Choose the slot that KeyDiff gives up after a token, as the runtime does: [B, K, 1]."""
-        slots, pool, table = self._slots, self.segment.pool, self.rotation.table
-        keys, positions, shift = slots["keys"], slots["positions"], slots[SHIFT]
+    def evict(self, sums: Tensor) -> None:
+        """Give up a slot of every head by KeyDiff, as the runtime does after a token."""
         if self.mean is None:
-            stored = kernels.StoredKeys(sums, (shift, table))
+            self._evict_rows(sums)
         else:
-            parts = pool.format.parts("key", slots)
-            quantised = QuantisedKeys(parts, pool.size, self.mean, shift, table)
-            stored = kernels.StoredKeys(sums, None, quantised)
+            self._evict_eagerly(sums, self.mean)
+
+    def _evict_rows(self, sums: Tensor) -> None:
+        """Evict as `RowSlots` does."""
+        pool, seen, (batch, heads) = self.segment.pool, self.slots + 1, sums.shape[:2]
+        keys, values = (x.expand(batch, heads, -1, -1) for x in (pool.keys, pool.values))
+        places = row_kernels.padded_positions(pool.positions, self.moved.rows, batch)
+        obs = Observation(keys, values, places, seen, self.slots, rows=self.moved.rows)
+        turn = pool.aux[SHIFT].expand(batch, heads, -1), self.rotation.table
+        scores = kernels.score_rows(KeyDiff(), obs, kernels.StoredKeys(sums, turn))
+        row_kernels.give_up_one(scores, Pins(0, 0, seen, ()), self.moved, self.left)
+
+    def _evict_eagerly(self, sums: Tensor, mean: Tensor) -> None:
+        """Evict as `EagerSlots` does."""
+        slots, segment = self._slots, self.segment
+        keys, positions, shift = slots["keys"], slots["positions"], slots[SHIFT]
+        parts = segment.pool.format.parts("key", slots)
+        quantised = QuantisedKeys(parts, segment.pool.size, mean, shift, self.rotation.table)
         obs = Observation(keys, slots["values"], positions, self.slots + 1, self.slots)
-        scores = kernels.score(KeyDiff(), obs, stored)
-        pins = evict.Pins(0, 0, obs.num_tokens, ())
-        return evict.give_up(scores, positions, 1, pins, shift, list(slots.values()))
+        scores = kernels.score(KeyDiff(), obs, kernels.StoredKeys(sums, None, quantised))
+        evicted = lowest(scores, positions, 1)
+        shift.add_(positions > positions.gather(-1, evicted))
+        segment.held = self.slots + 1
+        segment.compact(evicted)
 
     @property
     def _slots(self) -> Mapping[str, Tensor]:
@@ -194,8 +224,8 @@ def _measured(
         def attended(layer: Layer, variant: Variant = variant) -> Tensor:
             return layer.attend(variant)[0]
 
-        def evicted(layer: Layer, variant: Variant = variant) -> Tensor:
-            return layer.evict(layer.attend(variant)[1])
+        def evicted(layer: Layer, variant: Variant = variant) -> None:
+            layer.evict(layer.attend(variant)[1])
 
         took = replayed(attended, layers)
         with_eviction = replayed(evicted, layers)

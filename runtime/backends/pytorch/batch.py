@@ -120,7 +120,8 @@ class SessionRows:
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
         """Begin to read the token of each of these, which have rows; see `SharedRows.begin`.
 
-        SessionRows of others are changed as well: whoever has a row must be among them, or gives it back.
+        Rows of others are changed as well: whoever has a row must be among them, or gives it
+        back.
         """
         ids, rows, samplers = [0] * self.size, list[int](), dict[int, Any]()
         for answer, token in zip(answers, tokens, strict=True):

@@ -33,7 +33,9 @@ def read(run, cache, ids, last=None):
     """Logits of a block's every token, or of so many of its last."""
     start, tokens = cache.next_position, ids.shape[1]
     place = torch.arange(tokens, device=ids.device)
-    with torch.inference_mode(), cache.passing(ForwardContext(start, tokens)):
+    with torch.inference_mode(), cache.passing(ForwardContext(start, tokens)) as context:
+        if cache.by_rows:
+            context.rows = cache.row_pass(tokens)
         return run(
             input_ids=ids,
             position_ids=(start + place)[None].expand(ids.shape[0], -1),
@@ -84,8 +86,8 @@ def test_a_token_takes_four_products_a_layer_and_attention_rotates_it(family, mo
     rotate = decoder.parts.rotate
     noted = lambda *a: (rotated.append(1), rotate(*a))[1]  # noqa: E731
     decoder.parts = decoder.parts._replace(rotate=noted)
-    cache = cache_of(model)
     with kernels.use("triton"):
+        cache = cache_of(model)
         monkeypatch.setattr(
             matvec_kernel, "matvec", lambda *a, **k: (made.append(1), matvec(*a, **k))[1]
         )
