@@ -95,7 +95,7 @@ def as_adakv(
     assert positions.is_contiguous()
     count, new = batch * heads, partial(torch.empty, dtype=torch.int32, device=device)
     worths, row_pinned = new(count, slots), new(count)
-    # What stays where nothing is shared out, and where kernels are rehearsed.
+    # What stays where nothing is shared out.
     found = Division(targets.clone(), targets.clone(), rows.starts.clone())
     tile = min(2048, power_of_two(slots, 32))
     layer_tile = power_of_two(slots * heads + 1, 32)

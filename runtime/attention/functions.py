@@ -141,17 +141,15 @@ def takes_token(
     key: Tensor,
     value: Tensor,
     buffers: Sequence[Tensor],
-    rows: Rows | None = None,
+    rows: Rows,
     *,
     turned: bool,
 ) -> bool:
-    """Whether `kernels/token.py` is to append and attend, whose arguments these are.
+    """Return whether `kernels/token.py` is to append and attend, whose arguments these are.
 
     Where held keys are `turned` as it reads them, anything else would copy all of them first.
     """
-    slots = buffers[2].numel()
-    if rows is not None:  # whose pool others may share
-        slots = min(slots, len(rows.lengths) * rows.longest)
+    slots = min(buffers[2].numel(), len(rows.lengths) * rows.longest)  # others may share the pool
     better = turned or slots < MANY_SLOTS
     return better and ready(query) and token.covers(query, key, value, buffers)
 
