@@ -271,8 +271,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.pending is not None and self._overdue(block.length):
             assert isinstance(self.engine, EagerSlots)
             held = [segment.keys for segment in self.segments]
-            self.engine.evict(AttentionStep(self.seen, self.pending.length, held), now=True)
-        block.seen = self.seen
+            self.engine.evict(AttentionStep(self.seen, self.pending.length, held), due=True)
+        block.begin(self.seen)
 
     def read_token(
         self,

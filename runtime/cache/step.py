@@ -195,7 +195,11 @@ class PendingBlock:
     sizes: list[int]
     """Tokens of each of the blocks it is appended in, one after the other: one, or several."""
     seen: int = 0
-    """Tokens read before it."""
+    """Tokens read before it, once there is room for it."""
+    total_tokens: int = 0
+    """Tokens read, these included."""
+    read_at: int = 0
+    """The position of its first token, as transformers or the block loop counted."""
     readers: int = 0
     """Layers that are yet to attend to it: its own, and those that read that one's slots."""
     offsets: tuple[int, ...] = (0,)
@@ -209,15 +213,11 @@ class PendingBlock:
     new_values: Tensor | None = None
     """Its values [B, K, T, D]; of `RowSlots`."""
 
-    @property
-    def total_tokens(self) -> int:
-        """Tokens read, these included."""
-        return self.seen + self.length
-
-    @property
-    def read_at(self) -> int:
-        """The position of its first token, as transformers or the block loop counted."""
-        return self.seen if self.context.start is None else self.context.start
+    def begin(self, seen: int) -> None:
+        """Note that so many tokens were read before it."""
+        start = self.context.start
+        self.seen, self.total_tokens = seen, seen + self.length
+        self.read_at = seen if start is None else start
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Take its keys and values [B, K, T, D], which are appended then."""

@@ -106,10 +106,9 @@ class EagerSlots:
         """Slots that every head has for the next block."""
         return min(segment.capacity - segment.held for segment in self.segments)
 
-    def due(self, length: int) -> int:
-        """Return how many slots go after a block of `length`: at once, or every few tokens."""
-        excess = self.excess
-        return excess if length > 1 or excess >= self.evict_every else 0
+    def due(self, length: int) -> bool:
+        """Return whether slots go after a block of `length`: at once, or every few tokens."""
+        return self.excess >= (1 if length > 1 else self.evict_every)
 
     # Append
 
@@ -291,14 +290,15 @@ class EagerSlots:
         if storage.query_window is not None:
             with context.run_async_if_last(query):
                 storage.query_window.append(query)
-        if self._has_work(1):
+        if (due := self.due(1)) or self.policy.has_state:
             with context.run_async_if_last((query, sums)):
                 keys, values, stored = self._keys_after_token(segment, sums)
                 self.evict(
                     AttentionStep(
                         block.total_tokens, 1, [keys], [query], [values], call,
                         context.token_counter_after(1), stored,
-                    )
+                    ),
+                    due,
                 )  # fmt: skip
         return out
 
@@ -316,18 +316,15 @@ class EagerSlots:
 
     # Evict
 
-    def _has_work(self, length: int) -> bool:
-        """Return whether the policy has anything to do after a block of `length`."""
-        return bool(self.due(length) or self.policy.has_state or (self.balance and length > 1))
-
     def _evict_beside(self, step: AttentionStep, context: ForwardContext) -> None:
-        """Evict after attention, in a CUDA graph beside what follows it."""
-        if self._has_work(step.length):
+        """Evict after attention, in a CUDA graph beside what follows it, if anything is to do."""
+        due = self.due(step.length)
+        if due or self.policy.has_state or (self.balance is not None and step.length > 1):
             with context.run_async_if_last(step):
-                self.evict(step)
+                self.evict(step, due)
 
-    def evict(self, step: AttentionStep, now: bool = False) -> None:
-        """Update the policy's state and, if it is time or `now`, evict down to the budget."""
+    def evict(self, step: AttentionStep, due: bool) -> None:
+        """Update the policy's state and, if that is `due`, evict down to the budget."""
         observed = [self._observe(i, segment, step) for i, segment in enumerate(self.segments)]
         self._update_state(observed)
         balance = self.balance
@@ -336,7 +333,7 @@ class EagerSlots:
                 preference = kernels.preference(balance.budget, observed[0])
                 if not _has_no_data(preference):
                     balance.prefer(self.policy.index, float(preference), step.tokens)
-        if now or self.due(step.length):
+        if due:
             self._give_up_all(self._evictions(observed, step.stored))
         # Tokens that are generated change nothing about what layers want.
         last = self.policy.index == len(self.policy.layout.budgets) - 1

@@ -109,9 +109,9 @@ class RowSlots:
         """Slots that every head has for the next block."""
         return min(segment.capacity - segment.held for segment in self.segments)
 
-    def due(self, length: int) -> int:
-        """Return how many slots go after a block of `length`."""
-        return self.excess
+    def due(self, length: int) -> bool:
+        """Return whether slots go after a block of `length`."""
+        return self.excess > 0
 
     # Append
 

@@ -419,7 +419,7 @@ def evict_early(monkeypatch: Any) -> None:
         out = block(self, query, pending, call)
         if pending.shown is not None:
             step = pending.shown.step
-            self.evict(step)
+            self.evict(step, True)
             pending.shown = pending.shown._replace(held=self._held_keys(pending.length))
         return out
 
