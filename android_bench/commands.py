@@ -318,9 +318,9 @@ def chat_command(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
 ) -> None:
     """Serve a page that chats with a decoder, all on the device that opens it."""
-    Chat = _server("Chat")
+    ChatServer = _server("ChatServer")
     reached = _reached(lan, address)
-    with Chat(folder, port=port, lan=reached) as serving:
+    with ChatServer(folder, port=port, lan=reached) as serving:
         _invite(serving, lan, "chat with this model")
         while True:
             time.sleep(0.5)  # so that Ctrl-C is heard everywhere
