@@ -612,6 +612,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def set_pins(self, spans: Sequence[Span]) -> None:
         """Pin exactly these spans, which are known to fit."""
         self.pinned_spans[:] = spans
+        self.changed_by_host()  # first tokens may yield to them
         if self.balance is not None:
             self.balance.floor = slots_needed(self.layout, self.pinned_spans)
 

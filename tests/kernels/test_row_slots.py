@@ -200,3 +200,20 @@ def test_what_no_kernels_cover_has_the_eager_engine(family, policy, more):
         cache.allocate(1, torch.float32, DEVICE)
     assert not cache.by_rows
     assert {type(layer.engine).__name__ for layer in cache.capped_layers} == {"EagerSlots"}
+
+
+def test_first_tokens_that_yield_to_pins_yield_in_rows_too():
+    """Pinned between two passes, which change nothing else that the device would be sent."""
+    model, ids, found = model_of("keydiff"), tokens(110, 1).to(DEVICE), []
+    for choice in ("eager", "triton"):
+        with kernels.use(choice):
+            cache = kvcap.BudgetCache(model.config, 64, BLOCK, "keydiff")
+            cache.allocate(1, torch.float32, DEVICE)
+            loop = BlockLoop(model, cache, graphs=False)
+            loop.prefill(ids[:, :64])
+            assert cache.sinks == 4
+            cache.pin([(10, 73)])
+            loop.prefill(ids[:, 64:])
+        found.append(kept(cache))
+        assert all({*range(10, 73)} <= set(row) for row in found[-1][0])
+    assert found[0] == found[1]
