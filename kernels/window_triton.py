@@ -221,7 +221,7 @@ def _merged(a_ptr, sum_ptr, at, held, DP: tl.constexpr, A_PARTS: tl.constexpr):
 def _of_rows(a_ptr, a_base, sum_ptr, a_h, a_t, at, held, block, G, w, D: tl.constexpr,
              DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr,
              A_PARTS: tl.constexpr, KNOWN: tl.constexpr):  # fmt: skip
-    """What `_merged` says of the rows of a block, or of `a` whoever knows it."""
+    """Merge the rows of a block by `_merged`, or take `a` from whoever knows it."""
     high, low, lowest, squares, top, total = _merged(
         a_ptr, sum_ptr, at, held, DP, 0 if KNOWN else A_PARTS
     )

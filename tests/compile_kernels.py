@@ -28,13 +28,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from uncaptured import Uncaptured
 
 from kvcap.kernels import quantised_token
 from kvcap.kernels.choice import use
 from kvcap.kernels.device import Target, pretending
 from kvcap.kernels.window import scores
 from kvcap.policies.base import Observation
-from kvcap.runtime.backends.pytorch.cuda_graphs import Uncaptured
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.warm import converse
 from kvcap.runtime.cache.cache import BudgetCache

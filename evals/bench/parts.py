@@ -150,11 +150,11 @@ class _Attention:
         self.segment.held, self.rows = slots, _rows(slots, 9)
 
     def by_rows(self) -> Tensor:
-        """As the runtime does."""
+        """Do it as the runtime does."""
         return attend_rows(self.query, self.pool.keys, self.pool.values, self.rows, SIZE**-0.5)
 
     def sdpa(self) -> Tensor:
-        """By torch."""
+        """Do it by torch's own operator."""
         return _sdpa(self.query, self.segment.keys, self.segment.values)
 
 
@@ -217,7 +217,7 @@ class _Slots:
         )  # fmt: skip
 
     def by_kernels(self) -> None:
-        """As `RowSlots` does."""
+        """Do it as `RowSlots` does."""
         give_up = row_kernels.give_up_one if self.count == 1 else row_kernels.give_up
         give_up(self.padded, Pins(0, 0, self.slots, ()), self.moved, self.left)
 
@@ -254,7 +254,7 @@ class _Token:
         self.time = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def by_kernels(self, rotated: bool = True) -> Tensor:
-        """As `RowSlots` does."""
+        """Do it as `RowSlots` does."""
         turn = (self.pool.aux["shift"], self.rotation.table) if rotated else None
         return token.attend(
             self.query, self.key, self.value, self.angles, self.time, self.pool.buffers(),

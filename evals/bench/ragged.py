@@ -88,7 +88,7 @@ def _measure(
 
 
 def rows_of(segments: list[Segment]) -> Rows:
-    """Where the heads lie, and where the last ends, as kernels are told of it."""
+    """Return where the heads lie, and where the last ends, as kernels take it."""
     starts = [*(s.start for s in segments), segments[-1].start + segments[-1].slots]
     held = [s.held for s in segments]
     device = segments[0].pool.keys.device

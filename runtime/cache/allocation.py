@@ -30,7 +30,7 @@ class Allocation:
     def __init__(self, layout: CacheLayout, evict_every: int | None = 1) -> None:
         self.layout = layout
         self.by_rows = False
-        """Whether layers have `RowSlots`; decided when the first one is allocated."""
+        """Says that layers have `RowSlots`; decided when the first one is allocated."""
         self._evict_every = evict_every
         self.compact = layout.positions == "compact"
         """Whether tokens count at compact positions now."""

@@ -143,7 +143,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.unread: tuple[int, int] | None = None
         """The last token said, to be read before what follows, and the tokens read before it."""
         self.reused = False
-        """Whether it was another session's, so that only the block loop may read into it."""
+        """Says that it was another session's, so that only the block loop may read into it."""
         self.guard: CapGuard | None = None
         """Holds the process to a cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
@@ -397,7 +397,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def by_rows(self) -> bool:
-        """Whether kernels work on all rows of a layer at once; chosen as it is allocated."""
+        """Says whether kernels work on all rows of a layer at once; chosen as it is allocated."""
         return self.allocation.by_rows
 
     def by_sequence(self) -> None:

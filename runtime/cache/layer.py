@@ -146,7 +146,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def excess(self) -> int:
         """The most slots that a head holds above what stays."""
-        return 0 if self.engine is None else self.engine.excess
+        return 0 if self.storage is None else self.storage.excess
 
     def get_seq_length(self) -> int:
         """Tokens read so far: the logical length, which positions and masks count in."""
@@ -177,9 +177,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         storage = self.storage = self._allocation.layer(self.index, key_states)
         self.segments, self.query_window = storage.segments, storage.query_window
         self.evicted_store = storage.evicted_store
-        made = RowSlots if self._allocation.by_rows else EagerSlots
         balance = self._allocation.balance
-        self.engine = made(storage, self.policy, self._evict_every, balance)
+        if self._allocation.by_rows:
+            self.engine = RowSlots(storage, self.policy, balance)
+        else:
+            self.engine = EagerSlots(storage, self.policy, self._evict_every, balance)
         self.is_initialized = True
 
     def update(
@@ -393,11 +395,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _overdue(self, length: int) -> int:
         """Slots above the budget that stock attention left, to go before a block of `length`."""
-        if self.pending is None or self.engine is None:
+        if self.pending is None or not isinstance(self.engine, EagerSlots):
             return 0
-        if self.engine.due(self.pending.length) or length > self.engine.free:
-            return self.engine.excess
-        return 0
+        due = self.engine.due(self.pending.length)
+        return self.excess if due or length > self.engine.storage.free else 0
 
     def check_block(self, length: int, context: ForwardContext) -> None:
         """Refuse a block that cannot be read rightly, before layers below have read it.
@@ -425,7 +426,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 "the model with attn_implementation='kvcap', or use positions='true'"
             )
         free = min(self.layout.allotments[self.index]) + block_size
-        room = (free if self.engine is None else self.engine.free) + self._overdue(length)
+        room = (free if self.storage is None else self.storage.free) + self._overdue(length)
         if not eviction.policy.evicts and length > room - block_size:
             raise MemoryCapExceeded(
                 f"policy {eviction.name!r} never evicts: {self.held} tokens are held and "

@@ -165,7 +165,7 @@ class CacheLayout:
 
     @cached_property
     def one_shape(self) -> bool:
-        """Whether all layers hold slots of their own keys and values, so that one engine may do."""
+        """Says that all layers hold slots of their own keys and values, so one engine may do."""
         return self.shape.all_capped and self.shape.latent is None
 
     @property

@@ -73,7 +73,7 @@ class RowTable:
             self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
             self._recents = torch.tensor(recents, dtype=torch.int32, device=device)
             self.preferences = self._numbers[:, -1].view(torch.float32)
-            """How much each layer wants slots [L], where they move between layers; NaN: unknown."""
+            """Says how much each layer wants slots [L], if they move between layers; NaN: none."""
         parts = self._numbers.split((count + 1, count, count, 2 * count, 1), dim=1)
         self.starts, self.held, self.targets, pins, _ = parts
         self.pins = pins.unflatten(1, (count, 2))

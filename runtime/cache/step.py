@@ -203,15 +203,15 @@ class PendingBlock:
     readers: int = 0
     """Layers that are yet to attend to it: its own, and those that read that one's slots."""
     offsets: tuple[int, ...] = (0,)
-    """How far past the slots of each segment it was read; of `EagerSlots`."""
+    """Says how far past the slots of each segment it was read; of `EagerSlots`."""
     shown: Any = None
-    """What its own layer attended to, for the other readers; of `EagerSlots`."""
+    """Holds what its own layer attended to, for the other readers; of `EagerSlots`."""
     rows: Any = None
     """The layer's `LayerRows`; of `RowSlots`."""
     turn: Tensor | None = None
-    """By how far each row rotates it back, [B, K] int32; of `RowSlots`."""
+    """Says by how far each row rotates it back, [B, K] int32; of `RowSlots`."""
     new_values: Tensor | None = None
-    """Its values [B, K, T, D]; of `RowSlots`."""
+    """Holds its values [B, K, T, D]; of `RowSlots`."""
 
     def begin(self, seen: int) -> None:
         """Note that so many tokens were read before it."""

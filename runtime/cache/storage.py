@@ -31,38 +31,48 @@ class LayerStorage:
     """Everything that one capped layer has allocated."""
 
     segments: list[Segment]
-    """Its slots: one segment, or one for every head where heads hold unequally many."""
+    """Hold its slots: one segment, or one for every head where heads hold unequally many."""
     query_window: QueryWindow | None
-    """Its last queries, if the policy observes more than a block may hold."""
+    """Holds its last queries, if the policy observes more than a block may hold."""
     evicted_store: EvictedStore | None
-    """Its evicted tokens, if a corrector keeps them."""
+    """Holds its evicted tokens, if a corrector keeps them."""
     rotation: Rotation | None
     """Moves its keys to other positions; None: they stay where they were read."""
     rotation_later: Rotation | None = None
-    """What does so once positions that are true at first have become compact, if they will."""
+    """Does so once positions that are true at first have become compact, if they will."""
     key_mean: Tensor | None = None
-    """What its quantised keys are held without, [B, K, D] float32: the mean of its first block, or
-    of those held when positions became compact; see `mean`."""
+    """Is what its quantised keys are held without, [B, K, D] float32: the mean of its first block,
+    or of those held when positions became compact; see `mean`."""
     needs_rotation: bool = False
-    """Whether a slot was ever given up, so that tokens count elsewhere than they were read."""
+    """Says that a slot was given up, so that tokens count elsewhere than they were read."""
     settled: bool = False
-    """Whether all keys are rotated to where they count nevertheless: see `settle`."""
+    """Says that all keys are rotated to where they count nevertheless: see `settle`."""
     lent: LentKeys | None = None
-    """Where they are kept rotated between evictions; None: a copy is made of them each time."""
+    """Keeps them rotated between evictions; None: a copy is made of them each time."""
+
+    @property
+    def excess(self) -> int:
+        """The most slots that a head holds above what stays."""
+        return max(0, max(segment.held - segment.target_length for segment in self.segments))
+
+    @property
+    def free(self) -> int:
+        """Slots that every head has for the next block."""
+        return min(segment.capacity - segment.held for segment in self.segments)
 
     @property
     def pending_rotation(self) -> Rotation | None:
-        """What keys must be rotated by before they are used, if by anything yet."""
+        """Rotates keys before they are used, if anything must yet."""
         return self.rotation if self.needs_rotation and not self.settled else None
 
     @property
     def window_rotation(self) -> Rotation | None:
-        """Likewise of the query window, whose queries stay as they were read."""
+        """Rotates queries of the window, which stay as they were read, if anything must yet."""
         return self.rotation if self.needs_rotation else None
 
     @property
     def mean(self) -> Tensor | None:
-        """What quantised keys are held without now: nothing while they are rotated."""
+        """Is what quantised keys are held without: nothing while they are rotated."""
         rotated = self.rotation_later is not None and self.rotation is None
         return None if rotated else self.key_mean
 
@@ -171,9 +181,9 @@ class LayerStorage:
 
     @property
     def settles(self) -> bool:
-        """Whether `settle` may take place before a token is attended to.
+        """Says whether `settle` may take place before a token is attended to.
 
-        Not in a rehearsal, whose tensors have no data to tell what moved; a copy takes more memory.
+        Not in a dry run, whose tensors have no data to show what moved; a copy takes more memory.
         """
         keys = self.segments[0].pool.keys
         one = len(self.segments) == 1 and keys.dtype == torch.float32
@@ -266,5 +276,5 @@ class LayerStorage:
 
 
 def ranks(positions: Tensor) -> Tensor:
-    """For each token of a head, by its place in the text [n], how many held ones are older."""
+    """Return how many held tokens of a head are older than each, by places in the text [n]."""
     return positions.argsort().argsort().to(torch.int32)

@@ -31,8 +31,8 @@ class Step(NamedTuple):
 
     text: str = ""
     token: int | None = None
-    """To be sent back: the logits [1, V] behind it, or the next token if `sampler` has drawn it, or
-    the error that kept it from being read."""
+    """Asks for what is sent back: the logits [1, V] behind it, or the next token if `sampler` has
+    drawn it, or the error that kept it from being read."""
     sampler: Any = None
     """The engine's `Sampler` that may draw the next token; None: nobody else may."""
     ends: frozenset[int] | None = None

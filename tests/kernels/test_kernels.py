@@ -369,7 +369,7 @@ def test_a_gpu_of_less_shared_memory_has_fewer_queries_at_once(policy, shape, mo
 @pytest.mark.parametrize("group", ["sum", "max"])
 @pytest.mark.parametrize("mode", ["key", "joint"])
 def test_what_attention_gave_is_scored_as_it_gave_it(mode, group, shape):
-    """As [B, w, H, D], of the values' type."""
+    """Return them as [B, w, H, D], of the values' type."""
     obs = replace(sunk(observe(shape)), saliency=OBCache(mode))
     policy, heads = H2O(group=group), (shape.B, shape.K * shape.G, shape.w, shape.D)
     output = obs.output.reshape(heads).transpose(1, 2).to(shape.dtype).contiguous()

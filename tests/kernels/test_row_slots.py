@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_model
 from interpreted import DEVICE, pytestmark  # noqa: F401
+from uncaptured import Uncaptured
 
 import kvcap
 from kvcap import kernels
@@ -97,7 +98,7 @@ def conversation(policy, positions, batch, choice, graphs=False):
     with kernels.use(choice), torch.inference_mode():
         loop = BlockLoop(model, cache, graphs=False)
         if graphs:
-            loop.graphs = cuda_graphs.Uncaptured(model, cache)
+            loop.graphs = Uncaptured(model, cache)
         fills_up = cache.eviction.policy.queries_observed is not None
 
         def read(start, stop):

@@ -161,7 +161,7 @@ def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
 
 
 def same_as_expected(layer, give_up=rows.give_up, seen=SEEN):
-    """Whether `give_up` leaves what eager code does, in time order."""
+    """Check that `give_up` leaves what eager code does, in time order."""
     expected = [layer.expected(k) for k in range(len(layer.lengths))]
     left = torch.full((len(expected),), -1, dtype=torch.int32, device=DEVICE)
     give_up(layer.scores, Pins(0, 0, seen, layer.spans), layer.moved(), left, layer.newer)

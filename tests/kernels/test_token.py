@@ -83,7 +83,7 @@ class Inputs:
             self.segment.aux("shift").copy_(shift)
 
     def rows(self, lengths: Tensor | int | None = None) -> Rows:
-        """Where heads lie, each of which has so many slots in use."""
+        """Return where heads lie, each of which has so many slots in use."""
         c, capacity = self.case, self.segment.capacity
         starts = torch.arange(c.batch * c.kv_heads, dtype=torch.int32, device=DEVICE) * capacity
         lengths = c.slots if lengths is None else lengths
@@ -212,7 +212,7 @@ def test_how_slots_are_read_changes_no_more_than_the_order_of_sums(how, moved):
 
 @pytest.mark.parametrize("moved", [True, False])
 def test_each_row_has_as_many_slots_as_the_device_says(moved):
-    """And may have others between replays of a CUDA graph, where there is CUDA."""
+    """Rows may have others between replays of a CUDA graph, where there is CUDA."""
     case, held = Case(2, 2, 2, 100, 64, moved=moved), [0, 1, 64, 99]
     lengths = torch.tensor(held, dtype=torch.int32, device=DEVICE)
 

@@ -22,7 +22,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import URGENT, ForwardContext, SideStream
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.models.arguments import cache_argument
-from kvcap.runtime.models.fused.decoder import Decoder, covers, decoder_of
+from kvcap.runtime.models.fused.decoder import decoder_of
 
 PASS = 512  # tokens of a pass that a GPU reads at little more cost than fewer
 
@@ -49,20 +49,17 @@ class BlockGraphs:
     def __init__(self, model: Any, cache: BudgetCache, several: bool = True) -> None:
         self.model, self.cache, self.several = model, cache, several
         self.refused = why_unsteady(cache)
-        """Why nothing is replayed; None: it is."""
+        """Says why nothing is replayed; None: passes are."""
         self.captured: dict[PassKind, BlockGraph] = {}
-        self.decoder = None if self.refused else self._decoder()
+        self.decoder = None if self.refused else decoder_of(model)
         """What is captured in the model's place; None: the model itself is."""
         self.failed: str | None = None
-        """Why passes of some kinds are not replayed, where only they are not."""
+        """Says why passes of some kinds are not replayed, where only they are not."""
         # A policy that looks at all queries of a block would look at fillers', too.
         self._fills_up = cache.eviction.policy.queries_observed is not None
         self._read = set[PassKind]()  # once without a graph, so that they can be captured
         self._given_up = set[PassKind]()  # whose capture failed
         self._spans: tuple[tuple[int, int], ...] = ()  # pinned in what is captured
-
-    def _decoder(self) -> Decoder | None:
-        return decoder_of(self.model)
 
     @property
     def nbytes(self) -> int:
@@ -156,21 +153,6 @@ class BlockGraphs:
         """Return the tokens of as many blocks as go through the model in one pass."""
         size = self.cache.block_size
         return max(1, PASS // (batch * size)) * size if self.several else size
-
-
-class Uncaptured(BlockGraphs):
-    """Reads all passes by the code that graphs capture, untried, and captures none."""
-
-    def _decoder(self) -> Decoder | None:
-        if not covers(self.model):
-            return None
-        decoder = Decoder(self.model)
-        decoder.join()
-        return decoder
-
-    def read(self, ids: Tensor, need_logits: bool = True) -> Tensor | None:
-        """Nothing is replayed."""
-        return None
 
 
 class BlockGraph:

@@ -200,7 +200,7 @@ class BlockLoop(Loop):
 
     @property
     def execution(self) -> str:
-        """Whether passes run as CUDA graphs, for people; empty where there is no GPU."""
+        """Says for people whether passes run as CUDA graphs; empty where there is no GPU."""
         if self.graphs is None:
             return ""
         if self.graphs.refused is not None:

@@ -43,7 +43,7 @@ class HeldKeys(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a layer attended to, until the other layers that read its slots have, too."""
+    """A layer's keys and step, kept until the other layers that read its slots have attended."""
 
     held: HeldKeys
     step: AttentionStep
@@ -96,19 +96,9 @@ class EagerSlots:
         """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
         return self._offsets
 
-    @property
-    def excess(self) -> int:
-        """The most slots that a head holds above what stays."""
-        return max(0, max(segment.held - segment.target_length for segment in self.segments))
-
-    @property
-    def free(self) -> int:
-        """Slots that every head has for the next block."""
-        return min(segment.capacity - segment.held for segment in self.segments)
-
     def due(self, length: int) -> bool:
         """Return whether slots go after a block of `length`: at once, or every few tokens."""
-        return self.excess >= (1 if length > 1 else self.evict_every)
+        return self.storage.excess >= (1 if length > 1 else self.evict_every)
 
     # Append
 

@@ -46,16 +46,16 @@ class LayerPolicy:
         self.pinned_spans = pinned_spans
         eviction, policy = self.eviction, self.eviction.policy
         self.has_state = bool(eviction.state)
-        """Whether numbers are kept of every slot, which each block changes."""
+        """Says that numbers are kept of every slot, which each block changes."""
         self.reads_queries = policy.queries_observed != 0
         self.reads_values = bool(eviction.observes & {"values", "output"})
         self.reads_keys = bool(eviction.observes & (ATTENTION_VIEWS | {"keys"}))
         self.uses_stored_keys = kernels.uses_stored_keys(policy)
-        """Whether its kernel is faster for what attention found out about the keys."""
+        """Says that its kernel is faster for what attention found out about the keys."""
         self.rotates_keys_itself = self.uses_stored_keys and len(eviction.components) == 1
-        """Whether that kernel rotates keys as it reads them, and nothing else looks at any."""
+        """Says that this kernel rotates keys as it reads them, and nothing else looks at any."""
         self.reads_all_output = policy.queries_observed is None and "output" in eviction.observes
-        """Whether it looks at attention's output for all queries of a block."""
+        """Says that it looks at attention's output for all queries of a block."""
 
     def projection(self, module: nn.Module | None) -> Tensor | None:
         """Return the output projection of an attention module by head, where the policy reads it.

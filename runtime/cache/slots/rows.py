@@ -57,7 +57,7 @@ def covers(layout: CacheLayout, evict_every: int, pool: SlotPool) -> bool:
 
 @dataclass(frozen=True)
 class RowStep:
-    """What attention saw of a block in one layer."""
+    """A record of what attention saw of a block in one layer, for the policy to look at."""
 
     tokens: int  # read so far, the block's included
     length: int  # of the block
@@ -78,7 +78,6 @@ class RowSlots:
     Args:
         storage: of the layer.
         policy: of the layer.
-        evict_every: 1.
         balance: of the layers, if slots move between them.
     """
 
@@ -86,10 +85,8 @@ class RowSlots:
         self,
         storage: LayerStorage,
         policy: LayerPolicy,
-        evict_every: int = 1,
         balance: LayerBalance | None = None,
     ) -> None:
-        assert evict_every == 1, "see `covers`"
         self.storage, self.segments, self.policy = storage, storage.segments, policy
         self.balance, self.eviction, self.pool = balance, policy.eviction, storage.segments[0].pool
         self._each_head: list[tuple[Policy, Tensor]] = self._policies_of_heads()
@@ -98,20 +95,6 @@ class RowSlots:
     def on_device(self) -> Any:
         """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
         return self._each_head
-
-    @property
-    def excess(self) -> int:
-        """The most slots that a head holds above what stays."""
-        return max(0, max(segment.held - segment.target_length for segment in self.segments))
-
-    @property
-    def free(self) -> int:
-        """Slots that every head has for the next block."""
-        return min(segment.capacity - segment.held for segment in self.segments)
-
-    def due(self, length: int) -> bool:
-        """Return whether slots go after a block of `length`."""
-        return self.excess > 0
 
     # Append
 
@@ -256,7 +239,7 @@ class RowSlots:
             preference = kernels.preference(self.balance.budget, obs)
             rows.whole.waiting.append(LayerScores(scores, preference, step.length, obs.num_tokens))
             return
-        due = rows.whole.always or self.excess > 0
+        due = rows.whole.always or self.storage.excess > 0
         if not (due or self.policy.has_state):
             rows.held.copy_(rows.after.lengths)
             return
@@ -276,7 +259,7 @@ class RowSlots:
         shift = None if self.storage.rotation is None else self.pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
         moved = row_kernels.Pool(self.pool.buffers(), shift, rows.after, rows.pins, rows.targets)
-        if step.length == 1 and self.excess <= 1 and division is None:
+        if step.length == 1 and self.storage.excess <= 1 and division is None:
             row_kernels.give_up_one(scores, pins, moved, rows.held, newer)
         else:
             starts = None if division is None else division.starts

@@ -12,22 +12,22 @@ from kvcap.runtime.cache.slots.policy import AttentionCall
 
 @dataclass(frozen=True)
 class AttentionStep:
-    """What attention saw of a block in one layer, part by part of its slots."""
+    """A record of what attention saw of a block in one layer, segment by segment."""
 
     tokens: int
     """Tokens read so far, the block's included."""
     length: int
     """Tokens of the block."""
     keys: list[Tensor]
-    """Of every segment [b, k, held, D], at the positions where they count."""
+    """Keys of every segment [b, k, held, D], at the positions where they count."""
     queries: list[Tensor] | None = None
-    """Of every segment [b, h, T, D] likewise; None: with stock attention, which shows none."""
+    """Queries of every segment [b, h, T, D] likewise; None: stock attention shows none."""
     values: list[Tensor] | None = None
-    """Of every segment likewise; None: they are read from its slots."""
+    """Values of every segment [b, k, held, D]; None: they are read from its slots."""
     call: AttentionCall = field(default_factory=AttentionCall)
     token_counter: Tensor | None = None
     """`tokens` on the device [], inside a CUDA graph."""
     stored: kernels.StoredKeys | None = None
-    """What attention found out about the first segment's keys."""
+    """Facts that attention found out about the first segment's keys."""
     attended: Tensor | None = None
     """[B, H, T, D], attention's output, where the policy looks at all of it."""

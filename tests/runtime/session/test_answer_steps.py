@@ -68,7 +68,7 @@ def begun(*listeners: Listener, in_batch: bool = False, **settings: Any) -> Simp
 
 
 def driven(one: SimpleNamespace, draws: bool) -> list[Step]:
-    """All steps of an answer in a batch that reads its tokens, and draws where it may."""
+    """Return all steps of an answer in a batch that reads its tokens, and draws where it may."""
     found: list[Step] = []
     sent: Any = None
     while True:

@@ -182,7 +182,7 @@ def test_several_blocks_are_replayed_in_one_pass(policy, positions, monkeypatch)
 
 @pytest.mark.parametrize("policy", ["adakv", "cake", "criticalkv-adakv", "headkv"])
 def test_prompts_that_end_within_a_block_are_replayed(policy):
-    """By one graph, whatever their lengths."""
+    """One graph replays them, whatever their lengths."""
     ids = 3 + torch.randperm(600, generator=torch.Generator().manual_seed(1))[None].cuda()
     model = tiny_model("llama", vocab_size=640).cuda()
     kept, logits = [], []

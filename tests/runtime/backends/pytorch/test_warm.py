@@ -1,4 +1,4 @@
-"""How a GPU's first session begins, and what it leaves to the next one; here without a GPU."""
+"""A GPU's first session begins warm, and leaves its cache to the next; here without a GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from conftest import tiny_model
 from tools import runtime_of
+from uncaptured import Uncaptured
 
 from kvcap.runtime.backends.pytorch import runtime as pytorch
 from kvcap.runtime.backends.pytorch import warm
-from kvcap.runtime.backends.pytorch.cuda_graphs import Uncaptured
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.models.arguments import cache_argument
