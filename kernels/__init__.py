@@ -19,7 +19,6 @@ from kvcap.kernels import critical, lagkv, pool, rows, window
 from kvcap.kernels.arguments import Pins
 from kvcap.kernels.choice import ready
 from kvcap.kernels.choice import use as use
-from kvcap.kernels.dequantise import QuantisedKeys
 from kvcap.kernels.device import DTYPES
 from kvcap.kernels.division import MOST_HEADS, Division, as_adakv, by_split
 from kvcap.policies.andpro import AnDPro
@@ -62,16 +61,10 @@ class StoredKeys(NamedTuple):
     """By which the observation's keys are yet to be rotated back: shifts [B, K, n] int32, of views
     of a pool where the keys are, and a table [span, 2, D/2] of cosines and sines. None: they are as
     attention saw them."""
-    quantised: QuantisedKeys | None = None
-    """Of slots of fewer bits: what is to be read in place of the observation's keys."""
 
 
-def score(policy: Policy, obs: Observation, stored: StoredKeys | None = None) -> Tensor:
-    """Worth of every slot, as `policy.score(obs)` has it. Shape [B, K, n], float32."""
-    quantised = stored is not None and stored.quantised is not None
-    if type(policy) is KeyDiff and stored is not None and (quantised or _by_twin(policy, obs)):
-        return _keydiff(policy, obs, stored)
-    assert stored is None or stored.rotation is None, "only KeyDiff's twin rotates keys itself"
+def score(policy: Policy, obs: Observation) -> Tensor:
+    """Return the worth of every slot, as `policy.score(obs)` has it. Shape [B, K, n], float32."""
     return TWINS[type(policy)](policy, obs) if _by_twin(policy, obs) else policy.score(obs)
 
 
@@ -323,9 +316,6 @@ def _keydiff(policy: Policy, obs: Observation, stored: StoredKeys | None = None)
 
     assert isinstance(policy, KeyDiff)
     unit = policy.anchor == "unit_mean"
-    if stored is not None and stored.quantised is not None:
-        assert stored.sums is not None
-        return keydiff.scores_quantised(stored.quantised, stored.sums)
     if stored is not None and stored.rotation is not None:
         assert stored.sums is not None
         return keydiff.scores_turned(obs.keys, *stored.rotation, stored.sums, obs.rows)

@@ -26,22 +26,17 @@ def _numbers(q, scale, low, mean, d, used, SIZE: tl.constexpr, BITS: tl.constexp
     return x
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["scale", "low", "mean", "shift", "starts", "lengths", "to"])
 def read_slots(
-    q,  # [B, K, n, D or D/2]
-    scale,  # [B, K, n] or [B, K, n, D/GROUP]
+    q,  # [slots, D or D/2]
+    scale,  # [slots] or [slots, D/GROUP]
     low,  # likewise, or None
-    mean,  # [B, K, D] or None
-    shift,  # [B, K, n]
+    mean,  # [B·K, D] or None
+    shift,  # [slots]
     table,  # [span, 2, HALF]
-    out,  # [B, K, n, D], contiguous
-    slots,  # n
-    q_b, q_h, q_n,
-    scale_b, scale_h, scale_n,
-    low_b, low_h, low_n,
-    shift_b, shift_h, shift_n,
-    mean_b, mean_h,
-    HEADS: tl.constexpr,
+    out,  # [room, D]
+    starts, lengths,  # [B·K] int32
+    to,  # [B·K] int32, where each row begins in `out`
     SIZE: tl.constexpr,
     HALF: tl.constexpr,  # pairs that rotate; 0: none
     HALF_PAD: tl.constexpr,
@@ -53,23 +48,24 @@ def read_slots(
     GROUP: tl.constexpr,  # numbers that share a scale
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of slots of one KV head."""
+    """Read a block of slots of one row."""
     row = tl.program_id(1).to(tl.int64)
-    batch, head = row // HEADS, row % HEADS
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    used = (n < slots)[:, None]
-    q += batch * q_b + head * q_h + n[:, None] * q_n
-    scale += batch * scale_b + head * scale_h + n[:, None] * scale_n
+    held = n < tl.load(lengths + row)
+    used, slot = held[:, None], (tl.load(starts + row).to(tl.int64) + n)[:, None]
+    GROUPS: tl.constexpr = SIZE // GROUP
+    q += slot * (SIZE if BITS == 8 else SIZE // 2)
+    scale += slot * GROUPS
     if low is not None:
-        low += batch * low_b + head * low_h + n[:, None] * low_n
+        low += slot * GROUPS
     if mean is not None:
-        mean += batch * mean_b + head * mean_h
-    target = out + (row * slots + n[:, None]) * SIZE
+        mean += row * SIZE
+    target = out + (tl.load(to + row).to(tl.int64) + n)[:, None] * SIZE
     if HALF > 0:
         i = tl.arange(0, HALF_PAD)[None, :]
         inside = used & (i < HALF)
-        rank = -tl.load(shift + batch * shift_b + head * shift_h + n * shift_n, n < slots, 0)
-        turn = table + rank.to(tl.int64)[:, None] * (2 * HALF) + i
+        rank = -tl.load(shift + slot, used, 0)  # [BLOCK, 1]
+        turn = table + rank.to(tl.int64) * (2 * HALF) + i
         cos = tl.load(turn, inside, 0.0).to(tl.float32)
         sin = tl.load(turn + HALF, inside, 0.0).to(tl.float32)
         a = _numbers(q, scale, low, mean, i * STEP, inside, SIZE, BITS, GROUP)

@@ -112,9 +112,13 @@ def _no_clock(device: torch.device) -> Tensor:
 _clocks: dict[torch.device, Tensor] = {}
 
 
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Holds the integers of so many bytes."""
+
+
 def bits(x: Tensor) -> Tensor:
-    """`x` as integers of its size: what is only moved needs no type of its own."""
-    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    """View `x` as integers of its size: what is only moved needs no type of its own."""
+    return x.view(INTEGERS[x.element_size()])
 
 
 def power_of_two(size: int, least: int = 1) -> int:

@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvcap.kernels.arguments import strides
-from kvcap.kernels.dequantise import QuantisedKeys
 from kvcap.kernels.device import multiprocessors, on_gpu, power_of_two
 from kvcap.kernels.launch import empty, launch, run
 from kvcap.kernels.token import REGISTERS
-from kvcap.kernels.turn_triton import halves, quantised_halves, turned_by, turned_on
+from kvcap.kernels.turn_triton import halves, turned_by
 from kvcap.policies.base import Rows
 
 MOST_FEW = 2**17  # rows of keys, below which shorter programs are faster
@@ -84,23 +82,6 @@ def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk
         slots, k = before, ahead
 
 
-@triton.jit
-def _direction(a, b, n):
-    """Of halves of sums of the parts of n keys [PARTS, HALF_PAD]: of their mean, [HALF_PAD]."""
-    a, b = tl.sum(a, 0) / n, tl.sum(b, 0) / n
-    length = tl.sqrt(tl.sum(a * a + b * b, 0))
-    length = tl.maximum(length, EPSILON)
-    return a / length, b / length
-
-
-@triton.jit
-def _minus_cosine(a, b, anchor_a, anchor_b):
-    """Of halves of keys [N, HALF_PAD] float32 to a direction [HALF_PAD]."""
-    along = tl.sum(a * anchor_a[None, :] + b * anchor_b[None, :], 1)
-    inverse = tl.rsqrt(tl.maximum(tl.sum(a * a + b * b, 1), EPSILON * EPSILON))
-    return -along * inverse
-
-
 @triton.jit(do_not_specialize=["starts", "lengths", "n", "parts"])
 def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, lengths, k_b, k_h, k_n,
                    shift_b, shift_h, K, n, parts, D: tl.constexpr, HALF_PAD: tl.constexpr,
@@ -126,34 +107,13 @@ def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, length
     sums = sum_ptr + (row * parts + i)[:, None] * D
     anchor_a, anchor_b = halves(sums, (i < parts)[:, None], HALF, HALF_PAD)
     a, b = turned_by(a, b, back, table_ptr, slots < n, HALF, HALF_PAD, WIDEN)
-    anchor_a, anchor_b = _direction(anchor_a, anchor_b, n)
-    scores = _minus_cosine(a.to(tl.float32), b.to(tl.float32), anchor_a, anchor_b)
-    tl.store(out_ptr + slots, scores, mask=slots < n)
-
-
-@triton.jit(do_not_specialize=["scale", "low", "shift", "n", "parts"])
-def _cosine_quantised(q_ptr, scale, low, mean, shift, table, sum_ptr, out_ptr, row_slots, mean_b,
-                      mean_h, K, n, parts, D: tl.constexpr, HALF_PAD: tl.constexpr,
-                      GROUP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """The same of keys of 8 or 4 bits, rotated on from position 0 where there is a table."""
-    row = tl.program_id(1).to(tl.int64)
-    HALF: tl.constexpr = D // 2
-    slots = tl.program_id(0) * N + tl.arange(0, N)
-    first, held = row * row_slots, slots < n
-    a, b = quantised_halves(q_ptr, scale, low, first, slots, held, D, HALF_PAD, GROUP)
-    if table is not None:
-        ranks = -tl.load(shift + first + slots, held, 0)
-    i = tl.arange(0, PARTS)
-    sums = sum_ptr + (row * parts + i)[:, None] * D
-    anchor_a, anchor_b = halves(sums, (i < parts)[:, None], HALF, HALF_PAD)
-    if mean is not None:
-        at = mean + row // K * mean_b + row % K * mean_h + tl.arange(0, 1)[:, None]
-        own_a, own_b = halves(at, True, HALF, HALF_PAD)
-        a, b = a + own_a, b + own_b
-    if table is not None:
-        a, b = turned_on(a, b, ranks, table, held, HALF, HALF_PAD)
-    anchor_a, anchor_b = _direction(anchor_a, anchor_b, n)
-    tl.store(out_ptr + row * n + slots, _minus_cosine(a, b, anchor_a, anchor_b), mask=held)
+    anchor_a, anchor_b = tl.sum(anchor_a, 0) / n, tl.sum(anchor_b, 0) / n
+    length = tl.sqrt(tl.sum(anchor_a * anchor_a + anchor_b * anchor_b, 0))
+    length = tl.maximum(length, EPSILON)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    along = tl.sum(a * (anchor_a / length)[None, :] + b * (anchor_b / length)[None, :], 1)
+    inverse = tl.rsqrt(tl.maximum(tl.sum(a * a + b * b, 1), EPSILON * EPSILON))
+    tl.store(out_ptr + slots, -along * inverse, mask=slots < n)
 
 
 def scores_turned(
@@ -181,28 +141,6 @@ def scores_turned(
             *keys.stride()[:3], *shift.stride()[:2],
             K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts), not on_gpu(keys),
             num_warps=4, maxnreg=REGISTERS,
-        )  # fmt: skip
-    return out
-
-
-def scores_quantised(keys: QuantisedKeys, key_sums: Tensor) -> Tensor:
-    """`scores` of keys that are dequantised and rotated as they are read. [B, K, n], float32.
-
-    Args:
-        keys: as they are stored.
-        key_sums: of the keys as they count, as in `scores`.
-    """
-    q, scale, low = keys.parts[""], keys.parts["scale"], keys.parts.get("low")
-    B, K, n, _ = q.shape
-    tile, parts, D = 64, key_sums.shape[2], keys.size
-    out = empty(B, K, n, device=q.device)
-    with torch.cuda.device_of(q):
-        run(
-            _cosine_quantised, (-(-n // tile), B * K),
-            q, scale, low, keys.mean, keys.shift, keys.table, key_sums, out,
-            q.stride(1) // q.stride(2), *strides("bh", mean=keys.mean).values(), K, n, parts,
-            D, power_of_two(D, 32) // 2, 0 if low is None else D // low.shape[3],
-            tile, power_of_two(parts), num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
     return out
 

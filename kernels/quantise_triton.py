@@ -30,16 +30,16 @@ def _unrotated(x, turn, d, inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
     return own
 
 
-@triton.jit(do_not_specialize=["length", "start"])
+@triton.jit(do_not_specialize=["length", "count", "read_at", "lengths"])
 def take_mean(
-    keys,  # [b, k, T, D]
-    mean,  # [b, k, D]
+    keys,  # [B, K, T, D]
+    mean,  # [B, K, D]
+    read_at,  # [B] int32, the position of the first token, or None
     table,  # [span, 2, HALF], or None
     length,  # T
-    start,
-    after,  # [] or None
+    count,  # [] int32, tokens that are no fillers, or None: all
+    lengths,  # [B·K] int32, slots of rows
     key_b, key_h, key_t,
-    mean_b, mean_h,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
@@ -47,24 +47,26 @@ def take_mean(
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of one KV head's keys, at position 0; nothing where tokens were read before."""
+    """Take the mean of one KV head's keys, at position 0, where its row has no slots yet."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
-    before = tl.load(after) if after is not None else 0
-    if before == 0:
+    if tl.load(lengths + row) == 0:
+        real = length
+        if count is not None:
+            real = tl.load(count)
+        first = tl.load(read_at + batch) if HALF > 0 else 0
         d = tl.arange(0, SIZE_PAD)[None, :]
         total = tl.zeros([BLOCK, SIZE_PAD], tl.float32)
-        for begin in range(0, length, BLOCK):
+        for begin in range(0, real, BLOCK):
             t = begin + tl.arange(0, BLOCK)
-            inside = (t < length)[:, None] & (d < SIZE)
+            inside = (t < real)[:, None] & (d < SIZE)
             x = keys + batch * key_b + head * key_h + t.to(tl.int64)[:, None] * key_t
             turn = x  # read where HALF > 0 only
             if HALF > 0:
-                turn = table + (start + t).to(tl.int64)[:, None] * (2 * HALF)
+                turn = table + (first + t).to(tl.int64)[:, None] * (2 * HALF)
             total += _unrotated(x, turn, d, inside, HALF, INTERLEAVED)
         d = tl.arange(0, SIZE_PAD)
-        to = mean + batch * mean_b + head * mean_h + d
-        tl.store(to, tl.sum(total, 0) / length, d < SIZE)
+        tl.store(mean + row * SIZE + d, tl.sum(total, 0) / real, d < SIZE)
 
 
 @triton.jit
@@ -99,11 +101,10 @@ def _store_groups(x, scale, low, first, inside, GROUP: tl.constexpr):
 
 
 @triton.jit
-def store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.constexpr):
+def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.constexpr):
     """Quantise numbers i and i + SIZE/2 [N, P] of tokens, of which i < SIZE/2 are real.
 
-    In an odd SIZE, which 8 bits alone have, `b` has one more than `a`. Returns both as whoever
-    reads the slots will find them.
+    In an odd SIZE, which 8 bits alone have, `b` has one more than `a`.
     """
     LOW: tl.constexpr = SIZE // 2
     in_a = inside[:, None] & (i < LOW)
@@ -118,7 +119,6 @@ def store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.c
         at = to + slot[:, None] * SIZE + i
         tl.store(at, a.to(tl.int8), in_a)
         tl.store(at + LOW, b.to(tl.int8), in_b)
-        a, b = a * by, b * by
     else:
         GROUPS: tl.constexpr = SIZE // GROUP
         if a.shape[1] == LOW and LOW % GROUP == 0:  # each lies in one half
@@ -155,37 +155,32 @@ def store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.c
         b = tl.minimum(tl.maximum(_nearest(tl.div_rn(b - lows_b, by_b)), 0.0), 15.0)
         both = a.to(tl.int32) | (b.to(tl.int32) << 4)
         tl.store(to + slot[:, None] * LOW + i, both.to(tl.uint8), in_a)
-        a, b = a * by_a + lows_a, b * by_b + lows_b
-    return a, b
 
 
-# Where a block goes differs from segment to segment, which must not compile anew.
+# Where a block goes differs from layer to layer, which must not compile anew.
 _PLACES = ["to_keys", "to_values", "key_scale", "key_low", "value_scale", "value_low",
-           "to_positions", "shift", "state_0", "state_1", "length", "row_slots", "rank",
-           "start"]  # fmt: skip
+           "to_positions", "shift", "state_0", "state_1", "length", "starts", "lengths",
+           "read_at"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_PLACES)
 def write_slots(
-    keys,  # [b, k, T, D]
+    keys,  # [B, K, T, D]
     values,  # likewise
     positions,  # [T]
-    mean,  # [b, k, D], or None
+    mean,  # [B, K, D], or None
+    read_at,  # [B] int32, the position of the first token, or None
     table,  # [span, 2, HALF], or None
-    to_keys,  # this and what follows: slot 0 of row 0, rows `row_slots` slots apart
+    to_keys,  # [slots, ...], as what follows
     to_values,
     key_scale, key_low, value_scale, value_low,  # the lows: or None
     to_positions,
     shift,  # or None
     state_0, state_1,  # or None
     length,  # T
-    row_slots,
-    rank,
-    start,
-    after,  # slots of a row before them, [] or None: none
+    starts, lengths,  # [B·K] int32, where rows lie, and their slots before the block
     key_b, key_h, key_t,
     value_b, value_h, value_t,
-    mean_b, mean_h,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,  # pairs that rotate; 0: none
@@ -195,34 +190,34 @@ def write_slots(
     VALUE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens of one KV head."""
+    """Quantise some tokens of one KV head."""
     LOW: tl.constexpr = SIZE // 2
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = t < length
-    before = tl.load(after).to(tl.int32) if after is not None else 0
-    slot = row * row_slots + before + t
+    before = tl.load(lengths + row)
+    slot = tl.load(starts + row).to(tl.int64) + before + t
     i = tl.arange(0, PAD)[None, :]
     in_a, in_b = inside[:, None] & (i < LOW), inside[:, None] & (i < SIZE - LOW)
     x = keys + batch * key_b + head * key_h + t.to(tl.int64)[:, None] * key_t
     turn = x  # read where HALF > 0 only
     if HALF > 0:
-        turn = table + (start + before + t).to(tl.int64)[:, None] * (2 * HALF)
+        turn = table + (tl.load(read_at + batch) + t).to(tl.int64)[:, None] * (2 * HALF)
     a = _unrotated(x, turn, i, in_a, HALF, INTERLEAVED)
     b = _unrotated(x, turn, i + LOW, in_b, HALF, INTERLEAVED)
     if mean is not None:
-        off = mean + batch * mean_b + head * mean_h + i + tl.zeros_like(a).to(tl.int32)
+        off = mean + row * SIZE + i + tl.zeros_like(a).to(tl.int32)
         a -= tl.load(off, in_a, 0.0)
         b -= tl.load(off + LOW, in_b, 0.0)
-    store(a, b, to_keys, key_scale, key_low, slot, inside, i, SIZE, KEY_GROUP)
+    _store(a, b, to_keys, key_scale, key_low, slot, inside, i, SIZE, KEY_GROUP)
     x = values + batch * value_b + head * value_h + t.to(tl.int64)[:, None] * value_t
     a = tl.load(x + i, in_a, 0.0).to(tl.float32)
     b = tl.load(x + i + LOW, in_b, 0.0).to(tl.float32)
-    store(a, b, to_values, value_scale, value_low, slot, inside, i, SIZE, VALUE_GROUP)
+    _store(a, b, to_values, value_scale, value_low, slot, inside, i, SIZE, VALUE_GROUP)
     tl.store(to_positions + slot, tl.load(positions + t, inside), inside)
     if shift is not None:
-        tl.store(shift + slot, -(rank + before + t), inside)
+        tl.store(shift + slot, -(before + t), inside)
     zero = tl.zeros(slot.shape, tl.int8)
     if state_0 is not None:
         tl.store(state_0 + slot, zero.to(state_0.dtype.element_ty), inside)

@@ -10,7 +10,7 @@ needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcap.kernels.arguments import MOST_SPANS, Pins, Spans, aux, strides
-from kvcap.kernels.device import able, bits, power_of_two
+from kvcap.kernels.device import INTEGERS, able, bits, power_of_two
 from kvcap.kernels.launch import run
 from kvcap.kernels.rotate import rotate_rows
 from kvcap.policies.base import Rows
@@ -36,6 +36,27 @@ class Pool(NamedTuple):
     rows: Rows
     pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
     targets: Tensor  # [B·K] int32, the slots that each may have
+
+
+def moving(named: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return a pool's buffers as kernels move them: keys and values of equally many columns first.
+
+    Scales of groups become one integer a slot, where there is one of that size.
+    """
+    keys, values = named["keys"], named.get("values")
+    rest = [_as_number(x) for name, x in named.items() if name not in ("keys", "values")]
+    if values is None:
+        return [keys, *rest]
+    wider, columns = keys.shape[1] // max(1, values.shape[1]), values.shape[1]
+    if wider in INTEGERS and keys.shape[1] == wider * columns and keys.element_size() == 1:
+        keys = keys.view(INTEGERS[wider])
+    return [keys, values, *rest]
+
+
+def _as_number(x: Tensor) -> Tensor:
+    """View numbers of a slot [slots, n] as an integer of their size [slots], if there is one."""
+    size = x[0].numel() * x.element_size()
+    return x.view(INTEGERS[size])[:, 0] if x.dim() == 2 and size in INTEGERS else x
 
 
 def covers(buffers: Sequence[Tensor], spans: Spans = ()) -> bool:

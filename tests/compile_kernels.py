@@ -3,26 +3,19 @@
 An interpreter runs what a compiler refuses: variables whose types change in a loop or a branch.
 Run by `tests/kernels/test_compiled.py` in a process of its own, in which nothing is interpreted;
 prints how many kernels there were, and what the compiler says of those that it refuses. Arguments
-are names of policies, of quantised slots 'keydiff:int8' and its like; 'quantised-token' has that
-kernel compiled to the end for usual sizes instead, and prints the bytes that each variant spills;
-'window' the kernels that score by a window, and prints the shared memory that each takes.
+are names of policies, of quantised slots 'keydiff:int8' and its like; 'window' has the kernels
+compiled to the end that score by a window, and prints the shared memory that each takes.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
-import triton
 from conftest import small_policy, tiny_model
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -30,7 +23,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from uncaptured import Uncaptured
 
-from kvcap.kernels import quantised_token
 from kvcap.kernels.choice import use
 from kvcap.kernels.device import Target, pretending
 from kvcap.kernels.window import scores
@@ -38,14 +30,11 @@ from kvcap.policies.base import Observation
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.warm import converse
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.row_table import RowTable
-from kvcap.runtime.cache.slot_format import SlotFormat
 from kvcap.runtime.planning.dry_run import data_independent
 
 HOPPER = Target(multiprocessors=132, shared_memory=232448, overlaps=True)
 CONSUMER = Target(multiprocessors=82, shared_memory=101376, overlaps=False)  # an RTX 3090
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class Driver:
@@ -103,40 +92,6 @@ def variant(kernel: Any, args: Any, options: Any) -> tuple[str, ...]:
         return f"{x == 1} {x % 16 == 0} {abs(x) < 2**31}"
 
     return (kernel.fn.__name__, *(f"{name}={kind(name, x)}" for name, x in given.items()))
-
-
-def spilled(kind: str, size: int, slots: int) -> int:
-    """Bytes of a thread's stack, in a token's kernel over so many slots of 8 KV heads."""
-    pool = SlotPool(
-        8 * (slots + 1), size, torch.bfloat16, "cpu", {SHIFT: torch.int32},
-        slot_format=SlotFormat.of(kind),
-    )  # fmt: skip
-    segment, found = Segment(pool, 0, slots, 1, 1, 8), list[int]()
-    heads = torch.zeros(1, 1, 40, size, dtype=torch.bfloat16).transpose(1, 2).split((24, 8, 8), 1)
-    angles = (torch.zeros(1, 1, size, dtype=torch.bfloat16),) * 2
-    table = torch.zeros(slots + 1, 2, size // 2, dtype=torch.float16)
-
-    def each(kernel: tuple[str, ...], compiled: Callable[[], Any]) -> None:
-        if kernel[0] == "attend_quantised":
-            with NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(compiled().asm["cubin"])
-                file.flush()
-                told = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
-            found.extend(int(x) for x in re.findall(r"STACK:(\d+)", told))
-
-    with compiling(each, HOPPER):
-        quantised_token.attend(
-            *heads, angles, torch.zeros(1, dtype=torch.int32), segment.named(0, slots + 1), 0.1,
-            torch.zeros(1, 8, size), table, summed=True,
-        )  # fmt: skip
-    (stack,) = found
-    return stack
-
-
-def of_quantised_token() -> None:
-    driver.set_active(Driver())
-    cases = product(("int8", "int8-int4", "int4"), (64, 128), (2048, 8192))
-    print(json.dumps({"-".join(map(str, case)): spilled(*case) for case in cases}))
 
 
 def shared_by(
@@ -214,9 +169,7 @@ def main(policies: list[str]) -> None:
     print(json.dumps({"kernels": sorted({x[0] for x in known}), "refused": refused}))
 
 
-if sys.argv[1:] == ["quantised-token"]:
-    of_quantised_token()
-elif sys.argv[1:] == ["window"]:
+if sys.argv[1:] == ["window"]:
     of_windows()
 else:
     main(sys.argv[1:])

@@ -249,11 +249,13 @@ def differing(sessions: list[Session], others: list[Session]) -> float:
     return sum(len(one - other) for one, other in pairs) / sum(len(one) for one, _ in pairs)
 
 
-def runtime_of(model, policy="keydiff", budget=24, block=8, positions="compact", **more):
+def runtime_of(
+    model, policy="keydiff", budget=24, block=8, positions="compact", kv_dtype=None, **more
+):
     """A runtime around a model; a conversation in tokens needs no tokenizer."""
     eviction = small_policy(policy, model.config) if isinstance(policy, str) else policy
     plan = MemoryPlan.of(
         model.config, policy=eviction, kv_budget_tokens=budget, block_size=block,
-        dtype=model.dtype, positions=positions,
+        dtype=model.dtype, positions=positions, kv_dtype=kv_dtype,
     )  # fmt: skip
     return kvcap.Runtime(model, None, plan, eviction, name="tiny", **more)

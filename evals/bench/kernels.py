@@ -69,8 +69,11 @@ class Work:
         if isinstance(self.policy, H2O):
             return kernels.update(self.policy, obs)["accumulated"]
         sums = obs.key_sums if isinstance(obs, Inputs) else None
-        stored = None if sums is None else kernels.StoredKeys(sums, None)
-        return kernels.score(self.policy, obs, stored)
+        if sums is not None:
+            from kvcap.kernels import keydiff  # imports triton
+
+            return keydiff.scores(obs.keys, key_sums=sums)
+        return kernels.score(self.policy, obs)
 
     def eager(self, obs: Observation) -> Tensor:
         """Score by the policy itself, from nothing computed before."""

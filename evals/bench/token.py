@@ -1,10 +1,9 @@
 """A token's attention and eviction on a GPU, by every variant of the kernel that attends.
 
 Layers of Llama-3.2-3B's shape, bfloat16, whose slots are full: a token is rotated, appended and
-attended to (`kernels/token.py`), and KeyDiff gives up a slot; of one sequence also over slots of
-fewer bits (`kernels/quantised_token.py`), which are given up eagerly. Variants read `block` slots
-at once, have `stages` of such blocks under way, and cut a head's slots into `parts`; the first row
-of each batch and kind of slots is as the runtime has it. `median_ms` is one layer's attention
+attended to (`kernels/token.py`), and KeyDiff gives up a slot. Variants read `block` slots at once,
+have `stages` of such blocks under way, and cut a head's slots into `parts`; the first row of each
+batch is as the runtime has it. `median_ms` is one layer's attention
 within a CUDA graph, `evicting_ms` that and the eviction; inputs rotate through 512 MiB, so that
 none is found in the chip's cache. The floor is one read of all slots, at the bandwidth that a sum
 over 4 GiB reached in the same run. Variants that take more shared memory than there is are left
@@ -13,10 +12,9 @@ out. Reads `budgets`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from math import prod
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,27 +24,23 @@ from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.bench.gpu import require_cuda
 from kvcap.evals.bench.kernels import ROTATED, read_bandwidth, replayed, triton_version
 from kvcap.evals.reports import device_name, versions
-from kvcap.kernels import decode, quantised_token, token
+from kvcap.kernels import decode, token
 from kvcap.kernels import rows as row_kernels
 from kvcap.kernels.arguments import Pins
-from kvcap.kernels.dequantise import QuantisedKeys
 from kvcap.policies import Observation
 from kvcap.policies.base import Rows
-from kvcap.policies.base.order import lowest
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.cache.row_table import ALIGNED, STEP
-from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
 HEADS, KV_HEADS, SIZE, DTYPE, THETA = 24, 8, 128, torch.bfloat16, 500_000.0
 BATCHES = (1, 16)
-KINDS: tuple[KvDtype | None, ...] = (None, *get_args(KvDtype))
 SPARE = 512  # slots of a block, behind those that stay
 MOVED = 2048  # by how much keys may move while they are timed
 DEFAULTS = {"budgets": (2048,)}
 COLUMNS = (
-    "batch", "kv_dtype", "slots", "block", "stages", "warps", "parts", "median_ms", "evicting_ms",
+    "batch", "slots", "block", "stages", "warps", "parts", "median_ms", "evicting_ms",
     "floor_ms", "of_read",
 )  # fmt: skip
 
@@ -76,10 +70,8 @@ def run(options: BenchmarkOptions) -> Result:
     }
     rows, fastest = list[dict[str, Any]](), list[dict[str, Any]]()
     for slots in options.budgets:
-        for batch, kind in ((batch, kind) for batch in BATCHES for kind in KINDS):
-            if batch > 1 and kind is not None:
-                continue
-            found = list(_measured(batch, slots, bandwidth, kind))
+        for batch in BATCHES:
+            found = list(_measured(batch, slots, bandwidth))
             rows += [{**row, **machine} for row in found]
             fastest += [
                 min(found, key=lambda row: row[name]) for name in ("median_ms", "evicting_ms")
@@ -111,12 +103,10 @@ class Layer:
         size: int = SIZE,
         dtype: torch.dtype = DTYPE,
         device: str = "cuda",
-        kind: KvDtype | None = None,
     ) -> None:
         pool = SlotPool(
-            batch * kv_heads * (slots + SPARE), size, dtype, device, {SHIFT: torch.int32},
-            slot_format=SlotFormat.of(kind),
-        )  # fmt: skip
+            batch * kv_heads * (slots + SPARE), size, dtype, device, {SHIFT: torch.int32}
+        )
         self.slots = slots
         self.segment = Segment(pool, 0, slots, SPARE, batch, kv_heads)
         keys, values = torch.randn(2, batch, kv_heads, slots, size, device=device).to(dtype)
@@ -130,12 +120,7 @@ class Layer:
         none = torch.zeros(count, 2, dtype=torch.int32, device=device)
         self.moved = row_kernels.Pool(pool.buffers(), pool.aux[SHIFT], after, none, held)
         self.left = torch.empty_like(held)
-        shift = self.segment.aux(SHIFT).random_(slots)
-        if kind is not None:  # minus their ranks, which evictions lower
-            shift.add_(MOVED).neg_()
-        self.mean = None
-        if kind is not None:
-            self.mean = torch.randn(batch, kv_heads, size, device=device)
+        self.segment.aux(SHIFT).random_(slots)
         self.before = self.segment.aux(SHIFT).clone()
         many = torch.randn(batch, 1, heads + 2 * kv_heads, size, device=device).to(dtype)
         self.token = many.transpose(1, 2).split((heads, kv_heads, kv_heads), dim=1)
@@ -149,30 +134,17 @@ class Layer:
         """Rotate, append and attend a token; return the output, and the sums of keys' parts."""
         tile = decode.Tile(variant.block, variant.stages, variant.warps, programs=2)
         (query, key, value), scaling = self.token, self.segment.pool.size**-0.5
-        if self.mean is None:
-            pool = self.segment.pool
-            out, _, sums = token.attend(
-                query, key, value, self.angles, self.time, pool.buffers(), scaling,
-                (pool.aux[SHIFT], self.rotation.table), self.rows,
-                summed=True, tile=tile, most_parts=variant.parts,
-            )  # fmt: skip
-        else:
-            out, _, sums = quantised_token.attend(
-                query, key, value, self.angles, self.time, self._slots, scaling, self.mean,
-                self.rotation.table, summed=True, tile=tile, most_parts=variant.parts,
-            )  # fmt: skip
+        pool = self.segment.pool
+        out, _, sums = token.attend(
+            query, key, value, self.angles, self.time, pool.buffers(), scaling,
+            (pool.aux[SHIFT], self.rotation.table), self.rows,
+            summed=True, tile=tile, most_parts=variant.parts,
+        )  # fmt: skip
         assert sums is not None
         return out, sums
 
     def evict(self, sums: Tensor) -> None:
         """Give up a slot of every head by KeyDiff, as the runtime does after a token."""
-        if self.mean is None:
-            self._evict_rows(sums)
-        else:
-            self._evict_eagerly(sums, self.mean)
-
-    def _evict_rows(self, sums: Tensor) -> None:
-        """Evict as `RowSlots` does."""
         pool, seen, (batch, heads) = self.segment.pool, self.slots + 1, sums.shape[:2]
         keys, values = (x.expand(batch, heads, -1, -1) for x in (pool.keys, pool.values))
         places = row_kernels.padded_positions(pool.positions, self.moved.rows, batch)
@@ -181,37 +153,15 @@ class Layer:
         scores = kernels.score_rows(KeyDiff(), obs, kernels.StoredKeys(sums, turn))
         row_kernels.give_up_one(scores, Pins(0, 0, seen, ()), self.moved, self.left)
 
-    def _evict_eagerly(self, sums: Tensor, mean: Tensor) -> None:
-        """Evict as `EagerSlots` does."""
-        slots, segment = self._slots, self.segment
-        keys, positions, shift = slots["keys"], slots["positions"], slots[SHIFT]
-        parts = segment.pool.format.parts("key", slots)
-        quantised = QuantisedKeys(parts, segment.pool.size, mean, shift, self.rotation.table)
-        obs = Observation(keys, slots["values"], positions, self.slots + 1, self.slots)
-        scores = kernels.score(KeyDiff(), obs, kernels.StoredKeys(sums, None, quantised))
-        evicted = lowest(scores, positions, 1)
-        shift.add_(positions > positions.gather(-1, evicted))
-        segment.held = self.slots + 1
-        segment.compact(evicted)
-
-    @property
-    def _slots(self) -> Mapping[str, Tensor]:
-        """Those in use and the token's, by name."""
-        return self.segment.named(0, self.slots + 1)
-
     def reset(self) -> None:
         """Have keys be moved as at first."""
         self.segment.aux(SHIFT).copy_(self.before)
 
 
-def _measured(
-    batch: int, slots: int, bandwidth: float, kind: KvDtype | None
-) -> Iterator[dict[str, Any]]:
-    """A row for every variant that the device has the shared memory for."""
-    shapes = SlotFormat.of(kind).shapes(SIZE, DTYPE).values()
-    slot_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in shapes)  # but its position
-    must_read = batch * KV_HEADS * slots * slot_bytes
-    layers = [Layer(batch, slots, kind=kind) for _ in range(max(2, ROTATED // must_read))]
+def _measured(batch: int, slots: int, bandwidth: float) -> Iterator[dict[str, Any]]:
+    """Yield a row for every variant that the device has the shared memory for."""
+    must_read = batch * KV_HEADS * slots * 2 * SIZE * DTYPE.itemsize  # but positions
+    layers = [Layer(batch, slots) for _ in range(max(2, ROTATED // must_read))]
     for variant in variants():
         try:
             sums = layers[0].attend(variant)[1]
@@ -232,7 +182,7 @@ def _measured(
         for layer in layers:
             layer.reset()
         yield {
-            "batch": batch, "kv_dtype": kind, "slots": slots, **asdict(variant),
+            "batch": batch, "slots": slots, **asdict(variant),
             "parts": sums.shape[2] - 1,
             "median_ms": took, "evicting_ms": with_eviction,
             "floor_ms": must_read / bandwidth * 1e3, "of_read": must_read / took * 1e3 / bandwidth,

@@ -14,7 +14,8 @@ from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import BufferSpec, CacheLayout
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.query_window import QueryWindow
-from kvcap.runtime.cache.slots.rows import covers
+from kvcap.runtime.cache.slots import EagerSlots, QuantisedRowSlots, RowSlots, covers
+from kvcap.runtime.cache.slots.policy import LayerPolicy
 from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
@@ -24,14 +25,15 @@ class Allocation:
 
     Args:
         layout: of the cache.
-        evict_every: in generation, evict every so many tokens; None: with stock attention.
+        evict_every: in generation, evict every so many tokens.
+        stock: attention is transformers' own, which reads slots by itself.
     """
 
-    def __init__(self, layout: CacheLayout, evict_every: int | None = 1) -> None:
+    def __init__(self, layout: CacheLayout, evict_every: int = 1, *, stock: bool = False) -> None:
         self.layout = layout
         self.by_rows = False
         """Says that layers have `RowSlots`; decided when the first one is allocated."""
-        self._evict_every = evict_every
+        self._evict_every, self._stock = evict_every, stock
         self.compact = layout.positions == "compact"
         """Whether tokens count at compact positions now."""
         self.batch: int | None = None
@@ -85,6 +87,13 @@ class Allocation:
             mean = like.new_zeros(*like.shape[:2], like.shape[3], dtype=torch.float32)
             self._register(f"mean.{index}", partial(dict, keys=mean), like)
         return LayerStorage(segments, ring, store, rotation, later, mean)
+
+    def engine(self, storage: LayerStorage, policy: LayerPolicy) -> EagerSlots | RowSlots:
+        """Make the engine that works on what a layer holds."""
+        if not self.by_rows:
+            return EagerSlots(storage, policy, self._evict_every, self.balance)
+        rows = QuantisedRowSlots if self.layout.slot_format.quantised else RowSlots
+        return rows(storage, policy, self.balance)
 
     def rotation(self, like: Tensor) -> Rotation:
         """The table of rotations that all capped layers share, for keys such as these."""
@@ -144,7 +153,7 @@ class Allocation:
             slot_format=layout.slot_format,
         )  # fmt: skip
         self._register(f"pool.{number}", pool.named, like)
-        if layers[0] == 0 and self._evict_every is not None:
+        if layers[0] == 0 and not self._stock:
             self.by_rows = covers(layout, self._evict_every, pool)
         found, start = [], 0
         for index in layers:

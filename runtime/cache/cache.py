@@ -154,7 +154,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             BudgetCache, "update", "get_seq_length", "get_mask_sizes", "get_conv_state",
             "update_conv_state", "get_recurrent_state", "update_recurrent_state",
         )  # fmt: skip
-        self.allocation = Allocation(self.layout, evict_every if self._attends else None)
+        self.allocation = Allocation(self.layout, evict_every, stock=not self._attends)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
         self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}
         """The recurrent layers, or halves of layers, by their index in the model."""
@@ -190,7 +190,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
             return DummyLayer()
         spans, place = self.pinned_spans, shape.capped.index(index)
-        return BudgetLayer(place, self.allocation, self.evict_every, spans, self._mask)
+        return BudgetLayer(place, self.allocation, spans, self._mask)
 
     def _state_layer(self, index: int) -> StateLayer:
         """A new state for the model's layer of that index."""

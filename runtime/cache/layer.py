@@ -67,7 +67,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     Args:
         index: among the capped layers.
         allocation: of the cache.
-        evict_every: in generation, evict every so many tokens.
         pinned_spans: of the cache, which changes them in place.
         mask: of the cache, takes note of the mask that a pass asks transformers for.
     """
@@ -79,7 +78,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self,
         index: int,
         allocation: Allocation,
-        evict_every: int,
         pinned_spans: Sequence[Span],
         mask: MaskNote,
     ) -> None:
@@ -102,7 +100,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.policy = LayerPolicy(self.layout, index, pinned_spans)
         self.pending: PendingBlock | None = None
         self._attending = False  # a block is attended to, and evicted after
-        self._allocation, self._evict_every = allocation, evict_every
+        self._allocation = allocation
         self._mask = mask
         self._like: tuple[int, torch.dtype, torch.device] | None = None  # what it is allocated for
 
@@ -177,11 +175,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         storage = self.storage = self._allocation.layer(self.index, key_states)
         self.segments, self.query_window = storage.segments, storage.query_window
         self.evicted_store = storage.evicted_store
-        balance = self._allocation.balance
-        if self._allocation.by_rows:
-            self.engine = RowSlots(storage, self.policy, balance)
-        else:
-            self.engine = EagerSlots(storage, self.policy, self._evict_every, balance)
+        self.engine = self._allocation.engine(storage, self.policy)
         self.is_initialized = True
 
     def update(

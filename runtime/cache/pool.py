@@ -15,8 +15,6 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kvcap.kernels import dequantise
-from kvcap.kernels.choice import ready
 from kvcap.runtime.cache.slot_format import SlotFormat
 
 PIECE = 1 << 19  # bytes of float32 numbers that are dequantised at once on a CPU
@@ -192,8 +190,6 @@ class Segment:
         if not pool.format.quantised:
             return self.values
         parts = pool.format.parts("value", self.named(0, slots))
-        if ready(pool.values) and dequantise.covers(parts):
-            return dequantise.read(parts, pool.size, pool.read_dtype)
         out, numbers = self.empty(slots), pool.format.values
         assert numbers is not None, "all formats of fewer bits quantise values"
         for piece in self.pieces(slots):

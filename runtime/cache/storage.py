@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcap.kernels import dequantise, quantise
 from kvcap.kernels.choice import ready
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.pool import PIECE, SHIFT, Segment
@@ -90,31 +89,9 @@ class LayerStorage:
             start: the position of the first.
             first: whether they are the first that the layer reads, whose mean is kept.
         """
-        if not self._append_by_kernel(keys, values, positions, start, first):
-            keys = self._quantisable(keys, start, first)
-            for segment in self.segments:
-                segment.append(segment.rows_of(keys), segment.rows_of(values), positions)
-
-    def _append_by_kernel(
-        self, keys: Tensor, values: Tensor, positions: Tensor, start: int, first: bool
-    ) -> bool:
-        """`append` where the kernel covers it; whether it does."""
-        length, rotation = keys.shape[2], self.rotation
-        if not ready(keys) or (rotation is not None and start + length > len(rotation.table)):
-            return False
-        slots = [segment.behind(length) for segment in self.segments]
-        if not quantise.covers(keys, values, slots[0]):
-            return False
-        for segment, those in zip(self.segments, slots, strict=True):
-            quantise.append(
-                segment.rows_of(keys), segment.rows_of(values), positions, those, segment.held,
-                None,
-                None if self.mean is None else segment.rows_of(self.mean),
-                None if rotation is None else rotation.table, start, first=first,
-                interleaved=rotation is not None and rotation.interleaved,
-            )  # fmt: skip
-            segment.held += length
-        return True
+        keys = self._quantisable(keys, start, first)
+        for segment in self.segments:
+            segment.append(segment.rows_of(keys), segment.rows_of(values), positions)
 
     def _quantisable(self, keys: Tensor, start: int, first: bool) -> Tensor:
         """Return keys [B, K, T, D] as slots of fewer bits hold them, in float32; see `append`."""
@@ -139,12 +116,6 @@ class LayerStorage:
         whole = segment.named(0, slots)
         parts, rotation = pool.format.parts("key", whole), self.rotation
         mean = None if self.mean is None else segment.rows_of(self.mean)
-        if ready(pool.keys) and dequantise.covers(parts):
-            turned = () if rotation is None else (whole[SHIFT], rotation.table)
-            interleaved = rotation is not None and rotation.interleaved
-            return dequantise.read(
-                parts, pool.size, pool.read_dtype, mean, *turned, interleaved=interleaved
-            )
         assert pool.format.keys is not None, "all formats of fewer bits quantise keys"
         found, ranks = segment.empty(slots), whole[SHIFT].neg() if rotation else None
         for piece in segment.pieces(slots):
@@ -155,14 +126,6 @@ class LayerStorage:
             if rotation is not None and ranks is not None:
                 rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
-
-    def quantised_keys(self, segment: Segment) -> dequantise.QuantisedKeys:
-        """A segment's keys of fewer bits as they are stored, for kernels that read them so."""
-        held, rotation = segment.named(0, segment.held), self.rotation
-        parts = segment.pool.format.parts("key", held)
-        mean = None if self.mean is None else segment.rows_of(self.mean)
-        turned = () if rotation is None else (held[SHIFT], rotation.table)
-        return dequantise.QuantisedKeys(parts, segment.pool.size, mean, *turned)
 
     def read_lent(self, segment: Segment) -> Tensor | None:
         """A segment's keys [b, k, held, D] at today's positions, from memory that is lent.

@@ -153,11 +153,11 @@ def pooled(cost: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor:
     return found
 
 
-def twin(policy: Policy, obs: Observation, stored: kernels.StoredKeys | None = None) -> Tensor:
+def twin(policy: Policy, obs: Observation) -> Tensor:
     with kernels.use("triton"):
         if isinstance(policy, H2O):
             return kernels.update(policy, obs)["accumulated"]
-        return kernels.score(policy, obs, stored)
+        return kernels.score(policy, obs)
 
 
 def eager(policy: Policy, obs: Observation) -> Tensor:
@@ -274,9 +274,9 @@ def test_keydiff_with_sums_made_elsewhere(shape):
     obs = observe(shape)
     parts = obs.keys.float().split(5, dim=2)
     sums = torch.stack([part.sum(2) for part in parts], dim=2)  # [B, K, P, D]
-    known = twin(KeyDiff(), obs, kernels.StoredKeys(sums, None))
+    known = keydiff.scores(obs.keys, key_sums=sums)
     torch.testing.assert_close(known, twin(KeyDiff(), obs), rtol=0, atol=2e-6)
-    wrong = twin(KeyDiff(), obs, kernels.StoredKeys(-sums, None))  # they are what is read
+    wrong = keydiff.scores(obs.keys, key_sums=-sums)  # they are what is read
     torch.testing.assert_close(wrong, -known, rtol=0, atol=2e-6)
 
 

@@ -27,11 +27,11 @@ POLICIES = [
 ]  # fmt: skip
 
 
-def sessions_of(policy, pinned=0):
+def sessions_of(policy, pinned=0, kind=None):
     """Sessions of one runtime that have read prompts of unequal lengths."""
     layers = 2 if policy in ("keydiff", "pyramidkv") else 1
     model = tiny_model("llama", num_hidden_layers=layers, vocab_size=130).to(DEVICE)
-    runtime = runtime_of(model, policy, BUDGET, 16)
+    runtime = runtime_of(model, policy, BUDGET, 16, kv_dtype=kind)
     found = []
     for prompt in PROMPTS:
         session = runtime.session()
@@ -47,9 +47,9 @@ def kept(session):
     return [(s.held, [sorted(head.tolist()) for head in s.positions[0]]) for s in segments]
 
 
-def alone(policy, pinned):
+def alone(policy, pinned, kind):
     """What each session's tokens give if it is alone; and the sessions after that."""
-    _, sessions = sessions_of(policy, pinned)
+    _, sessions = sessions_of(policy, pinned, kind)
     for session in sessions:
         session.loop.graphs = None
     with kernels.use("eager"):
@@ -82,23 +82,30 @@ def read_together(rows, sessions):
     return logits
 
 
-def check(policy, pinned=0):
+def check(policy, pinned=0, kind=None, close=1e-3):
     """Sessions in rows, by kernels, give what each gives alone and eagerly; returns the rows."""
-    expected, others = alone(policy, pinned)
-    runtime, sessions = sessions_of(policy, pinned)
+    expected, others = alone(policy, pinned, kind)
+    runtime, sessions = sessions_of(policy, pinned, kind)
     with kernels.use("triton"):
         rows, why = runtime.shared_rows(3)
         assert why is None
         found = read_together(rows, sessions)
     for mine, its in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(mine, its, rtol=close, atol=close)
     assert list(map(kept, sessions)) == list(map(kept, others))
     again = torch.tensor([[17]], device=DEVICE)
     for session, other in zip(sessions, others, strict=True):  # which go on alone
         torch.testing.assert_close(
-            session.loop.read(again), other.loop.read(again), rtol=1e-3, atol=1e-3
+            session.loop.read(again), other.loop.read(again), rtol=close, atol=close
         )
     return rows
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("kind", "policy"), [("int8", "keydiff"), ("int4", "h2o")])
+def test_sessions_of_fewer_bits_are_read_together(kind, policy):
+    """Each has a mean of its own, which its row takes along."""
+    check(policy, kind=kind, close=2e-2)
 
 
 @pytest.mark.slow(keep=2)

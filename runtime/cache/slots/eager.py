@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from kvcap import kernels
-from kvcap.kernels import StoredKeys, quantised_token
 from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.base import evenly
@@ -246,63 +245,8 @@ class EagerSlots:
 
     # A single token
 
-    def token(
-        self,
-        query: Tensor,
-        angles: tuple[Tensor, Tensor],
-        block: PendingBlock,
-        call: AttentionCall,
-    ) -> Tensor | None:
-        """Append and attend to a token that is not rotated yet, by one kernel, then evict.
-
-        None, with nothing changed, where no kernel covers it: of quantised slots one does.
-        """
-        storage, (segment, *others) = self.storage, self.segments
-        if not self._quantised or others or call.softcap is not None or call.sinks is not None:
-            return None
-        assert block.arrived is not None
-        (key, value), context = block.arrived, block.context
-        if storage.rotation is not None and block.read_at != segment.held:
-            return None
-        slots = segment.named(0, segment.held + 1)
-        table = None if storage.rotation is None else storage.rotation.table
-        if table is not None and len(table) < segment.held + 1:
-            return None
-        if not (ready(query) and quantised_token.covers(query, key, value, slots)):
-            return None
-        if context.stream is not None:
-            context.stream.next_layer()
-        segment.held += 1
-        out, query, sums = quantised_token.attend(
-            query, key, value, angles, context.times_of(block.seen, 1, key.device), slots,
-            call.scaling, storage.mean, table, summed=self.policy.uses_stored_keys,
-        )  # fmt: skip
-        if storage.query_window is not None:
-            with context.run_async_if_last(query):
-                storage.query_window.append(query)
-        if (due := self.due(1)) or self.policy.has_state:
-            with context.run_async_if_last((query, sums)):
-                keys, values, stored = self._keys_after_token(segment, sums)
-                self.evict(
-                    AttentionStep(
-                        block.total_tokens, 1, [keys], [query], [values], call,
-                        context.token_counter_after(1), stored,
-                    ),
-                    due,
-                )  # fmt: skip
-        return out
-
-    def _keys_after_token(
-        self, segment: Segment, sums: Tensor | None
-    ) -> tuple[Tensor, Tensor, StoredKeys]:
-        """Return quantised keys and values as the policy is to see them, and what is known."""
-        storage, policy, keys = self.storage, self.policy, segment.keys
-        if policy.rotates_keys_itself:
-            return keys, keys, StoredKeys(sums, None, storage.quantised_keys(segment))
-        if policy.reads_keys:
-            keys = storage.read_keys(segment)
-        # Who reads no values still asks for their shape.
-        return keys, segment.read_values() if policy.reads_values else keys, StoredKeys(sums, None)
+    def token(self, *_: Any) -> None:
+        """Change nothing and return None: a token is read as any block is."""
 
     # Evict
 
@@ -324,7 +268,7 @@ class EagerSlots:
                 if not _has_no_data(preference):
                     balance.prefer(self.policy.index, float(preference), step.tokens)
         if due:
-            self._give_up_all(self._evictions(observed, step.stored))
+            self._give_up_all(self._evictions(observed))
         # Tokens that are generated change nothing about what layers want.
         last = self.policy.index == len(self.policy.layout.budgets) - 1
         if balance is not None and last and (step.length > 1 or not balance.settled):
@@ -343,7 +287,7 @@ class EagerSlots:
             eviction = Eviction(eviction.policy)  # no rescorer, which may look at queries too
             scores = segment.positions.float()
         else:
-            scores = eviction.score(obs, self._score_by(None))
+            scores = eviction.score(obs, self._score_by())
         slots = eviction.choose(scores, pinned, obs, segment.held - segment.target_length)
         self._give_up(segment, slots)
 
@@ -356,11 +300,9 @@ class EagerSlots:
             for name, tensor in self.eviction.update(obs, update).items():
                 segment.aux(name).copy_(tensor)
 
-    def _evictions(
-        self, observed: list[Observation], stored: StoredKeys | None
-    ) -> list[SegmentEviction]:
+    def _evictions(self, observed: list[Observation]) -> list[SegmentEviction]:
         """Score every segment, and share the layer's budget out where slots move."""
-        divides, score = self.policy.layout.divides(observed[0].new), self._score_by(stored)
+        divides, score = self.policy.layout.divides(observed[0].new), self._score_by()
         found = []
         for i, (segment, obs) in enumerate(zip(self.segments, observed, strict=True)):
             count = segment.held - segment.target_length
@@ -375,9 +317,9 @@ class EagerSlots:
                 one.count = one.segment.held - kept
         return [one for one in found if one.count > 0]
 
-    def _score_by(self, stored: StoredKeys | None) -> Score:
+    def _score_by(self) -> Score:
         """Return what scores slots: kernels and policies themselves, if they are kvcap's own."""
-        return partial(kernels.score, stored=stored) if self._guard is None else self._guard.score
+        return kernels.score if self._guard is None else self._guard.score
 
     def _give_up_all(self, evictions: Sequence[SegmentEviction]) -> None:
         """Select and give up slots of every segment, and move boundaries where heads' slots do."""

@@ -50,10 +50,10 @@ class LayerPolicy:
         self.reads_queries = policy.queries_observed != 0
         self.reads_values = bool(eviction.observes & {"values", "output"})
         self.reads_keys = bool(eviction.observes & (ATTENTION_VIEWS | {"keys"}))
-        self.uses_stored_keys = kernels.uses_stored_keys(policy)
-        """Says that its kernel is faster for what attention found out about the keys."""
-        self.rotates_keys_itself = self.uses_stored_keys and len(eviction.components) == 1
-        """Says that this kernel rotates keys as it reads them, and nothing else looks at any."""
+        self.rotates_keys_itself = (
+            kernels.uses_stored_keys(policy) and len(eviction.components) == 1
+        )
+        """Says that its kernel rotates keys as it reads them, and nothing else looks at any."""
         self.reads_all_output = policy.queries_observed is None and "output" in eviction.observes
         """Says that it looks at attention's output for all queries of a block."""
 

@@ -39,20 +39,18 @@ def covers(layout: CacheLayout, evict_every: int, pool: SlotPool) -> bool:
         evict_every: in generation, evict every so many tokens.
         pool: of the cache's first layer.
     """
-    shape, eviction, keys = layout.shape, layout.eviction, pool.keys
-    plain = layout.one_shape and not pool.format.quantised
-    if not plain or evict_every > 1 or eviction.corrector is not None or not ready(keys):
+    shape, eviction, moving = layout.shape, layout.eviction, row_kernels.moving(pool.named())
+    plain = layout.one_shape and evict_every <= 1 and eviction.corrector is None
+    if not plain or not ready(pool.keys):
         return False
     if layout.pooled:
         scored = kernels.covers_layers(eviction, shape.heads // shape.kv_heads)
     else:
         scored = kernels.covers_rows(eviction)
-    query = keys[:1, None].expand(shape.heads, 32, -1)[None]
-    return (
-        scored
-        and row_kernels.covers(pool.buffers())
-        and decode.covers(query, keys, pool.values, shape.kv_heads)
-    )
+    keys = pool.keys.new_empty(1, pool.size, dtype=pool.dtype)  # as attention reads them
+    query = keys[None].expand(shape.heads, 32, -1)[None]
+    attended = decode.covers(query, keys, keys, shape.kv_heads)
+    return scored and attended and row_kernels.covers(moving)
 
 
 @dataclass(frozen=True)
@@ -89,6 +87,8 @@ class RowSlots:
     ) -> None:
         self.storage, self.segments, self.policy = storage, storage.segments, policy
         self.balance, self.eviction, self.pool = balance, policy.eviction, storage.segments[0].pool
+        self.moving = row_kernels.moving(self.pool.named())
+        """Holds all that moves with a slot, as kernels take it."""
         self._each_head: list[tuple[Policy, Tensor]] = self._policies_of_heads()
 
     @property
@@ -101,13 +101,16 @@ class RowSlots:
     def append(self, block: PendingBlock) -> None:
         """Write a block's keys and values [B, K, T, D] into the slots behind those in use."""
         keys, values = block.take()
-        rows = self._rows_of(block)
+        self._rows_of(block)
         times = block.context.times_of(block.seen, block.length, keys.device)
-        keys = self._aligned(keys, block)
-        append.append(keys, values, times, self.pool.buffers(), rows=rows.before)
-        block.new_values = values
+        block.new_values = self._write(keys, values, times, block)
         for segment in self.segments:
             segment.held += block.length
+
+    def _write(self, keys: Tensor, values: Tensor, times: Tensor, block: PendingBlock) -> Tensor:
+        """Write a block that counts as `times` [T]; return its values as slots hold them."""
+        append.append(self._aligned(keys, block), values, times, self.moving, block.rows.before)
+        return values
 
     def _rows_of(self, block: PendingBlock) -> LayerRows:
         """Find where the rows lie to which a block is appended."""
@@ -190,7 +193,7 @@ class RowSlots:
         (key, value), context = block.arrived, block.context
         if call.softcap is not None or call.sinks is not None:
             return None
-        storage, policy, buffers = self.storage, self.policy, self.pool.buffers()
+        storage, policy, buffers = self.storage, self.policy, self.moving
         rotation, rows = storage.rotation, self._rows_of(block)
         turned = rotation is not None
         if not takes_token(query, key, value, buffers, rows.before, turned=turned):
@@ -258,7 +261,7 @@ class RowSlots:
         scores = _pinned_beyond(scores, obs)
         shift = None if self.storage.rotation is None else self.pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
-        moved = row_kernels.Pool(self.pool.buffers(), shift, rows.after, rows.pins, rows.targets)
+        moved = row_kernels.Pool(self.moving, shift, rows.after, rows.pins, rows.targets)
         if step.length == 1 and self.storage.excess <= 1 and division is None:
             row_kernels.give_up_one(scores, pins, moved, rows.held, newer)
         else:
@@ -385,7 +388,7 @@ def evict_together(rows: RowPass) -> None:
     starts = torch.cat((begin, begin + ends)).int()
     placed = Rows(before[:, :-1].flatten(), each(lengths), rows.most)
     shift = pool.aux.get(SHIFT)
-    moved = row_kernels.Pool(pool.buffers(), shift, placed, table.pins.flatten(0, 1), each(kept))
+    moved = row_kernels.Pool(first.moving, shift, placed, table.pins.flatten(0, 1), each(kept))
     left, spans = torch.empty_like(placed.lengths), tuple(first.policy.pinned_spans)
     pins = Pins(0, 0, seen, spans[:MOST_SPANS])
     row_kernels.give_up(scores, pins, moved, left, None, starts)

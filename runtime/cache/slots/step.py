@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvcap import kernels
 from kvcap.runtime.cache.slots.policy import AttentionCall
 
 
@@ -27,7 +26,5 @@ class AttentionStep:
     call: AttentionCall = field(default_factory=AttentionCall)
     token_counter: Tensor | None = None
     """`tokens` on the device [], inside a CUDA graph."""
-    stored: kernels.StoredKeys | None = None
-    """Facts that attention found out about the first segment's keys."""
     attended: Tensor | None = None
     """[B, H, T, D], attention's output, where the policy looks at all of it."""

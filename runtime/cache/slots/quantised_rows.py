@@ -1,0 +1,59 @@
+"""Holds one layer's slots of 8 or 4 bits as rows: one kernel writes them, one copies them out.
+
+Attention and the policy read a copy in the model's own type, made for one pass over a layer, as
+`EagerSlots` does. Evictions move bytes and scales as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvcap.kernels import dequantise, quantise
+from kvcap.policies.base import Rows
+from kvcap.runtime.cache.pool import SHIFT
+from kvcap.runtime.cache.row_table import LayerRows
+from kvcap.runtime.cache.slots.rows import RowSlots
+from kvcap.runtime.cache.step import PendingBlock
+
+
+class QuantisedRowSlots(RowSlots):
+    """A layer's slots of fewer bits, all of its rows at once."""
+
+    def _write(self, keys: Tensor, values: Tensor, times: Tensor, block: PendingBlock) -> Tensor:
+        rotation, rows, turn = self.storage.rotation, block.rows, None
+        if rotation is not None and rows.read_at is not None:
+            if rows.whole.past:
+                keys = rotation.back_by(keys, rotation.rows((rows.whole.past,)))
+            turn = rows.read_at, rotation.table
+        quantise.append(
+            keys, values, times, self.pool.named(), rows.before, self.storage.mean, turn,
+            rows.whole.count, interleaved=rotation is not None and rotation.interleaved,
+        )  # fmt: skip
+        return self._as_held(values) if self.policy.has_state else values
+
+    def _as_held(self, values: Tensor) -> Tensor:
+        """Return values [B, K, T, D] as they are read once they are quantised."""
+        numbers, out = self.pool.format.values, values.float()
+        assert numbers is not None, "all formats of fewer bits quantise values"
+        numbers.dequantise(numbers.quantise(out), out, None)
+        return out.to(values.dtype)
+
+    def _held_keys(self, rows: LayerRows, values: bool = True) -> tuple[Tensor, Tensor, Rows]:
+        pool, rotation, mean = self.pool, self.storage.rotation, self.storage.mean
+        # By themselves rows lie in the copy as in their pool.
+        to, room = rows.shown.starts, pool.slots
+        if rows.copies is not None:
+            to, room = rows.copies, len(rows.held) * rows.shown.longest
+        named, shape = pool.named(), (pool.size, pool.dtype, rows.shown, to, room)
+        turn = None if rotation is None else (pool.aux[SHIFT], rotation.table)
+        keys = dequantise.read(
+            pool.format.parts("key", named), *shape, mean, turn,
+            interleaved=rotation is not None and rotation.interleaved,
+        )  # fmt: skip
+        copy = dequantise.read(pool.format.parts("value", named), *shape) if values else keys
+        return keys, copy, rows.shown._replace(starts=to)
+
+    def token(self, *_: Any) -> None:
+        """Change nothing and return None: a token is read as any block is."""
