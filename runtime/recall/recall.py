@@ -36,11 +36,11 @@ class Passage(NamedTuple):
 
 
 class Cache(Protocol):
-    """The part of a conversation's cache that recall asks."""
+    """A protocol of the part of a conversation's cache that recall uses."""
 
     @property
     def pinned_spans(self) -> Sequence[Span]:
-        """Tokens that are never evicted."""
+        """Return the spans of tokens that are never evicted."""
 
     def kept_tokens(self) -> Sequence[KeptTokens]:
         """Return the tokens that every layer holds."""
@@ -53,7 +53,7 @@ class Cache(Protocol):
 
 
 class Recall:
-    """Finds the evicted text of one conversation that its messages ask about.
+    """A finder of the evicted text of one conversation that its messages ask about.
 
     Args:
         tokenizer: of the model.
@@ -72,26 +72,26 @@ class Recall:
         self._budget = budget
         self.set(RecallSettings(None if store else 0, store))
         self.spans: list[Span] = []
-        """The tokens that are recalled text: where it was read, not where it came from."""
+        """Holds the spans of recalled text: where it was read again, not where it came from."""
         self.passages: list[Passage] = []
-        """The passages that were read again for the last message, in the order of the text."""
+        """Holds the passages read again for the last message, in the order of the text."""
         self._pins: list[Span] = []  # of the answer in hand
         self._tokenizer, self._encode = tokenizer, encode
         self._ends = TextEnds(tokenizer)
 
     def set(self, settings: RecallSettings) -> None:
-        """Read again as much as `settings` say, from now on; an index is made anew."""
+        """Set how much is read again from now on; the index is built anew."""
         self._limit = settings.limit(self._budget)
         self._longest = segment_length(self._limit)  # tokens of a segment of the index
         self.store = PassageStore(settings.store_bytes)
         self._start = 0  # of the segment that is read
         self._before: int | None = None  # start of the one before it, with which it is a passage
         self.settings = settings
-        """Settings that were asked for, from which the limit follows at this budget."""
+        """Holds the settings asked for, from which the limit at this budget follows."""
 
     @property
     def limit(self) -> int:
-        """Tokens that are read again for a message, at most; 0: none ever are."""
+        """Return how many tokens are read again for a message, at most; 0: none ever are."""
         return self._limit
 
     @limit.setter
@@ -206,7 +206,7 @@ class Recall:
             self._pins = []
 
     def lasting(self, pins: Sequence[Span]) -> list[Span]:
-        """Return the pins that stay once the answer in hand is written."""
+        """Return the pins that stay once the current answer is written."""
         return [span for span in pins if span not in self._pins]
 
     def clear(self) -> None:
@@ -252,7 +252,7 @@ class Recall:
 
     @cached_property
     def _special(self) -> frozenset[int]:
-        """The ids of special tokens, such as those that end a message."""
+        """Return the ids of special tokens, such as those that end a message."""
         known = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return frozenset(token for token, added in known.items() if added.special)
 
@@ -267,7 +267,7 @@ def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:
 
 
 def with_gap(spans: Sequence[Span], place: int, tokens: int) -> list[Span]:
-    """Return where spans lie once so many tokens were put in at a place.
+    """Return where spans lie once so many tokens were inserted at a place.
 
     >>> with_gap([(0, 4), (2, 9), (6, 8)], 5, 10)
     [(0, 4), (2, 5), (15, 19), (16, 18)]

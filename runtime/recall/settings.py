@@ -63,7 +63,7 @@ class RecallSettings(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the index of a conversation takes at most; 0 where there is none."""
+        """Return the bytes that a conversation's index takes at most; 0 where there is none."""
         return 0 if self.tokens == 0 else self.store_bytes
 
 
@@ -101,4 +101,4 @@ def index_bytes(
 
 
 DEFAULT = RecallSettings()
-"""Settings that hold where nobody asks for others."""
+"""Holds the settings that apply where nobody asks for others."""

@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
 
 class PassageStore:
-    """An index of passages by their words.
+    """An index that finds passages by their words.
 
     >>> store = PassageStore()
     >>> store.add((0, 90), "The code of the vault is 7421.")
@@ -51,11 +51,11 @@ class PassageStore:
     def __init__(self, limit: int = STORE_BYTES) -> None:
         self.limit = limit
         self.dropped = 0
-        """Passages that were dropped since it was last cleared, as there was no room."""
+        """Holds how many passages were dropped for want of room since it was last cleared."""
         # A fifth is for what SQLite holds beside its pages: their headers and what lies between.
         self._pages = max(PAGES, limit // PAGE) * 4 // 5
         self.nbytes = 0
-        """Exact bytes of the index's pages, in use or not; any thread may read it."""
+        """Holds the exact bytes of the index's pages, in use or not; any thread may read it."""
         self._database: sqlite3.Connection | None = None  # made for the first passage
 
     def add(self, span: Span, text: str) -> None:
@@ -114,7 +114,7 @@ class PassageStore:
         return start, stop
 
     def clear(self) -> None:
-        """Forget everything; its memory is given back."""
+        """Forget everything, and give its memory back."""
         if self._database is not None:
             self._database.close()
         self._database, self.dropped, self.nbytes = None, 0, 0
@@ -139,7 +139,7 @@ class PassageStore:
         self.nbytes = PAGE * pages
 
     def _drop_older_half(self) -> None:
-        """Make room: deleting from a full index takes pages of its own, so it is made again."""
+        """Make room by building a new index: deleting from a full one takes pages of its own."""
         kept = self._opened().execute("SELECT start, stop, words FROM passages ORDER BY rowid")
         rows = kept.fetchall()
         half, dropped = (len(rows) + 1) // 2, self.dropped
