@@ -1,1 +1,1 @@
-"""How much memory a process may still take, and the guard that holds it to a cap."""
+"""Finds how much memory a process may still take, and holds it to a cap."""

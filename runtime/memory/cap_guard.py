@@ -16,12 +16,12 @@ Enforce = Literal["check", "rlimit"]
 
 @dataclass
 class CapGuard:
-    """Checks, before a block is read, that the process will stay within its cap.
+    """A guard that checks before a block is read that the process will stay within its cap.
 
     Allocators keep the memory that a block frees, and later blocks use it again. So a block is
     expected to take the process to its size before the first block plus one workspace, or to leave
-    it at its present size if that is larger. Before a block is refused, they are told to give back
-    what nothing uses, such as what a long text took while it became tokens.
+    it at its present size if that is larger. Before a block is refused, allocators are asked to
+    give back what nothing uses, such as what tokenising a long text took.
     """
 
     cap: int  # bytes of the whole process

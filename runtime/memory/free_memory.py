@@ -19,14 +19,14 @@ UNLIMITED = 1 << 60  # version 1 writes a number near 2^63 where there is no lim
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Bytes that can still be taken, and what sets that bound."""
+    """A number of bytes that can still be taken, with the limit that sets it."""
 
     nbytes: int
     source: str
 
 
 def free_memory(root: Path = Path("/")) -> FreeMemory:
-    """The least of what the machine has available and what each enclosing cgroup has left.
+    """Return the least of what the machine has available and what each enclosing cgroup has left.
 
     Args:
         root: the folder that holds `proc` and `sys`.
@@ -36,7 +36,7 @@ def free_memory(root: Path = Path("/")) -> FreeMemory:
 
 
 def process_bytes() -> int:
-    """Bytes that this process holds in memory now (its resident set)."""
+    """Return the bytes that this process holds in memory (its resident set)."""
     return int(psutil.Process().memory_info().rss)
 
 
@@ -73,7 +73,7 @@ def _left(folder: Path, limit: int, used: int, reclaimable: tuple[str, ...]) -> 
 
 
 def _above(root: Path, mount: Path, mine: Callable[[str], bool]) -> Iterator[Path]:
-    """The process's cgroup and all above it, as far as they are visible here."""
+    """Yield the process's cgroup and all above it, as far as they are visible here."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         if line.count(":") >= 2 and mine(line):
             folder = mount / line.split(":", 2)[2].lstrip("/")
@@ -98,7 +98,7 @@ def _number(path: Path) -> int:
 
 
 def return_freed() -> None:
-    """Have the allocator give the system back what is free between what is held, where it can.
+    """Have the allocator give free memory back to the system, where it can.
 
     glibc keeps it otherwise, and the process would count as larger than what it holds.
     """
