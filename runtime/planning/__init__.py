@@ -1,1 +1,1 @@
-"""The memory plan: the bytes a run will take, and the largest sizes that fit a cap."""
+"""Plans memory: the bytes that a run will take, and the largest sizes that fit a cap."""

@@ -47,7 +47,7 @@ def rehearse_block(
     kv_dtype: KvDtype | None = None,
     packed: PackedDtype | None = None,
 ) -> int:
-    """The most bytes that reading one block takes beyond weights and cache, with its logits.
+    """Return the most bytes that reading one block takes beyond weights and cache, with its logits.
 
     Decisions that depend on data cannot run dry. Where slots move between heads or layers, all
     `DIVISIONS` are rehearsed, and the one that takes most counts.
@@ -82,7 +82,7 @@ def rehearse_block(
 
 
 def _rehearse(model: Any, cache: BudgetCache, batch: int) -> int:
-    """The most bytes that a block takes beyond weights and cache, which counts as full."""
+    """Return the most bytes that a block takes beyond weights and a cache that counts as full."""
     evicts, longest = cache.eviction.policy.evicts, cache.block_size
     if not evicts:
         longest = min(longest, cache.layout.budget_tokens)
@@ -116,24 +116,24 @@ def _rehearse(model: Any, cache: BudgetCache, batch: int) -> int:
 def pretend_uneven(cache: BudgetCache) -> None:
     """Give one layer, or one head of each, all slots that others can do without.
 
-    Where slots move; the cache is empty.
+    Does so only where slots move; the cache is empty.
     """
     eviction, tokens = cache.eviction, cache.layout.budget_tokens
     if cache.balance is not None:
-        # The last of those that most layers read: more of the model's own is held beside it.
+        # The last of the layers that most layers read: the model itself holds most beside it.
         _, most = max((layer.readers, i) for i, layer in enumerate(cache.capped_layers))
         _divide(cache.balance.segments, tokens, cache.balance.least, most)
     elif eviction.heads_move:
         heads = cache.layout.shape.kv_heads
         for layer, budget in zip(cache.capped_layers, cache.layout.budgets, strict=True):
             least = min(budget, eviction.pins(budget) + 1)
-            _divide(layer.segments, budget, least, heads - 1, heads)  # the last one's mask is kept
+            _divide(layer.segments, budget, least, heads - 1, heads)  # its mask is held longest
 
 
 def _divide(
     segments: Sequence[Segment], average: int, least: int, most: int, group: int | None = None
 ) -> None:
-    """Give `least` slots to all but one of each `group` of segments, and to that the others'."""
+    """Give `least` slots to all but one of each `group` of segments, and the rest to that one."""
     group = len(segments) if group is None else group
     shares = [least] * group
     shares[most] += group * (average - least)
@@ -141,7 +141,7 @@ def _divide(
 
 
 def pretend_given_up(cache: BudgetCache) -> None:
-    """`pretend_uneven`, of slots that are wanted elsewhere, and go at once."""
+    """Divide slots as `pretend_uneven` does, and mark all beyond the least as to be given up."""
     pretend_uneven(cache)
     segments = [segment for layer in cache.capped_layers for segment in layer.segments]
     least = min(segment.budget for segment in segments)
@@ -152,7 +152,7 @@ def pretend_given_up(cache: BudgetCache) -> None:
 DIVISIONS: tuple[Callable[[BudgetCache], None], ...] = (
     lambda _: None, pretend_uneven, pretend_given_up
 )  # fmt: skip
-"""How slots that move may be divided: evenly, or as unevenly as can be."""
+"""Lists how slots that move may be divided: evenly, or as unevenly as can be."""
 
 
 def pretend_full(cache: BudgetCache) -> None:
@@ -182,7 +182,7 @@ def pretend_full(cache: BudgetCache) -> None:
 
 
 class Tally(TorchDispatchMode):
-    """Counts the bytes of tensors' storages as they come and go, and their peak.
+    """A counter of the bytes of tensors' storages as they come and go, and of their peak.
 
     Args:
         known: tensors that exist already, whose storages are not counted.
@@ -198,7 +198,7 @@ class Tally(TorchDispatchMode):
     ) -> Any:
         """Run an operator and count the storages it returned."""
         if str(func) == "aten._grouped_mm.default" and args[0].dtype != torch.bfloat16:
-            # Experts: torch knows the sizes in bfloat16 alone, and computes in others too.
+            # Experts: torch infers sizes for bfloat16 only, though it computes other types too.
             found = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         else:
             found = func(*args, **(kwargs or {}))
@@ -224,7 +224,7 @@ class Tally(TorchDispatchMode):
 
 
 def attention_buffers(query: Tensor, keys: Tensor) -> int:
-    """Bytes that torch's fused attention of a CPU allocates beside its results.
+    """Return the bytes that torch's fused attention for CPUs allocates besides its results.
 
     Each thread has logits of some queries over some keys, their sums and outputs, in float32, and
     for other types of numbers the weights rounded to those.
@@ -237,7 +237,7 @@ def attention_buffers(query: Tensor, keys: Tensor) -> int:
 
 
 def data_independent(eviction: Eviction) -> Eviction:
-    """The eviction without the parts whose control flow depends on the data."""
+    """Return the eviction without the parts whose control flow depends on the data."""
     changes: dict[str, Any] = {}
     for slot in ("head_budget", "layer_budget"):
         if getattr(getattr(eviction, slot), "moves", False):

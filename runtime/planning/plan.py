@@ -36,7 +36,9 @@ AUTO = "auto"  # a cap of all memory that is free
 
 @dataclass(frozen=True, repr=False)
 class MemoryPlan:
-    """Bytes per component of a run. `cache_bytes` is the sum that `--kv-budget` caps.
+    """A plan of the bytes that each component of a run takes.
+
+    `cache_bytes` is the sum that `--kv-budget` caps.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -63,10 +65,10 @@ class MemoryPlan:
     weights: int
     weights_from: WeightsSource = "config"
     rehearsed: bool = False  # a dry run found the workspace
-    baseline: int = 0  # what the process holds before; 0 where it has no cap of its own
+    baseline: int = 0  # bytes the process holds before the run; 0 where it has no cap
     trained_length: int = 0  # tokens that the model was trained on at once
     token_bytes: int = 0  # keys and values of one token in all layers that keep every token
-    sliding_token_bytes: int = 0  # the same in layers that keep a sliding window of their own
+    sliding_token_bytes: int = 0  # likewise in layers that keep a sliding window of their own
     sliding_window: int = 0  # tokens of that window
     least_kv_budget: int = 0  # bytes: the smallest cache that works for model and policy
     least_memory_cap: int = 0  # bytes: the smallest cap of the process, with a margin
@@ -80,7 +82,7 @@ class MemoryPlan:
 
     @property
     def summary(self) -> str:
-        """One line: the policy, the slots it keeps, their bytes, blocks and positions."""
+        """Return one line: the policy, the slots it keeps, their bytes, blocks and positions."""
         return (
             f"{self.policy} keeps {self.budget_tokens:,} slots in "
             f"{format_bytes(self.cache_bytes)} of KV memory, blocks of {self.block_size:,}, "
@@ -92,7 +94,7 @@ class MemoryPlan:
 
     @property
     def cache_bytes(self) -> int:
-        """Everything the cache holds: what `BudgetCache.nbytes` counts once it is full."""
+        """Return the bytes of the whole cache, as `BudgetCache.nbytes` counts a full one."""
         return (
             self.keys_values
             + self.slot_positions
@@ -106,26 +108,26 @@ class MemoryPlan:
 
     @property
     def run_bytes(self) -> int:
-        """Everything that the run adds to the process: cache, index, workspace, logits, weights."""
+        """Return the bytes that the run adds: cache, index, workspace, logits and weights."""
         beside = self.recall_store + self.workspace + self.logits + self.weights
         return self.cache_bytes + beside
 
     @property
     def total_bytes(self) -> int:
-        """`run_bytes` and, where a cap for the whole process was given, the process before it."""
+        """Return `run_bytes` and, under a cap of the whole process, the process before it."""
         return self.baseline + self.run_bytes
 
     def with_weights(self, weights: Weights) -> MemoryPlan:
-        """The same plan with other figures for the weights."""
+        """Return the plan with other figures for the weights."""
         return replace(self, weights=weights.nbytes, weights_from=weights.source)
 
     def uncapped_bytes(self, tokens: int) -> int:
-        """Keys and values that a cache without a cap would hold after so many tokens."""
+        """Return the bytes of keys and values that an uncapped cache holds after so many tokens."""
         windowed = self.sliding_token_bytes * min(tokens, self.sliding_window)
         return self.token_bytes * tokens + windowed
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and the two sums, for `kvcap plan --json`."""
+        """Return all fields and the two sums, for `kvcap plan --json`."""
         return {
             **asdict(self),
             "cache_bytes": self.cache_bytes,
@@ -195,7 +197,7 @@ class MemoryPlan:
 
         sizes = Sizes(kv_budget_tokens, kv_budget, memory_cap, block_size)
         sizes.check()
-        config = copy.deepcopy(config)  # models that are made of it to be weighed change it
+        config = copy.deepcopy(config)  # building a model from it to weigh it changes it
         text = text_config(config)
         dtype = dtype or getattr(text, "dtype", None) or torch.float32
         eviction = as_eviction(policy)
@@ -239,7 +241,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class ModelPlanner:
-    """Plans a transformers model under one eviction policy, for whatever slots and blocks."""
+    """A planner of one transformers model under one eviction policy, for any slots and blocks."""
 
     config: Any  # of the text model
     eviction: Eviction
@@ -253,7 +255,7 @@ class ModelPlanner:
     recall_store: int  # bytes
 
     def plan(self, tokens: int, block: int) -> MemoryPlan:
-        """The plan of `tokens` slots and blocks of `block`, its workspace estimated."""
+        """Return the plan of `tokens` slots and blocks of `block`, with an estimated workspace."""
         from kvcap.runtime.cache.layout import CacheLayout
         from kvcap.runtime.models.config import ModelShape
 
@@ -305,7 +307,7 @@ class ModelPlanner:
         )
 
     def rehearsed(self, plan: MemoryPlan) -> MemoryPlan:
-        """The plan with the workspace that a dry run finds, beside the process as it is."""
+        """Return the plan with the workspace found by a dry run, and the process's own bytes."""
         from kvcap.runtime.planning.dry_run import rehearse_block
 
         if plan.rehearsed:
@@ -318,7 +320,7 @@ class ModelPlanner:
 
 
 class Sizes(NamedTuple):
-    """The sizes that a user asked for; None leaves one to the plan."""
+    """A set of sizes that a user asked for; None leaves one to the plan."""
 
     kv_budget_tokens: int | None = None  # slots per KV head and layer
     kv_budget: str | int | None = None  # or bytes of the cache
@@ -339,7 +341,7 @@ class Sizes(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """The slots that a head and its block hold; 0 where a number of bytes decides."""
+        """Return the slots of a head and its block; 0 where a number of bytes decides."""
         tokens = self.slots(BUDGET_TOKENS)
         return 0 if tokens is None else tokens + (self.block_size or BLOCK_SIZE)
 
@@ -354,7 +356,7 @@ class Sizes(NamedTuple):
         return with_one_rope(config, None if self.positions == "true" else self.longest)
 
     def slots(self, default: int) -> int | None:
-        """The slots that were asked for, or `default`; None where a number of bytes decides."""
+        """Return the slots asked for, or `default`; None where a number of bytes decides."""
         if self.kv_budget_tokens is not None:
             return self.kv_budget_tokens
         return default if self.kv_budget is None and self.memory_cap is None else None
@@ -362,7 +364,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """Finds the plan that fits the sizes asked for, with the most slots where bytes decide.
+    """A search for the plan that fits the sizes asked for, with the most slots where bytes decide.
 
     Args:
         plan: makes the plan of so many slots and so large a block.
@@ -381,7 +383,7 @@ class PlanSearch:
     most: int | None = None
 
     def found(self, tokens: int, block: int) -> MemoryPlan:
-        """The plan, with so many `tokens` and so large a `block` where nothing else was asked for.
+        """Return the plan; `tokens` and `block` are used where no sizes were asked for.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
@@ -398,11 +400,11 @@ class PlanSearch:
         return plan if cap is None else fitting(self.exactly(plan), cap)
 
     def smallest(self) -> MemoryPlan:
-        """The plan that takes the least memory."""
+        """Return the plan that takes the least memory."""
         return self.plan(self._fewest(self._blocks[-1]), self._blocks[-1])
 
     def within_cache(self, nbytes: int) -> MemoryPlan:
-        """The plan with the most slots whose cache fits `nbytes`.
+        """Return the plan with the most slots whose cache fits `nbytes`.
 
         A block that was not asked for is halved until it takes at most a third of the slots.
 
@@ -428,7 +430,7 @@ class PlanSearch:
         )
 
     def within_process(self, cap: int) -> MemoryPlan:
-        """The plan with the most slots whose process stays within `cap` bytes.
+        """Return the plan with the most slots whose process stays within `cap` bytes.
 
         A block that was not asked for is the largest that leaves room for twice its slots.
 
@@ -447,7 +449,7 @@ class PlanSearch:
         return next(plan for plan in plans if plan is not None)  # the least fits, so one does
 
     def _most_slots(self, block: int, cap: int) -> MemoryPlan | None:
-        """The plan of such blocks with the most slots whose process stays within `cap` bytes."""
+        """Return the plan of such blocks with the most slots within `cap` bytes, or None."""
         fewest = tokens = self._fewest(block)
         found = self.exactly(self.plan(tokens, block))
         if found.total_bytes > cap:
@@ -467,16 +469,16 @@ class PlanSearch:
 
     @property
     def _blocks(self) -> list[int]:
-        """Sizes of a block that may be taken, the largest first."""
+        """Return the sizes of a block that may be taken, the largest first."""
         return BLOCK_SIZES if self.sizes.block_size is None else [self.sizes.block_size]
 
     def _fewest(self, block: int) -> int:
-        """The fewest slots to take beside such blocks: twice theirs, if nobody asked for them."""
+        """Return the fewest slots for such blocks: at least twice a block that nobody asked for."""
         return max(1, self.pinned, 2 * block if self.sizes.block_size is None else 0)
 
 
 def check_tokens(tokens: Any) -> None:
-    """Refuse a budget that is no number of slots.
+    """Refuse a budget that is not a number of slots.
 
     Raises:
         PlanInfeasible: it is none.
@@ -486,16 +488,18 @@ def check_tokens(tokens: Any) -> None:
 
 
 def parse_cap(cap: str | int) -> int:
-    """Bytes of a cap for the whole process: a size, or 'auto' for what it has and all that is free.
+    """Return the bytes of a cap for the whole process.
+
+    'auto' stands for what the process has and all that is free.
 
     Raises:
-        PlanInfeasible: neither.
+        PlanInfeasible: it is neither that nor a size.
     """
     return process_bytes() + free_memory().nbytes if cap == AUTO else parse_bytes(cap)
 
 
 def fitting(plan: MemoryPlan, cap: int) -> MemoryPlan:
-    """The plan, if its process stays within `cap` bytes; else it is refused.
+    """Return the plan if its process stays within `cap` bytes; else refuse it.
 
     Raises:
         PlanInfeasible: it does not.
@@ -512,7 +516,7 @@ def fitting(plan: MemoryPlan, cap: int) -> MemoryPlan:
 
 
 def _parts(plan: MemoryPlan) -> str:
-    """What makes up the total, in words."""
+    """Return in words the parts that make up the total."""
     rest = plan.workspace + plan.logits
     index = f"the index of recall {plan.recall_store:,}, " if plan.recall_store else ""
     return (

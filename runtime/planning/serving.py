@@ -18,7 +18,7 @@ from kvcap.runtime.units import format_bytes, with_margin
 
 SERVING = 64 << 20  # bytes: the server's libraries and threads, requests that are read or wait
 BODY = 4 << 20  # bytes of a request, at most, where there is no cap
-CAPPED_BODY = 256 << 10  # and where there is one, as the memory to tokenise it is kept free
+CAPPED_BODY = 256 << 10  # likewise under a cap, since the memory to tokenise it is kept free
 TOKENISING = 450  # bytes that it takes for each byte of a text; one text is tokenised at a time
 TEXT = 64 << 10  # bytes of what was said in a conversation, beside its cache
 TOGETHER = (8, 4, 2, 1)  # answers at once that are tried in this order where none were asked for
@@ -26,15 +26,15 @@ PLACES = 64  # conversations where there is no cap
 
 
 class Shared(NamedTuple):
-    """Bytes that answering several conversations at once takes beside these."""
+    """A count of the bytes that answering several conversations at once takes besides these."""
 
-    rows: int = 0  # the cache that they share meanwhile, or what they are lent
+    rows: int = 0  # the cache that they share meanwhile, or the rows that they get of it
     workspace: int = 0  # of reading a token of each
 
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """Bytes per component of a server, and how many conversations fit."""
+    """A plan of a server's bytes by component, and of how many conversations fit."""
 
     one: MemoryPlan  # of one conversation, with the process before it
     together: int  # answers that are written at once
@@ -46,40 +46,40 @@ class ServingPlan:
 
     @property
     def tokenising(self) -> int:
-        """What making a prompt of the longest request takes."""
+        """Return the bytes that tokenising the longest request takes."""
         return TOKENISING * self.body
 
     @property
     def passes(self) -> int:
-        """The workspace of the largest pass, and logits of those that are answered."""
+        """Return the bytes of the largest pass's workspace, and of the logits of all answers."""
         logits = self.one.logits * self.together
         block = self.one.workspace + self.one.logits
         return max(block, self.shared.workspace + logits) + logits
 
     @property
     def place_bytes(self) -> int:
-        """What each conversation in memory adds."""
+        """Return the bytes that each conversation in memory adds."""
         return self.one.cache_bytes + TEXT + self.index
 
     @property
     def restoring(self) -> int:
-        """What is held twice while one is read from disk: its file, and what is checked of it."""
+        """Return the bytes held twice while a conversation is read from disk."""
         return 2 * self.one.cache_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """What is held however many conversations there are."""
+        """Return the bytes that are held however many conversations there are."""
         own = self.one.baseline + SERVING + self.one.weights
         return own + self.tokenising + self.passes + self.shared.rows + self.restoring
 
     @property
     def total_bytes(self) -> int:
-        """What the process takes at most."""
+        """Return the bytes that the process takes at most."""
         return self.fixed_bytes + self.places * self.place_bytes
 
     @property
     def summary(self) -> str:
-        """One line: how many conversations fit, and what one takes."""
+        """Return one line: how many conversations fit, and how many bytes one takes."""
         under = "" if self.cap is None else f" under {format_bytes(self.cap)}"
         return (
             f"{self.places:,} conversations fit in memory{under}, {self.together} of them answered "
@@ -88,7 +88,7 @@ class ServingPlan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, for JSON."""
+        """Return all figures, for JSON."""
         return {
             "places": self.places,
             "together": self.together,
@@ -154,7 +154,7 @@ class ServingPlan:
 
 
 def usual_body(cap: object | None) -> int:
-    """The most bytes of a request where nobody says how many.
+    """Return the most bytes of a request where nobody says how many.
 
     Args:
         cap: of the process; None: there is none.
