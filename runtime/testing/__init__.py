@@ -1,1 +1,1 @@
-"""Meters of memory for tests, and the pytest plugin that holds tests to a budget."""
+"""Measures memory in tests, and holds tests to a budget by a pytest plugin."""

@@ -28,12 +28,12 @@ ANYWHERE = {"kv"}  # compared whatever the versions and the machine are
 
 
 class FiguresUnusable(ValueError):
-    """The file of figures is missing or malformed."""
+    """An error that says that the file of figures is missing or malformed."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Bytes that a test measured."""
+    """A number of bytes that a test measured."""
 
     kind: str  # a key of TOLERANCES
     nbytes: int
@@ -42,13 +42,13 @@ class Figure:
 
     @property
     def name(self) -> str:
-        """Its name in the file, and in JUnit's properties."""
+        """Return its name in the file, and in JUnit's properties."""
         return ".".join(filter(None, (self.label, f"{self.kind}_bytes")))
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A figure beside its earlier value."""
+    """A figure that stands beside its earlier value."""
 
     figure: Figure
     before: int | None = None
@@ -56,12 +56,12 @@ class Compared:
 
     @property
     def grew(self) -> bool:
-        """Whether it grew beyond the tolerance."""
+        """Return whether it grew beyond the tolerance."""
         return self.limit is not None and self.figure.nbytes > self.limit
 
     @property
     def change(self) -> str:
-        """The change as people read it, such as +2.0 %."""
+        """Return the change as people read it, such as +2.0 %."""
         if self.before is None:
             return ""
         if self.before == 0:
@@ -70,7 +70,7 @@ class Compared:
 
 
 def made_on() -> dict[str, str]:
-    """Versions and machine, on which figures depend; torch is asked only if it is imported."""
+    """Return the versions and machine that figures depend on; torch is asked only if imported."""
     found = {"platform": f"{platform.system()} {platform.machine()}"}
     for name in ("torch", "transformers"):
         with suppress(PackageNotFoundError):
@@ -129,7 +129,8 @@ class FiguresFile:
     ) -> Compared:
         """Compare a figure with its earlier value; `tolerance` replaces that of its kind.
 
-        Where the file says nothing of the figure's own either, `NOISE` is no growth.
+        Where neither the file has a tolerance for the figure nor one is given, growth below `NOISE`
+        is ignored.
         """
         value = self.tests.get(test, {}).get(figure.name)
         if value is None:
@@ -169,7 +170,7 @@ class FiguresFile:
 
 
 def share(text: str) -> float:
-    """0.02 from '2%' or '2'.
+    """Return 0.02 for '2%' or '2'.
 
     Raises:
         ValueError: not a percentage of zero or more.

@@ -35,14 +35,14 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.testing.stacks import CallLog, Place, clock
 from kvcap.runtime.testing.threads import Hook, SharedCount
 
-MARK = 4099  # bytes, one more for each thread, of allocations that mark where its events are
-MARKS = 9  # made before, and as many after: the quickest ones show how the clocks compare
+MARK = 4099  # bytes of an allocation that marks a thread's events; one more for each thread
+MARKS = 9  # made before, and as many after: the quickest of each relate the two clocks
 LOOKED_UP = 500  # of the allocations held at the peak, the largest
 
 
 @dataclass(frozen=True)
 class Allocations:
-    """The allocations of one place in the code that were held at the peak."""
+    """A group of allocations of one place in the code that were held at the peak."""
 
     nbytes: int
     count: int
@@ -52,7 +52,7 @@ class Allocations:
 
 @dataclass
 class Peak:
-    """The bytes that a piece of work took, beyond those allocated before it."""
+    """A record of the bytes that a piece of work took, beyond those allocated before it."""
 
     peak_bytes: int = 0  # held at once, at the most
     held_bytes: int = 0  # still held at the end, with the result
@@ -77,7 +77,7 @@ def called(peak: Peak, function: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def cpu_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Peak:
-    """The exact peak of the CPU tensors that `function` allocates, and the bytes it leaves behind.
+    """Measure the exact peak of CPU tensors that `function` allocates, and the bytes it leaves.
 
     It is called with the other arguments. The peak is the running sum of all allocations and
     releases that PyTorch's profiler sees, in every Python thread. Tensors allocated before do not
@@ -97,13 +97,13 @@ def cpu_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Peak:
 
 
 def allocator_peak(function: Callable[[], Any]) -> int:
-    """The most bytes of CPU tensors that `function` holds at once; see `cpu_peak`."""
+    """Return the most bytes of CPU tensors that `function` holds at once; see `cpu_peak`."""
     return cpu_peak(function).peak_bytes
 
 
 @contextmanager
 def cpu_meter(*, stacks: bool = False) -> Iterator[Peak]:
-    """`cpu_peak` of a `with` block, whose figures are known when it has ended.
+    """Measure a `with` block as `cpu_peak` does a function; its figures are known at its end.
 
     Args:
         stacks: note Python's calls, so that `largest()` of the result tells who held most at the
@@ -138,7 +138,7 @@ _COUNTING_HOST: list[_HostCount] = []  # the ones that are on
 
 @dataclass(frozen=True)
 class _Event:
-    """An allocation, or with a negative size a release, as PyTorch's profiler tells it."""
+    """An allocation, or with a negative size a release, as PyTorch's profiler reports it."""
 
     time: int
     pointer: int
@@ -151,7 +151,7 @@ class _Recording:
 
     def __init__(self, stacks: bool) -> None:
         self._before = sys.getprofile()
-        self._stacks = stacks and self._before is None  # whoever else profiles, goes first
+        self._stacks = stacks and self._before is None  # another profiler keeps its hook
         self._logs: list[CallLog] = []
         self._marks: list[tuple[int, int]] = []  # from when to when, by the clock of the logs
         self._marking = threading.Lock()
@@ -175,7 +175,7 @@ class _Recording:
             sys.setprofile(log.note)
 
     def give_up_stacks(self) -> None:
-        """Have no thread note calls any more, whose notes take memory."""
+        """Stop noting calls in all threads, since the notes take memory."""
         with self._marking:
             self._given_up = True
             for log in self._logs:
@@ -220,7 +220,7 @@ class _Recording:
             if event.size > 0:
                 live[event.pointer] = event
                 now += event.size
-            # What was allocated before is not released here: its size may be that of another.
+            # Skip releases of what was allocated earlier: the event's size may not be its own.
             elif event.pointer in live:
                 now -= live.pop(event.pointer).size
             if now > peak.peak_bytes:
@@ -232,7 +232,7 @@ class _Recording:
     def _take_marks(
         self, events: list[_Event]
     ) -> tuple[list[_Event], dict[int, CallLog], Callable[[int], int]]:
-        """The events without our marks, each thread's log, and the profiler's clock as ours."""
+        """Return events without marks, each thread's log, and a map from the profiler's clock."""
         if not self._stacks:
             return events, {}, int
         firsts: dict[int, _Event] = {}
@@ -264,7 +264,7 @@ class _Recording:
     def _largest(
         self, events: list[_Event], owners: dict[int, CallLog], ours: Callable[[int], int]
     ) -> list[Allocations]:
-        """The allocations held after these events, by place, the largest first."""
+        """Return the allocations held after these events, by place, the largest first."""
         live: dict[int, _Event] = {}
         for event in events:
             live.pop(event.pointer, None)
@@ -284,7 +284,7 @@ class _Recording:
 
 
 def _events(tree: list[Any]) -> list[_Event]:
-    """The events of the CPU's memory in order of time; `cuda_peak` counts those of a GPU."""
+    """Return the events of the CPU's memory in order of time, without those of a GPU."""
     found, todo = [], list(tree)
     while todo:
         node = todo.pop()
@@ -300,9 +300,9 @@ def _events(tree: list[Any]) -> list[_Event]:
 
 @contextmanager
 def _without_usdt() -> Iterator[None]:
-    """Keep the profiler's lines "USDT:..." from stderr, while it starts or stops, and no others.
+    """Keep the profiler's lines "USDT:..." from stderr while it starts or stops, and no others.
 
-    Its log level, the other way, is fixed for the process and hides its warnings as well.
+    Setting its log level instead is final for the process and hides its warnings as well.
     """
     try:
         own = os.dup(2)
@@ -321,7 +321,7 @@ def _without_usdt() -> Iterator[None]:
 
 
 def host_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Peak:
-    """The exact peak of Python objects and NumPy arrays that `function` allocates, in any thread.
+    """Measure the exact peak of Python objects and NumPy arrays that `function` allocates.
 
     It is called with the other arguments. PyTorch's tensors, memory that libraries take from
     malloc, and modules that are imported meanwhile are not counted.
@@ -335,7 +335,7 @@ def host_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Peak:
 
 @contextmanager
 def host_meter() -> Iterator[Peak]:
-    """`host_peak` of a `with` block, whose figures are known when it has ended."""
+    """Measure a `with` block as `host_peak` does a function; its figures are known at its end."""
     gc.collect()
     began = not tracemalloc.is_tracing()
     if began:
@@ -358,7 +358,7 @@ def host_meter() -> Iterator[Peak]:
 
 
 class _HostCount:
-    """Counts what `tracemalloc` sees from now on, but for modules that are imported meanwhile.
+    """A counter of what `tracemalloc` sees, without the modules that are imported meanwhile.
 
     An import happens once in a process, in whichever test needs it first: it takes as much as 100
     MB (`transformers`), and would make every figure depend on the order of tests. What other
@@ -371,17 +371,17 @@ class _HostCount:
         self.peak = self.imported = 0
 
     def note(self) -> int:
-        """Take note of the peak so far; returns the bytes that are traced at this moment."""
+        """Note the peak so far; return the bytes that are traced at this moment."""
         traced, most = tracemalloc.get_traced_memory()
         self.peak = max(self.peak, most - self.before - self.imported)
         return traced
 
     @contextmanager
     def without_imports(self) -> Iterator[None]:
-        """Within it, what imports of modules allocate is told apart.
+        """Count what imports of modules allocate separately, within the `with` block.
 
-        Python has no hook around an import. Statements and `importlib` alike call this function of
-        it for modules that are not imported yet.
+        Python has no hook around an import. Statements and `importlib` alike call this private
+        function for modules that are not imported yet.
         """
         importing, bootstrap = threading.Lock(), vars(importlib._bootstrap)
         plain = bootstrap["_find_and_load"]
@@ -407,7 +407,7 @@ class _HostCount:
 
 
 def cuda_peak(function: Callable[[], Any], device: torch.device | str | int = "cuda") -> Peak:
-    """The exact peak of what `function` allocates on a GPU, and the bytes it leaves behind.
+    """Measure the exact peak of what `function` allocates on a GPU, and the bytes it leaves.
 
     Raises:
         RuntimeError: no CUDA device.
@@ -419,7 +419,7 @@ def cuda_peak(function: Callable[[], Any], device: torch.device | str | int = "c
 
 @contextmanager
 def cuda_meter(device: torch.device | str | int = "cuda") -> Iterator[Peak]:
-    """`cuda_peak` of a `with` block, whose figures are known when it has ended."""
+    """Measure a `with` block as `cuda_peak` does a function; its figures are known at its end."""
     if not isinstance(device, (torch.device, str, int)):
         raise TypeError(
             f"{device!r:.60} is no device; give arguments of the function by a lambda: "
@@ -444,7 +444,7 @@ def cuda_meter(device: torch.device | str | int = "cuda") -> Iterator[Peak]:
 
 
 def kv_bytes(cache: Any) -> int:
-    """The bytes that a cache really holds: whole storages, however small the views of them are.
+    """Return the bytes that a cache really holds: whole storages, however small their views are.
 
     It takes a `BudgetCache`, or one of transformers' caches (DynamicCache, StaticCache, ...).
 

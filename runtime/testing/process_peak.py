@@ -24,29 +24,29 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class ProcessPeak:
-    """The resident bytes of a process."""
+    """A record of a process's resident bytes."""
 
     peak_bytes: int  # the most it held
     baseline_bytes: int  # what it held when the imports were done
 
     @property
     def grown_bytes(self) -> int:
-        """The peak beyond the imports."""
+        """Return the peak beyond the imports."""
         return self.peak_bytes - self.baseline_bytes
 
 
 class NotMeasured(RuntimeError):
-    """A process ended well but measured nothing, like a test that skips itself."""
+    """An error that says that a process ended well but measured nothing, as a skipped test."""
 
 
 class TestFailed(RuntimeError):
-    """A test failed in its own process; the message is pytest's report of it."""
+    """An error that says that a test failed in its own process, with pytest's report of it."""
 
-    __test__ = False  # its name is no test's
+    __test__ = False  # pytest must not collect it by its name
 
 
 def process_peak(target: str | Path, *args: Any, timeout: float | None = None) -> ProcessPeak:
-    """Run `target` in a fresh Python process; returns the peak of that process.
+    """Run `target` in a fresh Python process; return the peak of that process.
 
     Args:
         target: 'module:function', or the path of a script. Importing the module is the baseline;
@@ -96,7 +96,7 @@ def in_fresh_process(
 
 
 def run(report: str, target: str, script: bool, args: list[Any]) -> None:
-    """In the child: run a function or a script, measured."""
+    """Run a function or a script in the child process, measured."""
     if script:
         sys.argv = [target, *map(str, args)]
         baseline = start()
@@ -110,7 +110,7 @@ def run(report: str, target: str, script: bool, args: list[Any]) -> None:
 
 
 def run_test(report: str, arguments: list[str]) -> None:
-    """In the child: run one test, whose body the pytest plugin measures."""
+    """Run one test in the child process; the pytest plugin measures its body."""
     os.environ[REPORT] = report
     import pytest
 
@@ -129,11 +129,11 @@ class Outcome:
         self.said: dict[str, str] = {}
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A module that cannot be imported."""
+        """Note that a module cannot be imported."""
         self.pytest_runtest_logreport(report)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Set-up, body or tear-down."""
+        """Note a failure or skip in set-up, body or tear-down."""
         if report.failed:
             parts = [self.said.get("failed", ""), report.longreprtext]
             parts += [f"---- {title} ----\n{text}" for title, text in report.sections]
@@ -144,7 +144,7 @@ class Outcome:
 
 
 def start() -> int:
-    """Reset the system's record of the peak, if possible; returns the bytes held now."""
+    """Reset the system's record of the peak, if possible; return the bytes held."""
     # Where it fails (not Linux, not allowed) the baseline is the peak of the imports.
     with suppress(OSError):
         CLEAR.write_text("5")  # VmHWM becomes VmRSS
@@ -157,9 +157,9 @@ def write(report: str, baseline: int) -> None:
 
 
 def peak() -> int:
-    """The most resident bytes of this process.
+    """Return the most resident bytes of this process so far.
 
-    Not `ru_maxrss` on Linux: a child inherits its parent's there.
+    On Linux that is not `ru_maxrss`, which a child inherits from its parent there.
     """
     if STATUS.exists():
         (line,) = (x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM:"))

@@ -1,7 +1,7 @@
-"""The pytest plugin: `@pytest.mark.memory_budget("64MiB")` and the fixture `memory_meter`.
+"""Adds `@pytest.mark.memory_budget("64MiB")` and the fixture `memory_meter` to pytest.
 
-Every pytest of an environment with kvcap loads it, so neither torch nor transformers is imported
-before a test asks for a measurement.
+Every pytest of an environment with kvcap loads this plugin, so neither torch nor transformers is
+imported before a test asks for a measurement.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DEFAULT = "memory-figures.json"
 BASELINE = "kvcap-memory-baseline"  # the plugin's name
 FIGURES = pytest.StashKey[list[Figure]]()
 LARGEST = pytest.StashKey[dict[str, Callable[[], list["Allocations"]]]]()
-"""The stacks that held memory at the peak of a test's figures, by the figures' names."""
+"""Holds, by a figure's name, a function that returns the stacks that held memory at its peak."""
 SHOWN = 5  # allocations that the message of a failure shows
 FRAMES = 4  # frames of each, in the user's own files
 WHAT = {
@@ -57,13 +57,13 @@ WHAT = {
 
 
 class MemoryMeter:
-    """Measures memory within a test; figures also go to the test's report and the baseline.
+    """A set of meters that measure memory within a test, for its report and the baseline.
 
-    A `label` tells the figures of a test apart, as in `cpu_peak(f, label="prefill")`.
+    A `label` names one of several figures of a test, as in `cpu_peak(f, label="prefill")`.
 
     Args:
         item: the test.
-        stacks: note who allocates, to be told where a figure is more than its baseline.
+        stacks: note who allocates, which is reported where a figure is more than its baseline.
     """
 
     def __init__(self, item: pytest.Item, *, stacks: bool) -> None:
@@ -154,7 +154,7 @@ def _add(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
 
 @pytest.fixture
 def memory_meter(request: pytest.FixtureRequest) -> MemoryMeter:
-    """Meters of memory: cpu_peak, host_peak, cuda_peak, process_peak, kv_bytes."""
+    """Return meters of memory: cpu_peak, host_peak, cuda_peak, process_peak, kv_bytes."""
     baseline = request.config.pluginmanager.get_plugin(BASELINE)
     return MemoryMeter(request.node, stacks=baseline is not None and not baseline.update)
 
@@ -280,7 +280,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def _nearest(item: pytest.Item) -> tuple[Any, pytest.Mark] | None:
-    """The marker that counts, and the node that has it.
+    """Return the marker that counts, and the node that has it.
 
     That of the test's own parameters, which pytest lists behind its function's; else that of its
     function, class or module.
@@ -292,7 +292,7 @@ def _nearest(item: pytest.Item) -> tuple[Any, pytest.Mark] | None:
 
 @dataclass
 class Peaks:
-    """The meters of one marked test."""
+    """A set of meters for one marked test."""
 
     budget: AllowedBytes
     tensors: Peak | None = field(default=None, init=False)
@@ -383,7 +383,7 @@ def _judge(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
 
 
 def _holders(item: pytest.Item, figure: Figure) -> list[str]:
-    """The lines that show who held memory at the peak of a figure that is too large."""
+    """Return lines that show who held memory at the peak of a figure that is too large."""
     largest = item.stash.get(LARGEST, {}).get(figure.name, list)()
     if not largest and figure.kind == "cpu_peak":
         return ["  (stacks are not noted beside host=, or while another profiler is on)"]
@@ -399,7 +399,7 @@ def _holders(item: pytest.Item, figure: Figure) -> list[str]:
 
 
 def _described(each: Allocations, root: Path) -> list[str]:
-    """The lines that show an allocation and its stack, the user's own files first."""
+    """Return lines that show an allocation and its stack, the user's own files first."""
     times = f" in {each.count} allocations" if each.count > 1 else ""
     thread = "" if each.thread == "MainThread" else f", thread {each.thread}"
     found = [f"    {format_bytes(each.nbytes)} ({each.nbytes:,} bytes){times}{thread}"]
@@ -419,7 +419,7 @@ def _described(each: Allocations, root: Path) -> list[str]:
 
 
 def _libraries() -> list[str]:
-    """The folders of files that are not the user's."""
+    """Return the folders whose files are not the user's."""
     paths = sysconfig.get_paths()
     return [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
@@ -436,7 +436,7 @@ def _is_pytest(file: str) -> bool:
 
 
 def _shown(file: str, root: Path) -> str:
-    """A path, as short as it is still clear."""
+    """Return a path in the shortest form that is still clear."""
     for folder in (str(root), *_libraries()[::-1]):
         if Path(file).is_relative_to(folder):
             return str(Path(file).relative_to(folder))
@@ -444,7 +444,7 @@ def _shown(file: str, root: Path) -> str:
 
 
 def _where(item: pytest.Item) -> str:
-    """The marker as the test has it, with file and line."""
+    """Return the marker as the test has it, with file and line."""
     found = _nearest(item)
     if found is None:
         return item.nodeid
@@ -456,9 +456,9 @@ def _where(item: pytest.Item) -> str:
 
 
 def _line(node: Any, path: Path, mark: pytest.Mark) -> int:
-    """The line of a marker of a test, its parameters, a class or a module; else of the test.
+    """Return the line of the marker of a test, its parameters, class or module; else of the test.
 
-    Of several there, it is that of the first whose arguments are written as the marker has them.
+    Of several markers there, it is the first whose arguments are written as this one has them.
     """
     target = getattr(node, "obj", None)
     if target is None or inspect.ismodule(target):
@@ -497,7 +497,7 @@ def _line(node: Any, path: Path, mark: pytest.Mark) -> int:
 
 
 def _written(call: ast.Call) -> tuple[tuple[Any, ...], dict[str | None, Any]] | None:
-    """The arguments of a call where they are literals."""
+    """Return the arguments of a call if they are literals, else None."""
     try:
         keywords = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         return tuple(ast.literal_eval(each) for each in call.args), keywords
@@ -506,7 +506,7 @@ def _written(call: ast.Call) -> tuple[tuple[Any, ...], dict[str | None, Any]] | 
 
 
 def _command(item: pytest.Item) -> list[Any]:
-    """The arguments of pytest in the test's own process: that test, and nothing of `addopts`."""
+    """Return pytest's arguments for the test's own process: that test, and nothing of `addopts`."""
     config = item.config
     name = config.pluginmanager.get_name(sys.modules[__name__])
     arguments = [item.nodeid, "-q", "-p", str(name), "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -520,7 +520,7 @@ def _command(item: pytest.Item) -> list[Any]:
 class FigureComparison:
     """A plugin that compares every figure with its earlier value, and writes new ones.
 
-    Of several processes, pytest's first one writes them.
+    Where tests run in several processes, only pytest's main process writes them.
     """
 
     def __init__(
@@ -567,7 +567,7 @@ def _growth(grown: Compared) -> str:
 
 
 class Summary:
-    """The table of all figures, from every process of the run."""
+    """A plugin that collects the figures of every process of the run and prints them as a table."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -593,7 +593,7 @@ class Summary:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Collect the figures of all processes, in the first one."""
+        """Collect the figures of all processes in the main one."""
         sent = getattr(report, "kvcap_memory", None)
         if sent is None or hasattr(self._config, "workerinput"):
             return
@@ -652,7 +652,7 @@ class Summary:
 def _properties(
     figures: Sequence[Figure], test: str, baseline: FigureComparison | None
 ) -> list[tuple[str, object]]:
-    """The properties for JUnit: each figure, its budget and its baseline."""
+    """Return the properties for JUnit: each figure, its budget and its baseline."""
     found: list[tuple[str, object]] = []
     for figure in figures:
         found.append((figure.name, figure.nbytes))

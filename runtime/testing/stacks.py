@@ -1,6 +1,6 @@
-"""Finds the Python stack of an allocation, by noting calls and returns with their times.
+"""Finds the Python stack of an allocation by noting calls and returns with their times.
 
-PyTorch's own profiler can note stacks too, but of one thread, and at several times the memory.
+PyTorch's own profiler can note stacks too, but only of one thread, and at several times the memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass
 class CallLog:
-    """The calls and returns of one thread, from a moment on."""
+    """A log of the calls and returns of one thread, from a moment on."""
 
     thread: str = field(default_factory=lambda: threading.current_thread().name)
     base: list[tuple[CodeType, int]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class CallLog:
 
     @classmethod
     def of(cls, frame: FrameType | None) -> CallLog:
-        """An empty log that begins with the present stack of a thread."""
+        """Return an empty log that begins with the present stack of a thread."""
         base = []
         while frame is not None:
             base.append((frame.f_code, frame.f_lasti))
@@ -68,7 +68,7 @@ class CallLog:
 
     @property
     def full(self) -> bool:
-        """Whether later stacks are missing."""
+        """Return whether later stacks are missing."""
         return len(self._times) > self._limit
 
     def give_up(self) -> None:
@@ -78,7 +78,7 @@ class CallLog:
             del noted[:]
 
     def stacks(self, times: Sequence[int]) -> list[list[Place]]:
-        """The stack at each time, innermost call first; empty where it is not known."""
+        """Return the stack at each time, innermost call first; empty where it is not known."""
         stack = [(code, last, True) for code, last in self.base]
         found: list[list[Place]] = [[]] * len(times)
         done = 0

@@ -35,17 +35,17 @@ PATIENCE = 5.0  # seconds to wait for a thread that goes on running
 
 
 class ThreadsNotCounted(RuntimeError):
-    """This build of PyTorch cannot be made to count the allocations of other threads."""
+    """An error that says that this build of PyTorch cannot count other threads' allocations."""
 
 
 class _Pointer(ctypes.Structure):
-    """A `std::shared_ptr`, and a word more, so that every ABI returns it through memory."""
+    """A `std::shared_ptr` with one word more, so that every ABI returns it through memory."""
 
     _fields_ = (("object", ctypes.c_void_p), ("count", ctypes.c_void_p), ("_", ctypes.c_void_p))
 
 
 class _State:
-    """The two functions of PyTorch that read and replace a thread's state."""
+    """A pair of PyTorch's functions that read and replace a thread's state."""
 
     def __init__(self) -> None:
         try:
@@ -69,7 +69,7 @@ class _State:
 
 
 class SharedCount:
-    """Reports the allocations of every Python thread to this thread's profiler.
+    """A link that reports the allocations of every Python thread to this thread's profiler.
 
     Args:
         record: called in each other thread once it counts, with the frame that runs there; returns
@@ -91,7 +91,7 @@ class SharedCount:
         _in_running_threads(self._join)
 
     def stop(self) -> None:
-        """Before the profiler is switched off: let no thread begin to count, and all others end."""
+        """Stop counting in all other threads; to be called before the profiler is switched off."""
         threading.setprofile(self._before)
         self._on = False
         if self._alive():
@@ -103,7 +103,7 @@ class SharedCount:
             time.sleep(0.001)
 
     def release(self) -> None:
-        """After the profiler is switched off: give back the reference to its state."""
+        """Give the reference to the profiler's state back, once the profiler is switched off."""
         own = self._api.current()
         self._api.replace(self._state)
         self._api.replace(own)
@@ -113,7 +113,7 @@ class SharedCount:
         return [native for ident, native in list(self._counting.items()) if ident in known]
 
     def _join(self, frame: FrameType, event: str, arg: Any) -> None:
-        """In another thread, when it next calls or returns."""
+        """Share the state with another thread, in which Python calls this hook."""
         if not self._on or threading.get_ident() == self._main:
             sys.setprofile(None)
             return
@@ -132,7 +132,7 @@ class SharedCount:
 
 
 def _runs(native: int) -> bool:
-    """Whether a thread is running now; one that waits allocates nothing."""
+    """Return whether a thread is running; one that waits allocates nothing."""
     try:
         status = Path(f"/proc/self/task/{native}/stat").read_text()
     except OSError:
