@@ -1,1 +1,1 @@
-"""Attention over held slots, and its registration with transformers."""
+"""Attends over held slots, and registers that attention with transformers."""

@@ -1,4 +1,4 @@
-"""The attention function kvcap registers with transformers under the name 'kvcap'.
+"""Defines the attention function that kvcap registers with transformers under the name 'kvcap'.
 
 It sees what `cache.update` returned. Keys of a capped layer carry their layer, which does the
 attention and then evicts; any other keys (native sliding layers, no cache) get ordinary masked
@@ -26,7 +26,7 @@ MANY_SLOTS = 500_000  # of all sequences and KV heads: enough for a GPU to be bu
 
 
 class CappedLayer(Protocol):
-    """A cache layer that attends and evicts by itself."""
+    """A protocol of cache layers that attend and evict by themselves."""
 
     def attend(
         self,
@@ -37,11 +37,11 @@ class CappedLayer(Protocol):
         position_ids: Tensor | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention output [B, H, T, D] of the block just appended, without its fillers."""
+        """Return attention [B, H, T, D] of the block just appended, without its fillers."""
         ...
 
     def take_back(self) -> None:
-        """Forget the block just appended, which is refused."""
+        """Forget the block just appended, since it is refused."""
         ...
 
 
@@ -54,7 +54,7 @@ def attend(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the newest T tokens over n slots, the last T of them their own.
+    """Return attention of the newest T tokens over n slots, the last T of them their own.
 
     Without a mask every older slot is visible and the block is causal (bottom-right).
 
@@ -95,7 +95,7 @@ def attend(
 
 
 def takes_slots(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> bool:
-    """Whether a kernel of kvcap's runs `attend` here, which can tell the log-sum-exp as well."""
+    """Return whether a kernel of kvcap's runs `attend` here; it can also return the log-sum-exp."""
     few = keys.shape[0] * keys.shape[1] * keys.shape[2] < MANY_SLOTS or sinks is not None
     return few and ready(query) and decode.covers(query, keys, values)
 
@@ -108,12 +108,12 @@ def attend_weighing(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend` of a single token to values that are nowhere as they are, by their sums.
+    """Attend like `attend`, for one token and values that are only given by their weighted sums.
 
     Args:
         query: [B, H, 1, D].
         keys: [B, K, n, D].
-        weigh: gives the sums [B, K, G, D] of the values by weights [B, K, G, n].
+        weigh: returns the sums [B, K, G, D] of the values by weights [B, K, G, n].
         scaling: as in `attend`, with what follows.
         softcap: likewise.
         sinks: likewise.
@@ -131,7 +131,7 @@ def attend_weighing(
 
 
 def adds_masks(query: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Whether `attend` adds the mask of a block to its logits, and would make it anew each time."""
+    """Return whether `attend` adds a block's mask to its logits, and would build it each time."""
     plain = softcap is None and sinks is None
     return plain and query.shape[2] > 1 and query.device.type == "cpu" and not ready(query)
 
@@ -145,9 +145,10 @@ def takes_token(
     *,
     turned: bool,
 ) -> bool:
-    """Return whether `kernels/token.py` is to append and attend, whose arguments these are.
+    """Return whether `kernels/token.py` is to append and attend, with these arguments.
 
-    Where held keys are `turned` as it reads them, anything else would copy all of them first.
+    Where held keys are `turned` (rotated as they are read), anything else would copy all of them
+    first.
     """
     slots = min(buffers[2].numel(), len(rows.lengths) * rows.longest)  # others may share the pool
     better = turned or slots < MANY_SLOTS
@@ -193,7 +194,7 @@ def attend_with_lse(
     *,
     own: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention and the logarithm of its denominator, which is the log-sum-exp of the logits.
+    """Return attention, and the log-sum-exp of its logits (the logarithm of its denominator).
 
     Arguments as in `attend`, but without a mask every slot is visible, or where the last T are the
     block's `own`, the causal ones. By a kernel or by torch's fused operator where one covers the
@@ -225,7 +226,7 @@ def attend_with_lse(
 
 
 def _tells_lse(*inputs: Tensor) -> bool:
-    """Whether torch's fused attention for CPUs can tell the log-sum-exp of these.
+    """Return whether torch's fused attention for CPUs can return the log-sum-exp of these inputs.
 
     It gives the log-sum-exp no gradient, so that training computes both plainly.
     """
@@ -237,7 +238,7 @@ def _tells_lse(*inputs: Tensor) -> bool:
 def _attend_with_lse_on_cpu(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend_with_lse` without a softcap: a KV head counts as a sequence, no key is copied."""
+    """Run `attend_with_lse` without a softcap; KV heads count as sequences, no key is copied."""
     (batch, heads, length, size), kv_heads = query.shape, keys.shape[1]
     # Where every slot is visible, the group's queries are rows of one head, as in `attend`.
     group = heads // kv_heads if mask is not None else 1
@@ -256,7 +257,7 @@ def _attend_with_lse_on_cpu(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention whose softmax has a sink logit beside those of the slots, from that without.
+    """Return attention with a sink logit in its softmax, from attention without it.
 
     A sink logit is a number that the model learned for each query head. It has no value, so that
     its share of the weights is lost: `softmax([z, sink]) v = σ(lse(z) - sink) · softmax(z) v`.
@@ -271,20 +272,20 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def causal(length: int, slots: int, device: torch.device) -> Tensor:
-    """The mask of a block whose own tokens are the last slots. Bool [1, 1, T, n]."""
+    """Return the mask [1, 1, T, n] of a block whose own tokens are the last slots, as bool."""
     mask = torch.ones(length, slots, dtype=torch.bool, device=device).tril(slots - length)
     return mask[None, None]
 
 
 def bottom_right(length: int, slots: int, _: torch.device) -> Tensor:
-    """The same as a bias of which `scaled_dot_product_attention` knows that it is causal."""
+    """Return the mask of `causal` as a bias that `scaled_dot_product_attention` knows as causal."""
     from torch.nn.attention.bias import causal_lower_right  # takes a second to import
 
     return cast(Tensor, causal_lower_right(length, slots))
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of tokens from that over each.
+    """Return attention over two sets of tokens, from attention over each.
 
     Args:
         out: [B, H, T, D].
@@ -310,7 +311,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **further: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface. query [B, H, T, D] -> output [B, T, H, D].
+    """Implement transformers' attention interface: query [B, H, T, D] -> output [B, T, H, D].
 
     `s_aux` [H] are sink logits, see `with_sinks`.
 
@@ -348,14 +349,14 @@ def attention_forward(
     return pad(out, (0, 0, 0, 0, 0, spare)), None  # fillers attend to nothing
 
 
-# What models and transformers pass on that changes nothing here: masks say what a sliding window
+# Arguments of models and transformers that change nothing here: masks say what a sliding window
 # hides, layers keep count of places, `generate` hands on tokenizers, and these hand on their masks.
 HARMLESS = frozenset(
     ("assistant_tokenizer", "cache_position", "num_items_in_batch", "output_hidden_states",
      "output_router_logits", "return_dict", "sliding_window", "special_tokens_mask",
      "token_type_ids", "tokenizer", "use_cache")
 )  # fmt: skip
-WITHOUT = {  # what else would do
+WITHOUT = {  # advice by the argument that is refused
     "output_attentions": "its kernels keep no weights, and slots of each head are of other tokens; "
     "load the model with attn_implementation='eager' and without a cap to see attention weights",
     "dropout": "call model.eval(), or train with attn_implementation='sdpa'",
@@ -364,7 +365,7 @@ PACKED = frozenset(("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_lengt
 
 
 def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
-    """Refuse what would change the result, or would be left out in silence."""
+    """Refuse arguments that would change the result, or be left out in silence."""
     asked = {**further, "dropout": dropout}
     for name in asked.keys() - HARMLESS:
         value = asked[name]
@@ -381,7 +382,7 @@ def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
 
 
 def without_gradient(out: Tensor, *sources: Tensor) -> Tensor:
-    """`out`, which `sources` made under `no_grad`: a gradient through it is refused."""
+    """Return `out`, which `sources` made under `no_grad`, and refuse a gradient through it."""
     needed = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
     if not needed:
         return out

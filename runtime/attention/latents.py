@@ -1,8 +1,8 @@
-"""Attention over slots that hold latents, in multi-head latent attention (MLA).
+"""Attends over slots that hold latents, in multi-head latent attention (MLA).
 
-Queries are taken to the latents (`absorbed`), which makes it attention of all query heads over one
-KV head; or the slots are expanded to every head's keys and values, which costs less for many
-queries. Both are exact. Knows tensors only.
+Either queries are projected to the latents (`absorbed`), which makes it attention of all query
+heads over one KV head; or the slots are expanded to every head's keys and values, which costs less
+for many queries. Both are exact. Knows tensors only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvcap.runtime.types import ATTENTION
 
 
 def rotated_first(query: Tensor, rotated: int) -> Tensor:
-    """Queries `[q_nope, q_rot]` [B, H, T, nope + r] of transformers as `[q_rot, q_nope]`."""
+    """Return transformers' queries `[q_nope, q_rot]` [B, H, T, nope + r] as `[q_rot, q_nope]`."""
     return query.roll(rotated, dims=-1)
 
 
 def absorbed(query: Tensor, expansion: Expansion) -> Tensor:
-    """Queries `[q_rot, q_nope]` as `[q_rot, q_nope W_uk]` [B, H, T, r + R], which meet slots."""
+    """Project queries `[q_rot, q_nope]` to `[q_rot, q_nope W_uk]` [B, H, T, r + R], as slots are."""
     turned, own = query.tensor_split((expansion.rotated,), dim=-1)
     return torch.cat((turned, torch.matmul(own, expansion.keys.to(query.dtype))), dim=-1)
 
@@ -35,7 +35,7 @@ def absorbed(query: Tensor, expansion: Expansion) -> Tensor:
 def attend_absorbed(
     query: Tensor, slots: Tensor, expansion: Expansion, scaling: float, softcap: float | None
 ) -> Tensor:
-    """Causal attention of `absorbed` queries over slots, as of one KV head. [B, H, T, v].
+    """Attend causally with `absorbed` queries over slots, as of one KV head. [B, H, T, v].
 
     Arguments as in `attend_expanded`, with queries [B, H, T, r + R].
     """
@@ -47,7 +47,7 @@ def attend_absorbed(
 def attend_expanded(
     query: Tensor, slots: Tensor, expansion: Expansion, scaling: float, softcap: float | None
 ) -> Tensor:
-    """Causal attention over every head's own keys and values. [B, H, T, v].
+    """Attend causally over every head's own keys and values. [B, H, T, v].
 
     Args:
         query: [B, H, T, r + nope], rotated numbers first.
@@ -65,7 +65,7 @@ def attend_expanded(
 
 
 class LatentBlock:
-    """What a capped layer's `update` returns of latents: shapes, and no numbers.
+    """A stand-in for a block of latents that a capped layer's `update` returns, without numbers.
 
     Transformers expands what `update` returns to every head's keys and values, and hands them to
     attention. Slots are in no order and need no expansion, so nothing is computed here: results
@@ -87,7 +87,7 @@ class LatentBlock:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape shown."""
+        """Return the shape shown."""
         return self._shaped.shape
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -102,11 +102,11 @@ class LatentBlock:
         return self._shown(self._shaped[index])
 
     def new_empty(self, *shape: Any, **_: Any) -> LatentBlock:
-        """As of a tensor."""
+        """Return a block of another shape, as a tensor's method does."""
         return self._shown(_nothing(shape[0] if len(shape) == 1 else shape))
 
     def copy_(self, source: LatentBlock) -> LatentBlock:
-        """Nothing is copied."""
+        """Copy nothing, and return the block."""
         return self
 
     @classmethod
@@ -133,5 +133,5 @@ class LatentBlock:
 
 
 def _nothing(shape: Any) -> Tensor:
-    """A tensor of a shape, all of whose numbers are one, and take no memory."""
+    """Return a tensor of a shape that holds no numbers and takes no memory."""
     return torch.empty((), device="meta").expand(shape)

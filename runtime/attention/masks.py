@@ -1,8 +1,8 @@
-"""Masks of transformers: honoured where nothing is evicted, refused where slots are.
+"""Checks transformers' masks: honours them where nothing is evicted, and refuses them for slots.
 
 Slots of a capped layer are in no order and differ from head to head, so no mask can follow them. A
-cache is not shown the mask; but the number of slots that it names is handed on to whoever makes the
-mask, and is a `Slots`, by which mask and cache meet.
+cache is not shown the mask; but transformers hands the number of slots that the cache names to
+whatever makes the mask. That number is a `Slots`, through which the cache checks the mask.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MaskRequest = Mapping[str, Any]  # what transformers gives to a function that ma
 
 
 class Slots(int):
-    """How many slots a block of a capped layer sees; `check` is shown what mask is asked for.
+    """A number of slots that a block of a capped layer sees; its `check` gets the mask asked for.
 
     Where transformers' own attention asks for it, `attention` is that one's name.
     """
@@ -36,7 +36,7 @@ class Slots(int):
 
     @classmethod
     def of(cls, count: int, check: Callable[[MaskRequest], None] | None = None) -> Slots:
-        """The number `count`."""
+        """Return the number `count` with its check."""
         found = cls(count)
         found.check = check
         return found
@@ -44,18 +44,18 @@ class Slots(int):
 
 @dataclass
 class MaskNote:
-    """Notes the length of the pass that begins, once its mask is checked.
+    """A note of the length of the pass that begins, taken once its mask is checked.
 
     A cache shares one with its layers, which know nothing else of the cache.
     """
 
     attends: bool = False
-    """The cache needs kvcap's attention."""
+    """Says whether the cache needs kvcap's attention."""
     length: int | None = None
-    """Tokens of that pass; None: no mask was checked since the pass before."""
+    """Holds the tokens of that pass; None: no mask was checked since the pass before."""
 
     def check(self, seen: int, batch: int | None, asked: MaskRequest) -> None:
-        """Take note of the mask that a pass asks transformers for.
+        """Check the mask that a pass asks transformers for, and note the pass's length.
 
         Args:
             seen: tokens that the cache has read.
@@ -86,10 +86,10 @@ class MaskNote:
 
 
 def attention_mask(**asked: Any) -> Tensor | None:
-    """Transformers' mask interface of kvcap's attention: none for a capped layer.
+    """Return the mask of kvcap's attention, for transformers' interface; None for a capped layer.
 
-    Where nothing is evicted (no cache, one of transformers', a native sliding layer) what was asked
-    for, as a boolean mask; none where `attend` is right without one.
+    Where nothing is evicted (no cache, one of transformers', a native sliding layer) it is the mask
+    asked for, as bool; None where `attend` is right without one.
 
     Raises:
         PaddingUnsupported: a capped layer is given a mask that hides tokens.
@@ -114,7 +114,7 @@ def attention_mask(**asked: Any) -> Tensor | None:
 
 
 def watch_stock() -> None:
-    """Have the masks checked that transformers' own attentions ask for, where a cache is capped."""
+    """Check the masks that transformers' own attentions ask for where a cache is capped."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     for name, make in dict(ALL_MASK_ATTENTION_FUNCTIONS).items():
@@ -166,7 +166,7 @@ READY_MADE = (
 
 
 def length_of(asked: MaskRequest) -> int:
-    """Tokens of the block that a mask is for. Transformers 4.57 tells their places instead."""
+    """Return how many tokens a mask's block has; transformers 4.57 gives their places instead."""
     length: int = asked["q_length"] if "q_length" in asked else asked["cache_position"].shape[0]
     return length
 
@@ -177,7 +177,7 @@ def _check(slots: Slots, asked: MaskRequest) -> None:
 
 
 def _checking(make: Callable[..., Any], attention: str) -> Callable[..., Any]:
-    """`make`, which makes masks for an attention, checking first what a capped cache asks for."""
+    """Return `make`, a function that makes masks for an attention, with a capped cache's check."""
 
     @wraps(make)
     def checked(*args: Any, **asked: Any) -> Any:
@@ -193,7 +193,7 @@ _warned = False
 
 
 def _warn_uncapped() -> None:
-    """Once a process: this model's memory has no cap."""
+    """Warn once a process that this model's memory has no cap."""
     global _warned
     if not _warned:
         _warned = True

@@ -17,7 +17,7 @@ REASON = "kvcap follows slots in Python, between compiled graphs: compile withou
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, which runs as it is wherever torch.compile meets it."""
+    """Return the function in a form that torch.compile runs as it is."""
     disable: Callable[..., Any] = torch.compiler.disable
     explained = "reason" in inspect.signature(disable).parameters  # not before torch 2.7
     found: Callable[..., Any] = disable(function, **({"reason": REASON} if explained else {}))
@@ -26,10 +26,10 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def run_uncompiled(kind: type, *methods: str) -> None:
-    """Have these methods of a class run as they are wherever torch.compile meets them.
+    """Make torch.compile run these methods of a class as they are.
 
-    To be called before an object of it is used, and not as the class is made: the compiler takes a
-    second to import, which transformers does when it makes masks.
+    To be called before an object of the class is used, and not as the class is made: the compiler
+    takes a second to import, which transformers does when it makes masks.
     """
     for name in methods:
         setattr(kind, name, uncompiled(getattr(kind, name)))

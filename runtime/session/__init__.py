@@ -1,1 +1,1 @@
-"""Conversations: messages in, streamed text out, saved and resumed."""
+"""Holds conversations: takes messages, streams answers as text, saves and resumes."""

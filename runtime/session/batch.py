@@ -1,6 +1,7 @@
-"""Answers several sessions at once, a token of each after another or in one pass. Knows no library.
+"""Answers several sessions at once: reads one token of each per step, in one pass where it can.
 
-Prompts are read block by block in between, so that a long one holds no answer up.
+Prompts are read block by block in between, so that a long one holds no answer up. Knows no library
+that runs models.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Answer:
 
     session: Session
     steps: Generator[Step, Any, None]
-    asked: Step | None = None  # whose token is to be read; None: its prompt is being read
-    found: Any = None  # what came of that: logits [1, V], the next token, or an error
+    asked: Step | None = None  # the step whose token is to be read; None while a prompt is read
+    found: Any = None  # the result of reading it: logits [1, V], the next token, or an error
 
     @property
     def next_token(self) -> int | None:
-        """Return the token that is to be read next; None: that is not known yet."""
+        """Return the token to read next; None while it is not known yet."""
         asked, found = self.asked, self.found
         assert asked is not None
         if found is None:
@@ -48,14 +49,14 @@ class Answer:
 
 
 class SharedRows(Protocol):
-    """A reader that reads a token of each of several sessions in one pass through the model."""
+    """A protocol of objects that read one token of each of several sessions in one pass."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds, beside the sessions' own."""
+        """Return the bytes that it holds, besides the sessions' own."""
 
     def fits(self, answer: Answer) -> bool:
-        """Return whether a session's token can be read in such a pass: once it has joined."""
+        """Return whether a session's token can be read in such a pass, once it has joined."""
 
     def join(self, answer: Answer) -> None:
         """Prepare a session for the next pass; it may be given a row until it leaves."""
@@ -68,27 +69,28 @@ class SharedRows(Protocol):
         """
 
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
-        """Begin to read a token of each of these, which have joined.
+        """Begin to read a token of each of these answers, which have joined.
 
-        Returns what waits for that, to be called before the next pass begins: it gives what came of
-        each token, as `Step` has it, or raises why they were not read. After an error nobody has
-        joined, and the sessions' caches are as before or empty. Whose cache is fetched meanwhile
-        has read its token.
+        Returns a function that waits for the pass, to be called before the next pass begins. It
+        returns for each token what `Step` asks for, or raises the reason why the tokens were not
+        read. After an error no session is joined, and the sessions' caches are as before or empty.
+        A session whose cache is fetched meanwhile has read its token.
         """
 
 
 class Batch:
     """A batch that answers up to `size` sessions of a runtime at once; others wait for a place.
 
-    A step reads a token of every answer, in one pass where it can, and then one block of one
-    prompt, by its session's own cache. A GPU begins the next pass before text is made of what came
-    of the last one, where it is certain what it is to read. Where sessions share a cache, as
-    there, each has a row of it, full or not; those whose positions are true or that pin later
-    messages than the first are read one after the other there, and, as long as they fill their
-    slots or have pins, those of policies without kernels for rows of unequal lengths. Elsewhere on
-    a CPU all are read in one pass, each over its own cache. One by one are those that `apart`
-    concerns, and one that is alone. So between two tokens of an answer lies one pass over one
-    prompt at the most: a block, or on a GPU as many whole blocks as go through the model at once.
+    A step reads one token of every answer, in one pass where it can, and then one block of one
+    prompt, by its session's own cache. On a GPU sessions share a cache, in which each has a row,
+    full or not, and the next pass begins before text is made of the last one, where it is certain
+    what it is to read. On a CPU all are read in one pass, each over its own cache.
+
+    Tokens are read one session after the other where `apart` says so, where a session is alone, and
+    on a GPU for sessions with true positions or with pins later than their first message; while
+    they fill their slots or have pins, also for those whose policy has no kernels for rows of
+    unequal lengths. So between two tokens of an answer lies at most one pass over one prompt: a
+    block, or on a GPU as many whole blocks as go through the model at once.
 
     >>> from kvcap import Runtime
     >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)
@@ -106,7 +108,7 @@ class Batch:
         size: sessions that are answered at once, at most.
 
     Raises:
-        PlanInfeasible: none, or a memory cap, whose plan has one session.
+        PlanInfeasible: the size is below 1, or there is a memory cap, which plans for one session.
     """
 
     def __init__(self, runtime: Any, size: int) -> None:
@@ -125,11 +127,11 @@ class Batch:
         self._begun: tuple[list[Answer], Callable[[], list[Any]]] = [], list  # a pass over rows
         self._rows: SharedRows | None
         self._rows, self.apart = runtime.shared_rows(size)
-        """Why tokens are read one session after the other; None: they are read at once."""
+        """Says why tokens are read one session after the other; None: they are read in one pass."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the shared cache and its CUDA graphs, beside the sessions' own."""
+        """Return the bytes of the shared cache and its CUDA graphs, besides the sessions' own."""
         return 0 if self._rows is None else self._rows.nbytes
 
     def add(self, session: Session, pieces: Iterator[str]) -> None:
@@ -153,7 +155,7 @@ class Batch:
                 self._end(answer)
 
     def pause(self, session: Session) -> None:
-        """Let others have a session's place until `resume`; its own cache holds it meanwhile."""
+        """Give a session's place to others until `resume`; its own cache holds it meanwhile."""
         for answer in [*self._answers, *self._waiting]:
             if answer.session is session:
                 self._wait()
@@ -169,7 +171,7 @@ class Batch:
                 self._waiting.append(answer)
 
     def __iter__(self) -> Iterator[tuple[Session, str]]:
-        """Step until all answers have ended: each session with the next piece of its answer.
+        """Step until all answers have ended; yield each session with the next piece of its answer.
 
         Raises:
             Exception: what ended one of them; the others go on with the next iteration.
@@ -185,11 +187,11 @@ class Batch:
                         del error  # whose traceback has this frame
 
     def step(self) -> list[Progress]:
-        """Read a token of every answer and a block of one prompt; return all that came of that.
+        """Read a token of every answer and a block of one prompt; return the progress of each.
 
-        Nothing that a step gives waits for what the next one reads. Whose prompt is read may wait a
-        step for the pass that others have begun. Each step reads of another prompt. An error ends
-        its own answer only.
+        Progress of a step never waits for what the next step reads. A prompt may wait one step,
+        until the pass that others have begun is done. Each step reads a block of another prompt. An
+        error ends only the answer in which it was raised.
         """
         while self._waiting and len(self._answers) < self.size:
             answer = self._waiting.popleft()
@@ -203,7 +205,7 @@ class Batch:
             found += self._proceed(prompt)  # a GPU reads it while the others go on
             earlier, self._launched = self._launched, prompt.session.loop.launched()
             earlier()  # or a whole prompt is launched at once, before anything else
-            if prompt in self._answers:  # behind the others' prompts
+            if prompt in self._answers:  # the next step reads another prompt
                 self._answers.remove(prompt)
                 self._answers.append(prompt)
         for answer in answering:
@@ -251,15 +253,15 @@ class Batch:
                 those.remove(answer)
 
     def _read(self, answers: list[Answer]) -> None:
-        """Read the token that each of these asks for, and note what came of it as `found`.
+        """Read the token that each of these answers asks for, and set its `found`.
 
-        Some may have to wait for the next pass, where one has begun already.
+        Where a pass has begun already, an answer may have to wait for the next one.
         """
         rows, shared, single = self._rows, list[Answer](), list[Answer]()
         for answer in answers:
             shares = rows is not None and rows.fits(answer)
             (shared if shares else single).append(answer)
-        if len(shared) == 1 and not self._begun[0]:  # it does not pay for the rows of others
+        if len(shared) == 1 and not self._begun[0]:  # alone, its own cache costs less than rows
             shared[0].session.fetch_cache()
             single.append(shared.pop())
         for answer in single:
@@ -277,7 +279,7 @@ class Batch:
             self._begin(shared)
 
     def _begin(self, answers: list[Answer]) -> None:
-        """Begin a pass over rows, which reads the next token of each of these."""
+        """Begin a pass over rows that reads the next token of each of these answers."""
         rows, joined, tokens = self._rows, list[Answer](), list[int]()
         for answer in answers:
             assert rows is not None
@@ -300,7 +302,7 @@ class Batch:
                         answer.found = error
 
     def _wait(self) -> None:
-        """Wait for the pass that has begun, if one has, and note what came of each token."""
+        """Wait for the pass that has begun, if any, and set `found` of its answers."""
         if not self._begun[0]:
             return
         with interrupts_deferred():

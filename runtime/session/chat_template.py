@@ -25,17 +25,17 @@ SPARE = 1 << 20  # letters that a template may write beyond eight times what it 
 
 
 class TemplateFailed(Exception):
-    """A template failed or had to be ended; the message says which."""
+    """An error that says how a template failed, or why it had to be ended."""
 
 
 def start_renderer() -> None:
-    """Start the process, so that the first message does not wait for it."""
+    """Start the process that renders, so that the first message does not wait for it."""
     with _lock:
         _renderer()
 
 
 def render_template(template: str, names: Mapping[str, Any]) -> str:
-    """The text that a template writes.
+    """Return the text that a template writes.
 
     Args:
         template: in Jinja.
@@ -69,7 +69,7 @@ class _Renderer:
         )
 
     def ask(self, request: bytes) -> dict[str, str]:
-        """The process's answer; an error where it ended instead."""
+        """Return the process's answer, or an error if the process ended instead."""
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -80,7 +80,7 @@ class _Renderer:
             if line := stdout.readline():
                 answer: dict[str, str] = json.loads(line)
                 return answer
-        except BaseException:  # Ctrl-C: what it would answer later is nobody's
+        except BaseException:  # a Ctrl-C: the next request must not read this one's answer
             self.process.kill()
             self.end()
             raise
@@ -104,7 +104,7 @@ _only: _Renderer | None = None
 
 
 def _renderer() -> _Renderer:
-    """The running process, or a new one."""
+    """Return the running process, or start one."""
     global _only
     if _only is None or _only.process.poll() is not None:
         _stop()

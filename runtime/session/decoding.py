@@ -24,23 +24,24 @@ UNKNOWN = -1
 
 
 class Step(NamedTuple):
-    """A step of an answer that gives a piece of its text, or asks for a token to be read.
+    """A step of an answer: a piece of its text, or a token that it asks to be read.
 
-    One that does neither says that a block of the prompt was read, and the next is to be.
+    One that has neither says that a block of the prompt was read, and the next one is to be.
     """
 
     text: str = ""
     token: int | None = None
-    """Asks for what is sent back: the logits [1, V] behind it, or the next token if `sampler` has
-    drawn it, or the error that kept it from being read."""
+    """Asks for this token to be read. The logits [1, V] behind it are sent back, or the next token
+    if `sampler` has drawn it, or the error that kept it from being read.
+    """
     sampler: Any = None
-    """The engine's `Sampler` that may draw the next token; None: nobody else may."""
+    """Holds the sampler by which a batch may draw the next token; None: a batch may not."""
     ends: frozenset[int] | None = None
-    """The next token is to be read as well unless it is one of these; None: that depends."""
+    """Holds the tokens that end the answer, so that any other one is read next; None: unknown."""
 
 
 class Pieces(Iterator[str]):
-    """An iterator that goes through an answer for its text; a `Batch` goes through its `steps`.
+    """An iterator that yields an answer's text; a `Batch` goes through its `steps` instead.
 
     Closing it, or dropping it, stops the answer.
     """
@@ -60,17 +61,17 @@ class Pieces(Iterator[str]):
 
 
 class Insertion(NamedTuple):
-    """Tokens that are read amid a prompt, and are only known once those before them are."""
+    """A gap in a prompt, whose tokens are known only once those before it are read."""
 
     at: int  # tokens of the prompt that stand before them
     tokens: Callable[[], list[int]]
     prepare: Callable[[int], None]
-    """Called with the tokens of the prompt that are read, after every block before them."""
+    """Holds a function called after every block before the gap, with the tokens read so far."""
 
 
 @dataclass
 class Written:
-    """An answer as far as it was written."""
+    """A record of an answer as far as it was written."""
 
     pieces: list[str] = field(default_factory=list)  # of text
     tokens: list[int] = field(default_factory=list)  # without one that ended it
@@ -96,12 +97,12 @@ class Decoding:
     def __init__(self, engine: Engine, loop: Loop) -> None:
         self.engine, self.loop = engine, loop
         self.read_ids = array("i")
-        """The tokens that the cache has read, and one that it has yet to: 4 bytes each."""
+        """Holds the tokens that the cache has read, and one that it is yet to read."""
         self._warned = False  # of positions beyond what the model was trained on
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
 
     def check(self, config: Any, rng: Any, ids: Sequence[int], *, emptied: bool = False) -> None:
-        """Refuse a prompt that cannot be answered; nothing is changed.
+        """Refuse a prompt that cannot be answered, and change nothing.
 
         Args:
             config: settings of generation.
@@ -135,7 +136,7 @@ class Decoding:
             )
 
     def guide(self, ends: frozenset[int], shapes: dict[str, Any]) -> Guide | None:
-        """Return what holds answers to a schema or an expression; None: nothing does.
+        """Return the guide that holds answers to a schema or an expression, or None.
 
         Args:
             ends: the tokens that end an answer.
@@ -162,11 +163,11 @@ class Decoding:
         on_block: Callable[[int, int], None] | None,
         insertion: Insertion | None = None,
     ) -> Generator[Step, Any, None]:
-        """Read `ids` with an `insertion`, and draw an answer, which joins `written`.
+        """Read `ids` with an `insertion`, draw an answer, and add it to `written`.
 
-        Fills in figures of `turn`. The last token drawn is not read; the cache keeps it as
-        `unread`. Gives pieces of text and blocks of the prompt, and in a `Batch` every token that
-        it is to read.
+        Fills in the figures of `turn`. The last token drawn is not read; the cache keeps it as
+        `unread`. Yields pieces of text and blocks of the prompt, and in a `Batch` every token that
+        is to be read.
         """
         engine, cache, most = self.engine, self.loop.cache, answer_limit(config)
         sampler, stops = engine.sampler(config, rng), settings.stop_strings(config)
@@ -219,7 +220,7 @@ class Decoding:
     def _listeners(
         self, config: Any, sampler: Sampler, guide: Guide | None, stream: TextStream, to: Written
     ) -> list[Listener]:
-        """Choose the listeners of an answer, of which a later one's reason to end it counts."""
+        """Choose the listeners of an answer; of their reasons to end it the last one counts."""
         found: list[Listener] = [AnswerLimits(answer_limit(config), self.loop), stream]
         if (top := getattr(config, "logprobs", None)) is not None:
             texts = TokenTexts(self.engine.tokenizer)
@@ -238,7 +239,7 @@ class Decoding:
         self.read_ids = array("i", [*before, *ids])
         done = 0
         if insertion is not None:
-            # Of a few tokens none is evicted before a block is whole: they need no block alone.
+            # Fewer tokens than a block evict nothing, so they are read with those behind the gap.
             if insertion.at > engine.plan.block_size:
                 for done, _ in loop.blocks(engine.token_ids(ids[: insertion.at])):
                     insertion.prepare(done)
@@ -251,7 +252,7 @@ class Decoding:
             yield done + more, logits
 
     def ids_read(self, seen: int) -> list[int]:
-        """Return the `seen` tokens that the cache has read; -1 for those read elsewhere."""
+        """Return the ids of the `seen` tokens that the cache has read; -1: not known."""
         return [*self.read_ids[:seen], *[UNKNOWN] * (seen - len(self.read_ids))]
 
     def _warn_beyond(self) -> None:
@@ -269,18 +270,18 @@ class Decoding:
 
 @dataclass
 class TokenSource:
-    """A source that draws the tokens of an answer, and has each read so that the next is known."""
+    """A source that draws the tokens of an answer, and has each one read to draw the next."""
 
     engine: Engine
     loop: Loop
     sampler: Sampler
     listeners: Sequence[Listener]
     ends: frozenset[int]  # tokens by which the model ends the answer
-    most: int  # tokens that it may have
+    most: int  # tokens that the answer may have
     history: Any  # token ids [1, T] before it, which a repetition penalty looks at
     tokens: Sequence[int]  # of the answer so far, which others add
     _token: Any = None  # the last one as an array [1], if it was drawn here
-    _begun: Any = None  # what came of reading it, if that has begun: logits, or an error
+    _begun: Any = None  # the result of reading it, if that has begun: logits, or an error
 
     def __post_init__(self) -> None:
         self._readers = [one for one in self.listeners if one.reads_logits]
@@ -301,9 +302,9 @@ class TokenSource:
         return int(self._token.item())
 
     def begin(self) -> None:
-        """Begin to read the last token, where a device then computes while text is made of it.
+        """Begin to read the last token early, so that a device computes while the host writes.
 
-        The answer's first is not read so, whose text is not to wait for that, nor its last.
+        Not so for the first token, whose text must not wait, nor for the last, which is not read.
         """
         alone = self.loop.asynchronous and not self.loop.in_batch
         if self._certain and alone and 1 < len(self.tokens) < self.most:
@@ -313,7 +314,7 @@ class TokenSource:
                 self._begun = error
 
     def read(self) -> Generator[Step, Any, Any]:
-        """Read the last token, or ask a batch to; return what `draw` takes next.
+        """Read the last token, or ask a batch to; return what `draw` needs for the next one.
 
         Raises:
             Exception: why it was not read; `MemoryCapExceeded` where nothing may be evicted for it.
@@ -360,13 +361,13 @@ class TextStream(Listener):
         self._stop = [s for s in stop if s]
         self._held = ""
         self.decoded = 0
-        """Letters that the tokens so far stand for, held back or not."""
+        """Holds how many letters the tokens so far stand for, held back or not."""
         self.given = 0
-        """Letters that were given out."""
+        """Holds how many letters were given out."""
         self.stopped: str | None = None
-        """The stop string that was found."""
+        """Holds the stop string that was found."""
         self.piece = ""
-        """The text that became certain with the last token, or at the end; perhaps none."""
+        """Holds the text that became certain with the last token; it may be empty."""
         self.may_end = bool(self._stop)
 
     @property
@@ -375,26 +376,26 @@ class TextStream(Listener):
         return self._detokenizer.begins
 
     def token(self, number: int, logits: Any) -> FinishReason | None:
-        """Make text of the next token, up to a stop string."""
+        """Turn the next token into text, up to a stop string."""
         self.piece = self.put(number)
         return None if self.stopped is None else "stop"
 
     def finish(self) -> FinishReason | None:
-        """Give the text that was held back, in which a broken letter may end a stop string."""
+        """Give the text still held back; an incomplete letter in it may complete a stop string."""
         self.piece = self.end()
         return None if self.stopped is None else "stop"
 
     def put(self, token: int) -> str:
-        """Take a token; return the text that is certain after it, perhaps none."""
+        """Take a token; return the text that is certain after it, which may be empty."""
         return self._take(self._detokenizer.put(token))
 
     def end(self) -> str:
-        """Return the text that was still held back, as no token follows."""
+        """Return the text that was held back, since no token follows."""
         text = "" if self.stopped else self._take(self._detokenizer.end())
         return text + self._give(len(self._held))
 
     def _take(self, piece: str) -> str:
-        """Add a piece; return what is certain of the text."""
+        """Add a piece to the text held back; return what of it is certain."""
         self.decoded += len(piece)
         self._held += piece
         found = [(place, stop) for stop in self._stop if (place := self._held.find(stop)) >= 0]
@@ -405,14 +406,14 @@ class TextStream(Listener):
         return self._give(len(self._held) - keep)
 
     def _give(self, count: int, *, dropped: bool = False) -> str:
-        """Return so many letters of what is held back; keep the others so, or drop them."""
+        """Return the first `count` letters held back; keep the rest held back, or drop it."""
         text, self._held = self._held[:count], "" if dropped else self._held[count:]
         self.given += len(text)
         return text
 
 
 def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
-    """Return those of the texts that are special tokens, by their ids."""
+    """Return the texts that are special tokens, by their ids."""
     if not texts:
         return {}
     known = tokenizer.backend_tokenizer.get_added_tokens_decoder()
@@ -420,5 +421,5 @@ def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest ending of `text` with which `stop` begins."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

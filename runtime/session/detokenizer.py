@@ -1,4 +1,4 @@
-"""Makes tokens into text as they come: letters once they are whole, and U+FFFD for what is none.
+"""Turns tokens into text one by one: letters once they are whole, and U+FFFD for broken ones.
 
 The pieces joined are what the tokenizer's own decoder writes for all the tokens, but for one case.
 Tokenizers with a token for every byte (Llama 2's, Gemma's) decode a run of such tokens as a whole:
@@ -13,7 +13,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LOST = "\ufffd"  # what a decoder writes for bytes that are no letter
+LOST = "\ufffd"  # decoders write it for bytes that are no letter
 # A token's text may depend on those before it: the space that a text begins with may be left out,
 # and the bytes of a letter may be spread over four tokens.
 WINDOW = 4
@@ -41,11 +41,11 @@ class Detokenizer:
 
     @property
     def begins(self) -> bool:
-        """Return whether there is no text yet: a decoder may leave out the space that follows."""
+        """Return whether the text is empty so far: a decoder may leave out a leading space."""
         return not self._window
 
     def put(self, token: int) -> str:
-        """Return the text that is certain after this token, perhaps none."""
+        """Return the text that is certain after this token; it may be empty."""
         if self._is_left_out(token):
             return ""
         if (byte := self._bytes.get(token)) is not None:
@@ -60,12 +60,12 @@ class Detokenizer:
         return piece
 
     def end(self) -> str:
-        """Return what is left at the end of the text: a U+FFFD for a letter that was not ended."""
+        """Return the rest of the text: a U+FFFD for a letter that was not completed."""
         held, self._held = self._held, 0
         return self._letter.decode(b"", final=True) + LOST * held
 
     def _last(self, tokens: Sequence[int]) -> list[int]:
-        """The last tokens that are text, as many as the next one's text may depend on."""
+        """Return the last tokens that are text, as many as the next one's text may depend on."""
         found = list[int]()
         for token in reversed(tokens):
             if token < 0 or len(found) == WINDOW:
@@ -75,7 +75,7 @@ class Detokenizer:
         return found[::-1]
 
     def _is_left_out(self, token: int) -> bool:
-        """Return whether a token is special, and not to be text."""
+        """Return whether a token is special and left out of the text."""
         return not self._decode([token]) and not self._special and bool(self._decode([token], True))
 
     def _decode(self, tokens: list[int], special: bool = False) -> str:
@@ -84,7 +84,7 @@ class Detokenizer:
 
 
 def byte_tokens(backend: Any) -> Mapping[int, bytes]:
-    """The tokens that stand for one byte each, where a tokenizer writes letters that way."""
+    """Return the tokens that stand for one byte each, where a tokenizer has such tokens."""
     a = backend.token_to_id("<0x41>")
     if a is None or backend.decode([a]) != "A":  # they are names like any other
         return {}

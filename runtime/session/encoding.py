@@ -1,4 +1,4 @@
-"""Makes a text into tokens: a long one in pieces, which all cores share.
+"""Turns a text into tokens, a long one in pieces on all cores.
 
 The tokenizers library gives one text to one core: a tenth of a second for 40,000 tokens, for which
 a GPU would wait. Cut between two words, where its tokenizer splits it too, a text has the tokens of
@@ -17,12 +17,12 @@ from kvcap.runtime.errors import MessagesInvalid
 PIECE = 1 << 14  # letters; about 4,000 tokens
 NEAR = 64  # letters on each side of a cut that are tried
 CUT = re.compile(r"(?<=\S) (?=[^\W\d_])")  # the space before a word
-SOUGHT = 1 << 10  # letters in which one is looked for
-BEHIND = "\n", "a", ".", "+"  # of which one shares no token with what follows
+SOUGHT = 1 << 10  # letters in which such a space is looked for
+BEHIND = "\n", "a", ".", "+"  # one of these shares no token with the text behind
 
 
 def encode(backend: Any, text: str, *, special: bool = False) -> list[int]:
-    """Token ids of `text`, the very ones that `backend.encode` gives.
+    """Return the token ids of `text`, the same as those of `backend.encode`.
 
     Args:
         backend: a `tokenizers.Tokenizer` that neither truncates nor pads.
@@ -31,7 +31,7 @@ def encode(backend: Any, text: str, *, special: bool = False) -> list[int]:
     """
     parts = [text[a:b] for a, b in pairwise([0, *cuts(backend, text), len(text)])]
     whole = len(parts) == 1
-    # Half the time of a long text goes into places of tokens in it, which `fast` leaves out.
+    # `fast` skips the offsets of tokens in the text, which take half the time of a long one.
     found = backend.encode_batch_fast(parts, add_special_tokens=special and whole)
     ids = [token for part in found for token in part.ids]
     if special and not whole:
@@ -43,7 +43,7 @@ def encode(backend: Any, text: str, *, special: bool = False) -> list[int]:
 
 
 def encode_behind(backend: Any, text: str) -> list[int]:
-    """Token ids of a text that goes on from another.
+    """Return the token ids of a text that continues another one.
 
     Tokenizers such as Llama 2's put a space before any text. Behind a few letters, whose tokens are
     then left out, there is none.
@@ -75,7 +75,7 @@ def encode_with(
     check_letters(text)
     backend = tokenizer.backend_tokenizer
     if backend.truncation or backend.padding or backend.encode_special_tokens:
-        # Somebody has asked for these, which transformers takes back with the next call.
+        # A caller left these set on the backend; transformers resets them with its next call.
         slowly: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
         return slowly
     return encode_behind(backend, text) if follows else encode(backend, text, special=special)
@@ -106,7 +106,7 @@ def check_letters(text: str) -> None:
 
 
 def cuts(backend: Any, text: str) -> list[int]:
-    """Where a text is cut: every `PIECE` letters, before the space between two words."""
+    """Return where a text can be cut: about every `PIECE` letters, before a space between words."""
     found = list[int]()
     for start in range(PIECE, len(text) - PIECE // 2, PIECE):
         space = CUT.search(text, start, start + SOUGHT)
@@ -116,18 +116,18 @@ def cuts(backend: Any, text: str) -> list[int]:
 
 
 def _apart(backend: Any, text: str, place: int) -> bool:
-    """Whether what is around a place becomes the same tokens as its two sides."""
+    """Return whether the text around a place has the same tokens in one piece as cut in two."""
     before, behind = text[place - NEAR : place], text[place : place + NEAR]
 
     def words(part: str) -> list[str]:
-        """What the tokenizer makes into tokens one by one."""
+        """Return the words that the tokenizer turns into tokens one by one."""
         if backend.normalizer is not None:
             part = backend.normalizer.normalize_str(part)
         split = backend.pre_tokenizer
         return [part] if split is None else [word for word, _ in split.pre_tokenize_str(part)]
 
     def tokens(part: str) -> list[int]:
-        """Those of special tokens, too, which may hold spaces."""
+        """Return the tokens of a part; unlike `words` these see special tokens that hold spaces."""
         ids: list[int] = backend.encode(part, add_special_tokens=False).ids
         return ids
 

@@ -61,14 +61,14 @@ def ends_of(tokenizer: Any, generation: Any = None, config: Any = None) -> list[
 
 
 def with_ends(tokenizer: Any, generation: Any, config: Any = None) -> Any:
-    """Have settings of generation name all tokens that end an answer, and return the settings."""
+    """Set `eos_token_id` of settings of generation to all tokens that end an answer."""
     ids = end_ids(tokenizer, generation, config)
     generation.eos_token_id = ids[0] if len(ids) == 1 else ids or None
     return generation
 
 
 def closing_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens by which chat templates close an assistant's message; mostly there is one.
+    """Return the tokens by which chat templates close an assistant's message, mostly one.
 
     It is the added token right behind the message's text, spaces left out. Where nothing is written
     behind the last message of a conversation, what comes between it and the user's next counts:
@@ -90,7 +90,7 @@ def closing_tokens(tokenizer: Any) -> list[int]:
 
 
 def _written_behind(tokenizer: Any, options: Mapping[str, Any]) -> str:
-    """Return what the chat template writes behind an assistant's text, from the first letter on."""
+    """Return the text that the chat template writes behind an assistant's message."""
     user: Message = {"role": "user", "content": "."}
     said: list[Message] = [user, {"role": "assistant", "content": MARK}]
     for messages in (said, [*said, user]):
@@ -104,7 +104,7 @@ def _written_behind(tokenizer: Any, options: Mapping[str, Any]) -> str:
 
 
 def _listed(ids: Any) -> list[int]:
-    """Return the token ids that a file names, without what is none: some write -1 for no token."""
+    """Return the token ids that a file names, without invalid ones: some write -1 for no token."""
     given = ids if isinstance(ids, (list, tuple)) else [ids]
     numbers = [x for x in given if isinstance(x, int) and not isinstance(x, bool)]
     return [x for x in numbers if 0 <= x < MOST]

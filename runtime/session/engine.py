@@ -1,4 +1,4 @@
-"""The seam between a conversation and a backend: what a session needs of whatever runs the model.
+"""Defines what a session needs of a backend that runs a model: the protocols between the two.
 
 `Runtime` (PyTorch) and `OrtRuntime` (ONNX Runtime) are engines, and each has a loop of its own.
 Token ids and logits are arrays of the backend's own kind, which a session only hands on. Imports
@@ -24,7 +24,7 @@ MOST = 1000  # times as many slots as are needed: the largest budget that is tri
 
 
 class Engine(Protocol):
-    """A loaded model under a memory plan."""
+    """A protocol of a loaded model under a memory plan."""
 
     name: str
     tokenizer: Any
@@ -32,78 +32,78 @@ class Engine(Protocol):
 
     @property
     def device_label(self) -> str:
-        """The device and the type of numbers, for people."""
+        """Return the device and the type of numbers, as text for people."""
 
     @property
     def trained_length(self) -> int:
-        """The longest sequence, in tokens, that the model was trained on."""
+        """Return the longest sequence, in tokens, that the model was trained on."""
 
     @property
     def vocabulary(self) -> int:
-        """How many different tokens the model knows; its tokenizer may have more."""
+        """Return how many different tokens the model knows; its tokenizer may have more."""
 
     @property
     def cap_bytes(self) -> int:
-        """The cap of the cache: the bytes that were asked for, else what the slots need."""
+        """Return the cap of the cache in bytes: the one asked for, else what the slots need."""
 
     @property
     def generation(self) -> Any:
-        """The model's own settings of generation, under transformers' names."""
+        """Return the model's own settings of generation, under transformers' names."""
 
     def session(
         self, system: str | None = None, *, seed: int | None = None, generation: Any = None
     ) -> Any:
-        """A new conversation with a cache of its own."""
+        """Return a new conversation with a cache of its own."""
 
     def loop(self) -> Loop:
-        """A loop over an empty cache of the planned size."""
+        """Return a loop over an empty cache of the planned size."""
 
     def rng(self, seed: int | None) -> Any:
-        """A generator of random numbers, repeatable with a seed."""
+        """Return a generator of random numbers, repeatable with a seed."""
 
     def sampler(self, generation: Any, rng: Any) -> Sampler:
-        """A sampler with these settings and random numbers."""
+        """Return a sampler with these settings and random numbers."""
 
     def token_ids(self, tokens: list[int]) -> Any:
-        """Token ids as an array [1, T]."""
+        """Return token ids as an array [1, T]."""
 
     def append_token(self, history: Any, token: Any) -> Any:
-        """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
+        """Return the history [1, T] with the next token [1] behind it: [1, T + 1]."""
 
     def shared_rows(self, size: int) -> tuple[Any, str | None]:
-        """Return what reads a token of so many sessions at once, or None and why nothing does.
+        """Return a reader of one token of each of `size` sessions, or None and why there is none.
 
         See `SharedRows` in `batch.py`.
         """
 
     def with_policy_name(self, policy: str, options: dict[str, Any]) -> Engine:
-        """The same model and budget under another policy; tokens pinned by option stay pinned."""
+        """Return an engine of this model and budget with another policy and the same pins."""
 
     def with_budget(self, tokens: int) -> Engine:
-        """The same model and policy with so many slots per KV head and layer.
+        """Return an engine of the same model and policy with so many slots per KV head and layer.
 
         Raises:
             PlanInfeasible: no such budget can be had.
         """
 
     def policies(self) -> Mapping[str, Sequence[str]]:
-        """The policies that `with_policy_name` takes, with the names of their options."""
+        """Return the policies that `with_policy_name` takes, with the names of their options."""
 
     def save(self, session: Any, path: str | os.PathLike[str]) -> None:
-        """Write everything that `session` needs to go on."""
+        """Write all that `session` needs to go on."""
 
     def restore(self, session: Any, path: str | os.PathLike[str]) -> None:
-        """Make `session` the saved one, or refuse and leave it as it is."""
+        """Turn `session` into the saved one, or refuse and leave it unchanged."""
 
 
 class Sampler(Protocol):
-    """Draws the next token."""
+    """A protocol of objects that draw the next token."""
 
     @property
     def recipe(self) -> tuple[float, ...] | None:
-        """Return the settings it draws by, if no earlier token changes them; () means greedy.
+        """Return the settings that tokens are drawn by, if no earlier token changes them.
 
-        Samplers of one recipe may draw in one go. None: earlier tokens count.
+        () means greedy. Samplers of the same recipe may draw together. None: earlier tokens count.
         """
 
     def next(
@@ -113,28 +113,29 @@ class Sampler(Protocol):
         allowed: NDArray[np.bool_] | None = None,
         said: Sequence[int] = (),
     ) -> Any:
-        """Token ids [1] from logits [1, V], given the tokens so far [1, T].
+        """Draw token ids [1] from logits [1, V], given the tokens so far [1, T].
 
-        Only those are drawn that are `allowed`, of the first tokens of the vocabulary; None: any.
-        Penalties of presence and frequency are of the tokens that the answer has `said`.
+        Only tokens that are `allowed`, a mask over the first ones of the vocabulary, are drawn;
+        None: any. Penalties of presence and frequency apply to the tokens that the answer has
+        `said`.
         """
 
     def logprobs(self, logits: Any, token: int, top: int) -> list[tuple[int, float]]:
-        """Return the `token` and the `top` likeliest with log probabilities, of logits [1, V].
+        """Return log probabilities of `token` and the `top` likeliest ones, from logits [1, V].
 
-        By the model's own distribution: temperature and other settings change nothing.
+        They are of the model's own distribution: temperature and other settings change nothing.
         """
 
 
 class Loop(ABC):
-    """Reads tokens into a capped cache, at most a block at a time; each backend has its own.
+    """A reader of tokens into a capped cache, at most a block at a time; each backend has its own.
 
     Args:
         cache: holds keys and values. It has `seen`, `held` and `spare` (tokens), `nbytes`,
             `used_bytes`, `recomputed`, `consistent`, `unread`, `pinned_spans`,
             `sinks`, and `reset()`, `pin(spans)`, `pinned_with(spans)` and `kept_tokens()`.
-        on_full: what happens to tokens beyond the budget: they are evicted, or nothing ever is and
-            reading them is refused. 'stop' is 'error' here, and ends an answer in a session.
+        on_full: says whether tokens beyond the budget are evicted, or reading them is refused.
+            'stop' means 'error' here, and ends an answer in a session.
         never: the policy's name, if it never evicts.
     """
 
@@ -142,47 +143,47 @@ class Loop(ABC):
         self.cache, self.on_full, self.never = cache, on_full, never
         self.peak_bytes: int = cache.nbytes  # the most storage the cache has held
         self.asynchronous = False
-        """True where `read` returns before the device has computed what it read."""
+        """Says whether `read` returns before the device has computed what it read."""
         self.in_batch = False
-        """True while a `Batch` reads an answer's tokens, and those of others between its blocks."""
+        """Says whether a `Batch` reads the answer's tokens, between other sessions'."""
 
     @property
     @abstractmethod
     def execution(self) -> str:
-        """How blocks are run, for people; empty where there is nothing to say."""
+        """Return how blocks are run, as text for people; empty if there is nothing to say."""
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes that captured CUDA graphs hold beside the cache."""
+        """Return the bytes that captured CUDA graphs hold besides the cache."""
         return 0
 
     @property
     @abstractmethod
     def room(self) -> Room:
-        """Return what the cache holds and what still fits."""
+        """Return how many tokens the cache holds and how many still fit."""
 
     @property
     def may_be_full(self) -> bool:
-        """Return whether tokens beyond the budget are refused, as nothing is evicted for them."""
+        """Return whether tokens beyond the budget are refused, since nothing may be evicted."""
         return self.on_full != "evict" or self.never is not None
 
     @abstractmethod
     def next_length(self, batch: int, left: int) -> int:
-        """How many of the `left` tokens of a prompt one `read` takes, at most."""
+        """Return how many of the `left` tokens of a prompt one `read` takes, at most."""
 
     @abstractmethod
     def read(self, ids: Any, need_logits: bool = True) -> Any:
-        """Read one block [B, T]; the last token's logits [B, V], if they are needed."""
+        """Read one block [B, T]; return the last token's logits [B, V], if they are needed."""
 
     def launched(self) -> Callable[[], object]:
-        """Return what waits until all that was read so far is computed, for asynchronous devices.
+        """Return a function that waits until an asynchronous device has read everything.
 
         By default it returns at once.
         """
         return lambda: None
 
     def prefill(self, ids: Any, on_block: Callable[[int], None] | None = None) -> Any:
-        """Read a prompt [B, T] block by block; returns the last token's logits [B, V].
+        """Read a prompt [B, T] block by block; return the last token's logits [B, V].
 
         A Ctrl-C takes effect between blocks, or between as many as a device reads in one go: what
         was read stays, and the cache stays whole.
@@ -203,7 +204,7 @@ class Loop(ABC):
         return found
 
     def blocks(self, ids: Any) -> Iterator[tuple[int, Any]]:
-        """Read a prompt [B, T], a block for every step of the iterator, as `prefill` does.
+        """Read a prompt [B, T] as `prefill` does, one block for every step of the iterator.
 
         Yields:
             The number of tokens read so far, and after the last block the logits [B, V] of its last
@@ -222,7 +223,7 @@ class Loop(ABC):
             yield done, logits if done == length else None
 
     def check_room(self, tokens: int, answer: int = 0, *, emptied: bool = False) -> None:
-        """Where nothing may be evicted, refuse tokens that do not fit before any is read.
+        """Refuse tokens that do not fit before any is read, where nothing may be evicted.
 
         Args:
             tokens: to be read next.
@@ -243,7 +244,7 @@ class Loop(ABC):
 
 
 class Room(NamedTuple):
-    """What a cache holds and what still fits, in tokens per KV head and layer."""
+    """A record of what a cache holds and what still fits, in tokens per KV head and layer."""
 
     held: int
     spare: int  # tokens that fit before any head must evict
@@ -253,7 +254,7 @@ class Room(NamedTuple):
 
     @property
     def emptied(self) -> Room:
-        """The room of the same cache once it is empty."""
+        """Return the room of the same cache once it is empty."""
         return self._replace(held=0, spare=self.least(self.budget))
 
     def check(self, tokens: int, answer: int, on_full: OnFull) -> None:
@@ -278,7 +279,7 @@ class Room(NamedTuple):
         )
 
     def _enough(self, needed: int) -> int | None:
-        """The smallest budget in which every head holds so many tokens, if there is one."""
+        """Return the smallest budget in which every head holds so many tokens, or None."""
         found = range(needed, needed * MOST)
         place = bisect_left(found, needed, key=self.least)
-        return found[place] if place < len(found) else None  # some heads never get more
+        return found[place] if place < len(found) else None  # None: some heads never get more

@@ -1,8 +1,8 @@
 """Writes and reads the file of a saved session: a safetensors file, replaced whole or not at all.
 
 Tensors are written one by one, so that saving needs no memory of the cache's size. A digest of
-everything shows whether a file was cut short or changed. All that is no tensor, its facts, must fit
-a schema. A tensor may be PyTorch's or NumPy's.
+everything shows whether a file was cut short or changed. All that is not a tensor, the session's
+facts, must fit a schema. A tensor may be PyTorch's or NumPy's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Pieces], facts: An
         )
     try:
         if target.exists():
-            check_plain(target)  # as a device's name must not become a file's
+            check_plain(target)  # a device must not be replaced by a file
         with replacing(target) as descriptor:
             _write_all(descriptor, memoryview(len(head).to_bytes(8, "little") + head))
             for name in names:
@@ -105,7 +105,7 @@ def _bytes(tensor: Array) -> memoryview:
 
 
 def _kind(tensor: Array) -> str:
-    """The tensor's type as safetensors writes it, such as F32."""
+    """Return the tensor's type as safetensors writes it, such as F32."""
     return SAFETENSORS[str(tensor.dtype).removeprefix("torch.")]
 
 
@@ -118,7 +118,7 @@ def _shape(pieces: Pieces) -> list[int]:
 
 
 def digest(session: str, tensors: Iterator[tuple[str, Pieces]]) -> str:
-    """The SHA-256 of everything in a file, in hexadecimal digits."""
+    """Return the SHA-256 of everything in a file, in hexadecimal digits."""
     total = hashlib.sha256(session.encode())
     for name, pieces in tensors:
         total.update(f"\n{name} {_kind(pieces[0])} {_shape(pieces)}\n".encode())
@@ -128,7 +128,7 @@ def digest(session: str, tensors: Iterator[tuple[str, Pieces]]) -> str:
 
 
 class SessionFile:
-    """A saved session, open for reading; opening it checks its digest.
+    """A saved session that is open for reading; opening it checks its digest.
 
     Args:
         path: of the file.
@@ -178,11 +178,11 @@ class SessionFile:
         return facts
 
     def tensor(self, name: str) -> Array:
-        """A copy of one tensor."""
+        """Return a copy of one tensor."""
         return self._file.get_tensor(name)
 
     def taken(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A copy of one tensor, which must have this shape and type.
+        """Return a copy of one tensor, which must have this shape and type.
 
         Raises:
             SessionFileCorrupt: it is missing, or has others.
@@ -198,7 +198,7 @@ class SessionFile:
         return found
 
     def corrupt(self, why: str) -> SessionFileCorrupt:
-        """The error that refuses this file, for the reason `why`."""
+        """Return the error that refuses this file for the reason `why`."""
         return SessionFileCorrupt(
             f"{self.path!r} cannot be loaded: {why}; give a file that kvcap saved"
         )
@@ -215,7 +215,7 @@ class SessionFile:
 
 
 def checked_facts(file: SessionFile) -> dict[str, Any]:
-    """The facts of a file, once they have passed the schema.
+    """Return the facts of a file once they have passed the schema.
 
     Raises:
         SessionFileCorrupt: naming the first place where they do not.
@@ -251,7 +251,7 @@ def check_conversation(file: SessionFile, vocabulary: int) -> None:
 
 
 def generation_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The saved settings of generation, with the types that samplers expect."""
+    """Return the saved settings of generation with the types that samplers expect."""
     found = {name: given.get(name) for name in SETTINGS}
     for name in FLOATS:
         if (value := found[name]) is not None:

@@ -20,8 +20,8 @@ from kvcap.runtime.errors import ExtraMissing, SchemaRefused, how_to_install
 from kvcap.runtime.session.listener import Listener
 from kvcap.runtime.session.stats import FinishReason
 
-# A space, or a new line and its indentation: a model that is held to JSON, and has nothing to say,
-# else writes white space without end.
+# A space, or a new line and its indentation: a model that is held to JSON and has nothing to say
+# would otherwise write white space without end.
 SPACE = r" |\r?\n[ \t]{0,40}"
 LONGEST = 100_000  # letters of a schema, beyond which some take a minute to read
 STATES = 25_000  # of llguidance's automaton, of 1 to 2 kB each: some schemas would fill the memory
@@ -57,16 +57,16 @@ class Guide(Listener):
     ) -> None:
         self._vocabulary = _vocabulary(tokenizer, ends)
         self.ends = frozenset[int](self._vocabulary.eos_tokens)
-        """Tokens that end the answer, once it may end."""
+        """Holds the tokens that end the answer, once it may end."""
         self._what = "this regular expression" if json_schema is None else "this JSON schema"
         self._shape = json_schema, regex
         self._matcher = self._made(*self._shape)
         self._check()
         self._bits = np.zeros(-(-self._vocabulary.vocab_size // 32), np.int32)
-        self.allowed()  # or refuses what no text fits; and the first answer begins the sooner
+        self.allowed()  # refuses a form that no text fits, and the first answer begins sooner
 
     def _made(self, json_schema: dict[str, Any] | bool | None, regex: str | None) -> Any:
-        """What follows a text; in an error where the schema cannot be held."""
+        """Return llguidance's matcher; it is in an error state if the schema cannot be held."""
         found = library()
         try:
             if json_schema is None:
@@ -87,12 +87,12 @@ class Guide(Listener):
 
     def restart(self) -> None:
         """Begin another answer."""
-        if self._matcher.is_error():  # which it does not leave
+        if self._matcher.is_error():  # a reset does not clear an error
             self._matcher = self._made(*self._shape)
         self._matcher.reset()
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens of the tokenizer's vocabulary may come next.
+        """Return a mask of the tokens of the tokenizer's vocabulary that may come next.
 
         Raises:
             SchemaRefused: none; or too much would have to be computed to tell.
@@ -106,7 +106,7 @@ class Guide(Listener):
         return found[: self._vocabulary.vocab_size]
 
     def token(self, number: int, logits: Any = None) -> FinishReason | None:
-        """Go on behind an allowed token; end the answer where it fits and no text can follow."""
+        """Advance over an allowed token; end the answer where it fits and no text can follow."""
         self._matcher.consume_token(number)
         self._check()
         return "stop" if self._matcher.is_stopped() else None
@@ -118,14 +118,14 @@ class Guide(Listener):
     def _refused(self, why: str) -> SchemaRefused:
         if why.startswith("NoExtension"):
             return SchemaRefused(f"no text fits {self._what}")
-        # It could hold `oneOf` inexactly, and says where in its own code it gave up.
+        # llguidance offers to hold `oneOf` inexactly, and adds where in its own code it gave up.
         reason = re.split(r"\. Enable 'coerce_one_of'|<backtrace>|<state>|<non-verbose/>", why)[0]
         reason = " ".join(reason.split())[:500]
         return SchemaRefused(f"answers cannot be held to {self._what}: {reason}")
 
 
 def library() -> Any:
-    """Llguidance itself.
+    """Return the module llguidance.
 
     Raises:
         ExtraMissing: it is not installed.
@@ -140,7 +140,7 @@ def library() -> Any:
 
 
 def _vocabulary(tokenizer: Any, ends: frozenset[int]) -> Any:
-    """Llguidance's index of a vocabulary, which all answers of its tokenizer share."""
+    """Return llguidance's index of a vocabulary, shared by all answers of its tokenizer."""
     made = _vocabularies.setdefault(tokenizer, {})
     if ends not in made:
         kind = library().LLTokenizer

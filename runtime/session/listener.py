@@ -15,19 +15,19 @@ from kvcap.runtime.session.stats import FinishReason
 
 
 class Listener:
-    """A concern of an answer that takes its tokens and may end it; this one does nothing."""
+    """A base class of what takes an answer's tokens and may end it; this one does nothing."""
 
     reads_logits = False
-    """True where it limits what is drawn, or looks at logits: nobody else may draw tokens then."""
+    """Says whether it limits what is drawn or looks at logits: nobody else may draw then."""
     may_end = False
-    """True where it may end the answer behind any token: no read can begin before it took that."""
+    """Says whether any token may end the answer: it must take each before a read begins."""
     ends = frozenset[int]()
-    """Tokens by which the model ends the answer, besides those of the settings."""
+    """Holds the tokens by which the model ends the answer, besides those of the settings."""
 
     def allowed(self) -> NDArray[np.bool_] | None:
-        """Return which of the vocabulary's first tokens may come next; None: any may.
+        """Return a mask of the vocabulary's first tokens that may come next; None: any may.
 
-        Asked where it reads logits; of an answer's listeners only one may say so.
+        Asked only if it reads logits. Only one listener of an answer may return a mask.
         """
         return None
 
@@ -41,19 +41,19 @@ class Listener:
         return None
 
     def finish(self) -> FinishReason | None:
-        """Take it that no token follows; return the reason, if it shows only here."""
+        """Finish, since no token follows; return why the answer ends, if that shows only here."""
         return None
 
 
 class AnswerLimits(Listener):
-    """A listener that ends an answer of `most` tokens, and where its cache is to be full."""
+    """A listener that ends an answer of `most` tokens, or where a full cache may not evict."""
 
     def __init__(self, most: int, loop: Loop) -> None:
         self._left, self._loop = most, loop
         self.may_end = loop.may_be_full
 
     def token(self, number: int, logits: Any) -> FinishReason | None:
-        """Count the token; it is the last one where none is left, or the cache has no room."""
+        """Count the token; end the answer where none is left, or the cache has no room."""
         self._left -= 1
         if self._left <= 0:
             return "length"

@@ -1,4 +1,4 @@
-"""The log probabilities of an answer's tokens, with the text of each token.
+"""Notes the log probabilities of an answer's tokens, with the text of each token.
 
 They are of the model's own distribution, as OpenAI's API gives them: temperature, penalties, a JSON
 schema and the other settings change what is drawn, not what is noted. Knows no conversation.
@@ -19,25 +19,25 @@ LEAST = -9999.0  # stands for a probability of 0, of which JSON has no logarithm
 
 
 class Logprob(NamedTuple):
-    """A token and how likely it was."""
+    """A token with the probability that it had."""
 
     token: int
     text: str
     bytes: bytes
-    """Those that it stands for, where `text` has no letter for them: one may be of many tokens."""
+    """Holds the token's bytes; `text` has no letter for them if a letter spans several tokens."""
     logprob: float
-    """The natural logarithm of its probability."""
+    """Holds the natural logarithm of its probability."""
     top: tuple[Logprob, ...] = ()
-    """Of a token that was drawn, the likeliest ones in its place, the likeliest first."""
+    """Holds, for a token that was drawn, the likeliest ones in its place, the likeliest first."""
 
     def without_last(self, letters: int) -> Logprob:
-        """The same token without the last `letters` of its text."""
+        """Return the token without the last `letters` of its text."""
         cut = self.text[max(0, len(self.text) - letters) :]
         data = self.bytes[: max(0, len(self.bytes) - len(cut.encode()))]
         return self._replace(text=self.text[: len(self.text) - len(cut)], bytes=data)
 
     def as_dict(self) -> dict[str, Any]:
-        """As OpenAI's API writes it."""
+        """Return the token as OpenAI's API writes it."""
         return {**self._alone(), "top_logprobs": [one._alone() for one in self.top]}
 
     def _alone(self) -> dict[str, Any]:
@@ -45,17 +45,17 @@ class Logprob(NamedTuple):
 
 
 class TokenTexts:
-    """The text and the bytes of single tokens of a tokenizer, as they stand within a text."""
+    """A table that gives the text and bytes of single tokens, as they stand within a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer.backend_tokenizer
-        # Some decoders leave out the space that a text begins with, so a token stands behind one.
+        # Some decoders leave out a leading space, so each token is decoded behind another one.
         self._before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._start = len(self._decode(self._before))
         self._bytes, self._letters = byte_tokens(self._tokenizer), _byte_letters()
 
     def noted(self, likely: Sequence[tuple[int, float]], *, begins: bool = False) -> Logprob:
-        """The first token, with all others in its place.
+        """Return the first of some likely tokens, with all others in its `top`.
 
         Args:
             likely: tokens with their log probabilities.
@@ -77,7 +77,7 @@ class TokenTexts:
         return text
 
     def _data(self, token: int) -> bytes:
-        """The bytes of a token that is a part of a letter."""
+        """Return the bytes of a token that is a part of a letter."""
         if token in self._bytes:
             return self._bytes[token]
         piece = self._tokenizer.id_to_token(token) or ""
@@ -107,7 +107,7 @@ class Logprobs(Listener):
         self._begins, self._start = stream.begins, stream.decoded
 
     def token(self, number: int, logits: Any) -> None:
-        """Let the token wait, and note those whose text is given."""
+        """Add the token to those that wait, and note those whose text was given."""
         stream, likely = self._stream, self._sampler.logprobs(logits, number, self._top)
         one = self._texts.noted(likely, begins=self._begins)
         self._waiting.append((self._start, max(self._start + 1, stream.decoded), one))
@@ -115,13 +115,14 @@ class Logprobs(Listener):
         self.note(stream.given)
 
     def finish(self) -> None:
-        """Note the others; behind a stop string there are none."""
+        """Note all tokens that still wait, but none behind a stop string."""
         self.note(math.inf if self._stream.stopped is None else self._stream.given)
 
     def note(self, letters: float) -> None:
-        """Note tokens of so many letters that were given; of a stopped answer, no more will be.
+        """Note the tokens that lie within the first `letters` of the text, which were given.
 
-        Then a token in which a stop string begins has the text before that, and its bytes.
+        Of an answer that was stopped no more will be given: a token in which a stop string begins
+        is noted with the text before that, and its bytes.
         """
         stopped = self._stream.stopped is not None
         while self._waiting:
@@ -135,7 +136,7 @@ class Logprobs(Listener):
 
 
 def _byte_letters() -> dict[str, int]:
-    """The byte for each letter that byte-level tokenizers write in its place (of GPT-2)."""
+    """Return the byte for each letter that byte-level tokenizers (GPT-2's) write in its place."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     plain += range(ord("®"), ord("ÿ") + 1)
     others = [byte for byte in range(256) if byte not in plain]

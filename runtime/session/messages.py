@@ -1,7 +1,7 @@
-"""Messages of a conversation: checked, written by the chat template, and found among the tokens.
+"""Checks messages, writes them by the chat template, and finds them among the tokens.
 
-A pinned message is found by writing the conversation again without what follows it: the tokens
-that both begin with are those up to its end.
+A pinned message is found by writing the conversation again without what follows it: the tokens that
+both begin with are those up to its end.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvcap.runtime.types import Message, Span, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
 ALSO = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
-"""What a message of a role may have beside its `role` and `content`."""
+"""Says what a message of a role may have besides its `role` and `content`."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cache
 
 
 def checked_messages(said: Any) -> list[Message]:
-    """The messages given to `Session.send`, checked.
+    """Return the messages given to `Session.send`, checked.
 
     A user's or a tool's comes last, a system prompt first.
 
@@ -61,7 +61,7 @@ def checked_messages(said: Any) -> list[Message]:
 
 
 def _checked_message(index: int, given: Any) -> Message:
-    """A copy of one message, if it is one."""
+    """Return a copy of one message, if it is one."""
     if not isinstance(given, dict):
         raise MessagesInvalid(
             f"message {index} is a {type(given).__name__}; give a dictionary with 'role' and "
@@ -104,7 +104,7 @@ def _checked_message(index: int, given: Any) -> Message:
 
 
 def _checked_calls(index: int, given: Any) -> list[dict[str, Any]]:
-    """A copy of the calls of a message, with arguments as templates take them: in dictionaries."""
+    """Return a copy of a message's calls, with arguments in dictionaries as templates take them."""
     found = []
     for one in given if isinstance(given, (list, tuple)) else [given]:
         function = one.get("function") if isinstance(one, Mapping) else None
@@ -132,7 +132,7 @@ def _checked_calls(index: int, given: Any) -> list[dict[str, Any]]:
 
 
 def checked_tools(given: Any) -> list[Tool]:
-    """Copies of tools that a model may call, checked.
+    """Return copies of the tools that a model may call, checked.
 
     Raises:
         MessagesInvalid: they are no such tools, naming the first that is wrong.
@@ -154,7 +154,7 @@ def checked_tools(given: Any) -> list[Tool]:
 
 
 def system_message(system: str | None) -> list[Message]:
-    """The message of a system prompt, if there is one."""
+    """Return the message of a system prompt, if there is one."""
     return [{"role": "system", "content": system}] if system else []
 
 
@@ -166,7 +166,7 @@ def render(
     *,
     prompt: bool = True,
 ) -> str:
-    """The conversation as the model's chat template writes it; with a `prompt`, for an answer.
+    """Return the conversation as the chat template writes it; `prompt` opens an answer behind it.
 
     Args:
         tokenizer: that has the template.
@@ -210,7 +210,7 @@ def _writer(
     *,
     prompt: bool = True,
 ) -> tuple[str, Write]:
-    """Return the chat template and what renders messages by it, in the form that they have."""
+    """Return the chat template, and a function that renders messages by it as they are."""
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateMissing(
             "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
@@ -235,7 +235,7 @@ def check_tools_read(
     tools: Sequence[Tool],
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> None:
-    """Refuse tools that the model would not be told of.
+    """Refuse tools that the chat template leaves out, as the model would not know of them.
 
     Raises:
         ChatTemplateMissing: the chat template does not write them.
@@ -272,16 +272,8 @@ def turn_has_results(
 ) -> bool:
     """Return whether `render_turn` writes what tools returned as the whole conversation has it.
 
-    Templates that write a result together with its call (Gemma 4), or look its name up there
+    Templates that write a result together with its call (Gemma 4), or look up its name in the call
     (gpt-oss), need the call, which the stand-in for an answer lacks.
-
-    Args:
-        tokenizer: that has the template.
-        system: the system prompt.
-        answer: the message before `messages`, if there is one.
-        messages: that follow it.
-        tools: that the model may call.
-        options: further names that the template gets.
     """
     marked = _marked_results(messages)
     if marked == list(messages):
@@ -292,7 +284,7 @@ def turn_has_results(
         return False
     if answer and answer[0].get("tool_calls"):
         said = [*system_message(system), {"role": "user", "content": "."}, *answer, *marked]
-        with contextlib.suppress(ChatTemplateMissing):  # as where it takes one call at once
+        with contextlib.suppress(ChatTemplateMissing):  # it may take only one call at a time
             if not render(tokenizer, said, tools, options).endswith(tail):
                 return False
     return all(one["content"] in tail for one in marked if one["role"] == "tool")
@@ -325,7 +317,7 @@ def check_results_written(
 
 
 def _marked_results(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with a marker of its own in the place of each tool's result."""
+    """Return the messages with a marker of its own in place of each tool's result."""
     return [
         {**one, "content": f"{MARKER}{index:06}"} if one["role"] == "tool" else one
         for index, one in enumerate(messages)
@@ -339,13 +331,10 @@ def render_turn(
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> str:
-    """The text to read for messages that follow an answer which is in the cache already.
+    """Return the text to read for messages that follow an answer which is in the cache already.
 
     They are rendered behind a stand-in for that answer, and the text is cut after it. So the cost
     does not grow with the conversation, and the answer's turn is closed.
-
-    Raises:
-        ChatTemplateMissing: no template, or one that changes the answer it is given.
     """
     return _around_answer(tokenizer, system, messages, tools, options)[1]
 
@@ -357,7 +346,7 @@ def same_opening(
     one: Mapping[str, Any],
     other: Mapping[str, Any],
 ) -> bool:
-    """Return whether a conversation is written alike up to an answer with either options.
+    """Return whether two sets of options write the same text before an answer.
 
     Some change what stands before it, such as a system prompt that says how to think.
     """
@@ -375,7 +364,7 @@ def _around_answer(
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> tuple[str, str]:
-    """Return what is written before a stand-in for an answer, and what for messages after it."""
+    """Return the text before a stand-in for an answer, and that of the messages after it."""
     said = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
     whole = render(tokenizer, [*system_message(system), *said, *messages], tools, options)
     head, found, tail = whole.partition(MARK)
@@ -388,7 +377,7 @@ def _around_answer(
 
 
 def system_span(encode: Callable[[Sequence[Message]], list[int]], system: str) -> list[Span]:
-    """Where the system prompt lies: the first tokens, whatever the user says after them."""
+    """Return where the system prompt lies: the first tokens, whatever the user says after them."""
     opening = [{"role": "system", "content": system}]
     one, other = (encode([*opening, {"role": "user", "content": text}]) for text in ("A", "0"))
     return [(0, common_prefix(one, other))]
@@ -401,7 +390,7 @@ def message_spans(
     pinned: Collection[int],
     ids: list[int],
 ) -> list[Span]:
-    """Where the `pinned` messages lie within `ids`, with the marks that open and close their turns.
+    """Return where `pinned` messages lie in `ids`, with the marks that open and close them.
 
     Args:
         encode: gives the tokens of messages, ready for an answer.
@@ -424,7 +413,7 @@ def message_spans(
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return how many tokens both begin with."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )

@@ -1,4 +1,4 @@
-"""A conversation in a fixed amount of memory: messages in, streamed text out, and its figures."""
+"""Holds a conversation in fixed memory: takes messages, streams answers, keeps figures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROMPT_SEEN = 256  # tokens of a prompt by which an answer is parsed
 
 @dataclass(frozen=True)
 class Transcript:
-    """The messages of a conversation and what of them is pinned."""
+    """A record of a conversation's messages and of what is pinned."""
 
     messages: list[Message]
     system: str | None
@@ -57,19 +57,21 @@ class Transcript:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens to read next, checked; the conversation changes only once they are read."""
+    """A checked prompt to read next; the conversation changes only once it is read."""
 
     ids: list[int]
-    transcript: Transcript | None  # once it is read; None: a text that is no message
+    transcript: Transcript | None  # the conversation once it is read; None: a text, no message
     spans: Sequence[Span]  # to be pinned as well
     options: dict[str, Any] = field(default_factory=dict)  # of the chat template
     emptied: bool = False  # the cache is reset first, and the whole conversation read again
     reread: bool = False  # it begins with earlier messages, which are read again
-    question: int | None = None  # its first token that evicted text is recalled for; None: none is
+    question: int | None = None  # index in `ids` in front of which evicted text is read again
 
 
 class Session:
-    """A conversation over one cache, made by `Runtime.session`. Knows no library that runs models.
+    """A conversation over one cache, made by `Runtime.session`.
+
+    Knows no library that runs models.
 
     >>> from kvcap import Runtime
     >>> session = Runtime.from_pretrained("pocket", kv_budget_tokens=256).session()
@@ -89,23 +91,23 @@ class Session:
         self.messages: list[Message] = []
         self.generation = settings.copied(generation or runtime.generation)
         self.turn: Turn | None = None
-        """The last answer, once it has begun; None before the first."""
+        """Holds the figures of the last answer, once it has begun; None before the first."""
         self.notice: str | None = None
-        """What to tell the user of a message whose reading was cut short; else None."""
+        """Says what became of a message whose reading was cut short; else None."""
         self.on_block: Callable[[int, int], None] | None = None
-        """Called while a prompt is read: (tokens read, tokens of the prompt)."""
+        """Holds a function called while a prompt is read: (tokens read, tokens of the prompt)."""
         self.pinned: set[int] = set()
-        """Which of `messages` are never evicted."""
+        """Holds the indices of `messages` that are never evicted."""
         self.pin_system = False
-        """Whether the system prompt is never evicted, from the next time that it is read."""
+        """Says whether the system prompt is never evicted, from the next time that it is read."""
         self.tools: tuple[Tool, ...] = ()
-        """That the model may call, from the next time that the conversation is read; see `send`."""
+        """Holds the tools that the model may call, once all is read again; see `send`."""
         self.seed = seed
         self.rng = runtime.rng(seed)
         self.loop = runtime.loop()
-        """What reads into the conversation's cache."""
+        """Holds the loop that reads into the conversation's cache."""
         self.cache_away: Callable[[], None] | None = None
-        """Brings back what the cache held, where that is elsewhere while answers are written."""
+        """Holds a function that brings the cache's content back from elsewhere, if it is there."""
         plan = runtime.plan
         self.recall = Recall(
             runtime.tokenizer,
@@ -115,7 +117,7 @@ class Session:
         )
         """Finds evicted text that a message asks about, to be read again in front of it."""
         self._decoding = Decoding(runtime, self.loop)
-        self._unusual = False  # `loop` is not what the runtime would make
+        self._unusual = False  # True: `loop` is not of the kind that the runtime makes
         self._open: ref[Generator[Step, Any, None]] | None = None  # the answer being written
         self._written = Written()  # the last answer
         self._read_with: dict[str, Any] = {}  # options of the chat template of the last message
@@ -129,12 +131,12 @@ class Session:
 
     @property
     def cache(self) -> Any:
-        """The conversation's cache, of the backend's own kind."""
+        """Return the conversation's cache, of the backend's own kind."""
         self.fetch_cache()
         return self.loop.cache
 
     def fetch_cache(self) -> None:
-        """Have the cache hold the conversation again, if that is elsewhere."""
+        """Bring the conversation back into its own cache, if it is elsewhere."""
         if self.cache_away is not None:
             with interrupts_deferred():
                 self.cache_away()
@@ -152,15 +154,15 @@ class Session:
 
     @property
     def read_ids(self) -> list[int]:
-        """The ids of the tokens that the cache has read, in order; -1 for those that are not known.
+        """Return the ids of the tokens that the cache has read, in order; -1: not known.
 
-        Known are those that messages and answers took, also of a conversation that was loaded.
+        Those of messages and answers are known, also in a conversation that was loaded.
         """
         return self._decoding.ids_read(self.loop.cache.seen)
 
     @property
     def on_full(self) -> OnFull:
-        """What happens when the budget is used up.
+        """Says what happens when the budget is used up.
 
         'evict' evicts tokens, 'stop' ends the answer there, and 'error' raises `MemoryCapExceeded`.
         With the last two nothing is ever evicted, and a message that does not fit is refused
@@ -176,22 +178,22 @@ class Session:
 
     @property
     def logprobs(self) -> list[Logprob]:
-        """How likely each token of the last answer was, by the model's own distribution.
+        """Return the log probability of each token of the last answer.
 
         Empty unless `set_generation(logprobs=N)` asks for each token with the N likeliest in its
         place, 0 to 20. It grows as the answer is streamed: a token is in it before the piece is
-        given that has the end of its text. Temperature, penalties, a JSON schema and the other
-        settings change what is drawn, and not this, as in OpenAI's API.
+        given that has the end of its text. It is of the model's own distribution, as in OpenAI's
+        API: temperature, penalties, a JSON schema and the other settings change only what is drawn.
         """
         return self._written.logprobs
 
     @property
     def parsed(self) -> Parsed:
-        """The last answer's text and the tools that it calls, told apart.
+        """Return the last answer as its text and the tools that it calls.
 
-        By the `response_template` of transformers' tokenizers where they have one, else by the
-        forms of Hermes and Qwen, Llama 3 and Mistral; see `parsed_text`. An answer that was held to
-        a JSON schema or a regular expression is in no tokenizer's form.
+        It is parsed by the `response_template` of transformers' tokenizers where they have one,
+        else by the forms of Hermes and Qwen, Llama 3 and Mistral; see `parsed_text`. An answer that
+        was held to a JSON schema or a regular expression is in no tokenizer's form.
         """
         written, tokenizer = self._written, self.runtime.tokenizer
         if not written.pieces:
@@ -214,7 +216,7 @@ class Session:
 
     @property
     def stats(self) -> Stats:
-        """The figures of the conversation now: tokens, bytes, and the last turn's timing."""
+        """Return the conversation's current figures: tokens, bytes, and the last turn's timing."""
         cache, plan = self.cache, self.runtime.plan
         slots = SlotUse.of(cache.held, plan.budget_tokens)
         return Stats(
@@ -234,12 +236,12 @@ class Session:
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of the device's memory that captured CUDA graphs hold beside the cache."""
+        """Return the bytes of device memory that captured CUDA graphs hold besides the cache."""
         return self.loop.graph_bytes
 
     @classmethod
     def load(cls, runtime: Engine, path: str | os.PathLike[str]) -> Session:
-        """The conversation saved in `path`, with a cache of its own: a file may be loaded often.
+        """Return the conversation saved in `path`, with a cache of its own.
 
         A larger budget takes it as it is. A smaller one evicts by the policy's scores, or where
         these need past queries, the oldest tokens. Another policy can take it over if it needs no
@@ -276,7 +278,7 @@ class Session:
 
     @property
     def conversation(self) -> dict[str, Any]:
-        """Messages and settings, as a session's file keeps them."""
+        """Return messages and settings as a session's file keeps them."""
         unread = self._unread
         return {
             "messages": self.messages,
@@ -293,7 +295,7 @@ class Session:
         }
 
     def take_over(self, conversation: dict[str, Any], rng: Any) -> None:
-        """Go on with a saved `conversation`, whose tokens are in the cache, and its rng."""
+        """Continue a saved `conversation`, whose tokens are in the cache, and its `rng`."""
         self.messages, self.system = conversation["messages"], conversation["system"]
         self.pinned, self.pin_system = set(conversation["pinned"]), conversation["pin_system"]
         self.tools = tuple(conversation.get("tools", ()))
@@ -383,8 +385,8 @@ class Session:
     def search(self, words: str) -> list[Passage]:
         """Return the passages of the conversation that have these words, the best first.
 
-        Evicted ones and those that the cache still holds; none of a conversation that was not read
-        yet. They are what `recall` reads again in front of a message.
+        Evicted ones are among them, and those that the cache still holds; a conversation that was
+        not read yet has none. `recall` reads such passages again in front of a message.
         """
         return self.recall.find(words, self.read_ids)
 
@@ -458,7 +460,7 @@ class Session:
         self.generation.update(**options)
 
     def encode(self, text: str, *, special: bool = False, follows: bool = False) -> list[int]:
-        """Token ids of `text`; `special` lets the tokenizer add its opening token.
+        """Return the token ids of `text`; `special` lets the tokenizer add its opening token.
 
         A text that `follows` another has no space that some tokenizers begin texts with.
 
@@ -469,7 +471,7 @@ class Session:
 
     @property
     def _transcript(self) -> Transcript:
-        """The conversation as it is now."""
+        """Return the conversation as it is now."""
         pinned, messages = frozenset(self.pinned), list(self.messages)
         return Transcript(messages, self.system, pinned, self.pin_system, tuple(self.tools))
 
@@ -481,14 +483,14 @@ class Session:
 
     @property
     def _unread(self) -> list[int]:
-        """The last token of an answer that was cut short, written but not yet read; or none."""
+        """Return the last token of an answer that was cut short, if it was not read yet."""
         token, since = self.cache.unread or (0, -1)
         return [token] if since == self.cache.seen else []
 
     def _message_prompt(
         self, given: list[Message], pin: bool, called: tuple[Tool, ...] | None
     ) -> Prompt:
-        """The prompt of new messages, with the tools that were given, if any were."""
+        """Return the prompt of new messages, with the tools that were given, if any."""
         before, seen = self._transcript, self.cache.seen
         tools = before.tools if called is None else called
         if seen and tools != before.tools:
@@ -532,7 +534,7 @@ class Session:
         )
 
     def _text_prompt(self, text: str, recall: bool) -> Prompt:
-        """The prompt of a text that is no message."""
+        """Return the prompt of a text that is no message."""
         follows = bool(self.cache.seen)
         ids = self.encode(text, special=not follows, follows=follows)
         if not ids:
@@ -542,7 +544,7 @@ class Session:
         return self._checked(Prompt(ids, None, [], question=asked))
 
     def _repeated_prompt(self) -> Prompt:
-        """The prompt of the conversation without its last answer."""
+        """Return the prompt of the conversation without its last answer."""
         after = self._transcript
         while after.messages and after.messages[-1]["role"] == "assistant":
             after.messages.pop()
@@ -557,7 +559,7 @@ class Session:
         )
 
     def _encode_all(self, whole: Transcript) -> tuple[list[int], list[Span], int | None]:
-        """Return the tokens of a whole conversation, what is pinned, and where it asks."""
+        """Return the tokens of a whole conversation, its pins, and where its question begins."""
         tokenizer, options = self.runtime.tokenizer, self._template_options
 
         def write(some: Sequence[Message]) -> str:
@@ -575,7 +577,7 @@ class Session:
         return ids, spans, self._question(ids, text, whole.messages[-1], 0)
 
     def _question(self, ids: list[int], text: str, last: Message, seen: int) -> int | None:
-        """Return the first token of the user's question; None: no text is recalled for it.
+        """Return where in `ids` the user's question begins; None: nothing is recalled for it.
 
         Args:
             ids: the tokens to be read.
@@ -603,7 +605,7 @@ class Session:
         return self.encode(text, follows=True)
 
     def _recalled(self, prompt: Prompt, start: int) -> list[int]:
-        """Return the evicted text to be read again in front of a question, pinned for its answer.
+        """Return the evicted text to read again in front of a question, and pin it for the answer.
 
         Args:
             prompt: that is being read.
@@ -616,15 +618,15 @@ class Session:
 
     @property
     def _template_options(self) -> dict[str, Any]:
-        """Names that the chat template gets for the next message."""
+        """Return the names that the chat template gets for the next message."""
         return settings.template_options(self.generation)
 
     def _ready(self, text: str) -> str:
-        """Return the prompt, in which no thoughts are open where the answer is held to a form."""
+        """Return the prompt, with its thoughts closed where the answer is held to a form."""
         return with_thoughts_closed(text) if settings.shapes(self.generation) else text
 
     def _checked(self, prompt: Prompt) -> Prompt:
-        """The prompt, if it can be answered; else it is refused."""
+        """Return the prompt if it can be answered; else refuse it."""
         emptied = prompt.emptied
         self._decoding.check(self.generation, self.rng, prompt.ids, emptied=emptied)
         self.cache.pinned_with(prompt.spans, emptied=emptied)
@@ -642,7 +644,7 @@ class Session:
         if self._prompt_inputs != before:  # the conversation went on since
             prompt = prepare()
         steps = self._answer(prompt)
-        # Weakly: an answer that nobody reads on ends at once, and not within another's end.
+        # A weak reference: an answer that is dropped ends at once, and not when the next begins.
         self._open = mine = ref(steps)
         try:
             yield from steps
@@ -658,7 +660,7 @@ class Session:
 
     @property
     def _prompt_inputs(self) -> tuple[Any, ...]:
-        """Everything that a prompt depends on."""
+        """Return everything that a prompt depends on."""
         held = bool(settings.shapes(self.generation))
         return (
             self._transcript, self.on_full, self.cache.seen, self._unread, held,
@@ -714,7 +716,7 @@ class Session:
     def _settle(
         self, prompt: Prompt, before: Transcript, start: tuple[int, int], answer: str
     ) -> None:
-        """After an answer, make messages and cache agree, and say in `notice` what changed.
+        """Make messages and cache agree after an answer, and say in `notice` what changed.
 
         Args:
             prompt: that was answered.
@@ -767,7 +769,7 @@ class Session:
 
 
 def _reason(error: BaseException) -> FinishReason:
-    """The reason why an answer ended that an error or Ctrl-C cut short."""
+    """Return why an answer ended that an error or Ctrl-C cut short."""
     if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
         return "interrupted"
     return "cap" if isinstance(error, MemoryCapExceeded) else "error"

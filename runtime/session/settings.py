@@ -1,4 +1,4 @@
-"""Settings of generation that a user may give: their names and bounds, the same for both backends.
+"""Defines the settings of generation that a user may give, with their names and bounds.
 
 Knows no library: they are attributes of transformers' `GenerationConfig` or of an object like it.
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Bounds(NamedTuple):
-    """The numbers that a setting takes."""
+    """The kind and range of numbers that a setting takes."""
 
     kind: type
     low: float
@@ -21,7 +21,7 @@ class Bounds(NamedTuple):
     above: bool = False  # `low` itself is refused
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is within the bounds, and of the kind."""
+        """Return whether a value is of the kind and within the bounds."""
         kinds = (int,) if self.kind is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
             return False
@@ -47,22 +47,22 @@ NUMBERS = {
     "seed": Bounds(int, 0, 2**63 - 1),
 }
 SHAPES = ("json_schema", "regex")
-"""What a whole answer is held to: at most one of them."""
+"""Names the settings that say what a whole answer is held to; at most one of them is set."""
 PENALTIES = ("presence_penalty", "frequency_penalty")
-"""What an answer's own tokens lose before the next one is drawn, as OpenAI's API defines it."""
+"""Names what an answer's own tokens lose in their logits, as OpenAI's API defines it."""
 LEAST = 1e-20
-"""A temperature or `top_p` below it leaves the likeliest token alone, as 0 does."""
+"""Says below which temperature or `top_p` only the likeliest token is left, as with 0."""
 LARGEST = 1e18
-"""Logits that are drawn from, at most: divided by the least temperature they are still numbers."""
+"""Bounds the logits that are drawn from: divided by the least temperature they stay finite."""
 OURS = ("logprobs", *PENALTIES, *SHAPES, "template_options")
-"""Settings that transformers does not have."""
+"""Names the settings that transformers does not have."""
 NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings", *SHAPES, "template_options")
 GIVEN = ("messages", "tools", "add_generation_prompt")
-"""Names that a chat template gets anyway, which are no options."""
+"""Names what a chat template always gets, so that no option may be called so."""
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Refuse settings that do not exist or cannot have their value; None is one not given.
+    """Refuse settings that do not exist or cannot have their value; None stands for one not given.
 
     Raises:
         ValueError: naming the first, and what it may be.
@@ -110,7 +110,7 @@ def _are_template_options(value: Any) -> bool:
 
 
 def copied(config: Any) -> Any:
-    """A copy of settings that can take ours, too."""
+    """Return a copy of settings that can take kvcap's own, too."""
     found = copy.deepcopy(config)
     for name in OURS:
         if not hasattr(found, name):  # transformers' have others only
@@ -119,18 +119,18 @@ def copied(config: Any) -> Any:
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """All settings but the seed, as `config` has them."""
+    """Return all settings but the seed, as `config` has them."""
     return {name: getattr(config, name, None) for name in NAMES if name != "seed"}
 
 
 def shapes(config: Any) -> dict[str, Any]:
-    """What answers are held to, by the name of the setting; empty where nothing holds them."""
+    """Return what answers are held to, by the name of the setting; empty if by none."""
     found = {name: getattr(config, name, None) for name in SHAPES}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def greedy(config: Any) -> bool:
-    """Return whether no other token than the likeliest can be drawn."""
+    """Return whether only the likeliest token can be drawn."""
     given = (config.temperature, config.top_p)
     return not config.do_sample or any(value is not None and value < LEAST for value in given)
 
@@ -146,13 +146,13 @@ def template_options(config: Any) -> dict[str, Any]:
 
 
 def penalties(config: Any) -> tuple[float, float]:
-    """What the logit of a token loses that an answer has, once and for each time that it has it."""
+    """Return what a token's logit loses once it is in the answer, and for each time that it is."""
     presence, frequency = (getattr(config, name, None) or 0.0 for name in PENALTIES)
     return presence, frequency
 
 
 def end_tokens(config: Any) -> frozenset[int]:
-    """The tokens that end an answer; none, one or several may be set."""
+    """Return the tokens that end an answer; none, one or several may be set."""
     ids = config.eos_token_id
     if ids is None:
         return frozenset()
@@ -160,6 +160,6 @@ def end_tokens(config: Any) -> frozenset[int]:
 
 
 def stop_strings(config: Any) -> list[str]:
-    """The texts that end an answer; none, one or several may be set."""
+    """Return the texts that end an answer; none, one or several may be set."""
     texts = config.stop_strings
     return [texts] if isinstance(texts, str) else list(texts or ())

@@ -1,4 +1,4 @@
-"""The figures of a conversation: what its cache holds, and what its last answer took."""
+"""Records the figures of a conversation: what its cache holds, and what its last answer took."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any, Literal
 from kvcap.runtime.types import SlotUse
 
 FinishReason = Literal["stop", "length", "interrupted", "cap", "full", "error"]
-"""Why an answer ended. `full`: the budget is used up and `on_full` is 'stop'; `cap`: reading on
-was refused; `error`: another error."""
+"""Says why an answer ended.
+
+`full`: the budget is used up and `on_full` is 'stop'; `cap`: reading on was refused; `error`:
+another error.
+"""
 
 
 @dataclass
 class Turn:
-    """What one answer read and wrote, and its times in seconds, 0 where nothing was timed."""
+    """A record of what one answer read and wrote, with times in seconds; 0: not timed."""
 
     prompt_tokens: int = 0
     read_tokens: int = 0  # of the prompt; fewer where reading was cut short
@@ -28,7 +31,7 @@ class Turn:
     recalled_tokens: int = 0  # of the prompt: evicted text that was read again
 
     def count_token(self, seconds: float) -> None:
-        """Count a token that was drawn so many seconds after the call."""
+        """Count a token that was drawn `seconds` after the call."""
         self.completion_tokens += 1
         if self.completion_tokens == 1:
             self.ttft_s = seconds
@@ -36,18 +39,21 @@ class Turn:
 
     @property
     def prefill_tok_s(self) -> float:
-        """Prompt tokens read per second."""
+        """Return the prompt tokens read per second."""
         return self.prompt_tokens / self.ttft_s if self.ttft_s else 0.0
 
     @property
     def decode_tok_s(self) -> float:
-        """Tokens written per second after the first."""
+        """Return the tokens written per second after the first."""
         return max(0, self.completion_tokens - 1) / self.decode_s if self.decode_s else 0.0
 
 
 @dataclass(frozen=True, repr=False)
 class Stats:
-    """What a cache holds now. Tokens are per KV head and layer, bytes of all layers together."""
+    """A record of what a cache holds.
+
+    Tokens are per KV head and layer, bytes of all layers together.
+    """
 
     policy: str
     budget_tokens: int
@@ -63,12 +69,12 @@ class Stats:
     turn: Turn | None  # the last answer; None before the first
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, for JSON."""
+        """Return all fields, for JSON."""
         return asdict(self)
 
     @property
     def slots(self) -> SlotUse:
-        """The slots in use, those that wait for the next eviction told apart."""
+        """Return the slots in use; those that wait for the next eviction are counted separately."""
         return SlotUse(self.held_tokens, self.waiting_tokens, self.budget_tokens)
 
     def __repr__(self) -> str:

@@ -28,16 +28,16 @@ THOUGHTS = {
     "<|START_THINKING|>": "<|END_THINKING|>",
     "[THINK]": "[/THINK]",
 }
-"""Marks between which models think, by the opening one."""
+"""Holds the marks between which models think: the closing one, by the opening one."""
 
 Write = Callable[[Sequence[Message]], str]
-"""Renders messages; raises `TemplateFailed` where the template does."""
+"""Names a function that renders messages, and raises `TemplateFailed` where the template fails."""
 
 
 def template_for(
     templates: str | Mapping[str, str], *, tools: bool, name: str | None = None
 ) -> str:
-    """Return the chat template of a tokenizer that transformers takes; an only one is taken always.
+    """Return the chat template that transformers would take of a tokenizer's; if it has one, that.
 
     Args:
         templates: the tokenizer's `chat_template`: one, or several by name.
@@ -67,7 +67,7 @@ def template_for(
 
 
 def without_default(templates: str | Mapping[str, str] | None) -> str | None:
-    """Return what to tell of named chat templates of which none is the default; None: nothing."""
+    """Return a notice on named chat templates of which none is the default; else None."""
     if templates is None or isinstance(templates, str) or DEFAULT in templates:
         return None
     names = sorted(templates)
@@ -108,7 +108,7 @@ def as_taken(template: str, write: Write, messages: Sequence[Message]) -> list[M
 
 
 def with_thoughts_closed(text: str) -> str:
-    r"""Return a prompt in which no thoughts are open, whatever the template opened at its end.
+    r"""Return a prompt with closed thoughts, if the template opened them at its end.
 
     >>> with_thoughts_closed("<|assistant|><think>")
     '<|assistant|><think>\n\n</think>\n\n'
@@ -123,8 +123,8 @@ def with_thoughts_closed(text: str) -> str:
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with ids of calls in the one form that all templates take.
 
-    An id of nine letters and digits stays. Another one is replaced, in the call and in its result
-    alike; a call without an id gets one, and a result without is that of the next call.
+    An id of nine letters and digits stays. Any other is replaced, in the call and in its result
+    alike; a call without an id gets one, and a result without one gets that of the next call.
     """
     found, unanswered = list[Message](), deque[str]()
     for index, one in enumerate(messages):
@@ -153,12 +153,12 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 @lru_cache(maxsize=16)
 def _found(template: str) -> dict[str, bool]:
-    """Roles whose contents a template takes as parts, or not, as far as that was found out."""
+    """Return a dictionary, kept per template, of roles whose contents it takes as parts or not."""
     return {}
 
 
 def _users_parts(template: str, write: Write) -> bool:
-    """Return whether the template reads a user's parts and not the text.
+    """Return whether the template reads a list of parts from a user, and no plain text.
 
     A template that fails on both is given texts: the real conversation then says why it fails.
     """
@@ -178,7 +178,7 @@ def _users_parts(template: str, write: Write) -> bool:
 
 
 def _parts_of_role(template: str, write: Write, role: str) -> bool:
-    """Return whether the template that reads a user's parts reads another role's, too."""
+    """Return whether a template that reads a user's parts also reads another role's."""
     found = _found(template)
     if role not in found:
         asked: Message = {"role": "user", "content": _parts(".")}
@@ -200,7 +200,7 @@ def _parts_of_role(template: str, write: Write, role: str) -> bool:
 
 
 def _marker_in(write: Write, messages: Sequence[Message]) -> bool | None:
-    """Return whether what the template writes has the marker; None: it fails."""
+    """Return whether the text that the template writes has the marker; None: the template fails."""
     try:
         return MARKER in write(messages)
     except TemplateFailed:

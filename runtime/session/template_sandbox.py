@@ -1,4 +1,4 @@
-"""A program that renders chat templates: requests come in and answers go out as lines of JSON.
+"""Renders chat templates as a program: requests come in and answers go out as lines of JSON.
 
 `chat_template.py` runs it by its path in a process of its own: a stranger's template may compute
 for ever or fill the memory, which no sandbox within Python stops, but the system does. Templates
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def answered(request: dict[str, Any]) -> dict[str, str]:
-    """The `text` that a template writes, or the `error` that it ends with."""
+    """Return the `text` that a template writes, or the `error` that it ends with."""
     try:
         text = template_of(request["template"]).render(**request["names"])
     except MemoryError:
@@ -73,7 +73,7 @@ class GenerationTag(Extension):
 
 
 class Names(Namespace):
-    """Jinja's `namespace()`, without access to attributes that are Python's own."""
+    """A `namespace()` of Jinja that gives no access to attributes that are Python's own."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set an attribute, as `{% set ns.name = value %}` does."""
@@ -84,7 +84,7 @@ class Names(Namespace):
 
 @lru_cache(maxsize=8)
 def template_of(text: str) -> Template:
-    """A compiled template, with the filters and functions that chat templates expect."""
+    """Return a compiled template with the filters and functions that chat templates expect."""
 
     def fail(message: str) -> None:
         raise TemplateError(message)

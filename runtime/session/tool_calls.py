@@ -1,4 +1,4 @@
-"""The tools that an answer calls, found in its text.
+"""Finds the tools that an answer calls in its text.
 
 Models write calls in the form that they were taught. Tokenizers of transformers 5 may say which it
 is (`response_template`); the common forms of others are read here. What cannot be read stays text.
@@ -22,12 +22,12 @@ ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # Mistral's tem
 
 
 class ToolCall(NamedTuple):
-    """A tool that an answer calls."""
+    """A call of a tool that stands in an answer."""
 
     name: str
     arguments: dict[str, Any]
     id: str = ""
-    """The `tool_call_id` of the message that has its result."""
+    """Holds the `tool_call_id` of the message that has its result."""
 
     def as_message(self) -> dict[str, Any]:
         """Return the call as a message's `tool_calls` have it."""
@@ -36,13 +36,13 @@ class ToolCall(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """An answer, told apart."""
+    """An answer, split into its text and the tools that it calls."""
 
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
 
     def with_ids(self, place: int) -> Parsed:
-        """Return the same with an id for each call, which follows from what is called and where.
+        """Return the answer with an id for each call, derived from what is called and where.
 
         Args:
             place: of the answer in its conversation, so that no two of its calls have one id.
@@ -55,7 +55,7 @@ class Parsed(NamedTuple):
 
     @classmethod
     def of_message(cls, message: Message) -> Parsed:
-        """Return what `as_message` was made of."""
+        """Return the answer of which `as_message` made this message."""
         calls = [
             ToolCall(one["function"]["name"], one["function"]["arguments"], one.get("id", ""))
             for one in message.get("tool_calls", ())
@@ -83,7 +83,7 @@ def call_id(*of: Any) -> str:
 def parsed_by_template(
     tokenizer: Any, raw: str, prompt: str, tools: Sequence[Tool]
 ) -> Parsed | None:
-    """An answer, as the tokenizer's own `response_template` reads it; None: it has none, or fails.
+    """Parse an answer by the tokenizer's own `response_template`; None if it has none, or fails.
 
     Args:
         tokenizer: of transformers, or another.
@@ -105,7 +105,7 @@ def parsed_by_template(
 
 
 def parsed_text(text: str, raw: str, tools: Sequence[Tool] = ()) -> Parsed:
-    r"""An answer in one of the common forms, or else its text as it is.
+    r"""Parse an answer that is in one of the common forms; else return its text as it is.
 
     >>> call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     >>> parsed_text(call, call)
@@ -135,9 +135,9 @@ def parsed_text(text: str, raw: str, tools: Sequence[Tool] = ()) -> Parsed:
 
 
 def schema_of_call(tools: Sequence[Tool]) -> dict[str, Any]:
-    """The JSON schema of one call of one of these tools, as `parsed_text` reads it.
+    """Return the JSON schema of one call of one of these tools, as `parsed_text` reads it.
 
-    What an answer is held to that must call a tool. Parameters that are left out are none.
+    An answer that must call a tool is held to it. A tool without parameters takes none.
     """
     calls = []
     for number, tool in enumerate(tools):
@@ -158,7 +158,7 @@ def schema_of_call(tools: Sequence[Tool]) -> dict[str, Any]:
 
 
 def _placed(schema: Any, place: str) -> Any:
-    """A schema whose references to its own root follow it to another place."""
+    """Return a schema whose references to its own root are rewritten for another place."""
     if isinstance(schema, list):
         return [_placed(one, place) for one in schema]
     if not isinstance(schema, dict):
@@ -173,7 +173,7 @@ def _placed(schema: Any, place: str) -> Any:
 
 
 def _hermes(text: str) -> Parsed:
-    """Each call in JSON between tags, of which an answer that was cut short lacks the last."""
+    """Parse calls in JSON between tags; an answer that was cut short may lack the last tag."""
     before, *parts = text.split(HERMES)
     kept, calls = [before.strip()], list[ToolCall]()
     for part in parts:
@@ -188,7 +188,7 @@ def _hermes(text: str) -> Parsed:
 
 
 def _python(text: str) -> list[ToolCall] | None:
-    """Of Llama 3: JSON objects with a semicolon between them; or a list of such."""
+    """Parse Llama 3's form: JSON objects with semicolons between them, or a list of objects."""
     found = list[ToolCall]()
     for value, rest in _values(text, ";"):
         calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
@@ -201,7 +201,7 @@ def _python(text: str) -> list[ToolCall] | None:
 
 
 def _mistral(text: str) -> list[ToolCall] | None:
-    """Of Mistral: a list of JSON objects; or a name and its arguments, once for each call."""
+    """Parse Mistral's form: a list of JSON objects, or for each call a name and its arguments."""
     found = list[ToolCall]()
     for part in text.split(MISTRAL):
         if named := NAMED.match(part):
@@ -217,7 +217,7 @@ def _mistral(text: str) -> list[ToolCall] | None:
 
 
 def _calls(text: str) -> list[ToolCall] | None:
-    """A call in JSON, or a list of them; None where it is something else."""
+    """Parse a call in JSON, or a list of calls; None where it is something else."""
     values = list(_values(text, ""))
     if len(values) != 1:
         return None
@@ -227,7 +227,7 @@ def _calls(text: str) -> list[ToolCall] | None:
 
 
 def _values(text: str, between: str) -> Iterator[tuple[Any, str]]:
-    """JSON values that a text begins with, each with what follows it but for `between`."""
+    """Yield the JSON values that a text begins with, each with what follows it up to `between`."""
     rest = text.strip()
     while rest:
         try:
@@ -244,7 +244,7 @@ def _values(text: str, between: str) -> Iterator[tuple[Any, str]]:
 
 
 def _call(value: Any) -> ToolCall | None:
-    """The call that a JSON object is, if it is one."""
+    """Return the call that a JSON object describes; None if it describes none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters"))
