@@ -13,8 +13,6 @@ FOLDERS = (
 )  # fmt: skip
 TWICE = {  # names that stand for two classes yet, and why; delete a line to enforce its name
     "Cap": "options in runtime/cli/options.py, and a model under them in runtime/backends/pytorch",
-    "Prompt": "runtime/cli/terminal.py asks a user for what runtime/session/session.py reads",
-    "Sampler": "a protocol in runtime/session/engine.py, and what follows it in PyTorch's backend",
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.detokenizer import Detokenizer
-from kvcap.runtime.session.engine import Engine, Loop, Sampler
+from kvcap.runtime.session.engine import Engine, Loop, TokenSampler
 from kvcap.runtime.session.guide import Guide
 from kvcap.runtime.session.listener import AnswerLimits, Listener
 from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
@@ -218,7 +218,12 @@ class Decoding:
             yield Step(stream.piece)
 
     def _listeners(
-        self, config: Any, sampler: Sampler, guide: Guide | None, stream: TextStream, to: Written
+        self,
+        config: Any,
+        sampler: TokenSampler,
+        guide: Guide | None,
+        stream: TextStream,
+        to: Written,
     ) -> list[Listener]:
         """Choose the listeners of an answer; of their reasons to end it the last one counts."""
         found: list[Listener] = [AnswerLimits(answer_limit(config), self.loop), stream]
@@ -274,7 +279,7 @@ class TokenSource:
 
     engine: Engine
     loop: Loop
-    sampler: Sampler
+    sampler: TokenSampler
     listeners: Sequence[Listener]
     ends: frozenset[int]  # tokens by which the model ends the answer
     most: int  # tokens that the answer may have

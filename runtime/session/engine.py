@@ -61,7 +61,7 @@ class Engine(Protocol):
     def rng(self, seed: int | None) -> Any:
         """Return a generator of random numbers, repeatable with a seed."""
 
-    def sampler(self, generation: Any, rng: Any) -> Sampler:
+    def sampler(self, generation: Any, rng: Any) -> TokenSampler:
         """Return a sampler with these settings and random numbers."""
 
     def token_ids(self, tokens: list[int]) -> Any:
@@ -96,7 +96,7 @@ class Engine(Protocol):
         """Turn `session` into the saved one, or refuse and leave it unchanged."""
 
 
-class Sampler(Protocol):
+class TokenSampler(Protocol):
     """A protocol of objects that draw the next token."""
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvcap.runtime.session.detokenizer import LOST, byte_tokens
-from kvcap.runtime.session.engine import Sampler
+from kvcap.runtime.session.engine import TokenSampler
 from kvcap.runtime.session.listener import Listener
 
 LEAST = -9999.0  # stands for a probability of 0, of which JSON has no logarithm
@@ -100,7 +100,7 @@ class Logprobs(Listener):
     reads_logits = True
 
     def __init__(
-        self, noted: list[Logprob], sampler: Sampler, top: int, texts: TokenTexts, stream: Any
+        self, noted: list[Logprob], sampler: TokenSampler, top: int, texts: TokenTexts, stream: Any
     ) -> None:
         self._noted, self._waiting = noted, deque[tuple[int, int, Logprob]]()
         self._sampler, self._top, self._texts, self._stream = sampler, top, texts, stream

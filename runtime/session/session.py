@@ -56,7 +56,7 @@ class Transcript:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PreparedPrompt:
     """A checked prompt to read next; the conversation changes only once it is read."""
 
     ids: list[int]
@@ -489,7 +489,7 @@ class Session:
 
     def _message_prompt(
         self, given: list[Message], pin: bool, called: tuple[Tool, ...] | None
-    ) -> Prompt:
+    ) -> PreparedPrompt:
         """Return the prompt of new messages, with the tools that were given, if any."""
         before, seen = self._transcript, self.cache.seen
         tools = before.tools if called is None else called
@@ -520,7 +520,7 @@ class Session:
             ids = self._unread + self.encode(text, follows=True)
             spans = [(seen, seen + len(ids))] if pin else []
             question = self._question(ids, text, given[-1], seen)
-            return self._checked(Prompt(ids, after, spans, options, question=question))
+            return self._checked(PreparedPrompt(ids, after, spans, options, question=question))
         if seen and not before.messages:
             raise MessagesInvalid(
                 "the text that was continued would be forgotten, as these messages, or the options "
@@ -530,10 +530,12 @@ class Session:
         ids, spans, question = self._encode_all(after)
         reread = bool(before.messages)
         return self._checked(
-            Prompt(ids, after, spans, options, emptied=seen > 0, reread=reread, question=question)
+            PreparedPrompt(
+                ids, after, spans, options, emptied=seen > 0, reread=reread, question=question
+            )
         )
 
-    def _text_prompt(self, text: str, recall: bool) -> Prompt:
+    def _text_prompt(self, text: str, recall: bool) -> PreparedPrompt:
         """Return the prompt of a text that is no message."""
         follows = bool(self.cache.seen)
         ids = self.encode(text, special=not follows, follows=follows)
@@ -541,9 +543,9 @@ class Session:
             raise EmptyPrompt("the prompt is empty; give at least one token of text")
         ids = self._unread + ids
         asked = self._place_of_question(ids, 0, len(ids), self.cache.seen) if recall else None
-        return self._checked(Prompt(ids, None, [], question=asked))
+        return self._checked(PreparedPrompt(ids, None, [], question=asked))
 
-    def _repeated_prompt(self) -> Prompt:
+    def _repeated_prompt(self) -> PreparedPrompt:
         """Return the prompt of the conversation without its last answer."""
         after = self._transcript
         while after.messages and after.messages[-1]["role"] == "assistant":
@@ -555,7 +557,7 @@ class Session:
         ids, spans, question = self._encode_all(after)
         options = self._template_options
         return self._checked(
-            Prompt(ids, after, spans, options, emptied=True, reread=True, question=question)
+            PreparedPrompt(ids, after, spans, options, emptied=True, reread=True, question=question)
         )
 
     def _encode_all(self, whole: Transcript) -> tuple[list[int], list[Span], int | None]:
@@ -604,7 +606,7 @@ class Session:
     def _encoded(self, text: str) -> list[int]:
         return self.encode(text, follows=True)
 
-    def _recalled(self, prompt: Prompt, start: int) -> list[int]:
+    def _recalled(self, prompt: PreparedPrompt, start: int) -> list[int]:
         """Return the evicted text to read again in front of a question, and pin it for the answer.
 
         Args:
@@ -625,19 +627,19 @@ class Session:
         """Return the prompt, with its thoughts closed where the answer is held to a form."""
         return with_thoughts_closed(text) if settings.shapes(self.generation) else text
 
-    def _checked(self, prompt: Prompt) -> Prompt:
+    def _checked(self, prompt: PreparedPrompt) -> PreparedPrompt:
         """Return the prompt if it can be answered; else refuse it."""
         emptied = prompt.emptied
         self._decoding.check(self.generation, self.rng, prompt.ids, emptied=emptied)
         self.cache.pinned_with(prompt.spans, emptied=emptied)
         return prompt
 
-    def _begin(self, prepare: Callable[[], Prompt]) -> Iterator[str]:
+    def _begin(self, prepare: Callable[[], PreparedPrompt]) -> Iterator[str]:
         """Prepare or refuse a prompt at once; return its answer, which begins as it is read."""
         return Pieces(self._stream(prepare, self._prompt_inputs, prepare()))
 
     def _stream(
-        self, prepare: Callable[[], Prompt], before: tuple[Any, ...], prompt: Prompt
+        self, prepare: Callable[[], PreparedPrompt], before: tuple[Any, ...], prompt: PreparedPrompt
     ) -> Generator[Step, Any, None]:
         """Answer a prompt that was prepared when `_prompt_inputs` was `before`."""
         self._close()
@@ -667,7 +669,7 @@ class Session:
             self._template_options, self._read_with,
         )  # fmt: skip
 
-    def _answer(self, prompt: Prompt) -> Generator[Step, Any, None]:
+    def _answer(self, prompt: PreparedPrompt) -> Generator[Step, Any, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
         before, settled = self._transcript, False
         place = 0 if prompt.transcript is None else len(prompt.transcript.messages)
@@ -714,7 +716,7 @@ class Session:
             settle()  # a Ctrl-C can come before the first has begun
 
     def _settle(
-        self, prompt: Prompt, before: Transcript, start: tuple[int, int], answer: str
+        self, prompt: PreparedPrompt, before: Transcript, start: tuple[int, int], answer: str
     ) -> None:
         """Make messages and cache agree after an answer, and say in `notice` what changed.
 
