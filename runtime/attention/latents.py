@@ -27,7 +27,7 @@ def rotated_first(query: Tensor, rotated: int) -> Tensor:
 
 
 def absorbed(query: Tensor, expansion: Expansion) -> Tensor:
-    """Project queries `[q_rot, q_nope]` to `[q_rot, q_nope W_uk]` [B, H, T, r + R], as slots are."""
+    """Project queries `[q_rot, q_nope]` to `[q_rot, q_nope W_uk]` [B, H, T, r + R], like slots."""
     turned, own = query.tensor_split((expansion.rotated,), dim=-1)
     return torch.cat((turned, torch.matmul(own, expansion.keys.to(query.dtype))), dim=-1)
 

@@ -1,1 +1,1 @@
-"""The two backends that run models: PyTorch and ONNX Runtime."""
+"""Runs models by one of two backends: PyTorch or ONNX Runtime."""

@@ -1,4 +1,4 @@
-"""The ONNX Runtime backend: runs exported decoders under the same caps, without PyTorch.
+"""Runs exported decoders in ONNX Runtime under the same caps, without PyTorch.
 
 Nothing in this folder imports torch or transformers.
 """

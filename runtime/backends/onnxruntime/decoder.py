@@ -27,8 +27,8 @@ from kvcap.runtime.errors import ManifestError
 from kvcap.runtime.types import Span
 
 RUNS = 4  # lengths of blocks whose buffers are kept bound
-SCALED = "key", "value"  # what has scales where slots are int8, in their order
-SPANS = 9  # for which a place is kept: a policy's sinks, and eight of the user's
+SCALED = "key", "value"  # these have scales where slots are int8, in this order
+SPANS = 9  # spans that the fixed buffer holds: a policy's sinks, and eight of the user's
 
 
 class ExportedDecoder(Protocol):
@@ -71,12 +71,12 @@ class ExportedDecoder(Protocol):
 
 
 def slots_in_use(budget: int, seen: int) -> int:
-    """The slots in use of a head that keeps `budget` of `seen` tokens after every block."""
+    """Return the slots in use of a head that keeps `budget` of `seen` tokens after every block."""
     return min(budget, seen)
 
 
 def spans_array(spans: Sequence[Span], buffer: Int32) -> Int32:
-    """Spans as the rows [S, 2] of a graph's input; an empty span where there are none.
+    """Return spans as the rows [S, 2] of a graph's input; one empty span where there are none.
 
     They are written into `buffer` [S_max, 2] where they fit, so that their address stays the same.
     """
@@ -102,7 +102,7 @@ class DecoderBuffer(NamedTuple):
 
 
 def buffers_of(manifest: Manifest, block: int) -> list[DecoderBuffer]:
-    """The buffers of a shared decoder that reads blocks of up to `block` tokens.
+    """Return the buffers of a shared decoder that reads blocks of up to `block` tokens.
 
     Raises:
         ManifestError: the manifest does not describe them, or contradicts itself.
@@ -134,7 +134,7 @@ def _no_state(manifest: Manifest, what: str) -> ManifestError:
 
 
 def turns_of(manifest: Manifest, block: int) -> Turns | None:
-    """How a shared decoder's keys are turned; None where positions are true."""
+    """Return the rotations of a shared decoder's keys; None where positions are true."""
     facts = manifest.facts
     if not any(facts["rotates"]):
         return None
@@ -143,7 +143,7 @@ def turns_of(manifest: Manifest, block: int) -> Turns | None:
 
 
 def evictors_of(manifest: Manifest, threads: int | None) -> list[Graph]:
-    """The graph that evicts of each layer of a shared decoder; many layers have the same.
+    """Return the graph that evicts of each layer of a shared decoder; many layers share one.
 
     Raises:
         GraphBroken: one cannot be loaded.
@@ -156,7 +156,7 @@ def evictors_of(manifest: Manifest, threads: int | None) -> list[Graph]:
 
 
 def scales_of(manifest: Manifest) -> Array | None:
-    """The scales of a shared decoder's slots, [L, 2, K, 1, D] float32; None where they are floats.
+    """Return the scales of a shared decoder's slots, [L, 2, K, 1, D] float32; None for floats.
 
     Raises:
         ManifestError: the file holds something else.
@@ -177,15 +177,15 @@ def scales_of(manifest: Manifest) -> Array | None:
 
 
 class SharedRun(NamedTuple):
-    """A run that reads blocks of one length into a shared decoder: arrays that stay bound."""
+    """A run that reads blocks of one length into a shared decoder, with arrays that stay bound."""
 
     binding: Binding
     ids: Array  # [1, T]
-    made: list[dict[str, Array]]  # what each layer's evictor is told besides, by name
+    made: list[dict[str, Array]]  # further inputs of each layer's evictor, by name
 
 
 class InPlace:
-    """Slots of layers in buffers that never move: what decoders that write behind them share."""
+    """A base class of decoders that write behind slots in buffers that never move."""
 
     layers: list[LayerSlots]
     turns: Turns | None
@@ -193,7 +193,7 @@ class InPlace:
 
     @property
     def held(self) -> list[int]:
-        """Slots of a head in use, by layer."""
+        """Return the slots of a head in use, by layer."""
         return [layer.held for layer in self.layers]
 
     @held.setter
@@ -203,22 +203,22 @@ class InPlace:
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all buffers, of the table of rotations and of scales."""
+        """Return the exact bytes of all buffers, of the table of rotations and of scales."""
         table = 0 if self.turns is None else self.turns.nbytes
         table += sum(x.scales.nbytes for x in self.layers if x.scales is not None)
         return table + sum(x.nbytes for layer in self.layers for x in layer.buffers.values())
 
     @property
     def room(self) -> int:
-        """Tokens that the next block has at most: a slot each, behind those in use."""
+        """Return how many tokens the next block has at most: a slot each, behind those in use."""
         return min(self.block_size, *(layer.capacity - layer.held for layer in self.layers))
 
     def used_bytes(self, seen: int) -> int:
-        """Bytes of what is in use of all buffers."""
+        """Return the bytes of what is in use of all buffers."""
         return sum(x.nbytes for x in self.state(seen, self.held).values())
 
     def positions(self, seen: int) -> list[Int32]:
-        """The positions of the kept tokens in the conversation, by layer: [K, held], ascending."""
+        """Return the positions of the kept tokens, by layer: [K, held], ascending."""
         return [np.sort(x.buffers["positions"][0, :, : x.held], axis=1) for x in self.layers]
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
@@ -281,7 +281,7 @@ class SharedDecoder(InPlace):
             name: port
             for name, port in graph.outputs.items()
             if name.startswith(("block_", "new_"))
-        }  # what evictors are told of a block, which is not held
+        }  # inputs of evictors from the block, which are not kept
         self._told = {
             name: Buffer(self._sized(name, block_size), TYPES[port.type])
             for name, port in ports.items()
@@ -290,7 +290,7 @@ class SharedDecoder(InPlace):
         self._states = [name.removeprefix("next_") for name in outputs if name != "gone"]
 
     def _require(self) -> None:
-        """Refuse graphs that have other inputs or outputs; those that are not read may lack."""
+        """Refuse graphs that have other inputs or outputs; inputs not read may be missing."""
         names = {(spec.name, spec.layer) for spec in self.specs}
         past = {f"{name}.{layer}" for name, layer in names if name in ("keys", "values")}
         new = {f"new_{name}.{layer}" for name, layer in names} & set(self.graph.outputs)
@@ -320,7 +320,7 @@ class SharedDecoder(InPlace):
         return self._logits
 
     def _scales(self) -> dict[str, Array]:
-        """The scales of slots in int8 as the decoder's inputs, [K, 1, D] each."""
+        """Return the scales of slots in int8 as the decoder's inputs, [K, 1, D] each."""
         if self.scales is None:
             return {}
         return {
@@ -330,12 +330,12 @@ class SharedDecoder(InPlace):
         }
 
     def _sized(self, name: str, length: int) -> tuple[int, ...]:
-        """The shape of one of the decoder's outputs for a block of a length."""
+        """Return the shape of one of the decoder's outputs for a block of a length."""
         axes = self.graph.outputs[name].shape
         return tuple(length if isinstance(axis, str) else axis for axis in axes)
 
     def _bound(self, length: int) -> SharedRun:
-        """The decoder's inputs and outputs for blocks of a length; those of few are kept."""
+        """Return the bound inputs and outputs for blocks of a length; the last few are kept."""
         ids = np.zeros((1, length), np.int64)
         inputs: dict[str, Array] = {"input_ids": ids, "held": self._held}
         if not self.compact:
@@ -372,7 +372,7 @@ class SharedDecoder(InPlace):
         self, layer: LayerSlots, evictor: Graph, queries: Array | None, seen: int, stay: int,
         spans: Sequence[Span],
     ) -> Array:  # fmt: skip
-        """The slots of a layer that go [1, K, count]; its policy's state is brought up to date."""
+        """Return the slots of a layer that go [1, K, count], and update its policy's state."""
         buffers, held = layer.buffers, layer.held
         self._stay[...] = stay
         given: dict[str, Array] = {
@@ -407,7 +407,7 @@ class SharedDecoder(InPlace):
 def paired_buffers(
     model: Mapping[str, Any], budget: int, block: int, cache: Any, compact: bool
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and type of a paired decoder's buffers, each of which holds the slots of all layers.
+    """Return shape and type of a paired decoder's buffers; each holds the slots of all layers.
 
     `base` and `positions` exist twice: one is read, the other written.
     """
@@ -425,7 +425,7 @@ def paired_buffers(
 
 
 class PairedDecoder:
-    """A decoder beside which another graph evicts.
+    """A decoder that others exported, beside which another graph evicts.
 
     Args:
         manifest: of kind `evictor`.
@@ -487,7 +487,7 @@ class PairedDecoder:
 
     @property
     def _state(self) -> tuple[str, ...]:
-        """The names of what is kept besides keys and values."""
+        """Return the names of what is kept besides keys and values."""
         return ("positions", "base") if self.compact else ("positions",)
 
     @staticmethod
@@ -496,17 +496,17 @@ class PairedDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of the buffers of slots and of the table of rotations."""
+        """Return the exact bytes of the buffers of slots and of the table of rotations."""
         table = 0 if self._table is None else self._table.nbytes
         return table + sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
     def room(self) -> int:
-        """Tokens of a block."""
+        """Return the tokens of a block."""
         return self.block_size
 
     def used_bytes(self, seen: int) -> int:
-        """The same bytes without those of free slots."""
+        """Return the bytes of `nbytes` without those of free slots."""
         share = slots_in_use(self.budget, seen) / self.budget
         return int(self.nbytes * share)
 
@@ -539,7 +539,7 @@ class PairedDecoder:
         return logits
 
     def _evict(self, seen: int, past: int, length: int, spans: Sequence[Span]) -> None:
-        """Run the graph that evicts: it copies what stays from `present`."""
+        """Run the graph that evicts, which copies what stays from `present`."""
         stay = slots_in_use(self.budget, seen + length)
         for name, count in (("seen", seen + length), ("recents", self.recents[0]), ("stay", stay)):
             self._counts[name][...] = count
@@ -562,12 +562,12 @@ class PairedDecoder:
             self._buffers[one], self._buffers[other] = self._buffers[other], self._buffers[one]
 
     def _held(self, name: str, slots: int) -> Array:
-        """A buffer's slots in use, [L, K, slots, ...]."""
+        """Return a buffer's slots in use, [L, K, slots, ...]."""
         vector = () if name.startswith("positions") else (self.model["head_dim"],)
         return self._buffers[name].at((self.layers, self.model["kv_heads"], slots, *vector))
 
     def positions(self, seen: int) -> list[Int32]:
-        """The positions of the kept tokens in the conversation, by layer: [K, held]."""
+        """Return the positions of the kept tokens in the conversation, by layer: [K, held]."""
         return list(self._held("positions", slots_in_use(self.budget, seen)))
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:

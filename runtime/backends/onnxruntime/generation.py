@@ -23,7 +23,7 @@ LIKELIEST = 256, 2048  # tokens whose share is tried before all are sorted
 
 @dataclass
 class Generation:
-    """The settings of generation under transformers' names; None is not set."""
+    """A set of settings of generation under transformers' names; None is not set."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -43,7 +43,7 @@ class Generation:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Generation:
-        """The settings that a dictionary holds, among other things.
+        """Return the settings that a dictionary holds, among other things.
 
         Raises:
             ValueError: a setting cannot have its value.
@@ -73,7 +73,7 @@ class NumpySampler:
 
     @property
     def recipe(self) -> tuple[float, ...] | None:
-        """Return the settings by which tokens are drawn; see `Sampler.recipe` in `engine.py`."""
+        """Return the settings that tokens are drawn by; see `TokenSampler.recipe` in engine.py."""
         config = self.config
         if any(settings.penalties(config)) or config.repetition_penalty not in (None, 1.0):
             return None
@@ -92,9 +92,8 @@ class NumpySampler:
         Args:
             logits: of the next token.
             history: the tokens so far.
-            allowed: of the first tokens of the vocabulary, those that may be drawn, and no others;
-                None: any.
-            said: the tokens of the answer, of which penalties of presence and frequency are.
+            allowed: a mask over the vocabulary's first tokens; only those are drawn. None: any.
+            said: the answer's tokens, to which penalties of presence and frequency apply.
         """
         found = logits[0].astype(np.float32)
         if allowed is not None:
@@ -117,7 +116,7 @@ class NumpySampler:
     def logprobs(self, logits: Floats, token: int, top: int) -> list[tuple[int, float]]:
         """Return the `token` and the `top` likeliest ones, each with its log probability.
 
-        By the model's own distribution, whatever the settings; of logits [1, V].
+        They are of the model's own distribution, whatever the settings; from logits [1, V].
         """
         row = logits[0].astype(np.float32)
         row -= row.max()
@@ -136,8 +135,9 @@ class NumpySampler:
     def candidates(self, scores: Floats) -> tuple[NDArray[np.int64] | None, Floats]:
         """Return the tokens [n] that may be drawn, in the vocabulary's order, and their scores [n].
 
-        Of scores [V], which penalties have changed; -inf is never drawn. Tokens are None where they
-        are the whole vocabulary. With `top_k` others are left out before anything else is done.
+        They are chosen by scores [V], which penalties have changed; -inf is never drawn. Tokens are
+        None where they are the whole vocabulary. With `top_k` others are left out before anything
+        else is done.
         """
         config = self.config
         tokens: NDArray[np.int64] | None = None
@@ -158,7 +158,7 @@ class NumpySampler:
 
 
 def _within(scores: Floats, mass: float) -> Floats:
-    """The scores of the likeliest tokens, one at least, that together have so much mass."""
+    """Return the scores of the likeliest tokens, at least one, that together have `mass`."""
     shares = _softmax(scores)
     for count in LIKELIEST:
         if count < len(scores):

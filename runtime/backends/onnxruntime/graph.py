@@ -20,12 +20,12 @@ from kvcap.runtime.errors import GraphBroken, MemoryCapExceeded, ShapeError, fir
 
 Array = NDArray[Any]
 Binding = Any  # onnxruntime's IOBinding
-BINDINGS = 4  # kept: some buffers are swapped after every run, so two are used by turns
+BINDINGS = 4  # kept at most: some buffers are swapped after every run, so two alternate
 TYPES = {port: np.dtype(name) for name, port in ONNX.items()}
 
 
 class Graph:
-    """A graph loaded for the CPU.
+    """A graph that is loaded for the CPU.
 
     Args:
         file: of the graph.
@@ -58,12 +58,12 @@ class Graph:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Every input by name, with its type and shape."""
+        """Return every input by name, with its type and shape."""
         return {port.name: port for port in self.session.get_inputs()}
 
     @property
     def outputs(self) -> dict[str, Any]:
-        """Every output by name, with its type and shape."""
+        """Return every output by name, with its type and shape."""
         return {port.name: port for port in self.session.get_outputs()}
 
     def require(self, inputs: set[str], outputs: set[str]) -> None:
@@ -98,21 +98,21 @@ class Graph:
         self.run_bound(self._bindings[places])
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Binding:
-        """Where `run_bound` is to read and to write, again and again: arrays that do not move."""
+        """Return a binding by which `run_bound` reads and writes these arrays, which stay put."""
         binding = self.session.io_binding()
         self.rebind(binding, inputs, outputs)
         return binding
 
     @staticmethod
     def rebind(binding: Binding, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """Add arrays to what `bind` bound, or put them in the place of those of the same names."""
+        """Add arrays to a binding, or replace those of the same names."""
         for bind, arrays in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
             for name, array in arrays.items():
                 assert array.flags.c_contiguous, name
                 bind(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
     def run_bound(self, binding: Binding) -> None:
-        """Compute what `bind` bound; errors as of `run`."""
+        """Compute what `bind` bound; raise the errors of `run`."""
         try:
             self.session.run_with_iobinding(binding)
         except Exception as error:  # its own classes, which have no common base
@@ -123,16 +123,16 @@ class Graph:
 
 
 class Buffer:
-    """Memory of a fixed size, viewed as an array of any shape that fits into it."""
+    """A piece of memory of fixed size that is viewed as an array of any shape that fits."""
 
     def __init__(self, full: tuple[int, ...], dtype: Any) -> None:
         self._flat = np.zeros(prod(full), dtype)
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes."""
+        """Return its exact bytes."""
         return self._flat.nbytes
 
     def at(self, shape: tuple[int, ...]) -> Array:
-        """Its first elements as an array of this shape."""
+        """Return its first elements as an array of this shape."""
         return self._flat[: prod(shape)].reshape(shape)

@@ -34,9 +34,9 @@ IDS, MASK, PLACES, KEPT = "input_ids", "attention_mask", "position_ids", "num_lo
 
 
 def grouped_buffers(manifest: Manifest, budget: int, block: int) -> list[DecoderBuffer]:
-    """The buffers of slots of a decoder that keeps `budget` and reads blocks of up to `block`.
+    """Return the buffers of a decoder that keeps `budget` slots and reads blocks of up to `block`.
 
-    Of float16, a layer whose keys turn also keeps them as they were written (`LayerSlots`). Where
+    In float16, a layer whose keys turn also keeps them as they were written (`LayerSlots`). Where
     past and present are arrays of their own, their memory is counted as `copies`.
     """
     facts, found = manifest.facts, list[DecoderBuffer]()
@@ -55,7 +55,7 @@ def grouped_buffers(manifest: Manifest, budget: int, block: int) -> list[Decoder
 
 
 def grouped_turns(manifest: Manifest, budget: int, block: int) -> Turns | None:
-    """How its keys are turned; None where no layer has positions."""
+    """Return the rotations of its keys; None where no layer has positions."""
     facts = manifest.facts
     if not any(facts["rotates"]):
         return None
@@ -63,7 +63,7 @@ def grouped_turns(manifest: Manifest, budget: int, block: int) -> Turns | None:
 
 
 def state_bytes(manifest: Manifest) -> int:
-    """Bytes of what recurrent layers hold: twice, one is read and the other written."""
+    """Return the bytes of recurrent states, which exist twice: one is read, the other written."""
     found: int = 2 * sum(
         prod(state["shape"]) * np.dtype(state["dtype"]).itemsize
         for state in manifest.facts["states"]
@@ -72,7 +72,7 @@ def state_bytes(manifest: Manifest) -> int:
 
 
 class GroupedRun(NamedTuple):
-    """A run that reads blocks of one length into a grouped decoder: arrays that stay bound."""
+    """A run that reads blocks of one length into a grouped decoder, with arrays that stay bound."""
 
     binding: Binding
     ids: Array  # [1, T]
@@ -81,7 +81,7 @@ class GroupedRun(NamedTuple):
 
 
 class GroupedDecoder(InPlace):
-    """A decoder of others that writes behind the slots in use.
+    """A decoder exported by others that writes a block behind the slots in use.
 
     Args:
         manifest: of kind `grouped`.
@@ -143,7 +143,7 @@ class GroupedDecoder(InPlace):
         self._spans = np.zeros((SPANS, 2), np.int32)
 
     def _require(self) -> None:
-        """Refuse graphs that have other inputs or outputs; some inputs are not in all."""
+        """Refuse graphs that have other inputs or outputs; some inputs are optional."""
         kinds = ("key", "value")
         past = {f"past_key_values.{n}.{kind}" for n in self.ports for kind in kinds}
         present = {f"present.{n}.{kind}" for n in self.ports for kind in kinds}
@@ -189,7 +189,7 @@ class GroupedDecoder(InPlace):
         return last
 
     def _copied(self, binding: Binding, held: int, whole: int) -> list[tuple[Array, Array]]:
-        """Bind copies of the slots in use; returns buffers and what a run writes for them."""
+        """Bind copies of the slots in use; return buffers and what a run writes for them."""
         written, kinds = list[tuple[Array, Array]](), ("key", "value")
         for port, layer, copies in zip(self.ports, self.layers, self._copies, strict=True):
             for name, kind, past, present in zip(
@@ -205,7 +205,7 @@ class GroupedDecoder(InPlace):
         return written
 
     def _bound(self, length: int) -> GroupedRun:
-        """What does not change from run to run of blocks of a length; those of few are kept."""
+        """Return what stays the same for all blocks of a length; the last few lengths are kept."""
         ids, places = (np.zeros((1, length), np.int64) for _ in range(2))
         logits = self._logits.at((1, 1 if self._last_only else length, self._vocabulary))
         inputs: dict[str, Array] = {IDS: ids}

@@ -1,7 +1,7 @@
-"""The cache and the block loop of ONNX Runtime, as a conversation sees them.
+"""Defines the cache and the block loop of ONNX Runtime, as a conversation sees them.
 
-The counterpart of `cache/cache.py` and `backends/pytorch/loop.py`; an `ExportedDecoder` runs the
-graphs.
+They are the counterpart of `cache/cache.py` and `backends/pytorch/loop.py`; an `ExportedDecoder`
+runs the graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Ids = NDArray[np.int64]
 
 
 class OrtCache:
-    """The slots of a decoder as a conversation's cache: what they hold, and what is pinned."""
+    """A cache of a conversation over a decoder's slots: it says what is held and what is pinned."""
 
     consistent = True  # a graph reads a block in all layers, or fails and the cache is emptied
 
@@ -39,41 +39,41 @@ class OrtCache:
 
     @property
     def held(self) -> int:
-        """Slots in use per KV head and layer, on average (rounded up)."""
+        """Return the slots in use per KV head and layer, on average (rounded up)."""
         slots = self.decoder.held
         return -(-sum(slots) // len(slots))
 
     @property
     def spare(self) -> int:
-        """Tokens that fit before any head must evict."""
+        """Return how many tokens fit before any head must evict."""
         return max(0, min(self.decoder.budgets) - self.seen)
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all buffers."""
+        """Return the exact bytes of all buffers."""
         return self.decoder.nbytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slots in use."""
+        """Return the bytes of the slots in use."""
         return self.decoder.used_bytes(self.seen)
 
     @property
     def positions(self) -> list[Int32]:
-        """The positions of the kept tokens in the conversation, by layer: [K, held]."""
+        """Return the positions of the kept tokens in the conversation, by layer: [K, held]."""
         return self.decoder.positions(self.seen)
 
     @property
     def sinks(self) -> int:
-        """First tokens of the conversation that are never evicted."""
+        """Return how many first tokens of the conversation are never evicted."""
         return self.decoder.sinks
 
     def kept_tokens(self) -> list[KeptTokens]:
-        """Which tokens every layer holds, as `BudgetCache.kept_tokens`."""
+        """Return the tokens that every layer holds, as `BudgetCache.kept_tokens` does."""
         return [KeptTokens(i, True, list(heads)) for i, heads in enumerate(self.positions)]
 
     def pin(self, spans: Sequence[Span]) -> None:
-        """Never evict these tokens, [start, stop) in tokens read; they may be read later.
+        """Pin these tokens, [start, stop) in tokens read or still to be read: never evict them.
 
         Raises:
             PinsTooLarge: a head cannot hold them beside those pinned before; nothing is changed.
@@ -81,12 +81,12 @@ class OrtCache:
         self.set_pins(self.pinned_with(spans))
 
     def pinned_with(self, spans: Sequence[Span], *, emptied: bool = False) -> list[Span]:
-        """All spans that are pinned once `spans` are too, or after a reset, if it is `emptied`.
+        """Return all pinned spans once `spans` are pinned too, or only these if it is `emptied`.
 
         Raises:
             PinsTooLarge: a head cannot hold them.
         """
-        # What was announced and then not read, as after a Ctrl-C, is not pinned.
+        # Tokens that were announced and then not read, as after a Ctrl-C, are not pinned.
         seen = 0 if emptied else self.seen
         found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
         self._check_pins(found)
@@ -114,7 +114,7 @@ class OrtCache:
 
 
 class OrtLoop(Loop):
-    """Reads tokens through a decoder; after every call the cache holds at most its budget.
+    """A loop that reads tokens through a decoder; after each call the cache is within its budget.
 
     Args:
         cache: of the decoder.
@@ -129,15 +129,15 @@ class OrtLoop(Loop):
 
     @property
     def execution(self) -> str:
-        """The version of ONNX Runtime."""
+        """Return the version of ONNX Runtime."""
         return f"ONNX Runtime {self.cache.decoder.version}"
 
     def next_length(self, batch: int, left: int) -> int:
-        """The tokens of a block, or as many as fit before the next eviction."""
+        """Return the tokens of a block, or as many as fit before the next eviction."""
         return self.cache.decoder.room
 
     def read(self, ids: Ids, need_logits: bool = True) -> NDArray[Any]:
-        """Read one block [1, T]; returns the last token's logits [1, V], needed or not.
+        """Read one block [1, T]; return the last token's logits [1, V], needed or not.
 
         Raises:
             MemoryCapExceeded: before anything is read; or the system refused memory half-way, then
@@ -158,12 +158,12 @@ class OrtLoop(Loop):
                 "conversation is read again with the next message"
             ) from error
         except Exception:
-            cache.reset()  # layers may hold different tokens now
+            cache.reset()  # layers may hold different tokens
             raise
         return logits
 
     @property
     def room(self) -> Room:
-        """What the cache holds and what still fits."""
+        """Return what the cache holds and what still fits."""
         cache = self.cache
         return Room(cache.held, cache.spare, min(cache.decoder.budgets), lambda budget: budget)

@@ -48,35 +48,35 @@ DEEPEST = 100  # messages within messages, as protobuf allows
 
 @dataclass(frozen=True)
 class Manifest:
-    """The checked content of kvcap.json, and the directory that holds it and its files."""
+    """A manifest: the checked content of kvcap.json, and the directory that holds its files."""
 
     folder: Path
     facts: Mapping[str, Any]
 
     @property
     def shared(self) -> bool:
-        """Whether the decoder's past and present are one buffer: it is kvcap's own."""
+        """Return whether past and present are one buffer: the decoder is kvcap's own."""
         return bool(self.facts["kind"] == SHARED)
 
     @property
     def in_place(self) -> bool:
-        """Whether slots stay where they are, so that tokens may wait to be evicted."""
+        """Return whether slots stay where they are, so that tokens may wait to be evicted."""
         return bool(self.facts["kind"] != EVICTOR)
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """The model's name, family and sizes."""
+        """Return the model's name, family and sizes."""
         found: Mapping[str, Any] = self.facts["model"]
         return found
 
     @property
     def decoder(self) -> Path:
-        """The file of the decoder's graph."""
+        """Return the file of the decoder's graph."""
         return self.file(self.facts["graphs"]["decoder"]["file"])
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the decoder's files, which tells decoders apart."""
+        """Return a digest of the decoder's files that differs between decoders."""
         decoder = str(self.facts["graphs"]["decoder"]["file"])
         told = sorted(
             (entry["file"], entry["sha256"])
@@ -87,16 +87,16 @@ class Manifest:
 
     @property
     def listed(self) -> frozenset[str]:
-        """Names of the files that belong to the decoder; no others are read."""
+        """Return the names of the files that belong to the decoder; no others are read."""
         return frozenset(entry["file"] for entry in self.facts["files"])
 
     def file(self, name: str) -> Path:
-        """The path of a file in the directory."""
+        """Return the path of a file in the directory."""
         return self.folder / name
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a directory, if it is sound and its files are those it was written with.
+    """Return a directory's manifest, if it is sound and its files are those it was written with.
 
     Raises:
         ModelNotFound: no such directory.
@@ -157,7 +157,7 @@ def check(facts: Any, name: str = MANIFEST) -> None:
 
 
 def _contradiction(facts: Mapping[str, Any]) -> str | None:
-    """The first contradiction between parts, which a schema cannot find."""
+    """Return the first contradiction between parts, which a schema cannot find."""
     names = [entry["file"] for entry in facts["files"]]
     if len(set(names)) < len(names):
         return "files: one is listed twice"
@@ -220,7 +220,7 @@ def _of_grouped(facts: Mapping[str, Any]) -> str | None:
 
 
 def _graphs(facts: Mapping[str, Any]) -> list[str]:
-    """The file names of all graphs."""
+    """Return the file names of all graphs."""
     graphs = [facts["graphs"]["decoder"], *facts.get("evictors", [])]
     return [graph["file"] for graph in graphs]
 
@@ -265,7 +265,7 @@ def _unchanged(manifest: Manifest, entry: Mapping[str, Any]) -> None:
 
 
 def files_named(path: Path) -> set[str]:
-    """The files that a graph takes weights from, relative to its own directory.
+    """Return the files that a graph takes weights from, relative to its own directory.
 
     Raises:
         OSError: it cannot be read.
@@ -296,7 +296,7 @@ def _named(data: memoryview, kind: str, depth: int) -> Iterator[str]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Number and bytes of each field that has a length; no other field can hold a message."""
+    """Yield number and bytes of each field that has a length; only such a field holds a message."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

@@ -64,14 +64,14 @@ def plan_of(
 
 
 class Beside(NamedTuple):
-    """Bytes of a run that depend on no graph, under the plan's names."""
+    """A count of a run's bytes that depend on no graph, under the plan's names."""
 
     baseline: int
     recall_store: int
 
 
 def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) -> MemoryPlan:
-    """The plan of a decoder whose graph fixes the budget."""
+    """Return the plan of a decoder whose graph fixes the budget."""
     facts = manifest.facts
     cap = None if sizes.memory_cap is None else parse_cap(sizes.memory_cap)
     tokens, block = facts["budget_tokens"], sizes.block_size or facts["block_size"]
@@ -112,7 +112,7 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) ->
 def _of_any_budget(
     manifest: Manifest, policy: str, sizes: Sizes, pinned: int, beside: Beside
 ) -> MemoryPlan:
-    """The plan of a decoder for any budget: the graph that evicts takes it as an input."""
+    """Return the plan of a decoder for any budget: the graph that evicts takes it as an input."""
     facts, model = manifest.facts, manifest.model
     made = _grouped if facts["kind"] == GROUPED else _paired
     plan = partial(made, manifest, policy, sizes.positions or facts["positions"], beside)
@@ -139,7 +139,7 @@ def _of_any_budget(
 
 
 def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPlan:
-    """The plan with the least budget and cap that would work."""
+    """Return the plan with the least budget and cap that would work."""
     own = least.baseline if sizes.memory_cap is not None else process_bytes() + LOADING
     return replace(
         found,
@@ -184,7 +184,7 @@ def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> Memo
 
 
 def _scales(manifest: Manifest) -> int:
-    """Bytes of the scales of slots in int8: a number for each channel of keys and of values."""
+    """Return the bytes of the scales of int8 slots, one per channel of keys and of values."""
     if manifest.facts.get("kv_dtype") is None:
         return 0
     model = manifest.model
@@ -192,7 +192,7 @@ def _scales(manifest: Manifest) -> int:
 
 
 def _told(manifest: Manifest, block: int) -> int:
-    """Bytes of the queries that a block's evictions may look at, of all layers in float32."""
+    """Return the bytes of the queries that a block's evictions may look at, in float32."""
     model = manifest.model
     if manifest.facts["queries_observed"] == 0:
         return 0
@@ -260,7 +260,7 @@ def _grouped(
 
 
 def _uncapped(manifest: Manifest, cache: Any) -> dict[str, Any]:
-    """The bytes of a token where nothing caps the cache, under `MemoryPlan`'s names."""
+    """Return the bytes of a token where nothing caps the cache, under `MemoryPlan`'s names."""
     model = manifest.model
     layers = len(manifest.facts.get("kv_layers", ())) or model["layers"]
     token = layers * 2 * model["kv_heads"] * model["head_dim"] * np.dtype(cache).itemsize
@@ -270,7 +270,7 @@ def _uncapped(manifest: Manifest, cache: Any) -> dict[str, Any]:
 
 
 def _workspace(manifest: Manifest, slots: int, block: int, scored: int) -> int:
-    """Bytes that a block takes in float32 while `scored` layers of `slots` are scored together."""
+    """Return the bytes that a block takes in float32 while `scored` layers are scored together."""
     model = manifest.model
     hidden = block * (4 * model["hidden_size"] + 3 * model["mlp_size"])
     attention = 3 * model["heads"] * block * slots  # scores, their mask, their weights

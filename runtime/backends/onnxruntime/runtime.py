@@ -1,4 +1,4 @@
-"""The ONNX Runtime backend: loads an exported decoder under a memory plan, to chat with it.
+"""Loads an exported decoder into ONNX Runtime under a memory plan, to chat with it.
 
 The counterpart of `backends/pytorch/runtime.py`: the same caps, sessions and chat, no PyTorch.
 """
@@ -59,7 +59,7 @@ AUTO = (
 
 
 class PolicyRequest(NamedTuple):
-    """The policy that a user asked for; without a name, the export's own."""
+    """A policy that a user asked for; without a name, the export's own."""
 
     name: str | None = None
     options: Mapping[str, Any] = {}
@@ -69,7 +69,7 @@ class PolicyRequest(NamedTuple):
 
 @dataclass
 class ExportedPolicy:
-    """A policy of an export, as it was asked for, and the tokens that it pins."""
+    """A policy of an export, as it was asked for, with the tokens that it pins."""
 
     name: str
     entry: Mapping[str, Any]  # of the manifest: its policy, or a graph that evicts
@@ -79,7 +79,7 @@ class ExportedPolicy:
     share: float = 0.0  # of the budget, the newest tokens
 
     def pins(self, budget: int) -> tuple[int, int]:
-        """How many first and newest tokens are never evicted."""
+        """Return how many first and newest tokens are never evicted."""
         newest = max(self.recents, int(self.share * budget), self.request.recent_tokens)
         first = self.request.sink_tokens
         if first is None and SINKS not in self.entry["policy"]["parameters"]:
@@ -88,7 +88,7 @@ class ExportedPolicy:
 
     @property
     def least(self) -> int:
-        """The smallest budget that holds what is pinned."""
+        """Return the smallest budget that holds what is pinned."""
         least = 1
         while (needed := sum(self.pins(least))) > least:  # pins grow slower than budgets
             least = needed
@@ -115,7 +115,7 @@ class OrtRuntime:
 
     @cached_property
     def generation(self) -> Generation:
-        """The model's own settings of generation, with all tokens that end an answer."""
+        """Return the model's own settings of generation, with all tokens that end an answer."""
         found: Generation = with_ends(self.tokenizer, generation_of(self.manifest))
         return found
 
@@ -187,7 +187,7 @@ class OrtRuntime:
         tokenizer = Tokenizer(found.folder, found.listed)
         graph = Graph(found.decoder, threads)
         if cap is not None:
-            # What loading really took is known now.
+            # After loading, the plan uses what loading really took.
             plan = plan_for(loaded=True)
             if enforce == "rlimit":
                 limit_data(cap)
@@ -195,51 +195,51 @@ class OrtRuntime:
 
     @property
     def device_label(self) -> str:
-        """The library, the device and the type of numbers, for people."""
+        """Return the library, the device and the type of numbers, as text for people."""
         return f"onnxruntime cpu {self.plan.dtype}"
 
     @property
     def every(self) -> int:
-        """After how many tokens it evicts in generation."""
+        """Return after how many tokens it evicts in generation."""
         usual = EVICT_EVERY if self.manifest.in_place else 1
         return self.evict_every or min(usual, self.plan.block_size)
 
     @property
     def vocabulary(self) -> int:
-        """How many different tokens the model knows."""
+        """Return how many different tokens the model knows."""
         return int(self.manifest.model["vocabulary"])
 
     @property
     def trained_length(self) -> int:
-        """The longest sequence, in tokens, that the model was trained on."""
+        """Return the longest sequence, in tokens, that the model was trained on."""
         return int(self.manifest.model["trained_length"])
 
     @property
     def cap_bytes(self) -> int:
-        """The cap of the cache: the bytes that were asked for, else what the slots need."""
+        """Return the cap of the cache in bytes: the one asked for, else what the slots need."""
         budget = self.sizes.kv_budget
         return self.plan.cache_bytes if budget is None else parse_bytes(budget)
 
     def session(
         self, system: str | None = None, *, seed: int | None = None, generation: Any = None
     ) -> Session:
-        """A new conversation with a cache of its own."""
+        """Return a new conversation with a cache of its own."""
         return Session(self, system, seed, generation)
 
     def batch(self, size: int) -> Batch:
-        """Answers up to `size` sessions by turns, a token of each; see `Batch`.
+        """Return a batch that answers up to `size` sessions, one token of each in turn.
 
         Raises:
-            PlanInfeasible: none, or under a memory cap, whose plan has one session.
+            PlanInfeasible: the size is below 1, or a memory cap plans for one session.
         """
         return Batch(self, size)
 
     def shared_rows(self, size: int) -> tuple[None, str]:
-        """None, and why sessions are read one after the other."""
+        """Return None, and the reason why sessions are read one after the other."""
         return None, "an exported graph reads one conversation"
 
     def loop(self) -> OrtLoop:
-        """A loop over an empty cache."""
+        """Return a loop over an empty cache."""
         guard = None
         if self.memory_cap is not None:
             block = self.plan.workspace + self.plan.logits
@@ -248,25 +248,25 @@ class OrtRuntime:
         return OrtLoop(OrtCache(decoder, self.plan.policy), guard)
 
     def rng(self, seed: int | None) -> np.random.Generator:
-        """A generator of random numbers, repeatable with a seed."""
+        """Return a generator of random numbers, repeatable with a seed."""
         return np.random.Generator(np.random.PCG64(seed))
 
     def sampler(self, generation: Generation, rng: np.random.Generator) -> NumpySampler:
-        """A sampler with these settings and random numbers."""
+        """Return a sampler with these settings and random numbers."""
         return NumpySampler(generation, rng)
 
     def token_ids(self, tokens: list[int]) -> NDArray[np.int64]:
-        """Token ids [1, T]."""
+        """Return token ids as an array [1, T]."""
         return np.array([tokens], np.int64)
 
     def append_token(
         self, history: NDArray[np.int64], token: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
+        """Return the history [1, T] with the next token [1] behind it: [1, T + 1]."""
         return np.concatenate((history, token[:, None]), axis=1)
 
     def with_policy_name(self, policy: str, options: dict[str, Any]) -> OrtRuntime:
-        """The same decoder under another policy that was exported.
+        """Return a runtime of this decoder under another policy that was exported.
 
         Raises:
             NotExportable: it was not, or it was with other options.
@@ -281,7 +281,7 @@ class OrtRuntime:
         return self._replanned(found, sizes)
 
     def with_budget(self, tokens: int) -> OrtRuntime:
-        """The same decoder and policy with so many slots per KV head and layer.
+        """Return a runtime of this decoder and policy with so many slots per KV head and layer.
 
         Raises:
             PlanInfeasible: below 1, fewer than the policy pins, the process would pass its memory
@@ -295,18 +295,18 @@ class OrtRuntime:
         return found
 
     def _replanned(self, policy: ExportedPolicy, sizes: Sizes) -> OrtRuntime:
-        """The same decoder under another plan."""
+        """Return a runtime of this decoder under another plan."""
         asked = sizes._replace(memory_cap=None, block_size=self.plan.block_size)
         plan = plan_of(
             self.manifest, policy.name, asked, pinned=policy.least,
             recall_store=self.plan.recall_store,
         )  # fmt: skip
-        # What the process took without a cache is known.
+        # The first plan has already measured what the process takes without a cache.
         plan = replace(plan, baseline=self.plan.baseline)
         return replace(self, plan=plan, policy=policy, sizes=sizes)
 
     def policies(self) -> dict[str, list[str]]:
-        """The policies that were exported, with the names of their options."""
+        """Return the policies that were exported, with the names of their options."""
         facts = self.manifest.facts
         entries = [facts] if self.manifest.shared else facts["evictors"]
         return {
@@ -327,7 +327,7 @@ class OrtRuntime:
         return saved.identity_of(self.policy.entry, self.manifest.fingerprint, self.plan)
 
     def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
-        """Make `session` the saved one, or refuse and leave it as it is.
+        """Turn `session` into the saved one, or refuse and leave it unchanged.
 
         Raises:
             SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: refused.
@@ -338,7 +338,7 @@ class OrtRuntime:
 def find_policy(
     manifest: Manifest, request: PolicyRequest, positions: str | None
 ) -> ExportedPolicy:
-    """The policy of an export that was asked for, in the position mode that was.
+    """Return the policy of an export that was asked for, in the position mode asked for.
 
     Raises:
         NotExportable: it has no such policy, options or positions; says which it has, or what
@@ -397,7 +397,7 @@ def check_dtype(manifest: Manifest, dtype: str | None) -> None:
 
 
 def generation_of(manifest: Manifest) -> Generation:
-    """The settings of generation in a manifest; an empty list of ends says that none are known."""
+    """Return a manifest's settings of generation; an empty list of ends counts as unknown."""
     found = Generation.of(manifest.facts["generation"])
     found.eos_token_id = found.eos_token_id or None
     return found
@@ -450,7 +450,7 @@ def check_every(manifest: Manifest, evict_every: int | None) -> None:
 def make_decoder(
     manifest: Manifest, graph: Graph, policy: ExportedPolicy, plan: MemoryPlan, evict_every: int
 ) -> ExportedDecoder:
-    """The decoder of a plan, with its buffers allocated."""
+    """Return the decoder of a plan, with its buffers allocated."""
     if manifest.shared:
         evictors = evictors_of(manifest, graph.threads)
         scales = scales_of(manifest)

@@ -54,7 +54,7 @@ def save(session: Session, identity: dict[str, Any], path: str | os.PathLike[str
 def restore(
     session: Session, identity: dict[str, Any], vocabulary: int, path: str | os.PathLike[str]
 ) -> None:
-    """Make `session` the saved one; its runtime has that identity and vocabulary.
+    """Turn `session` into the saved one; its runtime has that identity and vocabulary.
 
     Raises:
         SessionFileForeign: it was saved by another backend or decoder, or under other settings.
@@ -86,7 +86,7 @@ def restore(
 
 
 def _held(session: Session, facts: Mapping[str, Any], seen: int) -> list[int]:
-    """Slots in use by layer; files of decoders that evict after every token do not say."""
+    """Return the slots in use by layer; older files lack them, and evict after every token."""
     budgets = session.cache.decoder.budgets
     held = facts.get("held") or [slots_in_use(budget, seen) for budget in budgets]
     numbers = all(type(slots) is int for slots in held) and len(held) == len(budgets)
@@ -96,7 +96,7 @@ def _held(session: Session, facts: Mapping[str, Any], seen: int) -> list[int]:
 
 
 def _slots(session: Session, file: SessionFile, seen: int, held: Sequence[int]) -> dict[str, Any]:
-    """The saved slots, checked against the decoder's shapes after so many tokens."""
+    """Return the saved slots, checked against the decoder's shapes after so many tokens."""
     decoder = session.cache.decoder
     expected = decoder.state(seen, held) if seen else {}
     found = {
@@ -120,7 +120,7 @@ def _slots(session: Session, file: SessionFile, seen: int, held: Sequence[int]) 
 
 
 def identity_of(entry: Mapping[str, Any], fingerprint: str, plan: MemoryPlan) -> dict[str, Any]:
-    """Everything that must agree for saved slots to be usable; `entry` is the manifest's."""
+    """Return all that must agree for saved slots to be usable; `entry` is the manifest's."""
     policy = {"name": entry["policy"]["name"], "parameters": entry["policy"]["parameters"]}
     return {
         "backend": BACKEND,

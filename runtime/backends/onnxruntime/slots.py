@@ -1,4 +1,4 @@
-"""One layer's slots in buffers that never move: a block is appended, survivors move into holes.
+"""Holds one layer's slots in buffers that never move: appends blocks, and fills holes in place.
 
 Slots lie in any order; `positions` says which token each holds. Nothing else is moved or copied.
 With compact positions a survivor counts one position less for every older token that goes: its key
@@ -20,7 +20,7 @@ LEAST, MOST = -128, 127  # numbers in 8 bits
 
 
 class Turns:
-    """Rotates keys and queries back, by pairs of numbers.
+    """A table of rotations that turns keys and queries back, by pairs of numbers.
 
     Args:
         inv_freq: of the model, one for each pair.
@@ -33,7 +33,7 @@ class Turns:
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of the table."""
+        """Return the exact bytes of the table."""
         return self.table.nbytes
 
     def back(self, x: Array, shift: Array) -> None:
@@ -55,13 +55,13 @@ class Turns:
 
 
 def rotations(inv_freq: Sequence[float], span: int) -> NDArray[np.float32]:
-    """Cosines and sines of all positions below `span`, [span, 2, R/2], from float64 angles."""
+    """Return the cosines and sines of all positions below `span`, [span, 2, R/2], from float64."""
     angles = np.arange(span, dtype=np.float64)[:, None] * np.array(inv_freq, np.float64)
     return np.stack((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
 
 
 class LayerSlots:
-    """The slots of one layer.
+    """A layer's slots, which take in blocks and give up what is evicted.
 
     Args:
         buffers: `keys` and `values` [1, K, slots, D], `positions` [1, K, slots] and what a policy
@@ -86,11 +86,11 @@ class LayerSlots:
 
     @property
     def capacity(self) -> int:
-        """Slots of a head."""
+        """Return the slots of a head."""
         return int(self.buffers["positions"].shape[2])
 
     def views(self, held: int, seen: int) -> dict[str, Array]:
-        """What is in use of every buffer, by name, where `held` slots are after `seen` tokens."""
+        """Return views of all buffers by name, with `held` slots in use after `seen` tokens."""
         found = {name: x[:, :, :held] for name, x in self.buffers.items()}
         if (window := self.buffers.get("queries")) is not None:
             found["queries"] = last_in(window, min(seen, window.shape[2]))
@@ -148,7 +148,7 @@ class LayerSlots:
             self.turns.back(self.buffers["queries"], np.array(count))
 
     def _turn_again(self, shift: Array) -> None:
-        """Turn keys [K, kept] back by `shift` more, from how they were written."""
+        """Turn keys [K, kept] back by `shift` more, starting from how they were written."""
         assert self.turns is not None
         shifts, kept = self.buffers["shifts"][0], shift.shape[1]
         shifts[:, :kept] += shift
@@ -167,7 +167,7 @@ class LayerSlots:
             key[:kept] = turned
 
     def _older(self, gone: Array) -> Array:
-        """How many of the slots that go hold an older token than each slot in use. [K, held]."""
+        """Return how many evicted slots hold an older token than each slot in use. [K, held]."""
         positions = self.buffers["positions"][0, :, : self.held].astype(np.int64)
         positions += np.arange(len(gone))[:, None] * FAR  # one list, head by head
         left = np.sort(np.take_along_axis(positions, gone, axis=1), axis=1)
@@ -177,5 +177,5 @@ class LayerSlots:
 
 
 def last_in(x: Array, count: int) -> Array:
-    """The last `count` of axis 2, a view."""
+    """Return the last `count` of axis 2, as a view."""
     return x[:, :, x.shape[2] - count :]

@@ -21,7 +21,7 @@ CONFIG, OLD_CONFIG = "tokenizer_config.json", "special_tokens_map.json"
 
 
 class Tokenizer:
-    """Encodes text, and holds the special tokens and the template of a chat.
+    """A tokenizer that encodes text, and holds special tokens and the template of a chat.
 
     Args:
         folder: with tokenizer.json, and perhaps tokenizer_config.json and a chat template.
@@ -58,13 +58,13 @@ class Tokenizer:
             ) from error
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """The token ids of `text`, as `input_ids`."""
+        """Return the token ids of `text`, as `input_ids`."""
         encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return {"input_ids": encoding.ids}
 
 
 def _json(path: Path | None) -> dict[str, Any]:
-    """The settings in a JSON file; none where there is no file."""
+    """Return the settings in a JSON file; an empty dictionary where there is no file."""
     if path is None:
         return {}
     found = read_json(path)
@@ -74,7 +74,7 @@ def _json(path: Path | None) -> dict[str, Any]:
 
 
 def _special(config: dict[str, Any]) -> dict[str, str]:
-    """The special tokens by name; a config gives each as a text, or as a dictionary with it."""
+    """Return the special tokens by name; a config gives each as a text or as a dictionary."""
     named = {f"{name}_token": config.get(f"{name}_token") for name in NAMED}
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
