@@ -1,1 +1,1 @@
-"""The commands chat, generate, plan and policies, and the chat in a terminal."""
+"""Defines the commands chat, generate, plan and policies, and the chat in a terminal."""

@@ -93,7 +93,7 @@ def recalled(passages: int, tokens: int) -> str:
 
 
 def as_document(stats: Stats, text: str, passages: Sequence[Passage]) -> dict[str, Any]:
-    """The JSON document of one answer; times that were not measured are null.
+    """Return the JSON document of one answer; times that were not measured are null.
 
     Args:
         stats: of the conversation, once it was answered.

@@ -1,4 +1,4 @@
-"""The chat and its commands: takes lines, prints answers. Knows no keyboard; see `terminal.py`."""
+"""Runs the chat and its commands: takes lines, prints answers. Knows no keyboard."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ UNSET = {
     "regex": "regex",
     "template_option": "template_options",
 }
-"""Settings that `/set NAME` without a value takes back, and what a session calls them."""
+"""Maps settings that `/set NAME` without a value resets to the names that a session uses."""
 SWITCH = {"on": True, "off": False}
 # A name in quotes, or one whose spaces have backslashes before them; then the question.
 FILE = re.compile(r"""("[^"]+"|'[^']+'|(?:\\ |\S)+)\s*(.*)""", re.DOTALL)
@@ -71,7 +71,7 @@ FILE = re.compile(r"""("[^"]+"|'[^']+'|(?:\\ |\S)+)\s*(.*)""", re.DOTALL)
 
 @dataclass
 class Chat:
-    """A conversation and the commands about it.
+    """A conversation with the commands about it.
 
     Answers go to stdout, all else to stderr. An error is printed, and the chat goes on.
     """
@@ -79,21 +79,21 @@ class Chat:
     session: Session
     output: Output
     file: str | None = None
-    """Where the conversation is saved after every answer, if anywhere."""
+    """Names the file where the conversation is saved after every answer, if any."""
     commands: bool = True
-    """Whether a line that begins with a slash and a word is a command."""
+    """Says whether a line that begins with a slash and a word is a command."""
     markdown: bool = True
-    """Whether answers are drawn as Markdown, where stdout is a terminal."""
+    """Says whether answers are drawn as Markdown, where stdout is a terminal."""
     spaced: bool = False
-    """Whether an empty line goes before an answer, as is easier to read on a terminal."""
+    """Says whether an empty line goes before an answer, as is easier to read on a terminal."""
     draft: str = ""
-    """A text for the next prompt, to be changed and sent again."""
+    """Holds a text for the next prompt, to be changed and sent again."""
     code: int = OK
-    """The first exit code that was not 0."""
+    """Holds the first exit code that was not 0."""
     over: bool = False
 
     def run_script(self, lines: Iterable[str]) -> int:
-        """Handle every line; a final backslash continues it. Returns the exit code."""
+        """Handle every line; a final backslash continues it. Return the exit code."""
         for line in join_continued(lines):
             self.handle(line)
             if self.over or self.code == INTERRUPTED:
@@ -103,7 +103,7 @@ class Chat:
     def handle(self, text: str) -> int:
         """Run a command, which is a slash and a word of letters, or send a message.
 
-        Returns the exit code that it alone would give.
+        Returns the exit code of this line alone.
         """
         if not text.strip():
             return OK
@@ -129,7 +129,7 @@ class Chat:
             self.session.save(self.file)
 
     def banner(self) -> list[str]:
-        """The lines that greet the user."""
+        """Return the lines that greet the user."""
         runtime = self.session.runtime
         plan = runtime.plan
         lines = [
@@ -297,7 +297,7 @@ class Chat:
             )
 
     def _switch(self, runtime: Engine) -> None:
-        """Go on with the conversation under another policy or budget."""
+        """Continue the conversation under another policy or budget."""
         old = self.session
         before, messages, system, seed = old.runtime, old.messages, old.system, old.seed
         generation, pinned, pin_system = old.generation, old.pinned, old.pin_system
@@ -453,7 +453,7 @@ class Chat:
 
 
 def with_budget(runtime: Engine, text: str) -> Engine:
-    """The runtime with a budget in slots, such as 512, or the most slots in bytes, such as 4MiB.
+    """Return the runtime with a budget in slots (512), or the most slots in bytes (4MiB).
 
     Raises:
         ValueError: neither a number of slots nor a size, or nothing fits.
@@ -484,13 +484,13 @@ def with_budget(runtime: Engine, text: str) -> Engine:
 
 
 def shortened(text: str, lines: int = SHOWN_LINES) -> str:
-    """The beginning of a message, by which people recognise it."""
+    """Return the beginning of a message, by which people recognise it."""
     head = "\n".join(text.strip().split("\n")[:lines])[:SHOWN]
     return head if head == text.strip() else f"{head} ..."
 
 
 def shown_passage(passage: Passage, held: Sequence[float]) -> str:
-    """Return one line for a passage: where its tokens stand, if they are evicted, and its text.
+    """Return one line for a passage: its place, whether it is evicted, and its text.
 
     Args:
         passage: that was found.
@@ -505,7 +505,7 @@ def shown_passage(passage: Passage, held: Sequence[float]) -> str:
 
 
 def join_continued(lines: Iterable[str]) -> Iterator[str]:
-    """Lines without their ends; one that ends with a backslash is joined to the next."""
+    """Yield lines without their ends; one that ends with a backslash is joined to the next."""
     held = ""
     for line in lines:
         text = line.rstrip("\r\n")

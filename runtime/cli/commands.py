@@ -1,4 +1,4 @@
-"""The commands chat, generate, plan, warm and policies, and loading a model by their options.
+"""Defines the commands chat, generate, plan, warm and policies, and loads models by their options.
 
 `kvcap --help` imports this, so what is slow to import is imported when a command runs.
 """
@@ -417,13 +417,13 @@ def _load_model(
 
 
 def _in_gguf(model: str) -> GgufFile | None:
-    """What the GGUF file `model` says of itself; None where it is no such file."""
+    """Return what the GGUF file `model` says of itself; None where it is no such file."""
     found = None if model in BUILT_IN else locate(model)
     return read_gguf(str(found)) if found is not None and found.is_file() else None
 
 
 def _unpacked(model: str, budget: Budget, weights: PackedDtype | None) -> tuple[str, int]:
-    """The type of numbers that a GGUF file's weights become, and their bytes."""
+    """Return the type of numbers that a GGUF file's weights become, and their bytes."""
     quiet_libraries()
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.weights import weigh
@@ -435,7 +435,7 @@ def _unpacked(model: str, budget: Budget, weights: PackedDtype | None) -> tuple[
 
 
 def _load_export(model: str, budget: Budget, running: Running, recall_store: int | None) -> Engine:
-    """The decoder in the directory `model`.
+    """Load the decoder in the directory `model`.
 
     Raises:
         NotExportable: an option that its backend does not have.
@@ -490,7 +490,7 @@ def planned(model: str, backend: Backend, budget: Budget, recall_store: int = 0)
 
 
 def planned_ends(model: str, backend: Backend, budget: Budget) -> list[End]:
-    """The tokens that end an answer; of a tokenizer that is not here, none are known.
+    """Return the tokens that end an answer; those of a missing tokenizer are not known.
 
     Raises:
         ModelFilesBroken: settings of generation or the tokenizer cannot be used.
@@ -525,7 +525,7 @@ def planned_serving(
     body: int | None = None,
     recall: RecallSettings = DEFAULT,
 ) -> ServingPlan:
-    """The plan of a server, without reading weights.
+    """Return the plan of a server, without reading weights.
 
     Args:
         model: as for `planned`.
@@ -592,7 +592,7 @@ def _policy_request(budget: Budget) -> PolicyRequest:
 
 
 def _export_folder(model: str) -> Path:
-    """The directory of an exported decoder.
+    """Return the directory of an exported decoder.
 
     Raises:
         ModelNotFound: there is nothing of that name.
@@ -612,7 +612,7 @@ def _export_folder(model: str) -> Path:
 def start_session(
     runtime: Engine, running: Running, sampling: Sampling, recall: RecallSettings
 ) -> Session:
-    """The conversation with the settings that were given, from its file where there is one.
+    """Return the conversation with the given settings, from its file where there is one.
 
     Raises:
         ValueError: the file's conversation has another system prompt, or there is none to pin.
@@ -640,7 +640,7 @@ def start_session(
 
 
 def save_at_start(session: Session, file: str | None) -> None:
-    """Save a conversation, so that a file which cannot be written is known before an answer."""
+    """Save a conversation, so that a file that cannot be written is noticed before an answer."""
     if file is not None:
         session.save(file)
 
@@ -654,7 +654,7 @@ def check_logprobs(sampling: Sampling, output: Output) -> None:
 def prompt_and_model(
     first: str | None, second: str | None, file: str | None, model: str
 ) -> tuple[str, str]:
-    """The prompt and the model, from the arguments of `generate`.
+    """Return the prompt and the model, from the arguments of `generate`.
 
     What is piped into stdin is the prompt where no other is given.
 
@@ -677,7 +677,7 @@ def prompt_and_model(
 
 
 def _names_model(text: str) -> bool:
-    """Whether the only argument of `generate` names a model, and is no prompt."""
+    """Return whether the only argument of `generate` names a model, and is no prompt."""
     folder = Path(text)
     if text in BUILT_IN or any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
         return True
@@ -687,7 +687,7 @@ def _names_model(text: str) -> bool:
 
 
 def read_input(file: str) -> str:
-    """The text of a file, or of stdin for '-', without the newline that ends it.
+    """Return the text of a file, or of stdin for '-', without the newline that ends it.
 
     Raises:
         ValueError: no such file, not readable, or not UTF-8 text.
@@ -701,7 +701,7 @@ def read_input(file: str) -> str:
 
 
 def use_threads(count: int | None) -> None:
-    """Let PyTorch compute with so many threads; with None, as many as it would."""
+    """Make PyTorch compute with so many threads; with None, leave its own number."""
     if count is not None:
         import torch
 
@@ -710,7 +710,7 @@ def use_threads(count: int | None) -> None:
 
 @contextmanager
 def missing_named() -> Iterator[None]:
-    """Say what to do where PyTorch or transformers cannot be imported within it.
+    """Say how to install PyTorch or transformers where an import within it fails.
 
     Raises:
         ExtraMissing: one of them cannot.

@@ -22,7 +22,7 @@ CODES: tuple[tuple[type[Exception], int], ...] = (
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code by which scripts tell kinds of errors apart."""
+    """Return the exit code by which scripts distinguish kinds of errors."""
     return next((code for kind, code in CODES if isinstance(error, kind)), FAILED)
 
 
@@ -62,12 +62,12 @@ del VISIBLE[ord("\n")], VISIBLE[ord("\t")]
 
 
 def visible(text: str) -> str:
-    """The text with its control characters replaced, so that no escape sequence is obeyed."""
+    """Return the text with control characters replaced, so that no escape sequence is obeyed."""
     return text.translate(VISIBLE)
 
 
 def styled() -> bool:
-    """Whether stderr is a terminal that understands escape sequences."""
+    """Return whether stderr is a terminal that understands escape sequences."""
     if not sys.stderr.isatty():
         return False
     from rich.console import Console
@@ -77,7 +77,7 @@ def styled() -> bool:
 
 
 def columns() -> int | None:
-    """The width of the terminal; None where stderr is none."""
+    """Return the width of the terminal; None where stderr is none."""
     if not styled():
         return None
     from rich.console import Console

@@ -15,10 +15,10 @@ BETWEEN_COLLECTIONS = 50_000  # objects made and not freed, where Python's own i
 
 @contextmanager
 def large_imports() -> Iterator[None]:
-    """Let Python look for cycles less often within it, as what is imported stays.
+    """Make Python look for cycles less often while large libraries are imported.
 
-    PyTorch and transformers make half a million objects, all of which Python would look through
-    again and again while they grow more.
+    PyTorch and transformers make half a million objects that stay, all of which Python would look
+    through again and again while they grow more.
     """
     usual = gc.get_threshold()
     gc.set_threshold(BETWEEN_COLLECTIONS, *usual[1:])
@@ -31,7 +31,7 @@ def large_imports() -> Iterator[None]:
 
 
 def _known_once_read(import_utils: Any) -> None:
-    """Have transformers read the names in its models' files once, and not twice.
+    """Make transformers read the names in its models' files once, and not twice.
 
     It goes through more than 500 folders in the same order again, and keeps only the last 128.
     """

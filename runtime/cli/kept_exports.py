@@ -42,7 +42,7 @@ SNAPSHOTS = "snapshots"  # in which the hub's cache has a folder for every revis
 
 
 def cache_folder() -> Path:
-    """Where exports are kept: `kvcap/exports` in XDG_CACHE_HOME, by default ~/.cache."""
+    """Return where exports are kept: `kvcap/exports` in XDG_CACHE_HOME, by default ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
     return base / "kvcap" / "exports"
@@ -56,7 +56,7 @@ def kept_export(
     symmetric: bool | None = None,
     calibrate: Path | None = None,
 ) -> Path:
-    """The directory of a model's export with these weights and sizes; made if it is not there.
+    """Return the directory of a model's export with these weights and sizes; make it if missing.
 
     Args:
         model: a directory, a GGUF file, a repository, or pocket.
@@ -125,7 +125,7 @@ def identity(
     symmetric: bool | None = None,
     text: str | None = None,
 ) -> dict[str, Any]:
-    """All that is fixed in an export, as JSON has it; of a text its checksum."""
+    """Return all that is fixed in an export, as JSON has it; of a text its checksum."""
     read = {} if text is None else {"text": hashlib.sha256(text.encode()).hexdigest()}
     return {
         **read,
@@ -137,7 +137,7 @@ def identity(
 
 
 def _model(model: str) -> dict[str, Any]:
-    """A repository and its revision; else a path, and the sizes and times of the files there."""
+    """Return a repository and its revision; else a path, with sizes and times of its files."""
     where = Path(resolve(model))
     if not where.exists():
         from huggingface_hub import hf_hub_download
@@ -161,7 +161,7 @@ def _version(package: str) -> str | None:
 
 
 def _options(budget: Budget, symmetric: bool | None) -> list[str]:
-    """The options of `kvcap export decoder` beside model, type and place."""
+    """Return the options of `kvcap export decoder` besides model, type and place."""
     pairs(budget.policy_option or [])  # refuses what is no KEY=VALUE
     given: dict[str, Any] = {
         "--policy": budget.policy or DEFAULT_POLICY,
@@ -181,7 +181,7 @@ def _options(budget: Budget, symmetric: bool | None) -> list[str]:
 
 
 def _is_whole(out: Path) -> bool:
-    """Whether an export is there as it was written."""
+    """Return whether an export is there as it was written."""
     if not (out / MANIFEST).is_file():
         return False
     from kvcap.runtime.backends.onnxruntime import manifest
@@ -201,7 +201,7 @@ def _make(
     quiet: bool,
     calibrate: Path | None,
 ) -> None:
-    """Export into `folder`, in which nobody else does at this time."""
+    """Export into `folder`, whose lock this process holds."""
     for left in _left_over(folder):
         shutil.rmtree(left, ignore_errors=True)
     _require_room(facts["model"], model, folder)
@@ -223,12 +223,12 @@ def _make(
 
 
 def _left_over(folder: Path) -> Iterator[Path]:
-    """What exports left that were killed."""
+    """Yield what exports that were killed have left."""
     yield from folder.glob(".kvcap-*")
 
 
 def _require_room(told: dict[str, Any], model: str, folder: Path) -> None:
-    """Refuse where the disk has less free than the model's own files take.
+    """Refuse an export if the disk has less free than the model's own files take.
 
     Raises:
         NotExportable: naming both.

@@ -1,4 +1,4 @@
-"""The live meter: a line of figures below the text while a prompt is read and an answer written.
+"""Draws the live meter: a line of figures below the text while a prompt is read or answered.
 
 It is drawn on stderr and taken away again; the answer itself goes to stdout, untouched. Knows
 nothing of how text is made.
@@ -30,7 +30,7 @@ ENDINGS = {
 
 
 class Meter:
-    """Writes text to stdout and, on a terminal, keeps one line of figures below it.
+    """A meter that writes text to stdout and, on a terminal, keeps a line of figures below it.
 
     Args:
         stats: gives the figures whenever the line is drawn.
@@ -80,7 +80,7 @@ class Meter:
 
     @property
     def _width(self) -> int:
-        """The columns a line may take: one fewer than the terminal has, so that no line wraps."""
+        """Return the columns a line may take: one fewer than the terminal has, so that it fits."""
         return (columns() or 80) - 1
 
     def _draw(self, line: str) -> None:
@@ -92,7 +92,7 @@ class Meter:
 
 
 def progress(done: int, total: int, rate: float, stats: Stats, width: int | None = None) -> str:
-    """A bar of how far a prompt has been read, at `rate` tokens per second, within `width`."""
+    """Return a bar of how far a prompt has been read, at `rate` tokens/s, within `width`."""
     filled = BAR * done // total
     return fitted(
         [
@@ -107,23 +107,23 @@ def progress(done: int, total: int, rate: float, stats: Stats, width: int | None
 
 
 def status(stats: Stats, width: int | None = None) -> str:
-    """The line below an answer that is being written, within `width` columns."""
+    """Return the line below an answer that is being written, within `width` columns."""
     parts = [*_kv(stats), *_tokens(stats), _speed(stats)]
     return fitted(parts, drop=[2, 1, 4, 3], width=width)
 
 
 def figures(stats: Stats) -> str:
-    """Slots and bytes in use, and tokens seen and evicted."""
+    """Return slots and bytes in use, and tokens seen and evicted."""
     return " · ".join([*_kv(stats), *_tokens(stats)])
 
 
 def kv(stats: Stats) -> str:
-    """Slots and bytes in use, of how many."""
+    """Return slots and bytes in use, of how many."""
     return " · ".join(_kv(stats))
 
 
 def summary(stats: Stats, *, empty: bool = False, width: int | None = None) -> str:
-    """The line after an answer, within `width` columns if possible.
+    """Return the line after an answer, within `width` columns if possible.
 
     Args:
         stats: of the conversation.
@@ -152,7 +152,7 @@ def _kv(stats: Stats) -> list[str]:
 
 
 def _waiting(stats: Stats) -> str:
-    """The slots above the budget, which wait for the next eviction."""
+    """Return the slots above the budget, which wait for the next eviction."""
     return f" + {stats.waiting_tokens:,} waiting" if stats.waiting_tokens else ""
 
 

@@ -53,7 +53,7 @@ class Heading(markdown.Heading):
 
 
 class CodeBlock(markdown.CodeBlock):
-    """Code in the terminal's own colours, indented by two columns."""
+    """A block of code that is drawn in the terminal's own colours, indented by two columns."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Syntax(
@@ -67,7 +67,7 @@ class CodeBlock(markdown.CodeBlock):
 
 
 class Markdown(markdown.Markdown):
-    """Markdown as people write it in a chat, where a new line starts a new line."""
+    """A Markdown text as people write it in a chat, where a new line starts a new line."""
 
     elements = {  # noqa: RUF012  # rich's own declaration
         **markdown.Markdown.elements,
@@ -86,7 +86,7 @@ class Markdown(markdown.Markdown):
 
 
 class MarkdownMeter(Meter):
-    """A meter that draws Markdown; stdout and stderr are the same terminal."""
+    """A meter that draws Markdown, where stdout and stderr are the same terminal."""
 
     def __init__(self, stats: Callable[[], Stats], *, shown: bool = True) -> None:
         self._console = Console(highlight=False, theme=THEME)
@@ -156,13 +156,13 @@ class MarkdownMeter(Meter):
 
     @property
     def _growing(self) -> bool:
-        """Whether the unfinished text only grows at its end: one block, no table or numbers."""
+        """Return whether more text only adds at the end: one block, no table or numbered list."""
         wider = ("table_open", "ordered_list_open")
         moving = any(token.type in wider for token in PARSER.parse(self._text))
         return not moving and len(blocks(self._text)) == 1
 
     def _rendered(self, text: str) -> list[list[Segment]]:
-        """The lines that `text` takes on the screen, with an empty one between blocks."""
+        """Return the lines that `text` takes on the screen, with an empty one between blocks."""
         options = self._console.options.update(width=min(self._console.width, WIDEST))
         found: list[list[Segment]] = []
         for block in blocks(text):
@@ -193,10 +193,10 @@ def blocks(text: str) -> list[str]:
 
 
 def blank(line: list[Segment]) -> bool:
-    """Whether a line shows nothing."""
+    """Return whether a line shows nothing."""
     return not any(segment.text.strip() for segment in line)
 
 
 def joined(lines: list[list[Segment]]) -> Segments:
-    """Lines as one object to print."""
+    """Return lines as one object to print."""
     return Segments([segment for line in lines for segment in (*line, Segment.line())])

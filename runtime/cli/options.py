@@ -1,4 +1,4 @@
-"""The command line's options, each defined once; a command takes them in groups.
+"""Defines the command line's options, each once; a command takes them in groups.
 
 `kvcap --help` imports this, so nothing heavy is imported before a command runs.
 """
@@ -34,15 +34,15 @@ STDIN = "-"
 
 
 def option(*names: str, help: str, **settings: Any) -> Any:
-    """A typer option that the environment can set: `--kv-budget` by `KVCAP_KV_BUDGET`."""
+    """Return a typer option that the environment can set: `--kv-budget` by `KVCAP_KV_BUDGET`."""
     variable = ENVIRONMENT + names[0].lstrip("-").replace("-", "_").upper()
-    # A default of None is the model's or the plan's, which the help text says.
+    # None stands for a default of the model or the plan; the help text names it.
     shown = {"show_envvar": False, "show_default": False, **settings}
     return typer.Option(*names, help=help, envvar=variable, **shown)
 
 
 def pairs(texts: list[str]) -> dict[str, Any]:
-    """Options from KEY=VALUE texts; values are Python literals where they can be, else text.
+    """Read options from KEY=VALUE texts; values are Python literals where they can be, else text.
 
     Raises:
         ValueError: no key, or no '='.
@@ -84,7 +84,7 @@ def template_options(texts: list[str]) -> dict[str, Any]:
 
 
 def variables(context: Any, names: Iterable[str]) -> list[str]:
-    """The parameters of a command that the environment set, as VARIABLE='value'."""
+    """Return the parameters of a command that the environment set, as VARIABLE='value'."""
     by_name = {parameter.name: parameter.envvar for parameter in context.command.params}
     found = []
     for name in names:
@@ -159,7 +159,7 @@ def _cap(text: str | None) -> str | None:
 
 
 def policy_names(incomplete: str) -> list[str]:
-    """For the shell: policies that begin like this; after a plus sign, what can be combined.
+    """Return policies that begin like this, for the shell; after a plus sign, companions.
 
     They are found without importing PyTorch, for which a key press cannot wait.
     """
@@ -178,12 +178,12 @@ def policy_names(incomplete: str) -> list[str]:
 
 
 def _module_names(folder: Path) -> list[str]:
-    """The names of a folder's files, which are those of its policies."""
+    """Return the names of a folder's files, which are those of its policies."""
     return [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
 
 
 def _preset_names(folder: Path) -> Iterator[str]:
-    """The keys of the dictionary `presets` of every policy's class, read from the sources."""
+    """Yield the keys of the dictionary `presets` of every policy's class, from the sources."""
     for path in (*folder.glob("*.py"), *folder.glob("*/*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             match node:
@@ -192,7 +192,7 @@ def _preset_names(folder: Path) -> Iterator[str]:
 
 
 def read_schema(given: str) -> dict[str, Any]:
-    """A JSON schema from a file, from stdin for '-', or from the text itself if that is in braces.
+    """Read a JSON schema from a file, from stdin for '-', or from a text in braces.
 
     Raises:
         ValueError: there is none.
@@ -335,11 +335,11 @@ class Cap:
 
     @property
     def pins(self) -> dict[str, int]:
-        """The options of `PINS` that were given."""
+        """Return the options of `PINS` that were given."""
         return {name: n for name in PINS if (n := getattr(self, name)) is not None}
 
     def sizes(self) -> dict[str, Any]:
-        """The sizes as `MemoryPlan.of` and `Runtime.from_pretrained` take them.
+        """Return the sizes as `MemoryPlan.of` and `Runtime.from_pretrained` take them.
 
         Raises:
             ValueError: both budgets were given.
@@ -354,7 +354,7 @@ class Cap:
 
 @dataclass(frozen=True)
 class Budget(Cap):
-    """Options that say how much is kept, and by which policy."""
+    """A group of options that say how much is kept, and by which policy."""
 
     policy: Annotated[
         str | None,
@@ -379,7 +379,7 @@ class Budget(Cap):
     ] = "check"
 
     def eviction(self) -> Eviction:
-        """The policy with its options.
+        """Return the policy with its options.
 
         Raises:
             PolicyError: unknown names, refused values.
@@ -392,7 +392,7 @@ class Budget(Cap):
 
 @dataclass(frozen=True)
 class Backend:
-    """What runs the model."""
+    """A group of options that say what runs the model."""
 
     backend: Annotated[
         Literal["torch", "onnxruntime"] | None,
@@ -423,7 +423,7 @@ class Backend:
     ] = None
 
     def exported(self, model: str) -> bool:
-        """Whether `model` is to be run as an exported decoder."""
+        """Return whether `model` is to be run as an exported decoder."""
         if self.calibrate is not None and self.weights is None:
             raise ValueError("--calibrate is for --weights int4; add that, or leave it out")
         if self.backend == "torch":
@@ -437,7 +437,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Running:
-    """How the model runs."""
+    """A group of options that say how the model runs."""
 
     system_prompt: Annotated[
         str | None, option("--system-prompt", metavar="TEXT", help="Said before the conversation.")
@@ -477,7 +477,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Recalling:
-    """Options that say how much evicted text is read again."""
+    """A group of options that say how much evicted text is read again."""
 
     recall: Annotated[
         str,
@@ -513,7 +513,7 @@ class Recalling:
         return RecallSettings.parse(self.recall, self.recall_store, cap)
 
     def served(self) -> RecallSettings:
-        """Return them as each conversation of a server takes them, with a smaller index by default.
+        """Return them as a server's conversations take them, with a smaller index by default.
 
         Raises:
             ValueError: naming what would work.
@@ -523,7 +523,7 @@ class Recalling:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; the model's own settings where none is given."""
+    """A group of options for how the next token is drawn; None leaves the model's own setting."""
 
     max_new_tokens: Annotated[
         int | None,
@@ -613,7 +613,7 @@ class Sampling:
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """The settings that were given, under the names that `Session.set_generation` takes.
+        """Return the settings that were given, named as `Session.set_generation` takes them.
 
         Raises:
             ValueError: there is no JSON schema where one was said to be, or an option of the chat
@@ -657,7 +657,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Output:
-    """What is printed."""
+    """A group of options that say what is printed."""
 
     json: Json = False
     quiet: Annotated[

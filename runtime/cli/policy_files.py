@@ -1,6 +1,6 @@
-"""Makes the list of `kvcap policies` from the policies' files, and imports none of them.
+"""Makes the list of `kvcap policies` from the policies' files, without importing them.
 
-To import them takes PyTorch, and so longer than all else that the command does. What a policy says
+Importing them takes PyTorch, and so longer than all else that the command does. What a policy says
 of itself stands in its class statement, which needs no tensors: that is executed, without the
 imports and functions of its file. Where one needs them, there is no list.
 """
@@ -22,7 +22,7 @@ from kvcap.runtime.types import PINS
 CONTRACTS = ("component", "policy", "companions")  # files of `base` that classes derive from
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int8": 1, "bool": 1}
 TORCH = SimpleNamespace(**{name: SimpleNamespace(itemsize=size) for name, size in BYTES.items()})
-NAMES = {  # that class statements use
+NAMES = {  # names that class statements use
     "__name__": __name__, "ClassVar": ClassVar, "NamedTuple": NamedTuple, "dataclass": dataclass,
     "fields": fields, "torch": TORCH,
 }  # fmt: skip

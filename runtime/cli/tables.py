@@ -38,14 +38,14 @@ LEGEND = (
 
 
 class TablePart(NamedTuple):
-    """A component of a policy, where it stands in it, and its name."""
+    """A component of a policy, with its name and the slot that it fills."""
 
     slot: str
     name: str
     component: Component
 
     def row(self) -> dict[str, Any]:
-        """The part as `kvcap policies --json` has it."""
+        """Return the part as `kvcap policies --json` has it."""
         part = self.component
         return {
             "name": self.name,
@@ -60,7 +60,7 @@ class TablePart(NamedTuple):
 
 
 def describe(name: str, eviction: Eviction) -> dict[str, Any]:
-    """A policy or preset as `kvcap policies --json` has it."""
+    """Return a policy or preset as `kvcap policies --json` has it."""
     from kvcap.policies import SLOTS, policies
     from kvcap.policies.base import Preset
 
@@ -78,7 +78,7 @@ def row_of(
     sink_tokens: int | None = None,
     recent_tokens: int = 0,
 ) -> dict[str, Any]:
-    """The row of a policy or preset, from its parts in the order of their slots."""
+    """Return the row of a policy or preset, from its parts in the order of their slots."""
     rows, filled = [part.row() for part in parts], {part.slot: part.component for part in parts}
     policy: Any = filled["policy"]
     corrector: Any = filled.get("corrector")
@@ -103,7 +103,7 @@ def row_of(
 
 
 def describe_companions() -> list[dict[str, Any]]:
-    """The companions of policies as `kvcap policies --json` has them."""
+    """Return the companions of policies as `kvcap policies --json` has them."""
     from kvcap.policies import SLOTS, companions
 
     return companion_rows(
@@ -113,7 +113,7 @@ def describe_companions() -> list[dict[str, Any]]:
 
 
 def companion_rows(parts: Iterable[TablePart]) -> list[dict[str, Any]]:
-    """The rows of companions, by slot and name."""
+    """Return the rows of companions, by slot and name."""
     order = list(DOES)
     return [part.row() for part in sorted(parts, key=lambda x: (order.index(x.slot), x.name))]
 
@@ -159,13 +159,13 @@ def _print_block(row: dict[str, Any]) -> None:
 
 
 def _when(filled: Mapping[str, Component]) -> str:
-    """When to use a combination: what its companions are for, or else its policy."""
+    """Return when to use a combination: the reasons for its companions, else its policy's."""
     added = [part.when for slot, part in filled.items() if slot != "policy" and part.when]
     return "; ".join(dict.fromkeys(added)) or filled["policy"].when
 
 
 def _name(part: Component) -> str:
-    """The name of a part in a combination, such as `h2o+criticalkv`."""
+    """Return the name of a part in a combination, such as `h2o+criticalkv`."""
     from kvcap.policies import policies
 
     registered = {  # by other packages, under names of their own
@@ -184,7 +184,7 @@ def _block() -> Table:
 
 
 def _text(part: Mapping[str, Any], pins: Mapping[str, int]) -> Text:
-    """A part's formula, and below it its source and options."""
+    """Return a part's formula, and below it its source and options."""
     options = {**part["options"], **pins}
     given = " ".join(f"{k}={v!r}" if v == "" else f"{k}={v}" for k, v in options.items())
     source = " · ".join(text for text in (part["paper"], given) if text)
@@ -203,7 +203,7 @@ def _costs(row: Mapping[str, Any]) -> str:
 
 
 def _where(place: str) -> str:
-    """Where evicted tokens lie, if not beside the cache."""
+    """Return in words where evicted tokens lie, if not beside the cache."""
     return {"": "", "device": "", "host": ", on the host"}.get(place, f", in {place}")
 
 

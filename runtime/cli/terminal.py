@@ -1,4 +1,4 @@
-"""The chat's keyboard: its prompt, keys, tab completion, long pastes, history and type-ahead.
+"""Handles the chat's keyboard: prompt, keys, tab completion, pastes, history and type-ahead.
 
 Everything is drawn on stderr.
 """
@@ -40,11 +40,11 @@ STYLE = Style.from_dict({"": f"ansi{YOU}", "mark": f"bold ansi{YOU}"})
 FILE_COMMANDS = ("read", "save", "load")  # commands that take a file
 LONG_LINES, LONG_CHARACTERS = 5, 500  # from so many on, a pasted text is folded
 FIRST_CODE = 0xF0000  # of the characters that stand for folded texts: in a plane for private use
-PRIVATE = "/pin"  # what must never be forgotten is often what no one else may know
+PRIVATE = "/pin"  # pinned text is often secret, so it is not written to the history
 
 
 def converse(chat: Chat, keyboard: Input | None = None, screen: Output | None = None) -> int:
-    """Chat until the user leaves; returns the exit code.
+    """Chat until the user leaves; return the exit code.
 
     Args:
         chat: the conversation.
@@ -91,7 +91,7 @@ def _converse(chat: Chat, prompt: Prompt, ahead: TypeAhead) -> int:
 
 
 class Prompt:
-    """Asks for a message or a command."""
+    """A prompt on the terminal that asks for a message or a command."""
 
     def __init__(self, chat: Chat, keyboard: Input | None, screen: Output | None) -> None:
         self._pastes, self._history = Pastes(), history()
@@ -111,16 +111,16 @@ class Prompt:
 
     @property
     def keyboard(self) -> Input:
-        """The keyboard."""
+        """Return the keyboard."""
         return self._session.app.input
 
     @property
     def screen(self) -> Output:
-        """Where prompts are drawn."""
+        """Return the screen on which prompts are drawn."""
         return self._session.app.output
 
     def ask(self, typed: str = "") -> str:
-        """The message or command that the user enters; `typed` is in the prompt already.
+        """Return the message or command that the user enters; `typed` is in the prompt already.
 
         Raises:
             EOFError, KeyboardInterrupt: after Ctrl-D, or Ctrl-C, in an empty prompt.
@@ -133,7 +133,7 @@ class Prompt:
             self._history.pasted = pasted
 
     def _keys(self) -> KeyBindings:
-        """Enter sends, Alt+Enter and a final backslash start a new line, Ctrl-C empties or leaves.
+        """Bind keys: Enter sends, Alt+Enter or a backslash starts a line, Ctrl-C empties or leaves.
 
         New lines in a pasted text do not send it.
         """
@@ -172,7 +172,7 @@ class Prompt:
 
 
 class ChatCompleter(Completer):
-    """Completes commands, settings, policies and file names that are typed for `chat`."""
+    """A completer of commands, settings, policies and file names that are typed for `chat`."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -181,7 +181,7 @@ class ChatCompleter(Completer):
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterator[Completion]:
-        """The completions of the text before the cursor."""
+        """Yield the completions of the text before the cursor."""
         text = document.text_before_cursor
         if not self._chat.commands or not text.startswith("/") or "\n" in text:
             return
@@ -212,7 +212,7 @@ class ChatCompleter(Completer):
             yield from self._files(rest, complete_event, escaped=command == "read")
 
     def _files(self, typed: str, event: CompleteEvent, escaped: bool) -> Iterator[Completion]:
-        """Files that begin with `typed`; with `escaped`, spaces in names have backslashes."""
+        """Yield files that begin with `typed`; `escaped` puts backslashes before spaces."""
         begun = typed.replace("\\ ", " ") if escaped else typed
         for found in self._paths.get_completions(Document(begun), event):
             rest = found.text.replace(" ", "\\ ") if escaped else found.text
@@ -222,20 +222,20 @@ class ChatCompleter(Completer):
 
 
 def beginning(typed: str, words: Iterable[str], end: str = "") -> Iterator[Completion]:
-    """The `words` that begin with `typed`, each followed by `end`."""
+    """Yield the `words` that begin with `typed`, each followed by `end`."""
     for word in words:
         if word.startswith(typed):
             yield Completion(word + end, -len(typed), display=word)
 
 
 class Pastes(Processor):
-    """Folds long texts in a prompt: one character stands for each, and is shown as a label."""
+    """A processor that folds long texts in a prompt: one character stands for each, as a label."""
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
 
     def fold(self, text: str) -> str:
-        """The text, or the character that stands for it if it is long."""
+        """Return the text, or the character that stands for it if it is long."""
         if text.count("\n") + 1 < LONG_LINES and len(text) < LONG_CHARACTERS:
             return text
         code = FIRST_CODE + len(self._texts)
@@ -243,7 +243,7 @@ class Pastes(Processor):
         return chr(code)
 
     def unfold(self, typed: str) -> str:
-        """The typed text, with the long texts in place of their characters."""
+        """Return the typed text, with the long texts in place of their characters."""
         return typed.translate(self._texts)
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
@@ -268,18 +268,18 @@ class Pastes(Processor):
 
 
 def label(text: str) -> str:
-    """The label that stands for `text` in the prompt."""
+    """Return the label that stands for `text` in the prompt."""
     lines = text.count("\n") + 1
     return f"[pasted {lines:,} lines]" if lines > 1 else f"[pasted {len(text):,} characters]"
 
 
 class TypedHistory(FileHistory):
-    """Keeps typed lines in a file, and pasted or pinned ones only until the chat ends."""
+    """A history that keeps typed lines in a file, and pasted or pinned ones until the chat ends."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)
         self.pasted = False
-        """Whether the line being typed has a pasted text in it."""
+        """Says whether the line being typed has a pasted text in it."""
         self._private: set[str] = set()
 
     def store_string(self, string: str) -> None:
@@ -292,7 +292,7 @@ class TypedHistory(FileHistory):
 
 
 def history() -> History:
-    """The lines typed in earlier chats, in a file for this user alone; if that fails, in memory."""
+    """Return the lines typed in earlier chats, from a file of this user's, else from memory."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     file = Path(state) / "kvcap" / "history"
     try:
@@ -307,7 +307,7 @@ def history() -> History:
 
 
 class TypeAhead:
-    """Keeps what is typed between prompts for those that follow; until then the terminal hides it.
+    """A keeper of what is typed between prompts, for those that follow; the terminal hides it.
 
     Ctrl-C still interrupts, and the terminal marks pastes.
 
@@ -341,12 +341,12 @@ class TypeAhead:
             termios.tcsetattr(self._keyboard.fileno(), termios.TCSANOW, self._mode)
 
     def begin(self) -> None:
-        """Have the terminal mark pastes, as a prompt does until it ends."""
+        """Make the terminal mark pastes, as a prompt does until it ends."""
         self._screen.enable_bracketed_paste()
         self._screen.flush()
 
     def take(self) -> list[KeyPress]:
-        """The keys typed since the last prompt, and those behind the line that it took.
+        """Return the keys typed since the last prompt, and those behind the line that it took.
 
         Where the keyboard is no terminal there are none, as prompts read them by themselves.
         """
@@ -361,15 +361,15 @@ class TypeAhead:
         return [press for press in found if press.key != Keys.CPRResponse]
 
     def hand_on(self, keys: list[KeyPress]) -> None:
-        """Have the next prompt take keys as if they were typed then: it ends with the first Enter.
+        """Give keys to the next prompt as if they were typed then: it ends with the first Enter.
 
-        What is behind that is for the prompt after it.
+        Keys behind that are for the prompt after it.
         """
         store_typeahead(self._keyboard, keys)
 
 
 def text_of(keys: list[KeyPress]) -> str:
-    """The text that keys type, without new lines at its ends, as the user is to send it."""
+    """Return the text that keys type, without new lines at its ends, as the user is to send it."""
     text = ""
     for press in keys:
         if press.key == Keys.BracketedPaste or not isinstance(press.key, Keys):
