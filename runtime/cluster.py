@@ -1,4 +1,4 @@
-"""Ray clusters: joining one, and what a worker takes of its machines.
+"""Joins Ray clusters, and says what a worker takes of their machines.
 
 Every machine needs kvcap in the same version, and a model given as a directory at the same place.
 Ray itself is imported when a cluster is joined, as it is an extra.
@@ -17,7 +17,7 @@ from kvcap.runtime.errors import first_line
 
 @dataclass(frozen=True)
 class Share:
-    """The workers of a cluster, and what each takes of its machine."""
+    """A share of a cluster: its workers, and what each takes of its machine."""
 
     workers: int
     cpus: float
@@ -25,7 +25,7 @@ class Share:
 
     @classmethod
     def of(cls, nodes: list[dict[str, float]], workers: int | None, threads: int | None) -> Share:
-        """One worker per GPU; without any, one per machine, or per `threads` of its CPUs.
+        """Return one worker per GPU; without any, one per machine, or per `threads` of its CPUs.
 
         Args:
             nodes: what each machine has, by Ray's names `CPU` and `GPU`.
@@ -53,7 +53,7 @@ class Share:
 
 
 def join(address: str | None, **more: Any) -> list[dict[str, float]]:
-    """Become part of a cluster until `ray.shutdown()`; returns what each of its machines has.
+    """Become part of a cluster until `ray.shutdown()`; return what each of its machines has.
 
     Args:
         address: of an existing one; None finds one as Ray does (RAY_ADDRESS, one of this machine),
@@ -77,7 +77,7 @@ def join(address: str | None, **more: Any) -> list[dict[str, float]]:
 
 
 def machines() -> list[dict[str, float]]:
-    """What each machine of the joined cluster has, by Ray's names."""
+    """Return what each machine of the joined cluster has, by Ray's names."""
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -51,7 +51,7 @@ from typing import Any
 
 
 class KvcapError(Exception):
-    """Base of all of them. Those that bad input causes are `ValueError`s too."""
+    """A base class of all named errors; those that bad input causes are `ValueError`s too."""
 
 
 class UnsupportedModel(KvcapError, ValueError):
@@ -239,5 +239,5 @@ class GraphBroken(ManifestError):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says, for a message of one line."""
+    """Return the first line of what an error says, for a message of one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -59,7 +59,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _most(name: str) -> int | None:
-    """The bytes that a model's file of this name may have."""
+    """Return the bytes that a model's file of this name may have."""
     if name.endswith(".jinja"):
         return TEMPLATE
     if name in ("tokenizer.json", "vocab.json") or name.endswith((".txt", ".model", ".tiktoken")):
@@ -68,7 +68,7 @@ def _most(name: str) -> int | None:
 
 
 def read_plain(path: Name, most: int) -> bytes:
-    """All bytes of a plain file.
+    """Return all bytes of a plain file.
 
     Raises:
         OSError: it is not there or cannot be read.
@@ -79,7 +79,7 @@ def read_plain(path: Name, most: int) -> bytes:
 
 
 def read_json(path: Name, most: int = SETTINGS) -> Any:
-    """The content of a JSON file.
+    """Return the content of a JSON file.
 
     Raises:
         OSError: it is not there or cannot be read.
@@ -89,7 +89,7 @@ def read_json(path: Name, most: int = SETTINGS) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The content of a JSON document; NaN and infinity, which Python would take, are no JSON.
+    """Return the content of a JSON document; refuse NaN and infinity, which Python would take.
 
     Raises:
         ValueError: it is none, or nested too deeply.
@@ -105,7 +105,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def read_text(file: Name) -> str:
-    """The text of a plain UTF-8 file, without the newline that ends it.
+    """Return the text of a plain UTF-8 file, without the newline that ends it.
 
     Raises:
         ValueError: no such file, not readable, no text, or too large.
@@ -126,7 +126,7 @@ def read_text(file: Name) -> str:
 
 
 def as_text(data: bytes, name: str) -> str:
-    """UTF-8 bytes as text, without the newline that ends it; errors call the bytes `name`.
+    """Return UTF-8 bytes as text, without the newline that ends it; errors call them `name`.
 
     Raises:
         ValueError: they are no UTF-8 text.
@@ -197,7 +197,7 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _new_part(target: Path) -> tuple[int, str]:
-    """A new, locked file beside `target`: its descriptor and its path."""
+    """Return the descriptor and path of a new, locked file beside `target`."""
     while True:
         descriptor, part = tempfile.mkstemp(PART, f".{target.name}.", target.parent)
         _lock(descriptor, wait=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold back Ctrl-C until the body has ended, and let it act then."""
+    """Hold back Ctrl-C until the body has ended, and raise it then."""
     if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
         yield  # only the main thread is interrupted, and not at Python's end
         return

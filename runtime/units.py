@@ -1,4 +1,4 @@
-"""Sizes in bytes: read from text, written for people, rounded up to caps; and layers in words."""
+"""Reads sizes in bytes from text, writes them for people, and rounds them up to caps."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 from kvcap.runtime.errors import PlanInfeasible
 
-MARGIN = 16 << 20  # bytes: more than by which a process differs from one run to the next
+MARGIN = 16 << 20  # bytes: more than a process differs from one run to the next
 FACTORS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
          "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}  # fmt: skip
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_bytes(size: str | int) -> int:
-    """Bytes from 4096, '4096', '256KiB', '1.5 GB' (KiB = 1,024, KB = 1,000).
+    """Return the bytes of 4096, '4096', '256KiB' or '1.5 GB' (KiB = 1,024, KB = 1,000).
 
     Raises:
         PlanInfeasible: not a size.
@@ -27,7 +27,7 @@ def parse_bytes(size: str | int) -> int:
 
 
 def format_bytes(count: int, of: int | None = None) -> str:
-    """Bytes as people write them; with `of`, a part and its whole, both in the whole's unit.
+    """Return bytes as people write them; with `of`, a part and its whole in the whole's unit.
 
     >>> format_bytes(800), format_bytes(57856), format_bytes(512 * 1024, of=3 * 1024**2)
     ('800 B', '56.5 KiB', '0.5/3.0 MiB')
@@ -42,7 +42,7 @@ def format_bytes(count: int, of: int | None = None) -> str:
 
 
 def with_margin(nbytes: int) -> int:
-    """A cap in whole MiB that holds a process planned to take `nbytes`, in every run of it.
+    """Return a cap in whole MiB that holds a process planned to take `nbytes`, in every run.
 
     >>> with_margin(500 << 20) >> 20
     516
@@ -51,7 +51,7 @@ def with_margin(nbytes: int) -> int:
 
 
 def layers_named(indices: list[int]) -> str:
-    """Layers in words, such as 'layer 3' or 'layers 0 to 7, 9'."""
+    """Return layers in words, such as 'layer 3' or 'layers 0 to 7, 9'."""
     runs: list[list[int]] = []
     for index in sorted(set(indices)):
         if runs and index == runs[-1][-1] + 1:
