@@ -1,1 +1,1 @@
-"""A model's config, files, weights and rotary embedding; none of its own code is run."""
+"""Reads a model's config, files, weights and rotary embedding, without running its own code."""

@@ -16,7 +16,7 @@ CACHE_NAMES = ("cache", "past_key_values")  # the newer first
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
-    """The cache under the name that the model's forward takes it by, as arguments of a call.
+    """Return the cache as the argument of a call, under the name that the model's forward has.
 
     Args:
         model: a model of transformers, or a part of one that takes a cache.
@@ -28,15 +28,15 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
 
 @remembered
 def cache_name(kind: type) -> str:
-    """`cache` or `past_key_values`, whichever the forward of this class of models takes.
+    """Return `cache` or `past_key_values`, whichever the forward of this class of models takes.
 
-    Of a forward that names neither, as those around another model do, this version's name.
+    For a forward that names neither, such as those around another model, it is this version's name.
     """
     return _among(getattr(kind, "forward", None) or kind.__call__) or GENERATION
 
 
 def cache_of(given: dict[str, Any]) -> Any | None:
-    """The cache among the arguments of a call, by either name; None without one."""
+    """Return the cache among the arguments of a call, by either name; None without one."""
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
 
@@ -46,4 +46,4 @@ def _among(function: Any) -> str | None:
 
 
 GENERATION = _among(GenerationMixin.prepare_inputs_for_generation) or CACHE_NAMES[1]
-"""The name that this version's `generate` takes a cache by."""
+"""Names the argument by which this version's `generate` takes a cache."""

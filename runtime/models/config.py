@@ -32,19 +32,23 @@ FAMILIES = (
     "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss", "smollm3", "stablelm",
     "starcoder2", "vaultgemma", "youtu", "zaya",
 )  # fmt: skip
-"""Model types that the tests hold to full attention over the kept tokens. A model of another type
-is tried as a small random copy (`trial.py`)."""
+"""Lists the model types that the tests hold to full attention over the kept tokens.
+
+A model of another type is tried as a small random copy (`trial.py`).
+"""
 SINCE_5 = ("apertus", "axk1", "deepseek_v2", "deepseek_v3", "falcon_h1",
            "glm4_moe_lite", "granitemoe", "granitemoeshared", "longcat_flash",
            "minicpm3", "nemotron", "olmo3", "olmoe", "phimoe", "qwen2_moe", "stablelm",
            "youtu")  # fmt: skip
-"""Families of the list that are tried like any other with transformers 4.57, whose code of them is
-another."""
+"""Lists the families that are tried like any other type with transformers 4.57.
+
+Its code of them differs from that of transformers 5.
+"""
 INTERLEAVED = ("cohere", "cohere2", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4",
                "helium")  # fmt: skip
-"""Families whose RoPE rotates neighbours (2i, 2i + 1) together; the others' rotates halves."""
+"""Lists the families whose RoPE rotates neighbours (2i, 2i + 1); the others' rotates halves."""
 SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
-"""Families whose attention has a learned sink logit per query head, in all layers."""
+"""Lists the families whose attention has a learned sink logit per query head, in all layers."""
 
 KINDS = {  # of layers that are refused, as transformers names them
     "chunked_attention": "attention within chunks",
@@ -65,13 +69,13 @@ WITHOUT = {"mlp", "moe"}  # that hold nothing
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer holds of a conversation.
+    """A layer's sizes, which say what it holds of a conversation.
 
     `capped`: keys and values of tokens that the policy chose, in slots; in some models a recurrent
-    state beside them. `sliding`: those of its own
-    last tokens, which transformers' cache layer keeps, as the model's window bounds them already.
-    `shared`: nothing; its queries attend to the keys and values of an earlier layer. `state`: a
-    recurrent layer's state, of one size however long the text is. `none`: nothing.
+    state beside them. `sliding`: those of its own last tokens, which transformers' cache layer
+    keeps, as the model's window bounds them already. `shared`: nothing; its queries attend to the
+    keys and values of an earlier layer. `state`: a recurrent layer's state, of one size however
+    long the text is. `none`: nothing.
     """
 
     kind: LayerKind
@@ -87,7 +91,7 @@ class LayerShape:
 
     @property
     def numbers(self) -> int:
-        """Numbers of keys and values that it holds of one token."""
+        """Return how many numbers of keys and values it holds of one token."""
         if self.kind == "shared":
             return 0
         return self.kv_heads * self.head_size * (2 if self.latent is None else 1)
@@ -95,7 +99,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The part of a config on which memory and positions depend."""
+    """A summary of a config: the sizes that memory and positions depend on."""
 
     family: str
     layers: tuple[LayerShape, ...]
@@ -110,27 +114,27 @@ class ModelShape:
 
     @property
     def groups(self) -> int:
-        """`G`: query heads that share a KV head."""
+        """Return `G`, the query heads that share a KV head."""
         return self.heads // self.kv_heads
 
     @property
     def capped(self) -> list[int]:
-        """Indices of the layers that kvcap caps."""
+        """Return the indices of the layers that kvcap caps."""
         return self.of_kind("capped")
 
     def of_kind(self, kind: LayerKind) -> list[int]:
-        """Indices of the layers of a kind."""
+        """Return the indices of the layers of a kind."""
         return [i for i, layer in enumerate(self.layers) if layer.kind == kind]
 
     def readers(self, index: int) -> int:
-        """How many layers attend to what layer `index` holds, itself included."""
+        """Return how many layers attend to what layer `index` holds, itself included."""
         return 1 + sum(layer.reads == index for layer in self.layers)
 
     @property
     def shared(self) -> str:
-        """The layers that hold nothing and those that they read, for messages; '': there are none.
+        """Return the layers that read others' slots, and those others, for messages; '' if none do.
 
-        They are the last ones.
+        The readers are the last layers.
         """
         readers = self.of_kind("shared")
         if not readers:
@@ -140,66 +144,67 @@ class ModelShape:
 
     @property
     def capped_ropes(self) -> list[Rope]:
-        """The rotary embeddings of the capped layers that have one."""
+        """Return the rotary embeddings of the capped layers that have one."""
         return [rope for i in self.capped if (rope := self.layers[i].rope)]
 
     @property
     def moves_exactly(self) -> bool:
-        """Whether the keys of all capped layers can be moved to other positions exactly."""
+        """Return whether the keys of all capped layers can be moved to other positions exactly."""
         return all(rope.exact for rope in self.capped_ropes)
 
     @property
     def obstacle(self) -> str:
-        """Why keys of capped layers cannot be moved exactly, for messages; '' where they can."""
+        """Return why keys of capped layers cannot be moved exactly; '' where they can."""
         ropes = [rope for rope in self.capped_ropes if not rope.exact]
         return "; ".join(sorted({f"RoPE of type {rope.kind}: {rope.obstacle}" for rope in ropes}))
 
     @property
     def longest_compact(self) -> int | None:
-        """Tokens of the longest sequence in which keys move exactly; None: in any."""
+        """Return the longest sequence, in tokens, in which keys move exactly; None: any."""
         lengths = [rope.longest for rope in self.capped_ropes]
         return min((length for length in lengths if length is not None), default=None)
 
     def can_be_compact(self, slots: int = 0) -> bool:
-        """Whether positions may be compact where the longest head and its block hold `slots`."""
+        """Return whether positions may be compact if a head and its block hold `slots` at most."""
         return self.moves_exactly and slots <= (self.longest_compact or slots)
 
     @cached_property
     def trained_window(self) -> int:
-        """Tokens of the longest text that the model was trained to read at true positions.
+        """Return the longest text, in tokens, that the model can read at true positions.
 
-        With longrope as many as its short factors are for, since keys move exactly by these alone.
+        With longrope it is as long as its short factors are for, since keys move exactly by these
+        alone.
         """
         return min(self.trained_length, self.longest_compact or self.trained_length)
 
     @cached_property
     def all_capped(self) -> bool:
-        """Whether every layer holds slots: none slides by itself, reads another's, has a state."""
+        """Return whether every layer holds slots: none slides, reads another's, or has a state."""
         return len(self.capped) == len(self.layers) and not self.recurrent
 
     @cached_property
     def recurrent(self) -> list[int]:
-        """Indices of the layers that have a recurrent state, alone or beside slots."""
+        """Return the indices of the layers that have a recurrent state, alone or beside slots."""
         return [i for i, layer in enumerate(self.layers) if layer.states]
 
     @cached_property
     def slides(self) -> bool:
-        """Whether some layers keep a sliding window of their own."""
+        """Return whether some layers keep a sliding window of their own."""
         return bool(self.of_kind("sliding"))
 
     @cached_property
     def sinks(self) -> bool:
-        """Whether the attention of capped layers has sink logits."""
+        """Return whether the attention of capped layers has sink logits."""
         return any(self.layers[i].sinks for i in self.capped)
 
     @cached_property
     def latent(self) -> Latent | None:
-        """The sizes of the capped layers' latent attention; None: they hold keys and values."""
+        """Return the sizes of the capped layers' latent attention; None if they have none."""
         return self.layers[self.capped[0]].latent
 
     @property
     def uncapped(self) -> str:
-        """The layers that are not capped, by index and kind, for messages."""
+        """Return the layers that are not capped, by index and kind, for messages."""
         told = {"sliding": "slide over a window of their own", "state": "keep a recurrent state",
                 "none": "hold no keys and values"}  # fmt: skip
         found = {kind: self.of_kind(kind) for kind in get_args(LayerKind) if kind in told}
@@ -209,7 +214,7 @@ class ModelShape:
 
     @property
     def held(self) -> str:
-        """What the layers hold, kind by kind, in words."""
+        """Return in words what the layers hold, kind by kind."""
         ropes = {rope.kind for rope in self.capped_ropes}
         rope = f"RoPE {', '.join(sorted(ropes))}" if ropes else "no positions"
         beside = any(self.layers[i].states for i in self.capped)
@@ -223,7 +228,7 @@ class ModelShape:
 
     @property
     def position_modes(self) -> str:
-        """The ways in which positions can be kept, in words."""
+        """Return in words how positions can be kept."""
         if not self.moves_exactly:
             return f"true only ({self.obstacle})"
         most = self.longest_compact
@@ -233,7 +238,7 @@ class ModelShape:
 
     @property
     def not_exportable(self) -> str:
-        """Why no graph of open but equal lengths can run the model, for messages; '': it can."""
+        """Return why no graph of open but equal lengths can run the model; '' if one can."""
         if not self.all_capped:
             return self.uncapped
         if self.sinks:
@@ -326,7 +331,7 @@ class ModelShape:
 
 
 def refusal(family: str, why: str) -> UnsupportedModel:
-    """The error for a model type that cannot run, and what can."""
+    """Return the error for a model type that cannot run; it names what can."""
     return UnsupportedModel(
         f"model type {family!r} is not supported: {why}; models of full and sliding attention, "
         "such as llama, qwen3 and gemma3_text, run (docs/models.md lists them)"
@@ -334,7 +339,7 @@ def refusal(family: str, why: str) -> UnsupportedModel:
 
 
 def is_listed(family: str) -> bool:
-    """Whether the tests hold a family, with this version of transformers."""
+    """Return whether the tests cover a family with this version of transformers."""
     return family in FAMILIES and (KEPT or family not in SINCE_5)
 
 
@@ -345,7 +350,7 @@ def _tried(config: Any) -> Trial:
 
 
 def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | None]:
-    """The rotary embedding of every layer, as its family has it or as a trial showed it.
+    """Return the rotary embedding of every layer, as its family has it or as a trial showed it.
 
     Raises:
         UnsupportedModel: a trial showed positions that are no rotation, and no limit to them.
@@ -367,7 +372,7 @@ def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | No
 
 
 def _known_ropes(config: Any, kinds: list[str]) -> list[Rope | None]:
-    """The rotary embedding of every layer of one of the `FAMILIES`.
+    """Return the rotary embedding of every layer of one of the `FAMILIES`.
 
     Raises:
         UnsupportedModel: full layers have several frequencies, and share a table of one.
@@ -396,7 +401,7 @@ def _known_ropes(config: Any, kinds: list[str]) -> list[Rope | None]:
 
 
 def _rotates(config: Any) -> bool:
-    """Whether any layer has rotary positions: hybrids may do without."""
+    """Return whether any layer has rotary positions: hybrids may have none."""
     if config.model_type == "nemotron_h":
         return False
     if config.model_type == "granitemoehybrid":
@@ -406,7 +411,7 @@ def _rotates(config: Any) -> bool:
 
 
 def _states(config: Any, kinds: list[str]) -> list[tuple[StateShape, ...]]:
-    """The states of every layer; none but those of recurrent layers.
+    """Return the states of every layer; only recurrent layers have any.
 
     Raises:
         UnsupportedModel: states of unknown sizes, or a transformers that keeps none in a cache.
@@ -429,7 +434,7 @@ def _states(config: Any, kinds: list[str]) -> list[tuple[StateShape, ...]]:
 
 
 def read_layers(config: Any, kinds: list[str]) -> list[int | None]:
-    """For every layer the earlier one whose keys and values it attends to; None: its own.
+    """Return for each layer the earlier one whose keys and values it reads; None: its own.
 
     The last `num_kv_shared_layers` read the last layer of their kind before them (Gemma 3n and 4).
     """
@@ -439,7 +444,7 @@ def read_layers(config: Any, kinds: list[str]) -> list[int | None]:
 
 
 def _slot_sizes(family: str, sizes: set[tuple[int, int]]) -> tuple[int, int]:
-    """KV heads and head size of the capped layers, which are alike.
+    """Return KV heads and head size of the capped layers, which must be alike.
 
     Raises:
         UnsupportedModel: they are not, or there are none.
@@ -460,7 +465,7 @@ def _slot_sizes(family: str, sizes: set[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _mlp_size(config: Any) -> int:
-    """Of the largest MLP of a layer."""
+    """Return the size of the largest MLP of a layer."""
     sizes = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     largest: int = max(sizes) if isinstance(sizes, list | tuple) else sizes  # Gemma 3n: of each
     wide = getattr(config, "use_double_wide_mlp", False) and config.num_kv_shared_layers
@@ -468,7 +473,7 @@ def _mlp_size(config: Any) -> int:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """The type of every layer: one of `ATTENTIONS`, `STATES` or `WITHOUT`.
+    """Return the type of every layer: one of `ATTENTIONS`, `STATES` or `WITHOUT`.
 
     Raises:
         UnsupportedModel: it has layers of another type, or is no causal language model.
@@ -521,14 +526,14 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def _is_causal(config: Any) -> bool:
-    """Whether transformers has a causal language model of a config."""
+    """Return whether transformers has a causal language model for a config."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # here, as it takes seconds to import
 
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
 
 
 def layers_with_rope(config: Any, kinds: Sequence[str]) -> list[bool]:
-    """Of every layer of the `kinds`, whether it rotates queries and keys; others have no positions.
+    """Return for each layer of `kinds` whether it rotates queries and keys; others lack positions.
 
     Cohere 2 rotates in sliding layers only, EXAONE 4 likewise where its config has a window.
     """

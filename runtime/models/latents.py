@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): its sizes in a config, and the weights that expand a latent.
+"""Reads the sizes of multi-head latent attention (MLA), and the weights that expand a latent.
 
 A layer caches of a token one latent and one rotated part of a key, both shared by all query heads;
 DeepSeek-V2, https://arxiv.org/abs/2405.04434.
@@ -18,7 +18,10 @@ from kvcap.runtime.models.quantised import is_plain, name_of
 
 @dataclass(frozen=True)
 class Latent:
-    """The sizes of multi-head latent attention. A slot is `[k_rot, c]`, rotated numbers first."""
+    """A set of sizes that multi-head latent attention has.
+
+    A slot is `[k_rot, c]`, rotated numbers first.
+    """
 
     rank: int  # R, of the latent c
     rotated: int  # r, of the rotated part that all heads share
@@ -27,15 +30,15 @@ class Latent:
 
     @property
     def slot(self) -> int:
-        """Numbers of a slot."""
+        """Return the numbers of a slot."""
         return self.rotated + self.rank
 
     def expands(self, tokens: int, slots: int) -> bool:
-        """Whether attention of so many tokens costs less over expanded slots than over latents.
+        """Return whether so many tokens attend more cheaply to expanded slots than to latents.
 
-        In multiplications of a query head. To expand takes `R (nope + v)` for every slot; to take
-        queries to the latents, and outputs from them, as many for every token. Then every pair of
-        a token and a slot takes two for each number of an expanded key, or of a slot.
+        Counted in multiplications of a query head. To expand takes `R (nope + v)` for every slot;
+        to take queries to the latents, and outputs from them, as many for every token. Then every
+        pair of a token and a slot takes two for each number of an expanded key, or of a slot.
 
         Args:
             tokens: of the block.
@@ -46,14 +49,14 @@ class Latent:
         return (slots - tokens) * own < 2 * tokens * slots * (self.slot - wide)
 
     def workspace(self, tokens: int, slots: int) -> int:
-        """Numbers a query head that attention of a block over so many slots takes, about."""
+        """Return about how many numbers per query head attention of a block takes."""
         if self.expands(tokens, slots):
             return slots * (2 * max(self.rotated + self.nope, self.value) + self.value)
         return tokens * (2 * self.slot + self.rank)
 
 
 def latent_of(config: Any) -> Latent | None:
-    """The sizes of a config's latent attention; None: it has none."""
+    """Return the sizes of a config's latent attention; None if it has none."""
     if getattr(config, "is_heterogeneous", False):  # its layers' sizes differ
         return None
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -62,7 +65,7 @@ def latent_of(config: Any) -> Latent | None:
 
 
 def expansion_of(module: Any, latent: Latent) -> Expansion:
-    """The weights by which an attention module expands latents, views of its `kv_b_proj`.
+    """Return the weights by which a module expands latents, as views of its `kv_b_proj`.
 
     Raises:
         UnsupportedModel: they are quantised, adapted or otherwise no plain `nn.Linear`.

@@ -1,4 +1,4 @@
-"""What decides how a module computes, besides its weights' numbers.
+"""Compares how modules compute, apart from their weights' numbers.
 
 Modules of equal settings do the same, so that one can be traced, or tried, for all of them.
 """
@@ -25,7 +25,7 @@ OWN = ("layer_idx", "layer_id")  # that differ and mean nothing but the layer
 
 
 def settings(module: nn.Module) -> Hashable:
-    """Everything of a module and its parts but its weights' numbers, and which layer it is."""
+    """Return all settings of a module and its parts, without its weights' numbers and its index."""
     return tuple(
         (
             name,
@@ -48,5 +48,5 @@ def _plain(value: Any) -> Any:
 
 
 def _told(facts: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """In one order, whichever they were set in."""
+    """Return facts in one order, whichever they were set in."""
     return tuple(sorted(facts.items(), key=lambda fact: fact[0]))

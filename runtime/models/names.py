@@ -25,7 +25,7 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve(model: str | Path) -> str:
-    """The directory, GGUF file or repository that `model` names, for transformers to load.
+    """Return the directory, GGUF file or repository that `model` names, for transformers to load.
 
     Returns:
         A directory, a GGUF file, or the name of a repository that can be read. Where the hub cannot
@@ -55,7 +55,7 @@ def resolve(model: str | Path) -> str:
 
 
 def locate(model: str | Path) -> Path | None:
-    """The directory or GGUF file that `model` names; None where it may be a repository.
+    """Return the directory or GGUF file that `model` names; None if it may be a repository.
 
     Raises:
         ModelNotFound: it names neither; the message says what it is instead.
@@ -83,13 +83,13 @@ def locate(model: str | Path) -> Path | None:
 
 
 def is_export(folder: str | Path) -> bool:
-    """Whether a directory holds an exported decoder, and no weights that PyTorch could load."""
+    """Return whether a directory holds an exported decoder, and no weights that PyTorch loads."""
     folder = Path(folder)
     return (folder / MANIFEST).is_file() and not any(folder.glob("*.safetensors"))
 
 
 def _contents(folder: Path) -> str:
-    """Words for what a directory without a config holds, and what to give instead."""
+    """Say what a directory without a config holds, and what to give instead."""
     if files := sorted(folder.glob("*.gguf")):
         return f"holds GGUF files; give one of them, such as {str(files[0])!r}"
     if (folder / ADAPTER).is_file():
@@ -100,7 +100,7 @@ def _contents(folder: Path) -> str:
 
 
 def holds_adapter(folder: Path) -> str:
-    """Words for a directory with an adapter of peft and no weights of a model, and what to give."""
+    """Say that a directory holds an adapter of peft and no model's weights, and what to give."""
     try:
         base = f" of {read_json(folder / ADAPTER)['base_model_name_or_path']!r}"
     except (OSError, ValueError, KeyError, TypeError):
@@ -113,7 +113,7 @@ def holds_adapter(folder: Path) -> str:
 
 
 def _kind(path: Path) -> str:
-    """Words for what a path is that is no directory, and what to give instead."""
+    """Say what a path is that is no directory, and what to give instead."""
     if not path.is_file():
         return "no directory and no file that could hold a model"
     with path.open("rb") as file:
@@ -132,7 +132,7 @@ def _kind(path: Path) -> str:
 
 
 def _nearby(path: Path) -> str:
-    """Words for a path that does not exist: the nearest name that does, or the missing part."""
+    """Say for a path that does not exist the nearest name that does, or the missing part."""
     parent = path.parent
     if parent.is_dir():
         return _like(path.name, _folders(parent))
@@ -143,7 +143,7 @@ def _nearby(path: Path) -> str:
 
 
 def _folders(where: Path) -> list[str]:
-    """The names of a directory's first thousand directories."""
+    """Return the names of a directory's first thousand directories."""
     try:
         return sorted(p.name for p in where.iterdir() if p.is_dir())[:1000]
     except OSError:
@@ -157,7 +157,7 @@ def _like(name: str, known: Iterable[str]) -> str:
 
 
 def _on_the_hub(name: str) -> str:
-    """The name of a repository whose config can be read, or the directory of its cached copy."""
+    """Return the name of a repository whose config can be read, or its cached copy's directory."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     hub = HfApi()
@@ -181,7 +181,7 @@ def _on_the_hub(name: str) -> str:
 
 
 def _refusal(error: Exception, hub: str, name: str) -> str:
-    """Words for why a repository cannot be read, and what to do about it."""
+    """Say why a repository cannot be read, and what to do about it."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     if isinstance(error, GatedRepoError):

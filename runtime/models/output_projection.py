@@ -12,9 +12,9 @@ from kvcap.runtime.models.quantised import is_plain, name_of
 
 
 def output_projection(module: Any, shape: ModelShape) -> Tensor:
-    """`W_O` by query head, a view [K, G, D, hidden]; a bias does not depend on what is evicted.
+    """Return `W_O` by query head, a view [K, G, D, hidden]; a bias plays no part in eviction.
 
-    `D` is the size of a value: of latents, which `Expansion` makes values of, that of a head's.
+    `D` is the size of a value; for latents, of the values that `Expansion` makes of them.
 
     Raises:
         UnsupportedModel: the projection is quantised, adapted or otherwise no plain `nn.Linear`.

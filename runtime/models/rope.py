@@ -1,4 +1,4 @@
-"""Rotary positions: which models can move a key to another position exactly, and how.
+"""Rotates keys to other positions, and says which models' keys can be moved exactly.
 
 A key rotated at position p is moved to p - shift by rotating it back by `shift`; that needs only
 the model's inverse frequencies, and which of a head's numbers rotate together: halves (i, i + R/2)
@@ -32,31 +32,32 @@ class Rope:
     inv_freq: Tensor | None  # [R/2] float32, R rotated dimensions; None: cannot be moved exactly
     interleaved: bool = False  # neighbours (2i, 2i + 1) rotate together, not (i, i + R/2)
     longest: int | None = None
-    """Tokens of the longest sequence that these frequencies are for; None: of any sequence."""
+    """Holds the longest sequence, in tokens, that these frequencies are for; None: any."""
     obstacle: str = "its frequencies depend on the length"
-    """Why keys cannot be moved exactly, where they cannot."""
+    """Says why keys cannot be moved exactly, where they cannot."""
 
     @property
     def exact(self) -> bool:
-        """Whether a key can be moved to another position without knowing the sequence's length."""
+        """Return whether a key can be moved to another position without knowing the length."""
         return self.inv_freq is not None
 
 
 def has_rope(config: Any) -> bool:
-    """Whether a transformers config (4.57 or 5.x) has rotary positions."""
+    """Return whether a transformers config (4.57 or 5.x) has rotary positions."""
     return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None))
 
 
 def has_m_rope(config: Any) -> bool:
-    """Whether tokens of images have three positions each (M-RoPE), from a text model's config."""
+    """Return whether a text model's config gives tokens of images three positions (M-RoPE)."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return "mrope_section" in given
 
 
 def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: bool = False) -> Rope:
-    """The rotary embedding of `layer_type` layers, from a transformers config (4.57 or 5.x).
+    """Return the rotary embedding of `layer_type` layers, from a transformers config (4.57 or 5.x).
 
-    No config says which numbers rotate together: whether they are `interleaved` is the family's.
+    No config says which numbers rotate together: whether they are `interleaved` depends on the
+    family.
     """
     parameters = _parameters(config, layer_type)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
@@ -124,19 +125,19 @@ def _longest(config: Any, parameters: dict[str, Any]) -> int:
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:
-    """Query heads, KV heads and the head size of a text model's config."""
+    """Return query heads, KV heads and the head size of a text model's config."""
     heads: int = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def layer_config(config: Any, layer: int | str) -> Any:
-    """The config of one layer, or of those of a type: another one where layers' sizes differ."""
+    """Return the config of a layer, or of a type's layers, which differs if sizes differ."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def _parameters(config: Any, layer_type: str) -> dict[str, Any]:
-    """`rope_parameters` of 5.x (one, or one per layer type), or 4.57's separate fields."""
+    """Return `rope_parameters` of 5.x (one, or one per layer type), or 4.57's separate fields."""
     parameters = getattr(config, "rope_parameters", None)
     if parameters is not None:
         return dict(parameters.get(layer_type, parameters))
@@ -144,12 +145,15 @@ def _parameters(config: Any, layer_type: str) -> dict[str, Any]:
 
 
 def table_dtype(keys: torch.dtype) -> torch.dtype:
-    """Of cosines and sines for keys of a type: a key is rotated once, with 2⁻¹² next to its 2⁻⁹."""
+    """Return the type of cosines and sines for keys of a type.
+
+    A bfloat16 key is rotated once: the table's error, 2⁻¹², is small next to its own, 2⁻⁹.
+    """
     return torch.float16 if keys == torch.bfloat16 else torch.float32
 
 
 def _on_cpu(x: Tensor) -> Tensor:
-    """`x` where float64 is sure to be; one without contents stays as it is."""
+    """Return `x` on the CPU, which surely has float64; one without contents stays as it is."""
     return x if x.is_meta else x.cpu()
 
 
@@ -180,7 +184,7 @@ class Rotation:
         self.table = rotations(self._inv_freq, torch.arange(span)).to(device, dtype)
 
     def named(self) -> dict[str, Tensor]:
-        """Its buffer by name."""
+        """Return its buffer by name."""
         return {"table": self.table}
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
@@ -213,9 +217,10 @@ class Rotation:
             _rotate_halves(x, cos, sin, -sign, out)
 
     def unrotated(self, x: Tensor, start: int | Tensor) -> Tensor:
-        """`x` [..., n, D] float32, rotated to the positions from `start` on, as it is at 0: a copy.
+        """Return `x` [..., n, D] float32, rotated to the positions from `start` on, as it is at 0.
 
-        A `start` [] on the device must lie in the table, with all that follow it.
+        The result is a copy. A `start` [] on the device must lie in the table, with all that follow
+        it.
         """
         if isinstance(start, Tensor):
             rows = self.table.index_select(0, start + torch.arange(x.shape[-2], device=x.device))
@@ -228,7 +233,7 @@ class Rotation:
         return out
 
     def rows(self, offsets: Sequence[int]) -> Tensor:
-        """Cosines and sines [offsets, 2, R/2] of any offsets, on the device."""
+        """Return cosines and sines [offsets, 2, R/2] of any offsets, on the device."""
         if all(0 <= offset < len(self.table) for offset in offsets):
             if len(offsets) == 1:  # a view: nothing is copied, which a CUDA graph could not
                 return self.table[offsets[0] : offsets[0] + 1]
@@ -248,10 +253,10 @@ class Rotation:
 
 
 def moved_by(rope: Rope, x: Tensor, shift: Tensor | int) -> Tensor:
-    """Keys or queries [..., n, D], rotated on by `shift` positions [..., n] or all by as many.
+    """Return keys or queries [..., n, D] rotated on by `shift` positions [..., n], or all alike.
 
-    Less than 0 moves them back; however far, as no table is read. A key that a model made at p + s
-    is, moved by -s, the one that it makes at p: if not, `rope` is not the model's.
+    A shift below 0 moves them back; however far, as no table is read. A key that a model made at p
+    + s, moved by -s, equals the one that it makes at p; otherwise `rope` is not the model's.
 
     Raises:
         ValueError: keys of this type of RoPE cannot be moved exactly.
@@ -263,7 +268,7 @@ def moved_by(rope: Rope, x: Tensor, shift: Tensor | int) -> Tensor:
 
 
 def rotations(inv_freq: Tensor, shifts: Tensor) -> Tensor:
-    """Cosines and sines [..., 2, R/2] of `shifts` [...], from frequencies in float64."""
+    """Return cosines and sines [..., 2, R/2] of `shifts` [...], computed in float64."""
     angles = shifts.double()[..., None] * inv_freq
     return torch.stack((angles.cos(), angles.sin()), dim=-2).float()
 
@@ -303,7 +308,7 @@ def _add(total: Tensor, x: Tensor, y: Tensor, sign: int) -> Tensor:
 
 
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, sign: int, out: Tensor) -> None:
-    """`rotate` of halves, back where `sign` is 1, in four passes and into another tensor.
+    """Rotate halves into `out`, back if `sign` is 1, in four passes.
 
     A CPU takes as long to fill a temporary tensor as to compute it.
     """

@@ -1,4 +1,4 @@
-"""The states of recurrent layers: what gated delta nets, short convolutions and Mamba 2 hold.
+"""Describes the states of recurrent layers: gated delta nets, short convolutions and Mamba 2.
 
 Such a layer holds as much after a million tokens as after one, so there is nothing to evict. Its
 sizes are read from the config, and checked against what the model makes (tests/runtime/models/).
@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 KEPT = hasattr(Cache, "get_conv_state")
-"""Whether this version of transformers keeps states in a cache: 5.23 does, 4.57 does not."""
+"""Says whether this version of transformers keeps states in a cache: 5.23 does, 4.57 does not."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class StateShape:
     float32: bool  # whatever the model runs in
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
-        """The type of its numbers in a model of such a type."""
+        """Return the type of its numbers in a model of type `model`."""
         return torch.float32 if self.float32 else model
 
     @property
     def size(self) -> int:
-        """Its numbers for one sequence."""
+        """Return how many numbers it has for one sequence."""
         return prod(self.shape)
 
 
 def states_of(config: Any, layer_type: str) -> tuple[StateShape, ...]:
-    """The states of a layer of that type, from a transformers config; none where not known."""
+    """Return the states of a layer of that type, from a transformers config; () if not known."""
     if layer_type == "conv":
         return (StateShape("conv", (config.hidden_size, config.conv_L_cache), False),)
     if hasattr(config, "linear_num_key_heads"):  # a gated delta net

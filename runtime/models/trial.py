@@ -66,13 +66,16 @@ LOGITS, KEYS = 1e-3, 1e-4  # the largest differences that count as rounding, nex
 
 
 Keys = Literal["none", "still", "halves", "neighbours", "other"]
-"""How a layer's keys depend on the position they are read at: there are none, not at all, by a
-rotation of halves or of neighbours with the frequencies of its config, or in another way."""
+"""Says how a layer's keys depend on the position that they are read at.
+
+There are none; they do not; by a rotation of halves or of neighbours with the frequencies of its
+config; or in another way.
+"""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a small copy of a model showed."""
+    """A result of trying a small copy of a model."""
 
     obstacle: str  # why it cannot run under a cap; '': it can
     keys: tuple[Keys, ...] = ()  # of every layer
@@ -91,7 +94,7 @@ def try_model(config: Any) -> Trial:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what transformers says of a config of odd sizes, which nobody asked about."""
+    """Silence transformers' warnings about a config of odd sizes."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
@@ -129,7 +132,7 @@ def _try_model(kind: Any, values: str) -> Trial:
 
 
 def small_copy(kind: Any, values: dict[str, Any]) -> Any:
-    """A config of the same kind and layers, for a model of some thousand weights a layer."""
+    """Return a config of this kind and layers, for a model of some thousand weights a layer."""
     own = {name: kind.attribute_map.get(name, name) for name in SIZES}  # GPT-2 has others
     sizes: dict[str, Any] = {own[k]: v for k, v in SIZES.items() if values.get(own[k]) is not None}
     heads, kv_heads = values.get(own["num_attention_heads"]), values.get("num_key_value_heads")
@@ -145,7 +148,7 @@ def small_copy(kind: Any, values: dict[str, Any]) -> Any:
 
 
 def _random_model(config: Any, attention: str) -> Any:
-    """A random model, whose weights are large enough for attention to tell tokens apart."""
+    """Return a random model, with weights large enough for attention to distinguish tokens."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(
@@ -194,7 +197,7 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
 
 
 def _dependence(keys: Tensor | None, moved: Tensor | None, rope: Rope | None) -> Keys:
-    """How the keys of two cache layers differ, the second read `SHIFT` positions further on."""
+    """Return how the keys of two cache layers differ; the second was read `SHIFT` further on."""
     if keys is None or moved is None or not keys.numel():
         return "none"
     if difference(moved, keys) <= KEYS:
@@ -222,11 +225,11 @@ class _Recorder(DynamicCache):  # type: ignore[misc]
 
     @property
     def not_attended(self) -> list[int]:
-        """Layers that did not attend exactly once to what they were given."""
+        """Return the layers that did not attend exactly once to what they were given."""
         return [i for i in self.updated if self.attended.count(i) != 1]
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """As the base class; of layers that are not sliding, as a capped layer says it."""
+        """Return the base class's sizes; layers that do not slide answer as a capped layer does."""
         slots, offset = super().get_mask_sizes(*args, **kwargs)
         index = kwargs.get("layer_idx", args[-1] if args else 0)
         sliding = getattr(self.layers[index], "is_sliding", False)
@@ -235,9 +238,9 @@ class _Recorder(DynamicCache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """As the base class; the keys it returns tell when they are attended to.
+        """Update as the base class does, and return keys that note when they are attended to.
 
-        Of latents and rope parts it returns what a capped layer does.
+        For latents and rope parts it returns what a capped layer does.
         """
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self.latent is not None:
@@ -288,9 +291,9 @@ class _RecordedLayer:
         return attend_absorbed(taken, self.keys, expansion, scaling, softcap)
 
     def take_back(self) -> None:
-        """Nothing is undone here."""
+        """Do nothing: there is nothing to undo."""
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two tensors, next to the largest number of the second."""
+    """Return the largest difference of two tensors, relative to the second's largest number."""
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-9))

@@ -19,30 +19,30 @@ from kvcap.runtime.errors import UnsupportedModel
 
 M_ROPE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
           "qwen3_vl_moe_text": "qwen3_moe"}  # fmt: skip
-"""Text models that are no causal language model of transformers, and the family that each is.
+"""Maps text models that transformers has as no causal language model to the family that each is.
 
 They differ from it by M-RoPE, which rotates by three positions a token: those of text are equal.
 """
 PREFIX = ("paligemma",)
-"""Wrappers that were trained to read a prompt in both directions."""
+"""Lists the wrappers that were trained to read a prompt in both directions."""
 NAMES = {
     r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
 }
-"""Patterns of the names that the text model's weights have in a wrapper's files, and their own."""
+"""Maps patterns of the names that the text model's weights have in a wrapper's files to its own."""
 KEPT = ("modules_to_not_convert", "ignore")
-"""Settings of quantised weights that list modules by their names."""
+"""Names the settings of quantised weights that list modules by their names."""
 _MAPPINGS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")  # the last is not in 4.57
 
 
 def is_wrapper(config: Any) -> bool:
-    """Whether a config is of a model that reads more than text, around a text model."""
+    """Return whether a config is of a model that reads more than text, around a text model."""
     text = config.get_text_config(decoder=True)
     return text is not config and text.model_type != config.model_type
 
 
 def text_config(config: Any) -> Any:
-    """The config of a model's text model, as a causal language model by itself.
+    """Return the config of a model's text model, as a causal language model by itself.
 
     Args:
         config: of a wrapper, whose type of numbers and quantised weights are the text model's too;
@@ -90,14 +90,14 @@ def text_config(config: Any) -> Any:
 
 
 def text_name(name: str) -> str:
-    """The name that a tensor of a wrapper's files has in the text model; others stay."""
+    """Return the name that a tensor of a wrapper's files has in the text model; others stay."""
     for pattern, own in NAMES.items():
         name = re.sub(pattern, own, name)
     return name
 
 
 def _own(module: str) -> str:
-    """The name of a module that settings name by a path or, as `re:...`, by a pattern."""
+    """Return the name of a module that settings name by a path or, as `re:...`, by a pattern."""
     return module if module.startswith("re:") else text_name(f"{module}.").removesuffix(".")
 
 
@@ -106,7 +106,7 @@ def _names(kind: str) -> Any:
 
 
 def _without_m_rope(text: Any) -> Any:
-    """The config of the family that a text model is where the positions of a token are one."""
+    """Return the config of the family that a text model becomes with one position per token."""
     values = {key: value for key, value in text.to_dict().items() if key != "model_type"}
     for name in ("rope_parameters", "rope_scaling"):  # the latter is 4.57's
         given = {k: v for k, v in (values.get(name) or {}).items() if not k.startswith("mrope_")}

@@ -1,1 +1,1 @@
-"""kvcap's own decoder: a model in fewer and faster kernels, for CUDA graphs."""
+"""Runs a model by kvcap's own decoder, in fewer and faster kernels, for CUDA graphs."""

@@ -1,10 +1,10 @@
-"""kvcap's own decoder of the usual formula, in fewer kernels than transformers' modules take.
+"""Decodes models of the usual formula in fewer kernels than transformers' modules take.
 
 A layer is x + attention(norm(x)), then x + mlp(norm(x)), with rotary positions by halves and a
-gated feed-forward part. It shares a model's weights and is tried against its layers. Of one token,
-what lies between matrix products takes as long to launch as these take to run: norms, gates and
-sums go into the products' kernel, the rotation into attention's. Knows transformers' models, and
-of a cache three methods.
+gated feed-forward part. The decoder shares a model's weights and is tried against its layers. For a
+single token, the steps between matrix products take as long to launch as the products take to run:
+norms, gates and sums go into the products' kernel, the rotation into attention's. Knows
+transformers' models, and three methods of a cache.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def decoder_of(model: Any) -> Decoder | None:
 
 
 def agrees(model: Any) -> bool:
-    """Whether the decoder of a model that it `covers` answers as the model does.
+    """Return whether the decoder of a model that it `covers` answers as the model does.
 
     It is tried on the model's own weights, once for all models of one formula.
     """
@@ -77,7 +77,7 @@ def agrees(model: Any) -> bool:
 
 
 def _formula(model: Any) -> Hashable:
-    """What decides how a model's layers compute, but their weights' numbers."""
+    """Return all that decides how a model's layers compute, except their weights' numbers."""
     kinds = map(settings, (*model.model.layers, model.model.norm))
     file = vars(sys.modules[type(model).__module__])
     functions = (x for x in file.values() if isinstance(x, FunctionType))  # which can be patched
@@ -85,7 +85,7 @@ def _formula(model: Any) -> Hashable:
 
 
 def covers(model: Any) -> bool:
-    """Whether a model is of `FAMILIES`, in plain numbers, and nobody else's code runs in it."""
+    """Return whether a model is of `FAMILIES`, in plain numbers, and runs nobody else's code."""
     family = getattr(model.config, "model_type", None)
     if family not in FAMILIES or model.training:
         return False
@@ -101,7 +101,7 @@ def covers(model: Any) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether calling it runs more than its class does: a forward of its own, or hooks."""
+    """Return whether calling a module runs more than its class does: its own forward, or hooks."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
 
@@ -119,7 +119,7 @@ class Decoder:
 
     @property
     def products(self) -> list[JoinedLinear]:
-        """All matrix products."""
+        """Return all matrix products."""
         return [self.head, *(product for layer in self.layers for product in layer.products)]
 
     def join(self) -> None:
@@ -136,7 +136,7 @@ class Decoder:
         logits_to_keep: Tensor,
         **further: Any,
     ) -> CausalLMOutputWithPast:
-        """As the model, which runs by itself where somebody has begun to watch it.
+        """Run as the model does; let the model run by itself if somebody has begun to watch it.
 
         Args:
             input_ids: [B, T].
@@ -162,7 +162,7 @@ class Decoder:
         return CausalLMOutputWithPast(logits=self._logits(x, y))
 
     def _logits(self, x: Tensor, y: Tensor | None) -> Tensor:
-        """[B, N, V] of the last layer's results."""
+        """Return logits [B, N, V] of the last layer's results."""
         if y is None and self.head.is_single_row(x):
             return self.head.project_row(x, *self.norm)
         _, normed = self.parts.add_norm(x, y, *self.norm)
@@ -170,10 +170,10 @@ class Decoder:
 
     @torch.no_grad()
     def agrees(self) -> bool:
-        """Whether a layer of every kind answers three tokens just as its model's does.
+        """Return whether a layer of every kind answers three tokens just as its model's does.
 
-        To be asked before it is joined, which sums in another order. The device is waited for once:
-        it may have a queue of what others read meanwhile.
+        To be asked before weights are joined, which sums in another order. The device is waited for
+        only once, since it may have a queue of what others read meanwhile.
         """
         base, device = self.model.model, self.embed.weight.device
         pairs = zip(base.layers, self.layers, strict=False)
@@ -193,7 +193,7 @@ class Decoder:
 
 
 class DecoderLayer:
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A layer that computes x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, layer: Any, family: Family) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -219,7 +219,7 @@ class DecoderLayer:
     def __call__(
         self, x: Tensor, y: Tensor | None, angles: Angles, cache: Any, parts: Parts
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's result as a sum of two, which the next norm's kernel adds up.
+        """Return the layer's result as a sum of two, which the next norm's kernel adds up.
 
         Args:
             x: [B, T, C].
@@ -245,12 +245,12 @@ class DecoderLayer:
     def _normed(
         self, products: Sequence[Tensor], norms: Sequence[Norm], parts: Parts
     ) -> list[Tensor]:
-        """Heads [B, T, N, D] of products [B, T, N·D], the first of which have norms."""
+        """Return heads [B, T, N, D] of products [B, T, N·D]; norm those that have norms."""
         heads = [x.unflatten(-1, (-1, self.size)) for x in products]
         return [*map(lambda x, by: parts.norm(x, *by), heads, norms), *heads[len(norms) :]]
 
     def _attend(self, heads: Sequence[Tensor], angles: Angles, cache: Any, parts: Parts) -> Tensor:
-        """Attention [B, T, H·D] of queries [B, T, H, D], keys and values [B, T, K, D]."""
+        """Return attention [B, T, H·D] of queries [B, T, H, D], keys and values [B, T, K, D]."""
         query, key, value = (x.transpose(1, 2) for x in heads)
         if self.rotates:
             if cache is not None and query.shape[2] == 1:
@@ -270,19 +270,19 @@ class DecoderLayer:
 
 
 class Norm(NamedTuple):
-    """The numbers of an RMS norm."""
+    """A pair of numbers that define an RMS norm: its gain and epsilon."""
 
     gain: Tensor  # [C]
     epsilon: float
 
     @classmethod
     def of(cls, module: Any) -> Norm:
-        """Those of transformers' module."""
+        """Return the numbers of transformers' module."""
         return cls(module.weight, module.variance_epsilon)
 
 
 def norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """RMS norm of x [..., C]: x · gain / sqrt(mean(x²) + epsilon), rounded as transformers does."""
+    """Return the RMS norm of x [..., C], x · gain / sqrt(mean(x²) + epsilon), rounded alike."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     return gain * wide.to(x.dtype)
@@ -295,7 +295,7 @@ def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, epsilon: float) -> tuple
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Halves of queries [B, H, T, D] and keys [B, K, T, D], by angles [B, T, D]."""
+    """Rotate halves of queries [B, H, T, D] and keys [B, K, T, D], by angles [B, T, D]."""
     cos, sin = cos[:, None], sin[:, None]
 
     def rotated(x: Tensor) -> Tensor:
@@ -306,12 +306,12 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def gate(gates: Tensor, up: Tensor) -> Tensor:
-    """What lies between the products of a feed-forward part."""
+    """Return silu(gates) · up, the step between the products of a feed-forward part."""
     return silu(gates) * up
 
 
 class Parts(NamedTuple):
-    """What lies between matrix products: the functions above, or kernels that do the same."""
+    """A set of functions that run between matrix products: those above, or kernels like them."""
 
     norm: Callable[..., Tensor]
     add_norm: Callable[..., tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""Linear layers that read the same input, as one matrix product. Knows torch's modules only."""
+"""Joins linear layers that read the same input into one matrix product. Knows torch only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_TOGETHER = 2**23  # numbers that come of one product; larger ones fill a GP
 
 
 class JoinedLinear:
-    """One or more `nn.Linear` that read the same input, and have one type and device.
+    """A group of one or more `nn.Linear` that read the same input, on one device in one type.
 
     Until `join` they are multiplied with one by one, as their model does.
     """
@@ -25,13 +25,13 @@ class JoinedLinear:
         self.layers = layers
         self.rows = [layer.weight.shape[0] for layer in layers]
         self.weight: Tensor | None = None
-        """[O, I], all of theirs; None: they lie apart."""
+        """Holds all their weights [O, I] as one matrix; None: they are separate."""
         self.bias: Tensor | None = None
 
     def join(self) -> None:
         """Move their weights one behind the other, where each layer finds its own as before.
 
-        They stay apart where there is no memory to move them.
+        They stay where they are if there is no memory to move them.
         """
         if len(self.layers) == 1:
             self.weight, self.bias = self.layers[0].weight, self.layers[0].bias
@@ -42,21 +42,21 @@ class JoinedLinear:
 
     @property
     def _alike(self) -> bool:
-        """Whether one product can be theirs: of one type and device, all with biases or none."""
+        """Return whether one product can replace theirs: one type and device, all or no biases."""
         kinds = {(x.weight.dtype, x.weight.device, x.bias is None) for x in self.layers}
         return len(kinds) == 1
 
     def is_single_row(self, x: Tensor) -> bool:
-        """Whether `x` is one row, which kvcap's kernel multiplies with all of them at once."""
+        """Return whether `x` is one row, which kvcap's kernel multiplies with all at once."""
         return self.weight is not None and ready(x) and linear.covers(x, self.weight)
 
     def project_row(self, x: Tensor, *args: Any, **further: Any) -> Tensor:
-        """All products [..., O] of a single row, and what else `kernels.linear.matvec` does."""
+        """Return all products [..., O] of one row, with the extras of `kernels.linear.matvec`."""
         assert self.weight is not None
         return linear.matvec(x, self.weight, self.bias, *args, **further)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
-        """Every layer's product [..., O_i]; views of one where they are joined and small."""
+        """Return every layer's product [..., O_i]; views of one where they are joined and small."""
         several = len(self.layers) > 1
         if self.weight is None or (several and x[..., 0].numel() * sum(self.rows) > MOST_TOGETHER):
             return [functional.linear(x, layer.weight, layer.bias) for layer in self.layers]
@@ -67,7 +67,7 @@ class JoinedLinear:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _joined(layers: Sequence[nn.Linear]) -> Tensor | None:
-    """Their weights as one matrix, whose rows they are from now on; None: no memory to do so."""
+    """Return their weights as one matrix that holds them from then on; None: out of memory."""
     weights = [layer.weight.data for layer in layers]
     starts = [weight.data_ptr() for weight in weights]
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
