@@ -1,4 +1,4 @@
-"""Eviction policies: one file per score, and the file's name is the policy's name.
+"""Defines eviction policies: one file per score, and the file's name is the policy's name.
 
 `saliencies/`, `budgets/`, `rescorers/` and `correctors/` hold what a score can be combined with,
 one file each. Pure tensor code; imports nothing else of kvcap. To add a policy, add a file
@@ -59,7 +59,7 @@ SLOTS: dict[str, type[Component]] = {
 
 
 class Recipe(NamedTuple):
-    """What a name stands for: a class for each part of the eviction, and options to set."""
+    """A recipe that a name stands for: a class for each part of an eviction, and its options."""
 
     parts: Mapping[str, type[Component]]
     options: Mapping[str, Any]
@@ -68,13 +68,13 @@ class Recipe(NamedTuple):
 
 @cache
 def companions() -> dict[str, type[Component]]:
-    """Everything a policy can be combined with, by name."""
+    """Return everything that a policy can be combined with, by name."""
     return {name: cls for folder in FOLDERS for name, cls in _modules(folder).items()}
 
 
 @cache
 def policies() -> dict[str, Recipe]:
-    """Every policy and preset by name."""
+    """Return every policy and preset by name."""
     scores = _scores()
     found = {name: Recipe({"policy": cls}, {}) for name, cls in scores.items()}
     # Those of other packages last, so that they take no name of kvcap's own presets.
@@ -110,7 +110,7 @@ def _preset(
 
 
 def load_policy(name: str, **options: Any) -> Eviction:
-    """The policy, preset or combination `name` with `options` over its defaults.
+    """Return the policy, preset or combination `name`, with `options` over its defaults.
 
     A combination is a policy and companions with plus signs: `h2o+criticalkv`. An option goes to
     the first part that has it. `sink_tokens` and `recent_tokens` (pinned besides what the policy
@@ -189,13 +189,13 @@ def _default(cls: type[Component], option: str) -> Any:
 
 
 def _scores() -> dict[str, type[Component]]:
-    """The policies alone, those of other packages too."""
+    """Return the policies alone, those of other packages too."""
     return _modules(".") | _registered()[0]
 
 
 @cache
 def _registered() -> tuple[dict[str, type[Component]], dict[str, str]]:
-    """The policies of other packages, and of those that cannot be used the reasons, by name.
+    """Return other packages' policies by name, and why those that are broken cannot be used.
 
     A broken one is warned of, and takes nothing else with it.
     """
@@ -229,7 +229,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def _unknown(name: str, known: Iterable[str]) -> PolicyError:
-    """The error for a name that is no policy's."""
+    """Return the error for a name that is no policy's."""
     if why := _registered()[1].get(name):
         return PolicyError(why)
     return PolicyError(f"no policy is called {name!r}{_nearest(name, list(known))}")
@@ -241,7 +241,7 @@ def _compose(
     when: str = "",
     scores: Mapping[str, type[Component]] | None = None,
 ) -> Recipe:
-    """The parts of 'policy+companion+companion'."""
+    """Return the recipe of 'policy+companion+companion'."""
     scores = _scores() if scores is None else scores
     base, *others = combination.split("+")
     if base not in scores:
@@ -260,7 +260,7 @@ def _compose(
 
 
 def _modules(folder: str) -> dict[str, type[Component]]:
-    """The one component that each module of a folder defines, by the module's name."""
+    """Return the one component that each module of a folder defines, by the module's name."""
     path = Path(__path__[0]) / folder
     names = [m.name for m in pkgutil.iter_modules([str(path)]) if not m.ispkg]
     package = __name__ if folder == "." else f"{__name__}.{folder}"

@@ -64,7 +64,7 @@ class KeyDiff(Policy):
         return self._score(obs.keys.float())  # a float16 mean over thousands of keys loses bits
 
     def _score(self, keys: Tensor) -> Tensor:
-        """Scores [B, K, n] of keys [B, K, n, D]."""
+        """Return scores [B, K, n] of keys [B, K, n, D]."""
         if self.anchor == "pairwise":  # Eq. 7, O(n²)
             return -self._similarity(keys[..., :, None, :], keys[..., None, :, :]).mean(-1)
         if self.anchor == "median":

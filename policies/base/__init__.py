@@ -1,4 +1,4 @@
-"""What every eviction is made of: `Observation`, `Policy`, its companions, and `Eviction`."""
+"""Defines what every eviction is made of: `Observation`, `Policy`, companions, `Eviction`."""
 
 from kvcap.policies.base.companions import (
     Corrector,

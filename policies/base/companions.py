@@ -1,4 +1,4 @@
-"""The contracts of what a policy is combined with, a class for each kind; sharing slots out."""
+"""Defines the contracts of a policy's companions, a class for each kind; shares slots out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Saliency(Component):
     """Replaces the attention weights in scores that add attention up."""
 
     def weigh(self, obs: Observation) -> Tensor:
-        """What is added up instead of `A`. Shape [B, K, G, w, n], 0 where masked."""
+        """Return what is added up instead of `A`. Shape [B, K, G, w, n], 0 where masked."""
         raise NotImplementedError
 
 
@@ -31,10 +31,10 @@ class LayerBudget(Component):
     """Spreads `layers · budget` slots over the layers; the sum is exact."""
 
     moves: ClassVar[bool] = False
-    """Whether slots move between layers while blocks arrive, by `preference` and `least`."""
+    """Says whether slots move between layers while blocks arrive, by `preference` and `least`."""
 
     def split(self, budget: int, layers: int, pinned: int) -> list[int]:
-        """Slots per KV head of each layer, before anything is read.
+        """Return the slots per KV head of each layer, before anything is read.
 
         Args:
             budget: slots per KV head and layer on average (`N`).
@@ -44,11 +44,11 @@ class LayerBudget(Component):
         return [budget] * layers
 
     def preference(self, obs: Observation) -> Tensor:
-        """How much one layer wants slots, above 0; only where `moves`. Shape []."""
+        """Return how much one layer wants slots, above 0; only where `moves`. Shape []."""
         raise NotImplementedError
 
     def least(self, budget: int, pinned: int) -> int:
-        """Slots per KV head that every layer has in any case; only where `moves`.
+        """Return the slots per KV head that every layer has in any case; only where `moves`.
 
         All others go to the layers in proportion to what they prefer.
 
@@ -64,10 +64,10 @@ class HeadBudget(Component):
     """Spreads the slots of a layer over its KV heads, each of which stores only its own."""
 
     moves: ClassVar[bool] = False
-    """Whether slots move between heads after every block of several tokens, by `split`."""
+    """Says whether slots move between heads after every block of several tokens, by `split`."""
 
     def allot(self, budgets: Sequence[int], kv_heads: int, pinned: int) -> list[list[int]]:
-        """Slots of every KV head of every layer before anything is scored. [L][K].
+        """Return the slots of every KV head of every layer before anything is scored. [L][K].
 
         Sums to `K · Σ budgets` over the model, and where `moves` to `K · budgets[l]` in layer l.
 
@@ -84,22 +84,22 @@ class HeadBudget(Component):
     def split(
         self, scores: Tensor, pinned: Tensor, positions: Tensor, lengths: Tensor, budget: int
     ) -> Tensor:
-        """Slots [B, K] that each head keeps, int64; only where `moves`.
+        """Return the slots [B, K] that each head keeps, int64; only where `moves`.
 
-        Those of a sequence sum to `K · budget`, or to all that its heads hold. On a GPU it
-        is pure tensor code, which a CUDA graph captures: nothing is read by the host.
+        Those of a sequence sum to `K · budget`, or to all that its heads hold. On a GPU it is pure
+        tensor code, which a CUDA graph captures: nothing is read by the host.
 
         Args:
             scores: [B, K, n] float32; where a head holds fewer slots, the rest is arbitrary.
             pinned: bool [B, K, n], slots that stay in any case, likewise.
-            positions: [B, K, n], by which equal scores are told apart, likewise.
+            positions: [B, K, n], which order equal scores, likewise.
             lengths: [B, K], the slots that each head holds.
             budget: slots per KV head on average.
         """
         raise NotImplementedError
 
     def policy_of(self, obs: Observation, base: Policy) -> Policy:
-        """The policy for the KV head that is observed, where heads of some kinds have their own.
+        """Return the policy for the KV head that is observed; some kinds of heads have their own.
 
         Args:
             obs: of one head: `obs.layer`, `obs.first_head`, and its `obs.budget` slots.
@@ -113,7 +113,7 @@ class Rescorer(Component):
     """Replaces the scores once it is known how many slots stay."""
 
     def rescore(self, scores: Tensor, pinned: Tensor, obs: Observation) -> Tensor:
-        """New scores [B, K, n]; `obs.budget` slots of each head stay.
+        """Return new scores [B, K, n]; `obs.budget` slots of each head stay.
 
         Args:
             scores: [B, K, n], finite float32.
@@ -125,7 +125,7 @@ class Rescorer(Component):
     def best_first(
         self, share: float, scores: Tensor, second: Tensor, pinned: Tensor, obs: Observation
     ) -> Tensor:
-        """Scores [B, K, n] by which the best by `scores` stay first, and others by `second`.
+        """Return scores [B, K, n] by which the best by `scores` stay first, and others by `second`.
 
         Args:
             share: of the slots that stay and are not pinned, how many go by `scores`.
@@ -146,16 +146,16 @@ class Corrector(Component):
 
     @property
     def size(self) -> int:
-        """Evicted tokens kept per KV head and layer."""
+        """Return how many evicted tokens are kept per KV head and layer."""
         raise NotImplementedError
 
     @property
     def place(self) -> str:
-        """Where they lie: on the model's `device`, on the `host`, or mapped from a directory."""
+        """Return where they lie: on the model's `device`, on the `host`, or in a directory."""
         return "device"
 
     def decide(self, query: Tensor, cached: Tensor) -> tuple[Tensor, Tensor]:
-        """Which queries [B, H, T, D] need a recomputation, and which a correction.
+        """Return which queries [B, H, T, D] need a recomputation, and which a correction.
 
         Args:
             query: the queries in hand.
@@ -168,7 +168,7 @@ class Corrector(Component):
 
 
 def evenly(total: Count, parts: int, place: Count) -> Count:
-    """The part at `place`, from 0, of `total` shared out evenly: the first ones get one more.
+    """Return part `place`, from 0, of `total` shared out evenly: the first ones get one more.
 
     >>> [evenly(10, 3, place) for place in range(3)]
     [4, 3, 3]
@@ -177,7 +177,7 @@ def evenly(total: Count, parts: int, place: Count) -> Count:
 
 
 def apportion(shares: Sequence[float], total: int, most: Sequence[int] | None = None) -> list[int]:
-    """Whole numbers in proportion to `shares` that sum to `total` exactly (largest remainder).
+    """Return whole numbers in proportion to `shares` that sum to `total` (largest remainder).
 
     What a `most` cuts off goes to the others in proportion; where all are full the sum is theirs.
 
@@ -218,9 +218,9 @@ def apportion(shares: Sequence[float], total: int, most: Sequence[int] | None = 
 
 
 def apportion_rows(shares: Tensor, total: Tensor, most: Tensor) -> Tensor:
-    """`apportion` of whole numbers; on a GPU by tensor code, none of which the host reads. [B, K].
+    """Apportion whole numbers row by row [B, K]; on a GPU in tensors that the host does not read.
 
-    A CPU takes ten times as long for the same in tensors of a few numbers.
+    On a CPU tensors of a few numbers take ten times as long as `apportion`.
 
     Args:
         shares: [B, K] int64, 0 or more each; the sum of `shares` times that of `most`, and that
@@ -239,13 +239,13 @@ def apportion_rows(shares: Tensor, total: Tensor, most: Tensor) -> Tensor:
 
 
 def _apportion_on_device(shares: Tensor, total: Tensor, most: Tensor) -> Tensor:
-    """`apportion_rows` without a loop over heads, for the arguments see there."""
+    """Apportion as `apportion_rows` does, without a loop over heads; see its arguments."""
     left, some = total.minimum(most.sum(-1, keepdim=True)), shares > 0
     # Where all that have a share can be full the others are given the rest, and are equal.
     rest = left - (most * some).sum(-1, keepdim=True)
     full, enough = some & (rest >= 0), rest >= 0
     left, shares = torch.where(enough, rest, left), torch.where(enough, ~some, shares)
-    # Who is full when all are given as much for their shares as it takes to fill one of them?
+    # Raise all in proportion to their shares until this one is full: does that fit into `left`?
     given = shares[..., None] * most[..., None, :]  # [B, K, K]
     fills = (given.minimum(given.mT).sum(-1) <= left * shares) & (shares > 0)
     left, shares = left - (most * fills).sum(-1, keepdim=True), shares * ~fills

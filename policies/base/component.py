@@ -1,4 +1,4 @@
-"""What every part of an eviction has in common: options, its source, and memory per slot."""
+"""Defines what every part of an eviction has: options, a source, and memory per slot."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ VIEWS = ATTENTION_VIEWS | {"keys", "values", "positions", "output_projection", "
 
 
 class PolicyError(ValueError):
-    """A policy, an option, a combination or a budget that cannot work."""
+    """An error that says that a policy, an option, a combination or a budget cannot work."""
 
 
 class Preset(NamedTuple):
-    """A name for a policy or combination with settings of its own, such as a paper's system."""
+    """A name that stands for a policy or combination with settings, such as a paper's system."""
 
     parts: str
-    """As `--policy` takes it: `"snapkv+adakv"`."""
+    """Names the parts as `--policy` takes them: `"snapkv+adakv"`."""
 
     options: Mapping[str, Any] = {}
-    """Options that differ from the defaults of the parts."""
+    """Holds the options that differ from the defaults of the parts."""
 
     when: str = ""
-    """When to use it, where its parts do not say it."""
+    """Says when to use it, where its parts do not say it."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """One part of an eviction: a frozen dataclass, whose fields are its options.
+    """A part of an eviction: a frozen dataclass whose fields are its options.
 
-    It stands in a file of its own, whose name is what the part is called.
+    It stands in a file of its own, which has the part's name.
     """
 
     observes: ClassVar[frozenset[str]] = frozenset()
-    """Names of the attributes of `Observation` that it reads. The runtime keeps nothing else."""
+    """Names the attributes of `Observation` that it reads. The runtime keeps nothing else."""
 
     paper: ClassVar[str] = ""
-    """Where the formula comes from."""
+    """Names the source of the formula."""
 
     formula: ClassVar[str] = ""
-    """The formula in one line, shown by `kvcap policies`."""
+    """Holds the formula in one line, shown by `kvcap policies`."""
 
     when: ClassVar[str] = ""
-    """When to use it: "for ...", "to ...", "where ...", shown by `kvcap policies NAME`."""
+    """Says when to use it: "for ...", "to ...", "where ...", shown by `kvcap policies NAME`."""
 
     state: ClassVar[Mapping[str, torch.dtype]] = {}
-    """Per-slot memory [B, K, n] that moves with its slot: name -> dtype. A new slot's is 0."""
+    """Maps names of per-slot memory [B, K, n], which moves with its slot, to dtypes; 0 if new."""
 
     placing: ClassVar[frozenset[str]] = frozenset()
-    """Options that say where memory lies and change no result: sessions go on under any of them."""
+    """Names options that only say where memory lies: sessions continue under any of them."""
 
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Names that this file adds beside its own."""
 
     small: ClassVar[Mapping[str, Any]] = {}
-    """Options that suit budgets of some tens of slots, as tests of every policy use them."""
+    """Holds options that suit budgets of some tens of slots, as tests of every policy use them."""
 
     def update(self, obs: Observation) -> dict[str, Tensor]:
-        """New values of `state`, [B, K, n] each, computed after every block before scoring."""
+        """Return new values of `state`, [B, K, n] each; runs after every block, before scoring."""
         return {}
 
     def options(self) -> dict[str, Any]:
-        """The options and their values."""
+        """Return the options and their values."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def require(self, name: str, ok: bool, expected: str) -> None:

@@ -28,18 +28,18 @@ Update = Callable[[Component, Observation], Mapping[str, Tensor]]
 
 
 def eager_score(policy: Policy, obs: Observation) -> Tensor:
-    """Scores by the policy's own PyTorch code."""
+    """Return scores computed by the policy's own PyTorch code."""
     return policy.score(obs)
 
 
 def eager_update(component: Component, obs: Observation) -> Mapping[str, Tensor]:
-    """New state by the component's own PyTorch code."""
+    """Return new state computed by the component's own PyTorch code."""
     return component.update(obs)
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """A policy and the companions that it is combined with, at most one of each kind.
+    """A policy with the companions that it is combined with, at most one of each kind.
 
     Raises:
         PolicyError: for a combination that cannot be run.
@@ -88,7 +88,7 @@ class Eviction:
 
     @cached_property
     def components(self) -> list[Component]:
-        """The policy and its companions, in the order of the fields."""
+        """Return the policy and its companions, in the order of the fields."""
         parts = (
             self.policy,
             self.saliency,
@@ -101,20 +101,20 @@ class Eviction:
 
     @cached_property
     def observes(self) -> frozenset[str]:
-        """Everything the components read."""
+        """Return the names of everything that the components read."""
         return frozenset[str]().union(*(c.observes for c in self.components))
 
     @cached_property
     def state(self) -> Mapping[str, torch.dtype]:
-        """Per-slot memory of all components."""
+        """Return the per-slot memory of all components."""
         return {name: dtype for c in self.components for name, dtype in c.state.items()}
 
     @property
     def needs_attention(self) -> bool:
-        """Whether it needs what stock attention functions do not show, such as queries.
+        """Return whether it needs kvcap's attention, which shows more than stock functions do.
 
-        Or what they cannot do: transformers makes them one mask for all layers, so every layer and
-        head has to hold as many slots.
+        Those show no queries, for instance. And transformers makes them one mask for all layers, so
+        every layer and head has to hold as many slots.
         """
         inside = ATTENTION_VIEWS | {"output_projection"}
         return bool(
@@ -126,16 +126,16 @@ class Eviction:
 
     @cached_property
     def heads_move(self) -> bool:
-        """Whether slots move between the heads of a layer."""
+        """Return whether slots move between the heads of a layer."""
         return self.head_budget is not None and self.head_budget.moves
 
     @cached_property
     def layers_move(self) -> bool:
-        """Whether slots move between layers."""
+        """Return whether slots move between layers."""
         return self.layer_budget is not None and self.layer_budget.moves
 
     def sinks(self) -> int:
-        """How many first tokens of the conversation are never evicted."""
+        """Return how many first tokens of the conversation are never evicted."""
         return max(self.policy.sinks_pinned(), self.sink_tokens or 0)
 
     def with_sinks(self, budget: int, layers: int = 1, kv_heads: int = 1) -> Eviction:
@@ -159,15 +159,15 @@ class Eviction:
         return self if self.sink_tokens is not None else replace(self, sink_tokens=0)
 
     def recents(self, budget: int) -> int:
-        """How many of the newest tokens are never evicted."""
+        """Return how many of the newest tokens are never evicted."""
         return max(self.policy.recents_pinned(budget), self.recent_tokens)
 
     def pins(self, budget: int) -> int:
-        """How many slots of a head pinned tokens take."""
+        """Return how many slots of a head pinned tokens take."""
         return self.sinks() + self.recents(budget)
 
     def split(self, budget: int, layers: int) -> list[int]:
-        """Slots per KV head for each layer, summing to `layers · budget`."""
+        """Return the slots per KV head for each layer, summing to `layers · budget`."""
         if self.layer_budget is None:
             return [budget] * layers
         split = self.layer_budget.split(budget, layers, self.pins(budget))
@@ -175,7 +175,7 @@ class Eviction:
         return split
 
     def allot(self, budget: int, layers: int, kv_heads: int) -> list[list[int]]:
-        """Slots of every KV head of every layer, [L][K], summing to `layers · K · budget`."""
+        """Return every KV head's slots in every layer, [L][K], summing to `layers · K · budget`."""
         split = self.split(budget, layers)
         if self.head_budget is None:
             return [[slots] * kv_heads for slots in split]
@@ -203,7 +203,7 @@ class Eviction:
                 )
 
     def least(self, layers: int = 1, kv_heads: int = 1) -> int:
-        """The smallest budget (slots per KV head) that `check` accepts.
+        """Return the smallest budget (slots per KV head) that `check` accepts.
 
         Raises:
             PolicyError: none does, however large.
@@ -223,13 +223,13 @@ class Eviction:
         return all(slots >= max(1, self.pins(slots)) for slots in kept)
 
     def _kept(self, budget: int, layers: int, kv_heads: int) -> list[int]:
-        """Slots of every head of every layer."""
+        """Return the slots of every head of every layer."""
         return [slots for heads in self.allot(budget, layers, kv_heads) for slots in heads]
 
     def update(self, obs: Observation, by: Update = eager_update) -> dict[str, Tensor]:
-        """New values of the state of all components, [B, K, n] each.
+        """Return new values of the state of all components, [B, K, n] each.
 
-        `by` runs a component's own.
+        `by` runs a component's own update.
         """
         found = dict(by(self._policy(obs), obs))
         for component in self.components[1:]:
@@ -237,9 +237,9 @@ class Eviction:
         return found
 
     def score(self, obs: Observation, by: Score = eager_score, *, finite: bool = True) -> Tensor:
-        """The policy's scores, made finite if asked. Shape [B, K, n], float32.
+        """Return the policy's scores, made finite if asked. Shape [B, K, n], float32.
 
-        `by` runs the policy's own.
+        `by` runs the policy's own score.
 
         Raises:
             PolicyError: scores of another shape.
@@ -253,7 +253,7 @@ class Eviction:
         return scores.nan_to_num(nan=LOWEST) if finite else scores
 
     def pinned(self, obs: Observation) -> Tensor:
-        """Slots that are never evicted. Bool [B, K, n]."""
+        """Return which slots are never evicted. Bool [B, K, n]."""
         sinks, recents = self.pins_of(obs)
         mask = (obs.positions < sinks) | (obs.positions >= obs.num_tokens - recents)
         for start, stop in obs.pinned_spans:
@@ -261,11 +261,11 @@ class Eviction:
         return mask
 
     def pins_any(self, obs: Observation) -> bool:
-        """Whether `pinned` would show any slot that is never evicted."""
+        """Return whether `pinned` would show any slot that is never evicted."""
         return bool(obs.pinned_spans) or self.pins_of(obs) != (0, 0)
 
     def pins_of(self, obs: Observation) -> tuple[int, int]:
-        """How many first and how many newest tokens stay in the heads that are observed."""
+        """Return how many first and how many newest tokens stay in the heads that are observed."""
         policy, spans = self._policy(obs), obs.pinned_spans
         recents = max(policy.recents_pinned(obs.budget), self.recent_tokens)
         sinks, own = self.sink_tokens or 0, policy.sinks_pinned()
@@ -274,7 +274,7 @@ class Eviction:
         return max(own, sinks), recents
 
     def worth(self, scores: Tensor, pinned: Tensor | None, obs: Observation) -> Tensor:
-        """The numbers that slots are chosen by: scores, rescored, +inf where pinned. [B, K, n].
+        """Return the numbers to choose slots by: scores, rescored, +inf where pinned. [B, K, n].
 
         `obs.budget` slots of each head stay. `pinned` may be None where none are.
         """
@@ -288,7 +288,7 @@ class Eviction:
         return scores.masked_fill(pinned, float("inf"))
 
     def choose(self, scores: Tensor, pinned: Tensor | None, obs: Observation, count: int) -> Tensor:
-        """The `count` slots of each head to evict, by `score`'s result. [B, K, count], unordered.
+        """Return the `count` slots of each head to evict by their scores. [B, K, count], unordered.
 
         `obs.budget` slots of each head stay. Of slots that are worth the same the older go.
         """

@@ -1,7 +1,7 @@
-"""Statistical leverage of rows: how much of a direction each of them has to itself.
+"""Computes the statistical leverage of rows: how much of a direction each has to itself.
 
-A graph of ONNX has neither Cholesky nor an inverse, and a CUDA graph waits for no check of one, so
-that the inverse is a fixed number of Newton-Schulz steps: products of small matrices.
+A graph of ONNX has neither Cholesky nor an inverse, and a CUDA graph waits for no check of one. So
+the inverse is a fixed number of Newton-Schulz steps: products of small matrices.
 """
 
 from __future__ import annotations

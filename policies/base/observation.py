@@ -1,4 +1,4 @@
-"""What a policy may look at when it scores one layer's slots.
+"""Defines what a policy may look at when it scores one layer's slots.
 
 Letters, here and in every policy: `B` batch, `H` query heads, `K` KV heads, `G = H/K`, `n` slots
 held (cache and block), `w` observed queries, `D` head size. Pure tensor code: no cache, no model.
@@ -16,18 +16,18 @@ from torch import Tensor
 
 
 class Weigher(Protocol):
-    """What an observation knows of a `Saliency`."""
+    """A protocol of what an observation uses of a `Saliency`."""
 
     def weigh(self, obs: Observation) -> Tensor:
-        """What scores add up instead of attention. Shape [B, K, G, w, n]."""
+        """Return what scores add up instead of attention. Shape [B, K, G, w, n]."""
 
 
 class Expansion(NamedTuple):
-    """How query heads read slots that hold latents, in multi-head latent attention (MLA).
+    """A pair of weights by which query heads read slots that hold latents, in MLA.
 
-    A slot is `[k_rot, c]`: `r` rotated numbers that all heads share, and a latent `c` of `R`
-    numbers, of which head `h` makes its key `[k_rot, W_uk c]` and its value `W_uv c`.
-    DeepSeek-V2, https://arxiv.org/abs/2405.04434, Eq. 9-19.
+    MLA is multi-head latent attention. A slot is `[k_rot, c]`: `r` rotated numbers that all heads
+    share, and a latent `c` of `R` numbers, of which head `h` makes its key `[k_rot, W_uk c]` and
+    its value `W_uv c`. DeepSeek-V2, https://arxiv.org/abs/2405.04434, Eq. 9-19.
     """
 
     keys: Tensor  # [H, nope, R], W_uk
@@ -35,23 +35,23 @@ class Expansion(NamedTuple):
     rotated: int  # r
 
     def head_keys(self, slots: Tensor) -> Tensor:
-        """Every query head's keys [B, H, n, r + nope] of slots [B, 1, n, r + R]."""
+        """Return every query head's keys [B, H, n, r + nope] of slots [B, 1, n, r + R]."""
         rotated, latents = slots.tensor_split((self.rotated,), dim=-1)
         own = torch.matmul(latents, self.keys.to(slots.dtype).mT)  # [B, H, n, nope]
         return torch.cat((rotated.expand(*own.shape[:-1], -1), own), dim=-1)
 
     def each_head_keys(self, slots: Tensor) -> Iterator[Tensor]:
-        """The same head by head, [B, 1, n, r + nope] each."""
+        """Yield the keys of one query head after another, [B, 1, n, r + nope] each."""
         for keys in self.keys.split(1):
             yield Expansion(keys, self.values, self.rotated).head_keys(slots)
 
     def head_values(self, latents: Tensor) -> Tensor:
-        """`W_uv c` [B, H, n, v] of latents [B, 1 or H, n, R]: values, or sums of them."""
+        """Return `W_uv c` [B, H, n, v] of latents [B, 1 or H, n, R]: values, or sums of them."""
         return torch.matmul(latents, self.values.to(latents.dtype).mT)
 
 
 class Rows(NamedTuple):
-    """Where the heads of a layer lie that hold unequally many slots, side by side in a pool."""
+    """A table of places in a pool, side by side, where heads of unequally many slots lie."""
 
     starts: Tensor  # [B·K or one more] int32, the first slot of each, and where the last ends
     lengths: Tensor  # [B·K] int32, its slots in use
@@ -60,10 +60,10 @@ class Rows(NamedTuple):
 
 @dataclass
 class Observation:
-    """One layer's slots and, where the policy asks for them, its last queries.
+    """A view of one layer's slots and, if the policy asks for them, of its last queries.
 
-    Keys and queries are rotated as attention saw them. Everything derived is float32, computed
-    once and only when read. What a policy did not declare in `observes` may be `None`.
+    Keys and queries are rotated as attention saw them. Everything derived is float32, computed once
+    and only when read. What a policy did not declare in `observes` may be `None`.
     """
 
     keys: Tensor  # [B, K, n, D]
@@ -76,7 +76,7 @@ class Observation:
     first_head: int = 0  # the KV head of row 0; heads of unequal lengths are observed one by one
     queries: Tensor | None = None  # [B, H, w, D], the last w queries, oldest first
     scaling: float = 1.0  # of the logits, usually 1/sqrt(D)
-    attended: Tensor | None = None  # [B, H, w, D], attention's output for them, if it told it
+    attended: Tensor | None = None  # [B, H, w, D], attention's output for them, if it is known
     softcap: float | None = None  # Gemma 2: logits = softcap * tanh(logits / softcap)
     sinks: Tensor | None = None  # [H], gpt-oss: a learned logit per query head, see `attention`
     state: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [B, K, n]
@@ -84,19 +84,22 @@ class Observation:
     saliency: Weigher | None = None  # replaces the attention weights, see `weight`
     expansion: Expansion | None = None  # of slots that hold latents (MLA)
     rows: Rows | None = None
-    """Where unequal heads lie, if kernels score them: keys and values are [B, K, slots, D] views of
-    a pool then, state is [slots], and positions are [B, K, longest]."""
+    """Says where unequal heads lie, if kernels score them.
+
+    Keys and values are [B, K, slots, D] views of a pool then, state is [slots], and positions are
+    [B, K, longest].
+    """
     pinned_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) positions that are never evicted
 
     @property
     def groups(self) -> int:
-        """`G`: how many query heads share a KV head."""
+        """Return `G`: how many query heads share a KV head."""
         assert self.queries is not None
         return self.queries.shape[1] // self.keys.shape[1]
 
     @cached_property
     def visible(self) -> Tensor:
-        """Which slots a query may see: its own token's and older ones. Bool [B, K, 1, w, n]."""
+        """Return which slots a query may see, its own and older ones. Bool [B, K, 1, w, n]."""
         assert self.queries is not None
         w = self.queries.shape[2]
         times = self.num_tokens + torch.arange(-w, 0, device=self.positions.device)  # [w]
@@ -105,7 +108,7 @@ class Observation:
 
     @cached_property
     def _products(self) -> Tensor:
-        """`q·k` of every query and slot, visible or not. Shape [B, K, G, w, n]."""
+        """Return `q·k` of every query and slot, visible or not. Shape [B, K, G, w, n]."""
         assert self.queries is not None, "the policy must name 'queries' in observes"
         q = self.queries.float().unflatten(1, (-1, self.groups))  # [B, K, G, w, D]
         products = torch.matmul(q.flatten(2, 3), self.keys.float().mT)  # [B, K, G·w, n]
@@ -114,7 +117,7 @@ class Observation:
 
     @cached_property
     def logits(self) -> Tensor:
-        """`z = scaling · q·k`, 0 (not -inf) where masked, so that products stay finite.
+        """Return `z = scaling · q·k`, 0 (not -inf) where masked, so that products stay finite.
 
         Shape [B, K, G, w, n].
         """
@@ -122,9 +125,9 @@ class Observation:
 
     @property
     def unmasked_logits(self) -> Tensor:
-        """`z` of every query and slot, also of slots newer than the query: to those to come.
+        """Return `z` of every query and slot, also of slots newer than the query.
 
-        Shape [B, K, G, w, n].
+        Those stand for queries to come. Shape [B, K, G, w, n].
         """
         return self._capped(self._products * self.scaling)
 
@@ -133,12 +136,12 @@ class Observation:
 
     @cached_property
     def attention(self) -> Tensor:
-        """`A = softmax(z)` over the visible slots. Shape [B, K, G, w, n].
+        """Return `A = softmax(z)` over the visible slots. Shape [B, K, G, w, n].
 
         With sink logits `A = softmax([z, sink])` without the sink's own weight: a row sums to less
         than 1, as in the model.
         """
-        # A CPU adds a mask, and scales on the way, in a fraction of the time of filling it in.
+        # On a CPU, adding a mask while scaling takes a fraction of the time of `masked_fill`.
         mask = torch.where(self.visible, 0.0, float("-inf"))  # [B, K, 1, w, n]
         if self.softcap is None:
             z = torch.add(mask, self._products, alpha=self.scaling)
@@ -152,17 +155,17 @@ class Observation:
 
     @cached_property
     def variance(self) -> Tensor:
-        """`var_t A_tj`, the population's, over the queries. Shape [B, K, G, n]."""
+        """Return `var_t A_tj`, the population's, over the queries. Shape [B, K, G, n]."""
         # `Tensor.var` over any dimension but the last takes a CPU ten times as long.
         mean = self.attention.mean(-2, keepdim=True)
         return (self.attention - mean).square().mean(-2)
 
     @cached_property
     def output(self) -> Tensor:
-        """`a = A·v`, before the output projection. Shape [B, K, G, w, D].
+        """Return `a = A·v`, before the output projection. Shape [B, K, G, w, D].
 
-        As the model has it, rounded to its type, where a policy observes all queries of a block
-        and attention tells it.
+        Where a policy observes all queries of a block and attention returned its output, it is that
+        one, rounded to the model's type.
         """
         if self.attended is not None:
             told: Tensor = self.attended.float().unflatten(1, (-1, self.groups))
@@ -172,7 +175,7 @@ class Observation:
 
     @cached_property
     def weight(self) -> Tensor:
-        """What scores by attention add up: attention `A`, or what a saliency puts in its place.
+        """Return what scores by attention add up: attention `A`, or a saliency in its place.
 
         Shape [B, K, G, w, n].
         """

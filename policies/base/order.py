@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def ordered(worth: Tensor, positions: Tensor) -> Tensor:
-    """Integers that sort as (worth, position) does, -0.0 as 0.0. [..., n] int64.
+    """Return integers that sort as (worth, position) does, -0.0 as 0.0. [..., n] int64.
 
     Args:
         worth: [..., n] float32 without NaN.
@@ -23,7 +23,7 @@ def ordered(worth: Tensor, positions: Tensor) -> Tensor:
 
 
 def lowest(worth: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Indices of the `count` slots of each head that are worth least. [..., count], unordered.
+    """Return the `count` slots of each head that are worth least. [..., count], unordered.
 
     Args:
         worth: [..., n] float32 without NaN.
@@ -33,19 +33,19 @@ def lowest(worth: Tensor, positions: Tensor, count: int) -> Tensor:
     if count == 1:  # the oldest of the least, whose positions become negative
         least = worth == worth.amin(-1, keepdim=True)
         return positions.add(least, alpha=-(2**31)).argmin(-1, keepdim=True)
-    if worth.device.type == "mps":  # whose topk takes no 64-bit integers
+    if worth.device.type == "mps":  # its topk takes no 64-bit integers
         return sequence(worth, positions)[..., :count]
     return ordered(worth, positions).topk(count, dim=-1, largest=False, sorted=False).indices
 
 
 def sequence(worth: Tensor, positions: Tensor) -> Tensor:
-    """Indices of all slots of each head, the least worthy first, by two sorts. [..., n] int64."""
+    """Return all slots of each head, the least worthy first, by two sorts. [..., n] int64."""
     by_age = positions.argsort(dim=-1)
     return by_age.gather(-1, worth.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
 def best(worth: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
-    """Marks the slots of each head that are worth most, of equal ones the newer. [..., n] bool.
+    """Mark the slots of each head that are worth most, of equal ones the newer. [..., n] bool.
 
     Args:
         worth: [..., n] float without NaN; of float32, one sort is enough.
@@ -62,8 +62,9 @@ def best(worth: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
 
 
 def ranks(worth: Tensor, positions: Tensor) -> Tensor:
-    """For every slot, how many slots of its head are worth less. [..., n] int64.
+    """Return for every slot how many slots of its head are worth less. [..., n] int64.
 
-    The same order by sorts, which are traced for ONNX, where a float has no bits.
+    It gives the order of `ordered` by sorts, which can be traced for ONNX, where a float has no
+    bits.
     """
     return sequence(worth, positions).argsort(dim=-1)

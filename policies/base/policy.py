@@ -1,4 +1,4 @@
-"""The contract of a policy, and what scores have in common.
+"""Defines the contract of a policy, and what scores have in common.
 
 A policy's `score` is pure tensor code (no `.item()`, no data-dependent Python, no in-place
 writes), because the same method is traced for ONNX and mirrored by a Triton kernel.
@@ -23,11 +23,11 @@ class Policy(Component):
     """Decides what every slot is worth. Subclasses add options as fields and define `score`."""
 
     evicts: ClassVar[bool] = True
-    """False only for `full`, which refuses instead."""
+    """Says whether it evicts; False only for `full`, which refuses instead."""
 
     @property
     def scores_heads_alone(self) -> bool:
-        """Whether a head's scores depend on that head alone, as heads of unequal length require."""
+        """Return whether a head's scores depend on that head alone, as unequal heads require."""
         return True
 
     @property
@@ -36,20 +36,20 @@ class Policy(Component):
         return False
 
     def score(self, obs: Observation) -> Tensor:
-        """Worth of every slot, higher is kept. Shape [B, K, n], float32."""
+        """Return the worth of every slot, higher is kept. Shape [B, K, n], float32."""
         raise NotImplementedError
 
     @property
     def queries_observed(self) -> int | None:
-        """How many of the last queries `score` reads; `None` means every query of the block."""
+        """Return how many of the last queries `score` reads; `None` means all of the block."""
         return 0
 
     def sinks_pinned(self) -> int:
-        """How many of the very first tokens are never evicted."""
+        """Return how many of the very first tokens are never evicted."""
         return 0
 
     def recents_pinned(self, budget: int) -> int:
-        """How many of the newest tokens are never evicted at this budget (slots per KV head)."""
+        """Return how many of the newest tokens are never evicted at this budget of a KV head."""
         return 0
 
 
@@ -79,7 +79,7 @@ class WindowPolicy(Policy):
 
 
 def over_group(scores: Tensor, group: Group) -> Tensor:
-    """One score per KV head from those of its query heads: [B, K, G, n] -> [B, K, n]."""
+    """Return one score per KV head from those of its query heads: [B, K, G, n] -> [B, K, n]."""
     if group == "max":
         return scores.amax(2)
     return scores.sum(2) if group == "sum" else scores.mean(2)
@@ -122,7 +122,7 @@ def pool_in_time(
 
 
 def _share(in_time: Tensor, kernel: int) -> Tensor:
-    """Sums of [..., n] over `kernel` neighbours, 0 where there is none, divided by `kernel`."""
+    """Sum [..., n] over `kernel` neighbours, 0 where there is none, and divide by `kernel`."""
     rows = in_time.flatten(0, -2)[:, None]  # [rows, 1, n]
     rows = torch.nn.functional.avg_pool1d(rows, kernel, stride=1, padding=kernel // 2)
     return rows.view_as(in_time)

@@ -28,7 +28,7 @@ class Table:
 
 
 def read_table(path: str, layers: int, kv_heads: int, component: str) -> Table:
-    """The table at `path` for a model of these sizes; query heads become the mean of their group.
+    """Return the table at `path` for a model of these sizes, averaged over query groups.
 
     A file that has changed since is read again.
 
@@ -52,7 +52,7 @@ def read_table(path: str, layers: int, kv_heads: int, component: str) -> Table:
 
 
 def last_read(path: str, component: str) -> Table:
-    """The table that `read_table` found at `path`.
+    """Return the table that `read_table` found at `path`.
 
     Raises:
         PolicyError: nothing was read yet: heads are allotted before they are looked at.
@@ -64,7 +64,7 @@ def last_read(path: str, component: str) -> Table:
 
 @lru_cache
 def _parse(path: str, changed: int, layers: int, kv_heads: int) -> Table:
-    """The table of a file; its `changed` time is part of the key of the cache."""
+    """Return the table of a file; its `changed` time is part of the key of the cache."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:  # bad JSON or bad UTF-8

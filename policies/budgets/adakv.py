@@ -37,7 +37,7 @@ class AdaKV(HeadBudget):
 
     @property
     def fraction(self) -> Fraction:
-        """The safeguard as a fraction of whole numbers, by which every device rounds alike."""
+        """Return the safeguard as a fraction of whole numbers; every device rounds it alike."""
         return Fraction(str(self.safeguard)).limit_denominator(FINEST)
 
     def split(

@@ -63,7 +63,7 @@ class DuoAttention(HeadBudget):
 
 @lru_cache
 def _retrieving(table: Table, fraction: float) -> list[list[bool]]:
-    """Which heads retrieve, [L][K]: the highest scores, of equal ones those of earlier layers."""
+    """Return which heads retrieve, [L][K]: the highest scores; of equal ones, earlier layers'."""
     ranked = sorted(
         (-score, layer, head)
         for layer, row in enumerate(table.scores)

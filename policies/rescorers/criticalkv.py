@@ -61,6 +61,6 @@ class CriticalKV(Rescorer):
 
 
 def _norms(values: Tensor, weights: Tensor) -> Tensor:
-    """Mean `‖v W‖₁` of the group's heads, one at a time: [B, T, D], [G, D, hidden] -> [B, T]."""
+    """Return the mean `‖v W‖₁` of the group's heads: [B, T, D], [G, D, hidden] -> [B, T]."""
     norms = [(values.float() @ weight.float()).abs().sum(-1) for weight in weights]
     return torch.stack(norms).mean(0)
