@@ -53,14 +53,16 @@ MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
 
 
 class StoredKeys(NamedTuple):
-    """What attention found out about keys as they are stored, which spares KeyDiff a pass."""
+    """A record of what attention computed of keys as they are stored; it saves KeyDiff a pass."""
 
     sums: Tensor | None
-    """[B, K, P, D] float32: sums of P parts of the keys as they were attended to."""
+    """Holds sums of P parts of the keys as they were attended to, [B, K, P, D] float32."""
     rotation: tuple[Tensor, Tensor] | None
-    """By which the observation's keys are yet to be rotated back: shifts [B, K, n] int32, of views
-    of a pool where the keys are, and a table [span, 2, D/2] of cosines and sines. None: they are as
-    attention saw them."""
+    """Holds by how much the observation's keys are yet to be rotated back; None: not at all.
+
+    That is shifts [B, K, n] int32, views of a pool where the keys are, and a table [span, 2, D/2]
+    of cosines and sines.
+    """
 
 
 def score(policy: Policy, obs: Observation) -> Tensor:
@@ -69,7 +71,7 @@ def score(policy: Policy, obs: Observation) -> Tensor:
 
 
 def uses_stored_keys(policy: Policy) -> bool:
-    """Whether `StoredKeys` spare the policy's twin a pass over the keys."""
+    """Return whether `StoredKeys` save the policy's twin a pass over the keys."""
     return type(policy) is KeyDiff and (policy.metric, policy.anchor) == ("cosine", "mean")
 
 
@@ -78,7 +80,7 @@ def _by_twin(policy: Policy, obs: Observation) -> bool:
 
 
 def update(component: Component, obs: Observation) -> dict[str, Tensor]:
-    """New values of a component's state, as `component.update(obs)` has them."""
+    """Return new values of a component's state, as `component.update(obs)` has them."""
     if type(component) is H2O and ready(obs.keys) and _covers(component, obs):
         return _h2o(component, obs)
     if type(component) is CriticalKV and ready(obs.keys) and obs.expansion is None:
@@ -90,7 +92,7 @@ def update(component: Component, obs: Observation) -> dict[str, Tensor]:
 
 
 def preference(budget: LayerBudget, obs: Observation) -> Tensor:
-    """How much a layer wants slots, as `budget.preference(obs)` has it. Shape []."""
+    """Return how much a layer wants slots, as `budget.preference(obs)` has it. Shape []."""
     queries = obs.queries
     if type(budget) is not CakeBudget or queries is None or obs.saliency is not None:
         return budget.preference(obs)
@@ -104,7 +106,7 @@ def preference(budget: LayerBudget, obs: Observation) -> Tensor:
 
 
 def _total(obs: Observation, kind: str) -> Tensor:
-    """The sum of an epilogue over all slots, []."""
+    """Return the sum of an epilogue over all slots, []."""
     found = window.scores(obs, kind, "sum", epsilon=1.0)
     if obs.rows is not None:  # behind a row's slots it is arbitrary
         places = torch.arange(obs.rows.longest, device=found.device)
@@ -121,9 +123,9 @@ def rescore(
     budgets: Tensor,
     row_pins: Tensor,
 ) -> Tensor:
-    """New scores of unequal rows [B, K, n], as `rescorer.rescore` has them; see `covers_rows`.
+    """Return new scores of unequal rows [B, K, n], as `rescorer.rescore` has them.
 
-    Each row has its own of `budgets` and `row_pins`, see `critical.rescore`.
+    See `covers_rows`. Each row has its own of `budgets` and `row_pins`, see `critical.rescore`.
     """
     if not isinstance(rescorer, CriticalKV) or rescorer.alpha == 1:
         return scores
@@ -134,7 +136,7 @@ def rescore(
 
 
 def divide(budget: HeadBudget, scores: Tensor, *given: Any) -> Division:
-    """A layer's slots shared out by a budget whose slots move; arguments as in `division.as_adakv`.
+    """Share a layer's slots out by a budget whose slots move; arguments as in `division.as_adakv`.
 
     Kernels give what `budget.split` does.
     """
@@ -144,7 +146,7 @@ def divide(budget: HeadBudget, scores: Tensor, *given: Any) -> Division:
 
 
 def covers_rows(eviction: Eviction) -> bool:
-    """Whether all that an eviction reads of unequal rows is covered; see `Observation.rows`."""
+    """Return whether all that an eviction reads of unequal rows is covered by kernels."""
     policy, saliency, rescorer = eviction.policy, eviction.saliency, eviction.rescorer
     alone = H2O, Knorm, LagKV, Random, StreamingLLM
     if type(policy) not in (*TWINS, *alone) or type(policy) is Cake:
@@ -161,7 +163,7 @@ def covers_rows(eviction: Eviction) -> bool:
 
 
 def covers_layers(eviction: Eviction, groups: int) -> bool:
-    """Whether all that an eviction reads of layers whose slots move is covered by their rows.
+    """Return whether rows cover all that an eviction reads of layers whose slots move.
 
     Args:
         eviction: which moves them.
@@ -179,7 +181,7 @@ def covers_layers(eviction: Eviction, groups: int) -> bool:
 
 
 def score_rows(policy: Policy, obs: Observation, stored: StoredKeys | None = None) -> Tensor:
-    """`score` of unequal rows, [B, K, longest], arbitrary behind a row's slots."""
+    """Return `score` of unequal rows, [B, K, longest], arbitrary behind a row's slots."""
     assert obs.rows is not None
     if isinstance(policy, KeyDiff):
         return _keydiff(policy, obs, stored)
@@ -200,7 +202,7 @@ def score_rows(policy: Policy, obs: Observation, stored: StoredKeys | None = Non
 def update_rows(
     component: Component, obs: Observation, values: Tensor | None, before: Tensor
 ) -> None:
-    """`update` of unequal heads, in place: new values [B, K, T, D] are behind `before` slots."""
+    """Update unequal heads in place: new values [B, K, T, D] are behind `before` slots."""
     assert obs.rows is not None
     if type(component) is H2O:
         state, kind = obs.state["accumulated"], _kind(obs)
@@ -215,7 +217,7 @@ def update_rows(
 
 
 def _covers(policy: Policy, obs: Observation) -> bool:
-    """Whether the twin of this policy knows its options, the saliency and the shapes."""
+    """Return whether the twin of this policy knows its options, the saliency and the shapes."""
     keys, queries = obs.keys, obs.queries
     if keys.dtype not in DTYPES or keys.shape[-1] > MOST_HEAD_SIZE or keys.stride(-1) != 1:
         return False
@@ -243,7 +245,7 @@ def _covers_options(policy: KeyDiff) -> bool:
 
 
 def _kind(obs: Observation) -> str | None:
-    """The epilogue that makes `obs.weight`, if there is one."""
+    """Return the epilogue that makes `obs.weight`, if there is one."""
     return _mode(obs.saliency)
 
 
@@ -277,7 +279,7 @@ def _snapkv(policy: Policy, obs: Observation) -> Tensor:
 
 
 def _pooled(scores: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor:
-    """`pool_in_time`, by its kernels where they cover it."""
+    """Return `pool_in_time` of scores, by its kernels where they cover it."""
     covered = pool.covers(scores, obs.positions, policy.kernel)
     pooling = pool.pool_in_time if covered else pool_in_time
     return pooling(scores, obs.positions, policy.kernel, policy.pool, obs.num_tokens, policy.window)
@@ -331,4 +333,4 @@ TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {
     SnapKV: _snapkv,
     TOVA: _tova,
 }
-"""The policies whose scores have a twin; of H2O it is the state that has one, see `update`."""
+"""Maps policies to the twins of their scores; H2O has one of its state only, see `update`."""

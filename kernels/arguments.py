@@ -30,7 +30,7 @@ class Pins(NamedTuple):
     spans: Spans  # [start, stop) positions, at most `MOST_SPANS`
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """`sinks` to `stop_7`, as `worth_of` takes them; spans that are missing are empty."""
+        """Return `sinks` to `stop_7` as `worth_of` takes them; missing spans are empty."""
         seen, clock = told(self.seen, device)
         ends = {f"{end}_{i}": 0 for i in range(MOST_SPANS) for end in ("start", "stop")}
         for i, (start, stop) in enumerate(self.spans):
@@ -40,13 +40,13 @@ class Pins(NamedTuple):
 
 
 def aux(tensors: Sequence[Tensor], most: int = MOST_AUX) -> dict[str, Tensor | None]:
-    """`aux_0` and so on up to `most`: the tensors as integers, then None."""
+    """Return `aux_0` and so on up to `most`: the tensors as integers, then None."""
     assert len(tensors) <= most, "see `covers`"
     return {f"aux_{i}": bits(tensors[i]) if i < len(tensors) else None for i in range(most)}
 
 
 def strides(dims: str, **tensors: Tensor | None) -> dict[str, int]:
-    """The first strides of every tensor, called by its name and a letter for the dimension.
+    """Return the first strides of every tensor, by its name and a letter for the dimension.
 
     >>> strides("bh", key=torch.zeros(2, 3, 4), other=None)
     {'key_b': 12, 'key_h': 4, 'other_b': 0, 'other_h': 0}

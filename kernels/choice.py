@@ -18,7 +18,7 @@ _override: ContextVar[str | None] = ContextVar("kernels", default=None)
 
 @contextmanager
 def use(choice: str) -> Iterator[None]:
-    """Within it, `auto`, `eager` or `triton`, whatever the environment says."""
+    """Choose `auto`, `eager` or `triton` within the block, whatever the environment says."""
     token = _override.set(choice)
     try:
         yield
@@ -27,7 +27,7 @@ def use(choice: str) -> Iterator[None]:
 
 
 def ready(x: Tensor) -> bool:
-    """Whether kernels are wanted and can run where `x` is.
+    """Return whether kernels are wanted and can run where `x` is.
 
     Raises:
         ValueError: `KVCAP_KERNELS` is none of `CHOICES`.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions by which kernels choose which slots of a row are evicted.
+"""Defines Triton functions by which kernels choose which slots of a row are evicted.
 
 Those go that have the lowest scores and that nothing pins; of equal ones the older, as
 `policies.base.order` has it.
@@ -27,7 +27,7 @@ def worth_of(
     start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
     start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
 ):  # fmt: skip
-    """Scores of a row's slots, made finite; +inf: pinned, or no slot. float32. And positions."""
+    """Return a row's scores as finite float32, +inf where pinned or no slot, and its positions."""
     held = slot < slots
     x = tl.load(scores + slot * score_n, held, 0.0).to(tl.float32)
     p = tl.load(positions + slot, held, 0)
@@ -44,7 +44,7 @@ def worth_of(
 
 @triton.jit
 def pins_of_row(row_pins, row):
-    """How many first and how many newest tokens of a row stay, by a table [B·K, 2]."""
+    """Return how many first and newest tokens of a row stay, from a table [B·K, 2]."""
     return tl.load(row_pins + 2 * row), tl.load(row_pins + 2 * row + 1)
 
 
@@ -58,17 +58,18 @@ def grow(newer, batch, head, newer_b, newer_h, count, NEWER: tl.constexpr, PAD: 
 
 @triton.jit
 def ordered(x):
-    """Integers ordered as the floats are. int32."""
+    """Return int32 integers that are ordered as the floats are."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is no lower than 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def bound(x, count):
-    """What the `count` lowest of x [BLOCK] are below, and how many are. int32, int32.
+    """Return a bound that the `count` lowest of x [BLOCK] lie below, and how many do. int32, int32.
 
-    Where fewer are below, the rest equal it. Anything up to the lowest that stays will do: far
-    fewer steps than bits find it, at most 21. BLOCK is 2^15 at most, and not all of so many free.
+    Where fewer lie below, the rest equal it. Any value up to the lowest that stays will do: far
+    fewer steps than bits find it, at most 21. BLOCK is 2^15 at most, and not all of so many are
+    free.
     """
     # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
     low = tl.min(x, 0)
@@ -91,9 +92,9 @@ def bound(x, count):
 
 @triton.jit
 def cut_of(x, positions, count):
-    """Below what the `count` lowest of x [BLOCK] are, and of those that equal it, which position.
+    """Return the worth below which the `count` lowest of x [BLOCK] lie, and a position, as int32.
 
-    The older of them are among the lowest. int32, int32.
+    Of those that equal that worth, the ones older than the position are among the lowest, too.
     """
     low, below = bound(x, count)
     oldest = tl.full([], 0, tl.int32)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""CriticalKV by kernels: norms of projected values, and scores that let the best stay first.
+"""Computes CriticalKV: norms of projected values, and scores that let the best stay first.
 
 A token's norm reads the output projection once, of a block in the model's own type with sums in
 float32. Rescoring finds the best slots of a row without sorting it. Knows tensors only; triton is
@@ -22,7 +22,7 @@ PROGRAMS = 4  # for each multiprocessor, where there is as much to do
 
 
 def covers_norms(values: Tensor, weights: Tensor) -> bool:
-    """Whether `norms` can do this here; arguments as there."""
+    """Return whether `norms` can compute this here, with these arguments."""
     known = values.dtype in DTYPES and weights.dtype == values.dtype
     alike = weights.dim() == 4 and weights.shape[0] == values.shape[1]
     alike = alike and weights.shape[2] == values.shape[3] <= MOST_SIZE and values.stride(-1) == 1
@@ -30,7 +30,7 @@ def covers_norms(values: Tensor, weights: Tensor) -> bool:
 
 
 def norms(values: Tensor, weights: Tensor) -> Tensor:
-    """`‖v W‖₁`, the mean over a KV head's query heads. [B, K, T], float32.
+    """Return `‖v W‖₁`, the mean over a KV head's query heads. [B, K, T], float32.
 
     Args:
         values: [B, K, T, D], any strides but of the last dimension.
@@ -71,7 +71,7 @@ def rescore(
     rows: Rows,
     row_pins: Tensor,
 ) -> Tensor:
-    """New scores [B, K, n] as `CriticalKV.rescore` has them, of scores that are made finite.
+    """Return new scores [B, K, n] as `CriticalKV.rescore` has them, of scores made finite.
 
     Args:
         scores: [B, K, n] float32.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions of `kernels/critical.py`, which imports this when one is first needed."""
+"""Defines the Triton functions of `kernels/critical.py`, which imports this when needed."""
 
 import triton
 import triton.language as tl

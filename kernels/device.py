@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Target(NamedTuple):
-    """A GPU, as far as kernels are made for it."""
+    """A GPU, with the properties that kernels are compiled for."""
 
     multiprocessors: int
     shared_memory: int  # bytes that a program can have; 0 before Ampere, which cannot fetch ahead
@@ -25,7 +25,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
-        """That of a device of CUDA."""
+        """Return the target of a CUDA device."""
         properties = torch.cuda.get_device_properties(device)
         room = getattr(properties, "shared_memory_per_block_optin", 0)
         overlaps = False
@@ -43,7 +43,7 @@ _target_of = lru_cache(Target.of)
 
 @contextmanager
 def pretending(target: Target | None) -> Iterator[None]:
-    """Within it, in this thread, tensors on any device count as on that GPU: for dry runs."""
+    """Make tensors on any device count as on that GPU, in this block and thread: for dry runs."""
     token = _pretended.set(target)
     try:
         yield
@@ -52,7 +52,7 @@ def pretending(target: Target | None) -> Iterator[None]:
 
 
 def target(device: torch.device) -> Target | None:
-    """The GPU for which kernels are compiled; None: on a CPU, where they are interpreted."""
+    """Return the GPU that kernels are compiled for; None: on a CPU, where they are interpreted."""
     pretended = _pretended.get()
     if pretended is not None:
         return pretended
@@ -60,12 +60,12 @@ def target(device: torch.device) -> Target | None:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether kernels that read `x` are compiled."""
+    """Return whether kernels that read `x` are compiled."""
     return x.is_cuda or _pretended.get() is not None
 
 
 def able(x: Tensor) -> bool:
-    """Whether Triton can run where `x` is: on CUDA, or on a CPU in its interpreter."""
+    """Return whether Triton can run where `x` is: on CUDA, or on a CPU in its interpreter."""
     return _has_triton() and (on_gpu(x) or os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -75,27 +75,27 @@ def _has_triton() -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; interpreted, enough to cut the slots into parts."""
+    """Return how many a GPU has; in the interpreter, enough to cut the slots into parts."""
     found = target(device)
     return 8 if found is None else found.multiprocessors
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one it waits for has ended."""
+    """Return whether a kernel can be launched before the one it waits for has ended."""
     found = target(device)
     return found is not None and found.overlaps
 
 
 def overlapping(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """Options of a kernel that waits by itself for what it reads, if it `overlaps` as `wanted`."""
+    """Return options of a kernel that waits for its inputs itself, if it `overlaps` as `wanted`."""
     overlap = wanted and overlaps(device)
     return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
 
 def told(seen: int | Tensor, device: torch.device) -> tuple[int, Tensor]:
-    """Tokens read as kernels take them: a number, or -1 and where it is on the device.
+    """Return the tokens read as kernels take them: a number, or -1 and where it is on the device.
 
-    Alike in type either way: what a CUDA graph replays is compiled before it, by a number.
+    Both have the same types, so that what a CUDA graph replays was compiled before it, by a number.
     """
     return (-1, seen) if isinstance(seen, Tensor) else (seen, _no_clock(device))
 
@@ -122,7 +122,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def power_of_two(size: int, least: int = 1) -> int:
-    """The next one, at least `least`: tiles have such sizes.
+    """Return the next power of two, at least `least`: tiles have such sizes.
 
     >>> power_of_two(80), power_of_two(64), power_of_two(3, least=16)
     (128, 64, 16)

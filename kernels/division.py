@@ -26,7 +26,7 @@ MOST_AT_ONCE = 32768  # slots of a layer that a program has in its registers, an
 
 
 class Division(NamedTuple):
-    """How a layer's slots are shared out between its heads, all int32."""
+    """A division of a layer's slots between its heads, whose numbers are all int32."""
 
     kept: Tensor  # [B·K], how many slots of each row stay
     budgets: Tensor  # [B·K], how many it may have from now on

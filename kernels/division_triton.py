@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions of `kernels/division.py`, which imports this when one is first needed."""
+"""Defines the Triton functions of `kernels/division.py`, which imports this when needed."""
 
 import triton
 import triton.language as tl
@@ -36,7 +36,7 @@ def rank_worths(
     row_pins,  # as in `pins_of_row`
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A whole row: what each of its slots is worth, as integers."""
+    """Write what each slot of one whole row is worth, as integers."""
     row = tl.program_id(0).to(tl.int64)
     scores += row // heads * score_b + row % heads * score_h
     positions += row * slots
@@ -58,9 +58,9 @@ def rank_worths(
 
 @triton.jit
 def _layer_cut(worths, positions, all_slots, count, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Below which worth the `count` lowest of a layer are, of these which position, how many.
+    """Return the worth and position below which the `count` lowest of a layer lie, and a number.
 
-    So many of those at exactly that worth and position are among them, too. int32 each.
+    That many of those at exactly this worth and position are among the lowest, too. int32 each.
     """
     if WHOLE:  # a layer stays in registers
         slot = tl.arange(0, BLOCK)
@@ -107,7 +107,7 @@ def _layer_cut(worths, positions, all_slots, count, BLOCK: tl.constexpr, WHOLE: 
 
 @triton.jit
 def _full(shares, left, most, before, self_or_before):
-    """Whose part of `left` reaches what they may have, by who fills `before` whom. [HEADS]."""
+    """Return whose part of `left` reaches their most, by who fills `before` whom. [HEADS]."""
     # Row i, column j: whether j fills before i.
     taken = tl.sum(tl.where(before, most[None, :], 0), 1)
     others = tl.sum(tl.where(before, 0, shares[None, :]), 1)
@@ -117,7 +117,7 @@ def _full(shares, left, most, before, self_or_before):
 
 @triton.jit
 def _filling_order(shares, most, h):
-    """Whether column j fills before row i does, and the same or is i. Bool [HEADS, HEADS]."""
+    """Return whether column j fills before row i, and whether it does or is i. [HEADS, HEADS]."""
     when = most.to(tl.float64) / tl.where(shares > 0, shares, 1).to(tl.float64)
     when = tl.where(shares > 0, when, float("inf"))
     earlier = when[None, :] < when[:, None]
@@ -127,7 +127,7 @@ def _filling_order(shares, most, h):
 
 @triton.jit
 def _apportion(shares, left, most, h, real):
-    """`policies.base.companions.apportion_rows` of one row [HEADS], of which some are `real`."""
+    """Apportion one row [HEADS], of which some are `real`, as `apportion_rows` of policies does."""
     left = tl.minimum(left, tl.sum(most, 0))
     before, or_self = _filling_order(shares, most, h)
     full = _full(shares, left, most, before, or_self)

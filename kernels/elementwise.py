@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""What lies between a decoder's matrix products of several tokens: sums, norms, rotations, gates.
+"""Runs what lies between a decoder's matrix products: sums, norms, rotations and gates.
 
-Each takes one launch, where PyTorch's own operations take two to ten that write out every step.
-Rounds where those round. Knows tensors only.
+Each takes one launch for several tokens, where PyTorch's own operations take two to ten that write
+out every step. Rounds where those round. Knows tensors only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, epsilon: float) -> tuple
 
 
 def norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
-    """RMS norm of every head.
+    """Return the RMS norm of every head.
 
     Args:
         x: [B, T, N, D], tokens at equal distances.
@@ -97,7 +97,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def gate(gates: Tensor, up: Tensor) -> Tensor:
-    """silu(gates) · up, of [B, T, I] each with rows at equal distances."""
+    """Return silu(gates) · up, of [B, T, I] each with rows at equal distances."""
     from kvcap.kernels.elementwise_triton import gate as kernel
 
     out = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)

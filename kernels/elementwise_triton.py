@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""The triton functions of `kernels/elementwise.py`, which imports this when it is first needed.
+"""Defines the Triton functions of `kernels/elementwise.py`, which imports this when needed.
 
 Numbers are rounded to the tensors' type after every operation, as PyTorch's own operations do.
 """
@@ -23,7 +23,7 @@ def add_norm(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
 ):  # fmt: skip
-    """The norm of one head of one row, and the sum that comes before it."""
+    """Write the norm of one head of one row, and the sum that comes before it."""
     i = tl.arange(0, BLOCK)
     inside = i < size
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +108,7 @@ def gate(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes its inputs has ended
 ):  # fmt: skip
-    """Some columns of one row."""
+    """Write some columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
 # Triton has no annotations, and what it compiles can have none.
-"""KeyDiff's scores in two passes over the keys, or in one where their sum is known.
+"""Computes KeyDiff's scores in two passes over the keys, or in one if their sum is known.
 
 `_sum` leaves a sum of each part of the slots; `_cosine` adds the parts up in its prologue and reads
 the keys once more, from the end, where the cache of the chip still holds them. Letters as in
@@ -26,7 +26,7 @@ EPSILON = tl.constexpr(1e-8)  # of torch's cosine_similarity
 
 @triton.jit
 def _tile(base, slots, begin, stop, stride, D: tl.constexpr, DP: tl.constexpr):
-    """Keys of `slots` from `begin` to `stop` in float32, [N, DP]."""
+    """Load keys of `slots` from `begin` to `stop` in float32, [N, DP]."""
     d = tl.arange(0, DP)
     at = base + slots.to(tl.int64)[:, None] * stride + d[None, :]
     there = ((slots >= begin) & (slots < stop))[:, None]
@@ -38,7 +38,7 @@ def _tile(base, slots, begin, stop, stride, D: tl.constexpr, DP: tl.constexpr):
 @triton.jit(do_not_specialize=["starts", "lengths", "n", "chunk"])
 def _sum(k_ptr, sum_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr,
          DP: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
-    """The sum of one part of a head's keys, each of length 1 if UNIT. [D]."""
+    """Write the sum of one part of a head's keys, each of length 1 if UNIT. [D]."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
     if starts is not None:
@@ -58,7 +58,7 @@ def _sum(k_ptr, sum_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, D: tl.cons
 def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, parts,
             D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
             STAGES: tl.constexpr):  # fmt: skip
-    """`-cos(k_j, μ)` of one part of a head's slots, `n·μ` being the sum of [B·K, parts, D]."""
+    """Write `-cos(k_j, μ)` of one part of a head's slots; `n·μ` is the sum of [B·K, parts, D]."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
     row_n = n  # from a row of scores to the next
@@ -86,7 +86,7 @@ def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk
 def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, lengths, k_b, k_h, k_n,
                    shift_b, shift_h, K, n, parts, D: tl.constexpr, HALF_PAD: tl.constexpr,
                    N: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
-    """The same of keys that are rotated back as they are read, for `N` slots of a head."""
+    """Write `_cosine` of keys that are rotated back as they are read, for `N` slots of a head."""
     row = tl.program_id(1)
     batch, head = (row // K).to(tl.int64), (row % K).to(tl.int64)
     k_ptr += batch * k_b + head * k_h
@@ -119,7 +119,7 @@ def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, length
 def scores_turned(
     keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor, rows: Rows | None = None
 ) -> Tensor:
-    """`scores` of keys that are rotated back as they are read. [B, K, n], float32.
+    """Return `scores` of keys that are rotated back as they are read. [B, K, n], float32.
 
     Args:
         keys: [B, K, n, D], as they are stored.
@@ -152,7 +152,7 @@ def scores(
     key_sums: Tensor | None = None,
     rows: Rows | None = None,
 ) -> Tensor:
-    """`-cos(k_j, μ)`, `μ` the mean of the keys (KeyDiff, Eq. 8). [B, K, n], float32.
+    """Return `-cos(k_j, μ)`, `μ` the mean of the keys (KeyDiff, Eq. 8). [B, K, n], float32.
 
     Args:
         keys: [B, K, n, D], whatever its strides but the last.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""The triton functions of `kernels/lagkv.py`, which imports this when it is first needed."""
+"""Defines the Triton functions of `kernels/lagkv.py`, which imports this when needed."""
 
 import triton
 import triton.language as tl
@@ -40,7 +40,7 @@ def score_partition(
     SIZE_PAD: tl.constexpr,
     LAG_PAD: tl.constexpr,
 ):
-    """The tokens of one partition of a row: their ranks in it, or 1 in the last whole one."""
+    """Write the ranks of one partition's tokens in it, or 1 in the last whole one of a row."""
     row = tl.program_id(1).to(tl.int64)
     held, begin = tl.load(lengths + row), tl.program_id(0) * lag
     i, d = tl.arange(0, LAG_PAD), tl.arange(0, SIZE_PAD)[None, :]

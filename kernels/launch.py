@@ -37,12 +37,12 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
 def launch(
     kernel: Any, grid: tuple[int, int, int], key: Hashable, args: Sequence[Any], **options: Any
 ) -> None:
-    """`run`, again without what Triton's own launcher works out every time.
+    """Run a kernel as `run` does, without what Triton's own launcher works out every time.
 
     Args:
         kernel: decorated with `triton.jit`.
         grid: programs.
-        key: tells apart, together with `kernel`, whatever calls need different machine code:
+        key: distinguishes, together with `kernel`, whatever calls need different machine code:
             constants, options, types, and of each argument that Triton specialises its value
             (tensors: whether they start at a multiple of 16 bytes).
         args: of the kernel, its constants too, in their order.
@@ -61,10 +61,13 @@ def launch(
 
 @cache
 def _remembers() -> bool:
-    """Before 3.3 a compiled kernel takes other arguments than the function it was made of."""
+    """Return whether a compiled kernel can be launched by itself.
+
+    Before 3.3 it takes other arguments than the function it was made of.
+    """
     return tuple(map(int, version("triton").split(".")[:2])) >= (3, 3)
 
 
 def empty(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory for a kernel to fill; tests put NaN in it first."""
+    """Return memory for a kernel to fill; tests put NaN in it first."""
     return torch.empty(shape, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ WIDE = 4096  # a matrix of columns that are a multiple of it
 
 
 def covers(x: Tensor, weight: Tensor) -> bool:
-    """Whether `matvec` takes these: one row, dense and alike."""
+    """Return whether `matvec` takes these: one row, dense and alike."""
     one = x.numel() == x.shape[-1] == weight.shape[-1]
     alike = weight.dtype == x.dtype and weight.device == x.device
     return one and alike and weight.dim() == 2 and weight.stride(1) == 1 and x.dtype in DTYPES
@@ -34,7 +34,7 @@ def matvec(
     gated: bool = False,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """`W norm(x) + b`, summed in float32, then gated, then added to.
+    """Return `W norm(x) + b`, summed in float32, then gated, then added to.
 
     Args:
         x: [..., I], all other sizes 1.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""The triton function of `kernels/linear.py`, which imports this when it is first needed."""
+"""Defines the Triton function of `kernels/linear.py`, which imports this when needed."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _tile(base, first, columns, inside, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Columns of a program's rows from `first` on: [ROWS, COLUMNS]."""
+    """Load columns of a program's rows from `first` on: [ROWS, COLUMNS]."""
     i = first + tl.arange(0, COLUMNS)[None, :]
     if EVEN:
         return tl.load(base + i)
@@ -21,7 +21,7 @@ def _add(
     EVEN: tl.constexpr,
     SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Products and squares of some columns more.
+    """Add products and squares of some more columns.
 
     Summed over what a thread reads at once, as sums of every column would fill its registers.
     """

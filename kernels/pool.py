@@ -15,15 +15,18 @@ from torch import Tensor
 from kvcap.kernels.device import able, power_of_two, told
 
 LOG_TILE = 9
-"""512 slots a tile. Of 8 rows on an H200 it takes 11, 16, 30 and 62 µs to pool 2,049, 4,097, 8,193
-and 16,384 slots; comparing each with each of its row 13, 30, 96 and more, torch's sort 36 to 85."""
+"""Says that a tile has 512 slots, as the logarithm.
+
+Of 8 rows on an H200 it takes 11, 16, 30 and 62 µs to pool 2,049, 4,097, 8,193 and 16,384 slots;
+comparing each with each of its row 13, 30, 96 and more, torch's sort 36 to 85.
+"""
 MOST_SLOTS = 32768  # of a row
 MOST_KERNEL = 63
 MOST_GROUPS = 64
 
 
 def covers(scores: Tensor, positions: Tensor, kernel: int) -> bool:
-    """Whether the kernels can do this here: on CUDA, or on a CPU in triton's interpreter.
+    """Return whether the kernels can do this here: on CUDA, or in triton's interpreter.
 
     Args:
         scores: [B, K, n] or [B, K, G, n].
@@ -42,7 +45,7 @@ def covers(scores: Tensor, positions: Tensor, kernel: int) -> bool:
 def pool_in_time(
     scores: Tensor, positions: Tensor, kernel: int, pool: str, seen: int | Tensor, window: int
 ) -> Tensor:
-    """1-D pooling over the slots in time order, as `policies.base.pool_in_time` has it.
+    """Pool over the slots in time order (1-D), as `policies.base.pool_in_time` does.
 
     Args:
         scores: [B, K, n] or [B, K, G, n] float32, any strides.

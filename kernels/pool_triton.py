@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions of `kernels/pool.py`: scores put in time order, and pooled there.
+"""Defines the Triton functions of `kernels/pool.py`: put scores in time order, and pool them.
 
 Importing this imports triton; `pool.py` does so when a kernel is first needed. No number and no
 pointer is specialised: whatever is replayed in a CUDA graph has been compiled by the same call
@@ -17,7 +17,7 @@ _STRIDES = ["score_b", "score_h", "score_g", "score_n"]
 @triton.jit
 def _bisect(mine, tiles, slots, HIGHEST: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
             LOG_TILE: tl.constexpr):  # fmt: skip
-    """Of `tiles`, each ascending, how many positions are smaller than each of `mine` [BLOCK]."""
+    """Count in `tiles`, each ascending, the positions smaller than each of `mine` [BLOCK]."""
     earlier = tl.zeros([CHUNK, BLOCK], tl.int32)
     for begin in range(0, slots, CHUNK << LOG_TILE):
         first = begin + (tl.arange(0, CHUNK) << LOG_TILE)[:, None]
@@ -47,7 +47,7 @@ def sort_tiles(
     CHUNK: tl.constexpr,
     LOG_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some slots of a tile, to their places in time within it."""
+    """Move some slots of a tile to their places in time within it."""
     row = tl.program_id(1).to(tl.int64)
     positions += row // heads * position_b + row % heads * position_h
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -118,7 +118,7 @@ def pool_ranks(
     MAXIMUM: tl.constexpr,  # else the mean
     BLOCK: tl.constexpr,
 ):
-    """Some slots of a row of scores: the maximum or mean of neighbours that are not left out."""
+    """Write, for some slots of a row, the maximum or mean of neighbours that are not left out."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = slot < slots

@@ -17,7 +17,7 @@ MOST_LENGTH, MOST_HEAD_SIZE = 64, 256  # a program holds a head's whole ring
 
 
 def covers(ring: Tensor, shift: Tensor, queries: Tensor) -> bool:
-    """Whether the kernel can do this here: on CUDA, or on a CPU in triton's interpreter.
+    """Return whether the kernel can do this here: on CUDA, or in triton's interpreter.
 
     Arguments as in `append`.
     """

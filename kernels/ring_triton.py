@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""The triton function of `kernels/ring.py`, which imports this when it is first needed."""
+"""Defines the Triton function of `kernels/ring.py`, which imports this when needed."""
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ def push(
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One query head, and its KV head's shifts if it is the first of that."""
+    """Append to one query head, and to its KV head's shifts if it is the first of that."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
     i, d = tl.arange(0, LENGTH_PAD), tl.arange(0, SIZE_PAD)[None, :]

@@ -31,7 +31,7 @@ def rotate_back(x: Tensor, shift: Tensor, table: Tensor, *, interleaved: bool = 
 def rotate_rows(
     x: Tensor, shift: Tensor, table: Tensor, rows: Rows, *, interleaved: bool = False
 ) -> Tensor:
-    """`rotate_back` of the slots in use of some rows of a pool, [rows · longest, D].
+    """Rotate back the slots in use of some rows of a pool, as a copy [rows · longest, D].
 
     Args:
         x: [slots, D].
@@ -55,7 +55,7 @@ def _rotate(
     interleaved: bool,
     rows: Rows | None = None,
 ) -> None:
-    """Launches the kernel."""
+    """Launch the kernel."""
     from kvcap.kernels.rotate_triton import rotate
 
     (batch, heads, slots, size), half = out.shape, table.shape[-1]

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""The triton function of `kernels/rotate.py`, which imports this when it is first needed."""
+"""Defines the Triton function of `kernels/rotate.py`, which imports this when needed."""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions that rotate halves of rows as they are read, for the kernels that do so."""
+"""Defines Triton functions that rotate halves of rows as they are read."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Halves of rows at x [N, 1] that are `real`, two of [N, HALF_PAD]."""
+    """Load halves of rows at x [N, 1] that are `real`, two of [N, HALF_PAD]."""
     place = tl.arange(0, HALF_PAD)[None, :]
     inside = real & (place < HALF)
     return tl.load(x + place, inside, 0.0), tl.load(x + HALF + place, inside, 0.0)
@@ -15,10 +15,10 @@ def halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
 
 @triton.jit
 def made(x, WIDEN: tl.constexpr = False):
-    """The 16-bit numbers x as they are, made once: the compiler takes them for another program's.
+    """Return the 16-bit numbers x unchanged, but hide from the compiler how they were made.
 
-    What is used by a product and by a sum it would else compute twice, each time in the layout
-    that the use asks for, and read twice from shared memory, with many conflicts. `WIDEN`: not in
+    It would otherwise compute what a product and a sum both use twice, each time in the layout that
+    the use asks for, and read it twice from shared memory, with many conflicts. `WIDEN`: not in
     triton's interpreter.
     """
     if WIDEN or x.dtype.primitive_bitwidth != 16:
@@ -30,7 +30,7 @@ def made(x, WIDEN: tl.constexpr = False):
 
 @triton.jit
 def turned(a, b, cos, sin):
-    """Halves rotated by angles, rounded to their type as a rotated copy would be."""
+    """Return halves rotated by angles, rounded to their type as a rotated copy would be."""
     cos, sin = cos.to(tl.float32), sin.to(tl.float32)
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
     return (wide_a * cos - wide_b * sin).to(a.dtype), (wide_b * cos + wide_a * sin).to(b.dtype)
@@ -46,7 +46,7 @@ def turned_by(
     HALF_PAD: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Halves of rows [N, HALF_PAD], rotated back by so many positions."""
+    """Return halves of rows [N, HALF_PAD], rotated back by so many positions."""
     at = table + back.to(tl.int64)[:, None] * (2 * HALF)
     cos, sin = halves(at, held[:, None], HALF, HALF_PAD)
     a, b = turned(a, b, cos, -sin)

@@ -24,9 +24,9 @@ from kvcap.kernels.device import Target, multiprocessors, power_of_two, target, 
 from kvcap.policies.base import Group, Observation
 
 OF_HEADS = ("cake", "variance")
-"""Epilogues of all queries of a query head."""
+"""Names the epilogues that need all queries of a query head."""
 NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
-"""Epilogues that read `a`; `attention`, `value` and those that CAKE has do not."""
+"""Names the epilogues that read `a`; `attention`, `value` and those that CAKE has do not."""
 MANY_ROWS = 512  # queries of a KV head; with more, reading them is most of what a program does
 MOST_ROWS = 128  # queries of a KV head that a program has at once, where `a` is not needed
 NARROW = 32  # those where it is, or where there are many
@@ -34,7 +34,7 @@ ROOMY = 128 * 1024  # bytes of shared memory for a program; with less, it has fe
 
 
 class Cut(NamedTuple):
-    """How the work of one of the passes is cut."""
+    """A division of the work of one of the passes into programs."""
 
     WB: int  # queries of a block in time, padded; rows of a block, where heads lie side by side
     blocks: int  # of those
@@ -44,7 +44,7 @@ class Cut(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How the work of one call is cut."""
+    """A division of the work of one call into tiles."""
 
     DP: int  # head size, padded
     GP: int  # query heads of a group, padded
@@ -69,7 +69,7 @@ def tiling(
     gpu: Target | None = None,
     known: bool = False,
 ) -> Tiling:
-    """Sizes by a few rules, measured on an H200 and an H100.
+    """Return sizes by a few rules, measured on an H200 and an H100.
 
     On GPUs with less shared memory they are such that their compiler accepts them.
 
@@ -120,7 +120,7 @@ def tiling(
 
 
 def parts_of_output(kind: str, itemsize: int) -> int:
-    """How many numbers of `itemsize` bytes stand for one of `a`, whose sum it is.
+    """Return how many numbers of `itemsize` bytes stand for one of `a`, whose sum it is.
 
     `|a - v|²` is a small difference of large numbers where a query looks at one slot, and three
     numbers of 16 bits hold a float32 whole. In 'joint' it stands beside `|v|²`, for which two do.
@@ -131,7 +131,7 @@ def parts_of_output(kind: str, itemsize: int) -> int:
 
 
 def covers_cake(groups: int, queries: int) -> bool:
-    """Whether a program has all queries of a KV head at once, as 'cake' and 'variance' need."""
+    """Return whether a program has all queries of a KV head at once, as 'cake', 'variance' need."""
     return (
         power_of_two(groups) * max(power_of_two(queries), 16 // power_of_two(groups)) <= MOST_ROWS
     )

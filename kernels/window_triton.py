@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions of `kernels/window.py`, which imports this when one is first needed.
+"""Defines the Triton functions of `kernels/window.py`, which imports this when needed.
 
 Letters as there. Tiles lie slots by rows, so that the larger side is the one the matrix unit wants
 large. Padded rows see no slot: their `p` is 0.
@@ -20,7 +20,7 @@ LOG2E = tl.constexpr(1 / math.log(2))
 
 @triton.jit
 def _dot(a, b):
-    """`a · b`, added up in float32."""
+    """Return `a · b`, added up in float32."""
     if INTERPRETED:  # its matrix product takes the bits of a bfloat16 for a number
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")
@@ -28,7 +28,7 @@ def _dot(a, b):
 
 @triton.jit
 def _dot_fine(a, b):
-    """`a · b` for a float32 `b`, taken as the sum of two numbers of the type of `a`."""
+    """Return `a · b` for a float32 `b`, taken as the sum of two numbers of the type of `a`."""
     if a.dtype == tl.float32:
         return _dot(a, b)
     high = b.to(a.dtype)
@@ -37,7 +37,7 @@ def _dot_fine(a, b):
 
 @triton.jit
 def _rows(block, G, w, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):
-    """Query head within its group, time in the window, and whether there is such a row. [R]."""
+    """Return query head in its group, time in the window, and whether there is such a row. [R]."""
     r = tl.arange(0, GP * WB)
     if HEADS > 0:
         head, time = (block * WB + r) % HEADS, (block * WB + r) // HEADS
@@ -49,7 +49,7 @@ def _rows(block, G, w, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):
 @triton.jit
 def _queries(base, stride_h, stride_t, block, G, w, D: tl.constexpr, DP: tl.constexpr,
              GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
-    """The queries of a block in time, [R, DP], and their places in the window, [R]."""
+    """Load the queries of a block in time, [R, DP], and their places in the window, [R]."""
     head, time, there = _rows(block, G, w, GP, WB, HEADS)
     d = tl.arange(0, DP)
     at = base + head[:, None] * stride_h + time[:, None] * stride_t + d[None, :]
@@ -59,7 +59,7 @@ def _queries(base, stride_h, stride_t, block, G, w, D: tl.constexpr, DP: tl.cons
 
 @triton.jit
 def _tile(base, slots, stop, stride, D: tl.constexpr, DP: tl.constexpr):
-    """Keys or values of `slots` below `stop`, [N, DP]."""
+    """Load keys or values of `slots` below `stop`, [N, DP]."""
     d = tl.arange(0, DP)
     at = base + slots.to(tl.int64)[:, None] * stride + d[None, :]
     if DP == D:
@@ -74,7 +74,7 @@ def _exp(x):
 
 @triton.jit
 def _tanh(x):
-    """`tanh x`, by its series where the quotient would cancel digits."""
+    """Return `tanh x`, by its series where the quotient would cancel digits."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))  # at most 1: no overflow
     large = (1 - e) / (1 + e)
     s = x * x
@@ -84,14 +84,14 @@ def _tanh(x):
 
 @triton.jit
 def _first(seen, clock, w):
-    """The position of the window's first query, of `seen` tokens or, if negative, at `clock`."""
+    """Return the position of the window's first query: of `seen` tokens or, if below 0, `clock`."""
     now = tl.where(seen < 0, tl.load(clock, seen < 0, 0), seen)
     return (now - w).to(tl.int32)
 
 
 @triton.jit
 def _logits(q, k, scaling, softcap, CAPPED: tl.constexpr):
-    """`z = scaling · k·q`, softcapped. [N, R]."""
+    """Return `z = scaling · k·q`, softcapped. [N, R]."""
     z = _dot(k, tl.trans(q)) * scaling
     if CAPPED:
         z = softcap * _tanh(z / softcap)
@@ -100,7 +100,7 @@ def _logits(q, k, scaling, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _placed(k_base, v_base, k_n, v_n, starts, lengths, row):
-    """Keys, values and how many of a row that lies at a place of its own in a pool."""
+    """Return keys, values and length of a row that lies at a place of its own in a pool."""
     first = tl.load(starts + row).to(tl.int64)
     return k_base + first * k_n, v_base + first * v_n, tl.load(lengths + row)
 
@@ -113,10 +113,10 @@ def forward(
     D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
     N: tl.constexpr, CAPPED: tl.constexpr, WITH_OUTPUT: tl.constexpr,
 ):  # fmt: skip
-    """One part of the slots, one KV head and block in time: `a` [R, DP], largest logit, sum [R].
+    """Write attention of one part of the slots for one KV head and block in time.
 
-    The sum is that of `exp(z - largest)`. Where no slot of the part is visible, the largest logit
-    is so low that the arbitrary `a` counts for nothing.
+    That is `a` [R, DP], the largest logit and the sum of `exp(z - largest)` [R]. Where no slot of
+    the part is visible, the largest logit is so low that the arbitrary `a` counts for nothing.
     """
     R: tl.constexpr = GP * WB
     part, row = tl.program_id(0), tl.program_id(1)
@@ -163,7 +163,7 @@ def forward(
 def merge(part_ptr, sum_ptr, a_ptr, out_ptr, sinks_ptr, parts, K, G, blocks,
           R: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr, DP: tl.constexpr,
           PARTS: tl.constexpr, AT_ONCE: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
-    """Some rows of `a` [DP], their largest logits and sums of exponentials over all parts.
+    """Merge all parts of some rows: `a` [DP], largest logits and sums of exponentials.
 
     `a` is left as `A_PARTS` numbers of the type of the keys, whose sum it is, and `|a|²`. A sink
     logit, one of a query head [K·G], counts in both sums as that of a part without an output.
@@ -199,9 +199,9 @@ def merge(part_ptr, sum_ptr, a_ptr, out_ptr, sinks_ptr, parts, K, G, blocks,
 
 @triton.jit
 def _merged(a_ptr, sum_ptr, at, held, DP: tl.constexpr, A_PARTS: tl.constexpr):
-    """What `merge` left of rows `at` [R], of all that are `held`.
+    """Load what `merge` left of rows `at` [R], of all that are `held`.
 
-    `a` in three parts [R, DP], `|a|²` [R], largest logits [R], sums [R]; those that are not there
+    `a` in three parts [R, DP], `|a|²` [R], largest logits [R], sums [R]; parts that do not exist
     are arbitrary.
     """
     top, total = tl.load(sum_ptr + at), tl.load(sum_ptr + held + at)
@@ -234,7 +234,7 @@ def _of_rows(a_ptr, a_base, sum_ptr, a_h, a_t, at, held, block, G, w, D: tl.cons
 @triton.jit
 def _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon, KIND: tl.constexpr,
           CAPPED: tl.constexpr, ROUNDED: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
-    """What the epilogue makes of every query and slot, 0 where masked. [N, R]."""
+    """Return what the epilogue makes of every query and slot, 0 where masked. [N, R]."""
     high, low, lowest, lengths, top, total = merged
     z = _logits(q, k, scaling, softcap, CAPPED)
     visible = position[:, None] <= (first + time)[None, :]
@@ -285,7 +285,7 @@ def _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon, KIN
 @triton.jit
 def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
             MEAN: tl.constexpr):  # fmt: skip
-    """Shares [N, R] of what `mean + gamma · variance` of p over each query head's window is."""
+    """Return shares [N, R] of `mean + gamma · variance` of p over each query head's window."""
     there = (time >= 0)[None, :]  # padded rows are no queries
     heads = tl.reshape(p, [N, GP, WB])
     mean = tl.sum(heads, 2) / w
@@ -307,10 +307,10 @@ def score(
     KIND: tl.constexpr, GROUP: tl.constexpr, A_PARTS: tl.constexpr, CAPPED: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """The scores of one part of a KV head's slots: [n], or [G, n] of its query heads.
+    """Write the scores of one part of a KV head's slots: [n], or [G, n] of its query heads.
 
-    By what `merge` left of `held` rows of each KV head, and where attention has told it (`KNOWN`)
-    by its output [B, H, w, D] at `a_ptr`.
+    They are computed from what `merge` left of `held` rows of each KV head and, if attention's
+    output [B, H, w, D] is `KNOWN`, from that at `a_ptr`.
     """
     R: tl.constexpr = GP * WB
     part, row, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
