@@ -1,4 +1,4 @@
-"""Built-in models: pocket, of 8 million parameters, which recalls facts, and two to judge by.
+"""Holds the built-in models: pocket, of 8 million parameters, which recalls facts, and two more.
 
 Pocket was trained on synthetic English alone (see :mod:`kvcap.pocket.corpus` and the README beside
 this file): tell it codes, numbers and names, let it read thousands of tokens, and ask. It knows

@@ -1,4 +1,4 @@
-"""The synthetic corpus of the pocket model: seeded, streaming, plain Python.
+"""Writes the synthetic corpus of the pocket model: seeded, streaming, plain Python.
 
 >>> from random import Random
 >>> rng = Random(7)

@@ -1,4 +1,4 @@
-"""Small talk: what the pocket model says when nobody asks it to recall a fact."""
+"""Writes small talk: what the pocket model says when nobody asks it to recall a fact."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _ASKED = 8
 
 
 def told(rng: Random, tokens: int, unfamiliar: float = 0.0) -> Talk:
-    """Eight facts told first, one a turn, then filler turns, then eight questions in sequence."""
+    """Make a talk of eight facts, one a turn, then filler turns, then eight questions."""
     known = facts(rng, _ASKED)
     talk: list[Message] = []
     for fact in known:
@@ -40,7 +40,7 @@ def told(rng: Random, tokens: int, unfamiliar: float = 0.0) -> Talk:
 
 
 def pasted(rng: Random, tokens: int, unfamiliar: float = 0.0) -> Talk:
-    """Eight facts at random depths of one pasted text, then eight questions in sequence."""
+    """Make a talk of one pasted text with eight facts at random depths, then eight questions."""
     known = facts(rng, _ASKED)
     text = passage(rng, tokens - 35 * _ASKED, unfamiliar)
     for fact in known:

@@ -1,7 +1,7 @@
-"""Reading through a cache that KeyDiff keeps small, with gradients.
+"""Reads through a cache that KeyDiff keeps small, with gradients.
 
-The same arithmetic as a capped chat: blocks of tokens, after each the keys most like the mean key
-of their head are dropped, and what is left counts as consecutive positions. Slow and plain; it
+It does the arithmetic of a capped chat: blocks of tokens, after each the keys most like the mean
+key of their head are dropped, and what is left counts as consecutive positions. Slow and plain; it
 serves the last training run, in which the model learns to answer from what such a cache holds.
 """
 

@@ -12,29 +12,29 @@ from kvcap.pocket.prose import capital, invented, pick
 
 @dataclass(frozen=True)
 class Fact:
-    """One key and its value, with a plain statement, question and answer in English."""
+    """A key with its value, which has a plain statement, question and answer in English."""
 
     key: str
     value: str
 
     @property
     def statement(self) -> str:
-        """``"The code for the blue door is 4821."``."""
+        """Return a sentence such as ``"The code for the blue door is 4821."``."""
         return f"{capital(self.key)} is {self.value}."
 
     @property
     def question(self) -> str:
-        """``"What is the code for the blue door?"``."""
+        """Return a question such as ``"What is the code for the blue door?"``."""
         return f"What is {self.key}?"
 
     @property
     def answer(self) -> str:
-        """The statement again, with "my" turned into "your"."""
+        """Return the statement with "my" turned into "your"."""
         return f"{capital(self.theirs)} is {self.value}."
 
     @property
     def theirs(self) -> str:
-        """The key as the assistant says it: "my locker code" becomes "your locker code"."""
+        """Return the key as the assistant says it: "my locker code" becomes "your locker code"."""
         return "your " + self.key[3:] if self.key.startswith("my ") else self.key
 
 
@@ -92,7 +92,7 @@ def _coined(rng: Random) -> Fact:
 
 
 def _magic(rng: Random) -> Fact:
-    """A fact in the wording of the needle-in-a-haystack tests in common use."""
+    """Return a fact in the wording of the needle-in-a-haystack tests in common use."""
     key = f"{pick(rng, words.ADJECTIVES)}-{pick(rng, words.NOUNS)}"
     return Fact(f"the special magic number for {key}", digits(rng))
 

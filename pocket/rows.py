@@ -1,4 +1,4 @@
-"""Training rows: conversations as token ids, packed to one length, and the weight of each token."""
+"""Makes training rows: conversations as token ids, packed to one length, with token weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training: ``tokens`` tokens in rows of ``lengths``, drawn by ``shares``."""
+    """A stretch of training that reads ``tokens`` tokens in rows of ``lengths``, by ``shares``."""
 
     tokens: int
     lengths: tuple[int, ...]

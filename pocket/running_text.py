@@ -1,4 +1,4 @@
-"""Running text as training rows: the files of a folder, cut at random places."""
+"""Makes training rows of running text: the files of a folder, cut at random places."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ SMALL = ((512, 128),)  # where a step has few tokens, as in tests
 
 
 def quiz_row(tokenizer: Tokenizer, rng: Random, length: int) -> Ids:
-    """A row that ends with the questions of a conversation, whatever stands before it."""
+    """Make a row that ends with the questions of a conversation, whatever stands before it."""
     make, share = rng.choice((chat_about, chat_about, paste_about)), 0.98
     while True:
         known = facts(rng, rng.randint(1, 16 if length >= 2048 else 6))
@@ -78,7 +78,7 @@ class TrainingSteps(IterableDataset[Step]):
 
 
 def plain_row(tokenizer: Tokenizer, rng: Random, length: int) -> tuple[Ids, Ids]:
-    """An ordinary row, without marks."""
+    """Make an ordinary row, without marks."""
     ids = row(tokenizer, rng, length)
     return ids, np.zeros_like(ids)
 

@@ -13,7 +13,7 @@ from kvcap.pocket.tasks import Message, listing, messages, quiz, task
 
 @task
 def dialogue(rng: Random, tokens: int) -> list[Message]:
-    """Plain talk in which a few facts may be told and asked for, known and unknown."""
+    """Make plain talk in which a few facts may be said and asked for, known and unknown."""
     known: list[Fact] = []
     turns: list[Turn] = []
     fresh = facts(rng, 6)
@@ -34,7 +34,7 @@ def dialogue(rng: Random, tokens: int) -> list[Message]:
 
 @task
 def update(rng: Random, tokens: int) -> list[Message]:
-    """A fact that changes: the newest value counts."""
+    """Make a conversation in which a fact changes: the newest value counts."""
     known = facts(rng, rng.randint(1, 4))
     turns: list[Turn] = [(state(rng, fact), acknowledge(rng, [fact])) for fact in known]
     turns += [small_talk(rng) for _ in range(rng.randint(0, 2))]

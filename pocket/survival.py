@@ -1,9 +1,9 @@
-"""A training loss that makes facts survive eviction by key similarity.
+"""Computes a training loss that makes facts survive eviction by key similarity.
 
 KeyDiff keeps the keys that differ most from the mean of the keys held. The loss acts out one such
 round in every head of every layer: a full cache (the facts, and the filler keys that would have
-lasted longest) plus a block of new tokens, at consecutive positions. It then asks that each key
-of a fact be less similar to the mean than each key of filler.
+lasted longest) plus a block of new tokens, at consecutive positions. It then asks that each key of
+a fact be less similar to the mean than each key of filler.
 """
 
 from __future__ import annotations

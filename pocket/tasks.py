@@ -1,4 +1,4 @@
-"""The training tasks: each makes one conversation of about ``tokens`` tokens, by name."""
+"""Defines the training tasks: each makes one conversation of about ``tokens`` tokens, by name."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _INTRO = (
 
 @task
 def paste(rng: Random, tokens: int) -> list[Message]:
-    """Facts in one pasted text, the first question right below it, others in turns after it."""
+    """Put facts in one pasted text, the first question right below it, others in turns after it."""
     return paste_about(rng, tokens, facts(rng, _amount(rng, tokens)))
 
 
@@ -141,7 +141,7 @@ def _chatter(rng: Random, tokens: int) -> list[Turn]:
 
 @task
 def chat(rng: Random, tokens: int) -> list[Message]:
-    """Facts told in chat turns, then (or among them) long filler, then questions."""
+    """Say facts in chat turns, then (or among them) long filler, then ask questions."""
     return chat_about(rng, tokens, facts(rng, _amount(rng, tokens)))
 
 
@@ -162,7 +162,7 @@ def chat_about(rng: Random, tokens: int, known: list[Fact]) -> list[Message]:
 
 @task
 def multi_key(rng: Random, tokens: int) -> list[Message]:
-    """Many facts whose keys differ in one or two words."""
+    """Hide many facts whose keys differ in one or two words."""
     known = similar(rng, max(2, _amount(rng, tokens, 24)))
     rounds = min(len(known), 8)
     text = hide(rng, [fact.statement for fact in known], tokens - 40 * rounds)
@@ -172,7 +172,7 @@ def multi_key(rng: Random, tokens: int) -> list[Message]:
 
 @task
 def multi_value(rng: Random, tokens: int) -> list[Message]:
-    """One key told several times with different values; the question asks for all of them."""
+    """Say one key several times with different values; the question asks for all of them."""
     topics = similar(rng, rng.randint(1, max(1, min(4, tokens // 150))))
     values = {fact.key: [digits(rng) for _ in range(rng.randint(2, 4))] for fact in topics}
     told = [(key, value) for key in values for value in values[key]]
@@ -196,7 +196,7 @@ def _plural(key: str) -> str:
 
 @task
 def multi_query(rng: Random, tokens: int) -> list[Message]:
-    """Several keys asked for in one question."""
+    """Ask for several keys in one question."""
     known = facts(rng, max(2, _amount(rng, tokens, 12)))
     rounds = min(len(known) // 2, 4)
     text = hide(rng, [fact.statement for fact in known], tokens - 60 * (rounds + 1))
@@ -210,7 +210,7 @@ _NEEDLE = "One of the special magic {}s for {} is: {}."
 
 @task
 def needle(rng: Random, tokens: int) -> list[Message]:
-    """Needles in a haystack in the wording of the RULER benchmark; one to four keys asked for."""
+    """Hide needles in a haystack in RULER's wording, and ask for one to four keys."""
     what = pick(rng, ("number", "number", "word"))
     known = facts(rng, rng.randint(1, max(1, min(8, tokens // 60))), "magic")
     keys = {fact.key.rsplit(" ", 1)[1]: fact.value for fact in known}
@@ -234,7 +234,7 @@ def needle(rng: Random, tokens: int) -> list[Message]:
 
 @task
 def variables(rng: Random, tokens: int) -> list[Message]:
-    """Variables that copy one another; the question asks for the value at the end of a chain."""
+    """Chain variables that copy one another; the question asks for the value at a chain's end."""
     lines: list[str] = []
     value_of: dict[str, str] = {}
     for _ in range(rng.randint(1, max(1, min(5, tokens // 120)))):
@@ -260,7 +260,7 @@ def _variable(rng: Random) -> str:
 
 @task
 def phone_book(rng: Random, tokens: int) -> list[Message]:
-    """A list of names and numbers, then questions for some of them."""
+    """Make a list of names and numbers, then ask for some of them."""
     book: dict[str, str] = {}
     for _ in range(max(2, min(400, (tokens - 150) // 12))):
         name = f"{pick(rng, words.FIRST_NAMES)} {pick(rng, words.LAST_NAMES)}"

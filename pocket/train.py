@@ -40,7 +40,7 @@ ROPE_THETA = 500_000.0
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that decides a run: shape of the model, curriculum and learning rate."""
+    """A plan of everything that decides a run: the model's shape, curriculum and learning rate."""
 
     hidden: int
     layers: int
@@ -135,7 +135,7 @@ def _causal(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Plain causal attention: rows are full, so no mask is ever built. Shapes (B, H, T, D)."""
+    """Attend causally without a mask: rows are full, so none is ever built. Shapes (B, H, T, D)."""
     out = F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=True
     )
@@ -228,7 +228,7 @@ def begin(
 
 
 class Trainer:
-    """The state of one run: model, optimizer, and what the log reports."""
+    """A trainer that holds the state of one run: model, optimizer, and what the log reports."""
 
     def __init__(
         self, model: LlamaForCausalLM, plan: Plan, tokenizer: Tokenizer, steps: int, device: str

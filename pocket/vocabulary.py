@@ -1,4 +1,4 @@
-"""The built-in models' tokenizers: byte-level BPE, one token per digit, trained on their texts."""
+"""Trains the built-in models' tokenizers: byte-level BPE with one token per digit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Word lists behind the synthetic corpus: names, things, values and the parts of filler sentences.
+"""Holds the word lists of the synthetic corpus: names, things, values, filler sentences.
 
 Lists are plain tuples split from text, so that one look shows what the pocket model can have
 seen. ``SLOTS`` and ``TEMPLATES`` drive :func:`kvcap.pocket.corpus.filler`.
