@@ -1,4 +1,4 @@
-"""A griffe extension: what the site's reference takes from the code beside its docstrings.
+"""Extends griffe: adds to the site's reference what the code says beside its docstrings.
 
 The comment behind a field of a dataclass is its description, and an example in a docstring is code.
 """
@@ -44,7 +44,7 @@ def list_fields(cls: Class) -> None:
 
 
 def described(field: Attribute) -> str:
-    """The comment behind a field, or its name in words, as a sentence begins."""
+    """Return the comment behind a field, or its name in words, beginning as a sentence."""
     found = COMMENT.search(field.lines[-1]) if field.lines else None
     text = found[1] if found else field.name.replace("_", " ")
     return text[:1].upper() + text[1:]

@@ -1,4 +1,4 @@
-"""`python -m kvcap`: the command line."""
+"""Runs the command line as `python -m kvcap`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line: which commands there are, and how errors end it.
+"""Defines the command line: which commands there are, and how errors end it.
 
 Imports neither torch nor transformers before a command runs, so that `kvcap --help` is instant.
 """
@@ -101,7 +101,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wrong_option(error: Any) -> str:
-    """What typer says of an option, and where its value came from if not from the command line."""
+    """Return what typer says of an option, and which environment variable set it, if one did."""
     said, where = str(error.format_message()), getattr(error, "ctx", None)
     parameter = getattr(error, "param", None)
     if where is None or parameter is None:
@@ -111,7 +111,7 @@ def _wrong_option(error: Any) -> str:
 
 
 def main() -> None:
-    """The entry point of the `kvcap` script."""
+    """Run the `kvcap` script."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure: Any = getattr(stream, "reconfigure", None)
         if reconfigure:

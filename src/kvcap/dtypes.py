@@ -1,4 +1,4 @@
-"""Types of numbers and what they are called: by PyTorch and NumPy, for short, and in files.
+"""Names the types of numbers: as PyTorch and NumPy call them, for short, and in files.
 
 The one table of these names. What runs on devices without kvcap (`android_bench/runner`) has its
 own.
@@ -37,7 +37,7 @@ ONNX = {  # as ONNX Runtime says it of a graph's inputs and outputs
 
 
 def full(name: str) -> str:
-    """The full name, as PyTorch has it.
+    """Return the full name of a type, as PyTorch has it.
 
     Raises:
         ValueError: not one that models run in.
@@ -54,7 +54,7 @@ def full(name: str) -> str:
 
 
 def short(name: str) -> str:
-    """The short name, as exports have it; another, such as int8, as it is.
+    """Return the short name, as exports have it; return any other, such as int8, unchanged.
 
     >>> short("float16"), short("int8")
     ('fp16', 'int8')
@@ -66,7 +66,7 @@ def short(name: str) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """PyTorch's type of any of these names.
+    """Return PyTorch's type of any of these names.
 
     Raises:
         ValueError: not one that models run in.

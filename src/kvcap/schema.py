@@ -18,7 +18,7 @@ RANGE = {"type", "minimum", "maximum"}  # all that the schema of a long list's n
 
 
 def fault(found: object, schema: Path) -> str | None:
-    """The first place where a document is not what a schema allows; None where it is.
+    """Return the first place where a document breaks a schema, and why; None if it fits.
 
     Others are not looked for, as a document may have as many as it has numbers.
 
@@ -50,7 +50,7 @@ def _validator(schema: Path) -> Any:
     one_by_one = Draft202012Validator.VALIDATORS["items"]
 
     def items(validator: Any, wanted: Any, found: Any, whole: Any) -> Iterator[Any]:
-        """Lists of numbers, which may have millions, by one comparison each."""
+        """Check lists of numbers, which may have millions, by one comparison each."""
         plain = isinstance(wanted, dict) and wanted.keys() <= RANGE
         if not plain or wanted.get("type") != "number" or not isinstance(found, list):
             yield from one_by_one(validator, wanted, found, whole) or ()

@@ -1,7 +1,7 @@
-"""How many first tokens of a conversation are never evicted where nobody says: the attention sink.
+"""Says how many first tokens of a conversation are never evicted by default: the attention sink.
 
-The one place of this number and its rule. Every way to run a model asks here, without PyTorch too;
-evaluations do not, since papers' policies pin what they say themselves.
+This is the one place of that number and its rule. Every way to run a model asks here, without
+PyTorch too; evaluations do not, since papers' policies pin what they say themselves.
 """
 
 from __future__ import annotations

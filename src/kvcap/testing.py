@@ -1,8 +1,8 @@
-"""What a memory test needs; see docs/memory.md. The pytest marker and fixture come by themselves.
+"""Measures memory in tests; see docs/memory.md. The pytest marker and fixture come by themselves.
 
 - `cpu_peak(function)`, `cpu_meter()`: exact peak of CPU tensors in every thread, and what is left.
-- `cuda_peak(function)`, `cuda_meter()`: the same on a GPU.
-- `host_peak(function)`, `host_meter()`: the same of Python's objects and NumPy's arrays.
+- `cuda_peak(function)`, `cuda_meter()`: likewise on a GPU.
+- `host_peak(function)`, `host_meter()`: likewise of Python's objects and NumPy's arrays.
 - `process_peak(target, *args)`: peak resident set of a fresh process.
 - `kv_bytes(cache)`: what a cache really holds, by storage.
 """
