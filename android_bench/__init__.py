@@ -1,1 +1,1 @@
-"""On-device latency of the policies: a plan, runners that measure it, a report."""
+"""Measures the policies' latency on devices: a plan, runners that measure it, a report."""

@@ -1,4 +1,4 @@
-"""The Python runner as one file that any Python with numpy and onnxruntime runs.
+"""Packs the Python runner into one file that any Python with numpy and onnxruntime runs.
 
 kvcap's own loop over a decoder's graphs goes along, so that a phone times what `kvcap chat` runs.
 """

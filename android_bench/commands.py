@@ -1,4 +1,4 @@
-"""`kvcap android plan`, `host`, `report`, `serve`, `chat` and `adb`: the options of each command.
+"""Defines the commands `kvcap android plan`, `host`, `report`, `serve`, `chat` and `adb`.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -328,7 +328,7 @@ def chat_command(
 
 
 def _server(name: str) -> Any:
-    """A class of the server, whose packages may lack.
+    """Return a class of the server, whose packages may be missing.
 
     Raises:
         ServerMissing: they do.
@@ -343,7 +343,7 @@ def _server(name: str) -> Any:
 
 
 def _reached(lan: bool, address: str | None) -> str | None:
-    """The address by which others come in; None where they may not."""
+    """Return the address by which others come in; None where they may not."""
     if address is not None and not lan:
         raise ValueError("--address goes with --lan; without it only this machine is let in")
     return (address or lan_address()) if lan else None
@@ -399,7 +399,7 @@ def _names(text: str | None) -> list[str]:
 
 
 def _numbers(text: str | None) -> list[int]:
-    """Whole numbers with commas.
+    """Return whole numbers from a text with commas.
 
     Raises:
         ValueError: something else, or the same twice.
@@ -414,7 +414,7 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _share(text: str) -> float:
-    """`10%` as 0.1.
+    """Return `10%` as 0.1.
 
     Raises:
         ValueError: something else.

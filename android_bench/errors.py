@@ -1,4 +1,4 @@
-"""Every error of android_bench by name, as one tree; `ValueError` is what a user can get wrong.
+"""Defines every error of android_bench, as one tree; `ValueError` is what a user can get wrong.
 
 ```
 AndroidError
@@ -33,7 +33,7 @@ MESSAGE = 1000  # characters
 
 
 class AndroidError(Exception):
-    """Base of all. What it says of files, devices and clients can be shown anywhere."""
+    """A base class of all; what it says of files, devices and clients can be shown anywhere."""
 
     def __init__(self, message: object) -> None:
         super().__init__(plain(message, MESSAGE))

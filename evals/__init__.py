@@ -1,1 +1,1 @@
-"""Quality under a cap: tasks, sweeps, tables. Runs the runtime, knows no command line."""
+"""Measures quality under a cap: tasks, sweeps, tables. Knows no command line."""

@@ -33,7 +33,7 @@ class Probe(Policy):
 
     @property
     def queries_observed(self) -> None:
-        """Ask for every query of the block."""
+        """Return None, which asks for every query of the block."""
         return
 
     def update(self, obs: Observation) -> dict[str, Tensor]:

@@ -527,7 +527,7 @@ def report_command(
 
 
 def _compare(folders: list[Path], compare: str, json: bool) -> None:
-    """`kvcap report --compare`."""
+    """Run `kvcap report --compare`."""
     from kvcap.evals.quality.cells import cells_of
     from kvcap.evals.quality.table import comparison, comparison_text
 
@@ -542,7 +542,7 @@ def _compare(folders: list[Path], compare: str, json: bool) -> None:
 
 
 def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
-    """`kvcap eval --agreement`."""
+    """Run `kvcap eval --agreement`."""
     from kvcap.evals.quality.agreement import measure, table
     from kvcap.runtime.cli.commands import read_input
 
@@ -887,7 +887,7 @@ def update_command(
 
 @contextmanager
 def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
-    """A live line on stderr that is gone when the work is done."""
+    """Show a live line on stderr that is gone when the work is done."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -905,7 +905,7 @@ def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
 
 
 def _policy_options(texts: list[str] | None, sink_tokens: int | None) -> dict[str, Any]:
-    """Options for every policy that has them, from KEY=VALUE texts and --sink-tokens."""
+    """Return options for every policy that has them, from KEY=VALUE and --sink-tokens."""
     pins = {} if sink_tokens is None else {"sink_tokens": sink_tokens}
     return pins | options.pairs(texts or [])
 
@@ -999,7 +999,7 @@ def _matrix(
     budgets: str | None,
     lengths: str | None,
 ) -> Matrix:
-    """What was asked for, and the rest as it is known."""
+    """Return what was asked for, and the rest as it is known."""
     given: dict[str, Any] = {
         "model": model,
         "policies": policies and _names(policies),

@@ -62,7 +62,7 @@ def require() -> None:
 
 
 class KvcapLM(TemplateLM):  # type: ignore[misc]
-    """A model under a cap, as lm-eval asks for one.
+    """A model under a cap that lm-eval can ask.
 
     Args:
         pretrained: 'pocket', a local directory, or a repository of the hub.
@@ -241,7 +241,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether greedy decoding would have written it.
+        """Return each continuation's log-probability, and whether greedy decoding would write it.
 
         Those that differ in their last token alone, such as the letters of choices, are read once.
         """
@@ -263,7 +263,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def _fitting(self, context: list[int], after: list[int]) -> tuple[list[int], list[int]]:
-        """A pair within `max_length`, whose context may have lost its first tokens."""
+        """Return a pair within `max_length`, whose context may have lost its first tokens."""
         most = self.max_length + 1 - len(after)  # the last token is not read
         if most < 1:
             raise ValueError(
@@ -275,7 +275,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         return self._last(context, most), after
 
     def _last(self, context: list[int], most: int) -> list[int]:
-        """The last `most` tokens of a context, with a warning the first time that it is cut."""
+        """Return the last `most` tokens of a context; warn the first time that it is cut."""
         if len(context) > most and not self._cut:
             self._cut = True
             warnings.warn(
@@ -373,7 +373,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def _settings(self, given: Mapping[str, Any]) -> tuple[Any, list[str], int]:
-        """Settings of generation, texts that end an answer, and its most tokens."""
+        """Return settings of generation, texts that end an answer, and its most tokens."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         wanted = dict(normalize_gen_kwargs(dict(given), self.max_gen_toks))
@@ -395,7 +395,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     def _write(
         self, prompts: Sequence[list[int]], config: Any, until: list[str], most: int
     ) -> list[str]:
-        """Answers to prompts of one length."""
+        """Return answers to prompts of one length."""
         history = self._ids(prompts)
         sampler = self.runtime.sampler(config, self._rng)
         loop = self._empty_loop(len(prompts), history.shape[1] + most)
@@ -424,7 +424,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         return torch.tensor(rows, device=self.runtime.model.device)
 
     def _empty_loop(self, batch: int, tokens: int) -> BlockLoop:
-        """A loop over an empty cache; of a policy that never evicts, one that holds `tokens`."""
+        """Return a loop over an empty cache; one for `tokens` if the policy never evicts."""
         loop = self._loop
         if (
             loop is not None
@@ -440,7 +440,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         return self._loop
 
     def _whole_cache(self, batch: int, tokens: int) -> BudgetCache:
-        """A cache that holds all tokens of a request."""
+        """Return a cache that holds all tokens of a request."""
         model, plan = self.runtime.model, self.runtime.plan
         cache = BudgetCache(
             model.config,
@@ -454,7 +454,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
 
 
 def _count(name: str, value: Any) -> int:
-    """A whole number from 1, perhaps given as text.
+    """Return a whole number from 1, perhaps given as text.
 
     Raises:
         ValueError: it is none.
@@ -469,7 +469,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> str:
-    """The messages as the template writes them; without a `prompt`, cut behind the last one."""
+    """Return messages as the template writes them; without a `prompt`, cut after the last one."""
     text = render(tokenizer, messages, prompt=prompt)
     if prompt:
         return text
@@ -481,7 +481,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> str:
 
 
 def _groups(keys: Iterable[Any], shape: Any) -> list[list[Any]]:
-    """Keys of one shape together, the longest first."""
+    """Group keys of one shape together, the longest first."""
     found: dict[Any, list[Any]] = {}
     for key in keys:
         found.setdefault(shape(key), []).append(key)

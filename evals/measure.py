@@ -1,4 +1,4 @@
-"""What benchmarks measure with: percentiles of times, peaks of memory, models of random weights."""
+"""Measures for benchmarks: percentiles of times, peaks of memory, models of random weights."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def eviction_ms(
 def _timed(
     function: Callable[..., Any], spent: list[float], device: torch.device
 ) -> Callable[..., Any]:
-    """`function`, whose times are added to `spent`."""
+    """Return `function`, with its times added to `spent`."""
 
     def timed(*args: Any) -> Any:
         _wait_for(device)
@@ -130,7 +130,7 @@ def random_prompt(length: int) -> torch.Tensor:
 
 
 class Plain:
-    """The peer: transformers with sdpa and a growing cache, the prompt read at once.
+    """A peer that runs transformers with sdpa and a growing cache, the prompt read at once.
 
     `logits_to_keep=1` spares it the logits of the whole prompt, its best plain use.
     """

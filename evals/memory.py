@@ -28,12 +28,12 @@ TOLERANCE = 0.02
 
 
 class BaselineUnusable(ValueError):
-    """The file of figures is missing, is none, or lacks a cell."""
+    """An error that says that the file of figures is missing, is none, or lacks a cell."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Policies, budgets and lengths; every combination is measured."""
+    """A matrix of policies, budgets and lengths, of which every combination is measured."""
 
     model: str = "pocket"
     policies: tuple[str, ...] = ("keydiff", "snapkv", "h2o", "adakv")

@@ -60,7 +60,7 @@ def random_model(name: str, device: str) -> Any:
 
 
 def _make(name: str, folder: Path) -> None:
-    """The files of such a model, and a tokenizer of as many words."""
+    """Write the files of such a model, and a tokenizer of as many words."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -1,4 +1,4 @@
-"""A text as a model reads it: its tokens, what the model's layers see, and what policies keep."""
+"""Reads a text as a model does: its tokens, what layers see, and what policies keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEAST = 64  # tokens of a text
 
 
 class Text:
-    """A text, read by one model.
+    """A text that one model has read.
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.
@@ -50,9 +50,9 @@ class Text:
         self.ids = torch.tensor([[*ids]], device=model.device)  # [1, n]
         self.pieces = list(pieces)
         self.positions = positions
-        """Of what policies keep; what the runtime chose, once that was asked for."""
+        """Says which positions policies keep; chosen by the runtime when first asked for."""
         self.projections = True
-        """Whether `layers` have output projections."""
+        """Says whether `layers` have output projections."""
         self._kept: dict[tuple[Any, ...], list[Tensor]] = {}
 
     @classmethod

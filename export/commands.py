@@ -1,4 +1,4 @@
-"""`kvcap export scorer`, `decoder` and `verify`: the options of each command.
+"""Defines the commands `kvcap export scorer`, `decoder` and `verify` with their options.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -332,9 +332,9 @@ def verify_command(
 
 
 def _shape(model: str | None, given: dict[str, int]) -> Shape:
-    """The sizes by hand, over those of the model, over the defaults.
+    """Return the sizes given by hand, over those of the model, over the defaults.
 
-    Query heads that are not given are as many per KV head as there would be.
+    Where only KV heads are given, query heads are as many per KV head as there would be.
     """
     from kvcap.export.graphs.shape import Shape, model_sizes
 
@@ -365,7 +365,7 @@ def _kvcap(
     text: str | None,
     kv_dtype: str | None,
 ) -> tuple[dict[str, Any], DecoderReport]:
-    """One graph; what cannot be is refused before weights are read."""
+    """Export one decoder's graph; refuse what is impossible before weights are read."""
     from kvcap.export.decoder.manifest import asked
     from kvcap.export.decoder.spec import check_dtype, layout_for, open_model
     from kvcap.export.decoder.write import check_out, write
@@ -383,14 +383,14 @@ def _kvcap(
 
 
 def _rounding(dtype: str, symmetric: bool | None) -> Rounding | None:
-    """How weights are rounded; a type that does not exist is told first."""
+    """Return how weights are rounded; refuse a type that does not exist first."""
     from kvcap.export.decoder.spec import check_dtype, rounding_of
 
     return rounding_of(check_dtype(dtype), symmetric)
 
 
 def _text(dtype: str, file: Path | None, kv_dtype: str | None) -> str | None:
-    """The text to calibrate on.
+    """Return the text to calibrate on.
 
     Raises:
         NotExportable: nothing of that type is calibrated.
@@ -425,7 +425,7 @@ def _check_found(exporter: str, **given: str | None) -> None:
 
 
 def _beside(model: str, exporter: str) -> Path:
-    """Where what evicts is put: beside a decoder that is there, else in a new directory."""
+    """Return where evictors are put: beside a decoder that exists, else in a new directory."""
     where = Path(model)
     if exporter != "existing":
         return Path(f"{where.name}-onnx")
@@ -435,7 +435,7 @@ def _beside(model: str, exporter: str) -> Path:
 
 
 def _which(model: str, said: dict[str, Any]) -> str:
-    """Which graph was taken, and what else there is."""
+    """Say which graph was taken, and what other ones there are."""
     from kvcap.export.adopted.adopt import variants_in
 
     taken = said["graphs"]["decoder"]["file"]
@@ -448,7 +448,7 @@ def _others(
     exporter: str, model: str, policies: list[Eviction], sizes: ExportSizes, dtype: str, out: Path,
     found_by: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """A decoder of another exporter, and graphs beside it that evict."""
+    """Export or adopt a decoder of another exporter, and graphs beside it that evict."""
     if exporter == "optimum":
         from kvcap.export.adopted.optimum import export_with_optimum
 
@@ -460,6 +460,6 @@ def _others(
 
 
 def _summary(said: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The manifest without what is long."""
+    """Return the manifest without its long parts."""
     long = ("inputs", "outputs", "state", "rule", "verified", "sample")
     return {"directory": str(out), **{k: v for k, v in said.items() if k not in long}}

@@ -45,7 +45,7 @@ def refuse_other(path: Path, asked: dict[str, Any]) -> None:
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """All values of nested objects, by their paths."""
+    """Yield all values of nested objects, by their paths."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _leaves(part, f"{name}.{key}")

@@ -35,9 +35,9 @@ def gptq(matrix: Tensor, moments: Tensor, rounding: Rounding, damping: float = D
 
 
 def _spread(moments: Tensor, damping: float) -> Tensor:
-    """`U` [K, K], upper triangular: how an error of one column is spread over those behind it.
+    """Return `U` [K, K], upper triangular: how one column's error spreads over those behind it.
 
-    Of the order turned around the factor of the moments is lower, `L`, and `U` is its inverse: no
+    In reversed order the moments' factor is lower triangular, `L`, and `U` is its inverse: no
     matrix is inverted whose factors are wanted.
     """
     turned = moments.flip(0, 1).double()

@@ -175,7 +175,7 @@ def _evictors(found: Manifest) -> evictors.AdoptedReport:
 
 
 def _near(told: list[float], wanted: list[float]) -> bool:
-    """Whether frequencies are equal but for how a processor rounds them."""
+    """Return whether frequencies are equal but for how a processor rounds them."""
     return len(told) == len(wanted) and bool(np.allclose(told, wanted, rtol=1e-5, atol=0))
 
 

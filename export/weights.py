@@ -38,7 +38,7 @@ JOINED = "+"  # between the names of matrices that lie below each other as one
 
 @dataclass(frozen=True)
 class Rounding:
-    """A way to round weights: `w ≈ (q - zero) * scale`, with a scale for every block of a row.
+    """A way to round weights that has a scale for every block of a row: `w ≈ (q - zero) * scale`.
 
     Attributes:
         bits: of `q`, 4 or 8.
@@ -62,7 +62,7 @@ class Rounding:
 
 
 class Packed(NamedTuple):
-    """A matrix [N, K] in blocks, as MatMulNBits and GatherBlockQuantized read it.
+    """A matrix [N, K] that lies in blocks, as MatMulNBits and GatherBlockQuantized read it.
 
     `C` is how many blocks a row has, `ceil(K / block)`.
     """
@@ -138,12 +138,12 @@ def in_blocks(rows: Tensor, size: int) -> Tensor:
 
 
 def _nonzero(scales: Tensor) -> Tensor:
-    """Scales to divide by: 1 for a block of zeros alone."""
+    """Return scales to divide by: 1 for a block of zeros alone."""
     return torch.where(scales == 0, 1.0, scales)
 
 
 def _halves(numbers: Tensor, rounding: Rounding) -> Tensor:
-    """Numbers of 4 bits as two in a byte along the last axis; of 8 bits as they are."""
+    """Return numbers of 4 bits as two in a byte along the last axis; those of 8 bits unchanged."""
     if rounding.bits == 8:
         return numbers
     even = torch.nn.functional.pad(numbers, (0, numbers.shape[-1] % 2))
@@ -278,7 +278,7 @@ def place(
 
 
 class _Uses(NamedTuple):
-    """The nodes that read a weight."""
+    """A list of the nodes that read a weight."""
 
     transposes: list[Any]
     products: list[Any]  # MatMul of an activation and the weight, transposed or not
@@ -287,11 +287,11 @@ class _Uses(NamedTuple):
 
     @property
     def turned(self) -> bool:
-        """Whether products read it as it is: it is [K, N]."""
+        """Return whether products read the weight as it is: it is [K, N]."""
         return bool(self.products) and not self.transposes
 
     def fit_blocks(self, numbers: int) -> bool:
-        """Whether blocks can take its place wherever it is read, and are worth it."""
+        """Return whether blocks can take its place wherever it is read, and are worth it."""
         if len(self.others) > len(self.lookups) or (self.turned and self.lookups):
             return False
         return bool(self.products) or (bool(self.lookups) and numbers >= LARGE)
@@ -307,7 +307,7 @@ class _Joint(NamedTuple):
 
 
 class _Nodes:
-    """The nodes of a graph, some of which are to be replaced."""
+    """A list of a graph's nodes, of which some are to be replaced."""
 
     def __init__(self, graph: Any) -> None:
         self.graph, self.nodes = graph, list(graph.node)
@@ -318,7 +318,7 @@ class _Nodes:
                 self.readers[name].append(node)
 
     def uses(self, name: str) -> _Uses:
-        """What reads a weight."""
+        """Return what reads a weight."""
         readers = self.readers[name]
         turned = [
             n for n in readers if n.op_type == "Transpose" and _attribute(n, "perm") == [1, 0]
@@ -337,7 +337,7 @@ class _Nodes:
         return _Uses(turned, products, lookups, others)
 
     def joints(self, names: Collection[str]) -> list[_Joint]:
-        """Where weights of these names are put side by side, and read in no other way."""
+        """Return where weights of these names are put side by side, and read in no other way."""
         turned = {
             node.output[0]: node
             for node in self.nodes
@@ -405,7 +405,7 @@ class _Matrix:
         self._said["block_size"] = rounding.block
 
     def product(self, node: Any) -> list[Any]:
-        """In place of a MatMul."""
+        """Return nodes that replace a MatMul."""
         numbers = f"{self.stem}.{NAMES[0]}"
         return [
             library("onnx.helper").make_node(
@@ -415,7 +415,7 @@ class _Matrix:
         ]  # fmt: skip
 
     def lookup(self, node: Any) -> list[Any]:
-        """In place of a Gather: from the same bytes as a table, without what pads its rows."""
+        """Return nodes that replace a Gather: the same bytes as a table, without padding."""
         helper, types = library("onnx.helper"), library("onnx").TensorProto
         shape = [self.placed.rows, self._count * self._size]
         table = self._part(0, types.UINT8, shape, TABLE)
@@ -436,7 +436,7 @@ class _Matrix:
         return nodes
 
     def _part(self, index: int, kind: int, shape: list[int], more: str = "") -> str:
-        """The name of one of a packed matrix's tensors, which the graph gets."""
+        """Return the name of one of a packed matrix's tensors, which the graph gets."""
         stored = f"{self.stem}.{NAMES[index]}"
         tensor = self.store.tensor(stored, lambda: self._make()[index], kind, shape)
         tensor.name += more
@@ -458,7 +458,7 @@ class _Matrix:
 def _plain(
     store: Store, value: Any, make: Callable[[], Tensor], shape: list[int], name: str | None = None
 ) -> Any:
-    """A weight as it is: in the store, or in the graph where it is small."""
+    """Return a weight as it is: in the store, or in the graph where it is small."""
     kind, name = value.type.tensor_type.elem_type, name or value.name
     width = library("onnx.helper").tensor_dtype_to_np_dtype(kind).itemsize
     if prod(shape) * width >= INLINE:
@@ -471,12 +471,12 @@ def _transposed(weights: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def _side_by_side(weights: Mapping[str, Tensor], names: list[str]) -> Tensor:
-    """Weights [N, K], each transposed, as [K, N + N + ...]."""
+    """Return weights [N, K], each transposed, as [K, N + N + ...]."""
     return torch.cat([weights[name] for name in names]).T
 
 
 def _attribute(node: Any, name: str) -> Any:
-    """An attribute's number or numbers; None: it has none."""
+    """Return an attribute's number or numbers; None: it has none."""
     get = library("onnx.helper").get_attribute_value
     return next((get(found) for found in node.attribute if found.name == name), None)
 

@@ -1,4 +1,4 @@
-"""Every error that kvcap raises by name, as one tree.
+"""Defines every error that kvcap raises by name, as one tree.
 
 ```
 KvcapError

@@ -1,1 +1,1 @@
-"""A server that answers many conversations under one cap of memory, by OpenAI's API."""
+"""Serves many conversations under one cap of memory, by OpenAI's API."""

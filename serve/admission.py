@@ -150,7 +150,7 @@ class CapWatch:
         return cls(plan.cap, plan.place_bytes, plan.passes + plan.tokenising, guard)
 
     def has_room(self) -> bool:
-        """Tell whether one more conversation can be made, whatever else has grown."""
+        """Return whether one more conversation can be made, whatever else has grown."""
         return process_bytes() + self.place + self.passes <= self.cap
 
     def over(self, session: Any) -> None:

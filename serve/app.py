@@ -1,4 +1,4 @@
-"""The server's addresses: OpenAI's API over conversations, and what watches it.
+"""Serves the addresses of OpenAI's API over conversations, and what watches the server.
 
 Knows neither models nor sockets. Every address but `OPEN` asks for a key where there are keys; none
 touches a file.
@@ -52,20 +52,22 @@ Body = TypeVar("Body", bound=schemas.Request)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that say how a server answers."""
+    """A group of settings that say how a server answers."""
 
     model: str
-    """The name that clients call the model by."""
+    """Names the model as clients call it."""
     limits: RequestLimits = field(default_factory=RequestLimits)
     keys: Sequence[str] = ()
-    """API keys; with none, everybody may ask."""
+    """Lists the API keys; with none, everybody may ask."""
     hosts: Sequence[str] | None = LOOPBACK
-    """Names that the server may be called by: others are another site's tricks to reach it through
-    a browser. None: any."""
+    """Lists the names that the server may be called by; None: any.
+
+    Other names are tricks of other sites to reach it through a browser.
+    """
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of generation for what a request leaves out."""
+    """Holds settings of generation for what a request leaves out."""
     open_paths: Collection[str] = ()
-    """Further addresses that ask for no key, such as those of a page."""
+    """Lists further addresses that ask for no key, such as those of a page."""
 
 
 def application(
@@ -113,7 +115,7 @@ def owner_of(connection: HTTPConnection) -> str:
 
 
 class Api:
-    """OpenAI's addresses.
+    """An application that answers at OpenAI's addresses.
 
     Args:
         conversations: that answer.
@@ -182,7 +184,7 @@ class Api:
         return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _said(self, request: Request, kind: type[Body]) -> Body:
-        """A request's body.
+        """Return a request's body.
 
         Raises:
             ApiError: it is none of this kind, or for another model.
@@ -268,7 +270,7 @@ class KnownHosts:
 
 
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-"""Of every answer that does not say otherwise."""
+"""Holds the headers of every answer that has no others."""
 
 
 class Counted:
@@ -302,7 +304,7 @@ class Counted:
 
 
 def _session_id(request: Request) -> str | None:
-    """The conversation that a request names.
+    """Return the conversation that a request names.
 
     Raises:
         ApiError: it is no such name.

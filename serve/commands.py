@@ -1,4 +1,4 @@
-"""The command serve: its options, and a server from its start to its end.
+"""Defines the command serve: its options, and a server from its start to its end.
 
 `kvcap --help` imports this, so what is slow to import is imported when the command runs.
 """
@@ -41,7 +41,7 @@ ADVICE = "--host {host} lets other machines in; give --api-key, or say --insecur
 
 @dataclass(frozen=True)
 class Address:
-    """Options that say where the server is found, and by whom."""
+    """A group of options that say where the server is found, and by whom."""
 
     host: Annotated[
         str,
@@ -104,7 +104,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Load:
-    """Options that say how much the server takes on."""
+    """A group of options that say how much the server takes on."""
 
     max_together: Annotated[
         int | None,
@@ -176,7 +176,7 @@ class Load:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options that say which processes answer."""
+    """A group of options that say which processes answer."""
 
     engine: Annotated[
         Literal["local", "ray"],
@@ -353,5 +353,5 @@ def opened(
 
 
 def _name(model: str) -> str:
-    """What clients call a model by: its repository, or the last part of its path."""
+    """Return what clients call a model by: its repository, or the last part of its path."""
     return model if REPOSITORY.fullmatch(model) else Path(model).resolve().name

@@ -1,4 +1,4 @@
-"""What the API asks of the conversations behind it, and what it gets back.
+"""Defines what the API asks of the conversations behind it, and what it gets back.
 
 Knows neither HTTP nor a model: `app.py` is written against these types, `scheduler.py` fulfils
 them, and a test of either can put a small stand-in in the place of the other.
@@ -21,31 +21,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request for an answer: either `messages` or a `prompt`."""
+    """A request for an answer that brings either `messages` or a `prompt`."""
 
     messages: tuple[Message, ...] | None = None
-    """A whole chat, as OpenAI's clients send it every time: a system prompt only as the first, a
-    user's message (or a tool's result) last. What of it is held is not read again."""
+    """Holds a whole chat, as OpenAI's clients send it every time; messages held are not read again.
+
+    A system prompt comes only as the first, a user's message (or a tool's result) last.
+    """
     prompt: str | None = None
-    """A text to continue, without a chat template; it is held for nobody afterwards."""
+    """Holds a text to continue, without a chat template; it is kept for nobody afterwards."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """As `Session.set_generation` takes them: temperature, top_p, max_new_tokens, stop_strings,
-    seed, ...; what is left out has the model's own default, whatever an earlier request said."""
+    """Holds settings as `Session.set_generation` takes them: temperature, top_p, stop_strings, ...
+
+    What is left out has the model's own default, whatever an earlier request said.
+    """
     owner: str = ""
-    """Whose request it is, such as a digest of the API key. Nothing of one owner is ever matched
-    with, or shown to, another."""
+    """Says whose request it is, such as by a digest of the API key.
+
+    Nothing of one owner is ever matched with, or shown to, another.
+    """
     session_id: str | None = None
     """Names the conversation outright: only what is held under this id is gone on with. Requests
     that name one conversation are answered one after the other. None: the longest conversation of
     the owner that `messages` begin with, if it is idle."""
     fresh_id: str | None = None
-    """The id of a conversation that is begun without a name: 16 hexadecimal digits. None: one is
-    made."""
+    """Holds the id of a conversation that begins without a name: 16 hexadecimal digits.
+
+    None: one is made.
+    """
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools as the chat template takes them; others begin another conversation."""
+    """Holds tools as the chat template takes them; others begin another conversation."""
     pins: frozenset[int] = frozenset()
-    """Indices of `messages`, of the system or the user, that are never evicted. To be sent with
-    every request: a message that is pinned, or not, only now is read again with all others."""
+    """Holds the indices of `messages`, of the system or the user, that are never evicted.
+
+    To be sent with every request: where they differ from earlier ones, all messages are read again.
+    """
     recall: str | int | None = None
     """Says how much evicted text is read again in front of the last message.
 
@@ -54,16 +64,16 @@ class Ask:
 
 
 class Piece(NamedTuple):
-    """The next text of an answer."""
+    """A piece of an answer that carries its next text."""
 
     text: str
     logprobs: tuple[Logprob, ...] | None = None
-    """Of the tokens of `text`, where they were asked for."""
+    """Holds those of the tokens of `text`, where they were asked for."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """A count of what an answer took. Tokens; `cap_bytes` are bytes."""
+    """A count of what an answer took, in tokens; `cap_bytes` are bytes."""
 
     prompt_tokens: int  # of the whole request: read now, or reused
     reused_tokens: int  # that the conversation had read before, evicted ones too

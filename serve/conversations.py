@@ -1,8 +1,8 @@
-"""The conversations that a server holds: in which places of memory, and which a request goes on.
+"""Keeps the conversations that a server holds, and finds the one that a request continues.
 
 A request brings a whole chat. Its messages are known by a digest of the first, of the first two,
-and so on; the conversation whose messages are the longest of these beginnings is gone on with, its
-cache as it was left. Nothing is matched across owners, templates or tools.
+and so on; the conversation whose messages are the longest of these beginnings is continued, with
+its cache as it was left. Nothing is matched across owners, templates or tools.
 
 Used by the scheduler's thread alone, but for `begin` and `blank`, which are handed to another one
 together with the session that they change.
@@ -29,7 +29,7 @@ from kvcap.serve.contract import Ask
 from kvcap.serve.saved import ConversationFile, SavedConversations, tag
 
 State = Literal["idle", "answering", "moving"]
-"""`moving`: it is read from or written to disk."""
+"""Says what a conversation does; `moving`: it is read from or written to disk."""
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class OfferedPlace(NamedTuple):
 
 
 class Held:
-    """The places in memory, and the conversations in them and on disk.
+    """A store that has the places in memory, and the conversations in them and on disk.
 
     Args:
         runtime: whose sessions they are.
@@ -225,7 +225,7 @@ def _add(total: Any, what: Any) -> None:
 
 
 def _pins_fit(ask: Ask, count: int) -> bool:
-    """Whether messages can be pinned as asked for, where those before `count` are held.
+    """Return whether messages can be pinned as asked for, where those before `count` are held.
 
     A session pins all messages that it is sent at once, or none of them.
     """

@@ -1,4 +1,4 @@
-"""What the API answers instead of an answer: errors in OpenAI's form, with their status.
+"""Maps errors to OpenAI's error format, with their status.
 
 A message says what was given and what would work, as everywhere in kvcap. Nothing of the server's
 own state, such as a path or a traceback, is ever part of one.
@@ -122,7 +122,7 @@ def of_body(error: ValidationError) -> ApiError:
 
 
 def _shown(given: Any) -> str:
-    """What was given, in a few letters."""
+    """Return what was given, in a few letters."""
     if isinstance(given, (dict, list)):
         return "an object" if isinstance(given, dict) else "a list"
     text = repr(given[: SHOWN + 1] if isinstance(given, str) else given)
@@ -130,7 +130,7 @@ def _shown(given: Any) -> str:
 
 
 def _words(name: str) -> str:
-    """`PinsTooLarge` as `pins_too_large`."""
+    """Return `PinsTooLarge` as `pins_too_large`."""
     return "".join(f"_{x.lower()}" if x.isupper() else x for x in name).lstrip("_")
 
 

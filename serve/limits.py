@@ -1,4 +1,4 @@
-"""How much of the server one client may take, and connections that are ended past it."""
+"""Limits how much of the server one client may take, and ends connections beyond that."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _check_head(request: Request, limits: RequestLimits) -> None:
 
 
 class Patient(H11Protocol):
-    """uvicorn's connection, which would wait for ever for a client that says or reads nothing."""
+    """A connection of uvicorn that would otherwise wait for ever for a silent client."""
 
     limits = RequestLimits()
     waiting: asyncio.TimerHandle | None = None  # for a request's first lines

@@ -1,4 +1,4 @@
-"""What the server did and holds, in the form that Prometheus reads.
+"""Counts what the server did and holds, in the form that Prometheus reads.
 
 Figures of the conversations are read when they are asked for; only requests are counted here. No
 label comes from a client.

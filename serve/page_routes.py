@@ -1,4 +1,4 @@
-"""The chat page at `/`, the strip that it shows, and conversations by their ids.
+"""Serves the chat page at `/`, the strip that it shows, and conversations by their ids.
 
 What the page consists of is read when the server starts, and every file has a route of its own: no
 path of a request reaches the file system. Knows nothing of models.
@@ -40,7 +40,7 @@ HEADERS = {
 
 
 OPEN_PATHS = frozenset(f"/{path}" for path in FILES)
-"""What needs no key: files that say nothing of the server."""
+"""Lists the paths that need no key: files that say nothing of the server."""
 
 
 def page_routes() -> list[BaseRoute]:
@@ -70,14 +70,14 @@ def _file(path: str, source: Path, kind: str) -> Route:
 
 
 async def _memory(request: Request) -> Response:
-    """The policy and the slots that every conversation has, as `{policy, budget}`."""
+    """Return the policy and the slots that every conversation has, as `{policy, budget}`."""
     conversations: Conversations = request.app.state.conversations
     found = conversations.figures()
     return JSONResponse({"policy": found.policy, "budget": found.budget_tokens})
 
 
 async def _strip(request: Request) -> Response:
-    """A `Strip`; its owner's alone."""
+    """Return a `Strip`, to its owner alone."""
     conversations: Conversations = request.app.state.conversations
     found = await conversations.strip(request.user.username, request.path_params["session_id"])
     headers = {"Cache-Control": "no-store"}

@@ -1,4 +1,4 @@
-"""A server's conversations, answered by replicas of the model that Ray Serve runs.
+"""Answers a server's conversations by replicas of the model that Ray Serve runs.
 
 The API stays one process, with its keys and limits; `Replicas` is the `Conversations` behind it,
 and hands every request to a replica, which is a scheduler of its own under a memory cap of its own.
@@ -48,18 +48,18 @@ log = logging.getLogger("kvcap.serve")
 
 @dataclass(frozen=True)
 class Opening:
-    """A description of what every replica loads; see `open_conversations`."""
+    """A description that says what every replica loads; see `open_conversations`."""
 
     model: str
     backend: Backend
     budget: Budget
     running: Running
     load: dict[str, Any] = field(default_factory=dict)
-    """`together`, `places`, `waiting`, `folder`, `disk_cap` and `recall`."""
+    """Holds `together`, `places`, `waiting`, `folder`, `disk_cap` and `recall`."""
 
 
 class AnswerPiece(NamedTuple):
-    """A piece of an answer, on its way from a replica."""
+    """A piece of an answer that is on its way from a replica."""
 
     session_id: str | None
     piece: Piece
@@ -85,7 +85,7 @@ class ReplicaState(NamedTuple):
 
 
 class Replica:
-    """One process that answers: the conversations of `admission.py`, called by Ray Serve.
+    """A process that answers: the conversations of `admission.py`, called by Ray Serve.
 
     Args:
         opening: what it loads.
@@ -179,7 +179,7 @@ def sent(error: Exception) -> Exception:
 
 
 class Forwarded:
-    """The `Reply` of a replica.
+    """A `Reply` that comes from a replica.
 
     Args:
         parts: Ray Serve's stream of `Replica.answer`.
@@ -362,7 +362,7 @@ def total(figures: Iterable[Figures]) -> Figures:
 
 
 SHARED = frozenset({"budget_tokens", "on_disk", "disk_bytes", "disk_cap"})
-"""Figures that are the same of every replica, and not added."""
+"""Names the figures that are the same for every replica, and not added up."""
 
 
 def routed(ask: Ask) -> tuple[Ask, str]:

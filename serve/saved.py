@@ -1,4 +1,4 @@
-"""Idle conversations on disk: session files in one folder, under a cap of bytes.
+"""Keeps idle conversations on disk: session files in one folder, under a cap of bytes.
 
 One server has the folder to itself, or its replicas share it: then each looks at the names again
 when they have changed, and one writes at a time.

@@ -57,7 +57,7 @@ Looked = TypeVar("Looked")
 
 @dataclass(frozen=True)
 class Limits:
-    """A server's limits on what it takes on at once."""
+    """A set of limits that say what a server takes on at once."""
 
     places: int = 64  # conversations in memory
     together: int = 8  # answers that are written at once
@@ -148,22 +148,22 @@ class Answering:
 
     @property
     def session_id(self) -> str | None:
-        """The conversation's id; known with the first piece. None for a completion."""
+        """Return the conversation's id, known with the first piece; None for a completion."""
         return self._job.session_id
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the answer ended, once all its pieces are read."""
+        """Return why the answer ended, once all its pieces are read."""
         return None if self._job.pieces else self._job.finish_reason
 
     @property
     def usage(self) -> Usage | None:
-        """What the answer took, once all its pieces are read."""
+        """Return what the answer took, once all its pieces are read."""
         return None if self._job.pieces else self._job.usage
 
     @property
     def parsed(self) -> Parsed | None:
-        """The answer's text and calls, told apart; None where no tools were offered."""
+        """Return the answer's text and its calls; None where no tools were offered."""
         return self._job.parsed
 
     def __aiter__(self) -> Answering:

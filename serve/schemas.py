@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's requests, as far as this server answers them, and what they ask for.
+"""Defines the bodies of OpenAI's requests, as far as this server answers them.
 
 A parameter that changes nothing here may be given with the value that asks for nothing, such as
 `n: 1`; with another it is refused by name, as is one that is unknown. `LABELS` are taken and not
@@ -44,7 +44,7 @@ class Strict(BaseModel):
 
 
 def _only_text(content: Any) -> Any:
-    """A message's content as text: of parts, all must be texts."""
+    """Return a message's content as text: of parts, all must be texts."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -64,7 +64,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _one_text(value: Any) -> Any:
-    """A completion's prompt: one text, alone or in a list."""
+    """Return a completion's prompt: one text, alone or in a list."""
     if isinstance(value, list):
         if len(value) == 1 and isinstance(value[0], str):
             return value[0]
@@ -73,7 +73,7 @@ def _one_text(value: Any) -> Any:
 
 
 def _shallow(value: Any) -> Any:
-    """Refuses what is nested too deeply for libraries that read it by recursion."""
+    """Refuse what is nested too deeply for libraries that read it by recursion."""
     level, depth = [value], 0
     while level:
         depth += 1
@@ -98,11 +98,11 @@ Short = Annotated[str, StringConstraints(max_length=256)]
 
 
 class Called(Strict):
-    """The function of a tool call."""
+    """A function that a tool call names, with its arguments."""
 
     name: Name
     arguments: str
-    """JSON text of an object."""
+    """Holds the JSON text of an object."""
 
     def parsed(self) -> dict[str, Any]:
         """Return the arguments.
@@ -132,7 +132,7 @@ class MessageToolCall(Strict):
 
 
 class ChatMessage(Strict):
-    """One message of a chat; `pin` is kvcap's own: it is never evicted."""
+    """A message of a chat; `pin` is kvcap's own and says that it is never evicted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | None = None
@@ -186,7 +186,7 @@ class Function(Strict):
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None
-    """Whether arguments are held to the schema; only false is answered."""
+    """Says whether arguments are held to the schema; only false is answered."""
 
     @model_validator(mode="after")
     def _unheld(self) -> Function:
@@ -196,20 +196,20 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool, as the chat template is given it."""
+    """A tool that the chat template gets."""
 
     type: Literal["function"]
     function: Function
 
 
 def _template_options(value: Any) -> Any:
-    """Refuses what is no options of a chat template, or names that it gets anyway."""
+    """Refuse anything but options of a chat template, and names that it always gets."""
     settings.check({"template_options": value})
     return value
 
 
 def _choice(value: Any) -> Any:
-    """Refuses what is no choice of tools."""
+    """Refuse anything but a choice of tools."""
     match value:
         case "auto" | "none" | "required":
             return value
@@ -221,7 +221,7 @@ def _choice(value: Any) -> Any:
 
 
 def _recall(value: Any) -> Any:
-    """Refuses what is no measure of recall."""
+    """Refuse anything but a measure of recall."""
     if value in (AUTO, OFF) or (type(value) is int and 0 <= value <= RECALLED):
         return value
     raise ValueError(
@@ -230,13 +230,13 @@ def _recall(value: Any) -> Any:
 
 
 class NamedSchema(Strict):
-    """The schema of `response_format`."""
+    """A schema that `response_format` names."""
 
     name: Name = "answer"
     description: str | None = None
     schema_: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None
-    """Taken either way: an answer is always held to the schema."""
+    """Says nothing: an answer is always held to the schema."""
 
 
 class ResponseFormat(Strict):
@@ -260,7 +260,7 @@ class ResponseFormat(Strict):
 
 
 class StreamOptions(Strict):
-    """Options that say what a stream has beside the answer."""
+    """A group of options that say what a stream has beside the answer."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -281,7 +281,7 @@ class Request(Strict):
         "stop": "stop_strings",
         "max_tokens": "max_new_tokens",
     }
-    """Parameters and the settings of generation that they are."""
+    """Maps parameters to the settings of generation that they are."""
 
     model: Annotated[str, StringConstraints(max_length=256)] | None = None
     stream: bool | None = None
@@ -297,7 +297,7 @@ class Request(Strict):
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     recall: Annotated[Any, AfterValidator(_recall)] | None = None
-    """kvcap's own: how much evicted text is read again in front of the last message."""
+    """Says how much evicted text is read again in front of the last message; kvcap's own."""
     # Answered only where they ask for nothing.
     n: Literal[1] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
@@ -315,7 +315,7 @@ class Request(Strict):
 
     @property
     def include_usage(self) -> bool:
-        """Tell whether a stream ends with the usage."""
+        """Return whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def options(self, limits: RequestLimits, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,7 +351,7 @@ class Request(Strict):
 
 
 class ChatRequest(Request):
-    """The body of `POST /v1/chat/completions`."""
+    """A body that `POST /v1/chat/completions` takes."""
 
     messages: list[ChatMessage]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -442,7 +442,7 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """The body of `POST /v1/completions`."""
+    """A body that `POST /v1/completions` takes."""
 
     prompt: Annotated[str, BeforeValidator(_one_text)]
     logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_OF_TEXT)] | None = None

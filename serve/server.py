@@ -21,7 +21,7 @@ BACKLOG = 512  # connections that wait to be taken
 
 
 class Server:
-    """An application on an address, in this thread (`run`) or, as a context, in another.
+    """A server that runs an application in this thread (`run`) or, as a context, in another.
 
     Args:
         app: the application.
@@ -100,7 +100,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches the address."""
+    """Return whether only this machine reaches the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

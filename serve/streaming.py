@@ -1,4 +1,4 @@
-"""An answer on its way to the client: as one body, or as events while it is written (SSE).
+"""Sends an answer to the client: as one body, or as events while it is written (SSE).
 
 `Form` puts pieces into OpenAI's words; `ChatForm` and `TextForm` are its two kinds. `streamed` and
 `whole` read a reply and let go of it as soon as the client has gone.
@@ -59,7 +59,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 class Form(ABC):
-    """OpenAI's words for one answer.
+    """A form that puts one answer into OpenAI's words.
 
     Args:
         model: the name that the server has for it.
@@ -110,12 +110,12 @@ class Form(ABC):
 
 
 class ChatForm(Form):
-    """A chat's answer.
+    """A form that a chat's answer has.
 
     Args:
         model: the name that the server has for it.
         include_usage: a stream ends with the usage.
-        calls: tools were offered; calls of them are told apart from text.
+        calls: tools were offered; calls of them are separated from text.
     """
 
     prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -170,7 +170,7 @@ class ChatForm(Form):
 
 
 class TextForm(Form):
-    """A text's continuation."""
+    """A form that a text's continuation has."""
 
     prefix, whole_object, part_object = "cmpl", "text_completion", "text_completion"
 
@@ -204,7 +204,7 @@ class TextForm(Form):
 
 
 def _columns(logprobs: Sequence[Logprob], start: int) -> dict[str, Any]:
-    """How likely tokens were, as completions have it: a list for each thing that is known."""
+    """Return how likely tokens were, as completions have it: one list for each fact."""
     offsets = [*accumulate((len(one.text) for one in logprobs), initial=start)]
     return {
         "tokens": [one.text for one in logprobs],
@@ -234,7 +234,7 @@ def event(said: Mapping[str, Any]) -> bytes:
 
 
 def _line(text: str) -> bytes:
-    """An event of JSON, which has no line breaks of its own."""
+    """Return an event of JSON, which has no line breaks of its own."""
     return f"data: {text}\n\n".encode("ascii")
 
 
@@ -321,7 +321,7 @@ async def _events(
     form: Form,
     quiet_seconds: float,
 ) -> AsyncIterator[bytes]:
-    """The stream: OpenAI's chunks and, where the answer did not fail, `[DONE]`."""
+    """Yield the stream: OpenAI's chunks and, where the answer did not fail, `[DONE]`."""
     opening = b"".join(form.part([choice]) for choice in form.begin())
     if not first.done():
         yield opening + ALIVE
@@ -349,7 +349,7 @@ def _parts(form: Form, choices: Sequence[dict[str, Any]]) -> bytes:
 
 
 def _refusal(error: Exception) -> ApiError:
-    """The error to send; one that nobody foresaw goes to the log."""
+    """Return the error to send; log one that nobody foresaw."""
     found = error if isinstance(error, ApiError) else of_runtime(error)
     if found.status == 500:
         LOG.error("an answer failed", exc_info=error)
@@ -357,12 +357,12 @@ def _refusal(error: Exception) -> ApiError:
 
 
 def _session(reply: Reply) -> dict[str, str]:
-    """The header that names the conversation, where that is known."""
+    """Return the header that names the conversation, where that is known."""
     return {SESSION: reply.session_id} if reply.session_id is not None else {}
 
 
 async def _next(pieces: AsyncIterator[Piece]) -> Piece | None:
-    """The next piece; None: there is none."""
+    """Return the next piece; None: there is none."""
     async for piece in pieces:
         return piece
     return None

@@ -1,4 +1,4 @@
-"""The strip: every token that a conversation has read, and which layers still hold it.
+"""Makes the strip: every token that a conversation has read, and which layers still hold it.
 
 A slot knows its token by the token's place in the conversation, also where positions are compact,
 so that nothing is guessed from texts. Knows sessions and their caches; nothing of HTTP.
@@ -25,13 +25,13 @@ class LayerGroup(BaseModel):
     """A group of neighbouring layers that hold the same tokens, or are shown as one."""
 
     layers: list[int]
-    """Their numbers in the model."""
+    """Holds their numbers in the model."""
     capped: bool
-    """By kvcap; false for layers that keep a sliding window of their own."""
+    """Says whether kvcap caps them; false for layers that keep a sliding window of their own."""
     heads: int
-    """KV heads of all of them."""
+    """Counts the KV heads of all of them."""
     held: list[int]
-    """Of every token, how many of these heads hold it; 0: it is evicted."""
+    """Counts for every token how many of these heads hold it; 0: it is evicted."""
 
 
 class Strip(BaseModel):
@@ -44,26 +44,28 @@ class Strip(BaseModel):
     session_id: str
     policy: str
     budget: int
-    """Slots per KV head and layer."""
+    """Counts the slots per KV head and layer."""
     cap_bytes: int
-    """Of the conversation's cache."""
+    """Holds the cap of the conversation's cache."""
     bytes: int
-    """Of the slots in use, and of buffers that are always held."""
+    """Counts those of the slots in use, and of buffers that are always held."""
     held: int
-    """Slots in use per KV head and layer, on average (rounded up), at most the budget."""
+    """Counts slots in use per KV head and layer, an average rounded up, at most the budget."""
     waiting: int
-    """Slots in use above it, until the next eviction."""
+    """Counts slots in use above the budget, until the next eviction."""
     evicted: int
-    """Tokens less slots in use."""
+    """Counts the tokens less slots in use."""
     sinks: int
-    """First tokens that are never evicted."""
+    """Counts the first tokens that are never evicted."""
     pinned: list[Span]
-    """Tokens [start, stop) that the user pinned, in order."""
+    """Lists the tokens [start, stop) that the user pinned, in order."""
     recalled: list[Span]
-    """Tokens [start, stop) that are evicted text, read again in front of a message, in order."""
+    """Lists the tokens [start, stop) of evicted text that was read again, in order."""
     tokens: list[str | None]
-    """The text of each; '' where it belongs to a character that a later one completes, None where
-    it is not known which token it is."""
+    """Holds the text of each; '' where it belongs to a character that a later one completes.
+
+    None where it is not known which token it is.
+    """
     groups: list[LayerGroup]
 
 

@@ -1,4 +1,4 @@
-"""Work of threads that leave no others behind, beside the one that computes answers."""
+"""Runs work in threads that leave none behind, beside the one that computes answers."""
 
 from __future__ import annotations
 

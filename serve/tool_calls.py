@@ -62,7 +62,7 @@ def as_calls(parsed: Parsed) -> list[dict[str, Any]]:
 
 
 def _beginning(text: str) -> int:
-    """How many letters at the end of `text` may begin a call, with the space before it."""
+    """Return how many letters at the end of `text` may begin a call, with the space before it."""
     sizes = range(min(len(HERMES), len(text)), 0, -1)
     opening = next((n for n in sizes if HERMES.startswith(text[-n:])), 0)
     return len(text) - len(text[: len(text) - opening].rstrip())

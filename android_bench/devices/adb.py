@@ -109,7 +109,7 @@ def chosen(serial: str | None) -> Device:
 
 @dataclass(frozen=True)
 class Device:
-    """One device that answered."""
+    """A device that answered."""
 
     serial: str
 
@@ -186,6 +186,6 @@ def quoted(text: str | Sequence[str]) -> str:
 
 
 def _line(text: str) -> str:
-    """The line of the error, else the last that says something: adb talks of its server before."""
+    """Return the line of the error, else the last that says something."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[-1] if lines else "")

@@ -51,7 +51,7 @@ def _open(device: Device, url: str) -> None:
 
 
 def _landed(device: Device, serving: Serving, settings: DeviceRunSettings) -> dict[str, Any]:
-    """The first result, while the device and the server are there."""
+    """Wait for the first result, while the device and the server are there, and return it."""
     start = seen = time.monotonic()
     while time.monotonic() - start < settings.timeout:
         try:

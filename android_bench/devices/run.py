@@ -39,7 +39,7 @@ WATCHER = Path(__file__).with_name("watch.sh")
 
 @dataclass(frozen=True)
 class DeviceRunSettings:
-    """Settings that say how a run on a device is made."""
+    """A group of settings that say how a run on a device is made."""
 
     base: str = "/data/local/tmp"  # of the device; the one folder that adb's user may run files in
     options: Sequence[str] = ()  # of the runner
@@ -122,7 +122,7 @@ def run_on(
 
 
 def _staged(plan: Path, runner: Runner, staged: Path) -> Path:
-    """Everything that the device gets, in one folder, with its checksums."""
+    """Put everything that the device gets into one folder, with checksums; return it."""
     named = [entry["file"] for entry in read_plan(plan)["files"]]
     sources = {name: plan / name for name in (PLAN_FILE, *named)}
     sources |= {path.name: path for path in (*runner.files, WATCHER)}
@@ -213,7 +213,7 @@ def _ended(device: Device, folder: str, state: str, settings: DeviceRunSettings)
 
 
 def _pulled(device: Device, folder: str, plan: Path, target: Path) -> dict[str, Any]:
-    """The result, held to the schema and to the plan."""
+    """Fetch the result, hold it to the schema and to the plan, and return it."""
     try:
         device.pull(f"{folder}/result.json", target)
     except DeviceLost:

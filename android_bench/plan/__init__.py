@@ -1,1 +1,1 @@
-"""Which cells a plan measures, what they are fed and must give, and the folder that holds it."""
+"""Plans which cells are measured, what they are fed and must give, and writes the folder."""

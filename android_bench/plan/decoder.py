@@ -27,7 +27,7 @@ EXACT, ROUNDED = 1e-3, 0.05  # of the largest logit: how far a runner may be fro
 
 @dataclass(frozen=True)
 class DecoderWork:
-    """Work of a decoder that is timed: a prompt, answers, and writing on and on."""
+    """A decoder's work that is timed: a prompt, answers, and writing on and on."""
 
     prompt: int = 128  # tokens, read before the first one is written
     answer: int = 64  # tokens, written in every round
@@ -76,9 +76,9 @@ def decoder_entry(source: Path, work: DecoderWork, folder: Folder) -> dict[str, 
 
 
 def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
-    """Tokens to read, and the logits of the last as ONNX Runtime gives them here.
+    """Return tokens to read, and the logits of the last as ONNX Runtime gives them here.
 
-    In float32 they pass the budget many times. Where products are rounded another processor's
+    In float32 they pass the budget many times. Where products are rounded, another processor's
     differ by more, and so may which slots stay: what is read then fits the budget.
     """
     facts = manifest.facts

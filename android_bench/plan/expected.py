@@ -32,13 +32,13 @@ Port = dict[str, Any]
 
 @dataclass
 class Folder:
-    """The plan's folder while it is written, and what is in it."""
+    """A plan's folder while it is written, with a list of what is in it."""
 
     path: Path
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # by sha256
 
     def add(self, name: str, content: bytes) -> str:
-        """Write a file; returns its name, or that of a file of the same content."""
+        """Write a file; return its name, or that of a file of the same content."""
         digest = hashlib.sha256(content).hexdigest()
         if digest not in self.files:
             self.files[digest] = {"file": name, "bytes": len(content), "sha256": digest}
@@ -160,7 +160,7 @@ class Expected:
 
     @property
     def decided(self) -> bool:
-        """Tell whether no tie hides what the outputs should be, where that matters."""
+        """Return whether no tie hides what the outputs should be, where that matters."""
         graph = self.case.graph
         if not isinstance(graph, Evict) or not graph.form.kept_state({}, self.given["keys"]):
             return True

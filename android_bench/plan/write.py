@@ -95,7 +95,7 @@ def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
 
 
 def _cells(wanted: Wanted, folder: Folder, producer: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Every cell; graphs are exported on the way, each once."""
+    """Yield every cell; graphs are exported on the way, each once."""
     for group in wanted.preset.groups:
         for variant, dtype, budget in group.models():
             spec = _spec(wanted.shape, variant, group.stage, dtype, budget)
@@ -115,7 +115,7 @@ def _spec(shape: Shape, variant: PolicyVariant, stage: str, dtype: str, budget: 
 
 
 def _exported(spec: Spec, variant: PolicyVariant, folder: Folder) -> tuple[dict[str, Any], str]:
-    """A verified graph's manifest, and the name of its file in the plan."""
+    """Return a verified graph's manifest, and the name of its file in the plan."""
     with tempfile.TemporaryDirectory() as name:
         file, _ = write(spec, Path(name), quick=True)
         said: dict[str, Any] = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
@@ -124,7 +124,7 @@ def _exported(spec: Spec, variant: PolicyVariant, folder: Folder) -> tuple[dict[
 
 
 def _label(variant: PolicyVariant) -> str:
-    """The policy with what was asked of it."""
+    """Return the policy's name with the options asked of it."""
     parts = [f"{key[0]}{value}" for key, value in sorted(variant.options.items())]
     return "-".join([variant.policy, *parts])
 
@@ -149,7 +149,7 @@ def _cell(
 
 
 def _queries(graph: StageGraph, variant: PolicyVariant, said: dict[str, Any], slots: int) -> int:
-    """How many queries are fed, 0 where the graph reads none."""
+    """Return how many queries are fed, 0 where the graph reads none."""
     if "queries" not in {port["name"] for port in said["inputs"]}:
         return 0
     observed = graph.form.eviction.policy.queries_observed or graph.form.shape.block
@@ -157,7 +157,7 @@ def _queries(graph: StageGraph, variant: PolicyVariant, said: dict[str, Any], sl
 
 
 def _baselines(cells: list[dict[str, Any]], shape: Shape) -> list[dict[str, Any]]:
-    """A copy of as many bytes as float16 keys have, for every size that is scored."""
+    """Return a copy of as many bytes as float16 keys have, for every size that is scored."""
     row = shape.batch * shape.kv_heads * shape.head_dim * np.dtype(np.float16).itemsize
     sizes = sorted({cell["n"] for cell in cells if cell["stage"] == "score"})
     return [{"id": f"memcpy.n{n}", "bytes": n * row} for n in sizes]

@@ -1,1 +1,1 @@
-"""What results say: statistics, doubts, comparisons, tables and charts."""
+"""Reads what results say: statistics, doubts, comparisons, tables and charts."""

@@ -85,7 +85,7 @@ def draw(results: Sequence[Row], path: Path) -> None:
 
 
 def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
-    """Tokens a second over time, of decoders that write on and on: what heat does."""
+    """Draw tokens a second over time, of decoders that write on and on: the effect of heat."""
     axes = block.subplots(1, 1)
     for place, (result, row) in enumerate(rows[:MOST]):
         windows = row["sustained"]
@@ -118,7 +118,7 @@ def chosen(result: Row) -> Lines:
 
 
 def _styles(lines: Lines) -> list[dict[str, Any]]:
-    """Of every series: a color per policy, a marker of its own, and a dash."""
+    """Return the style of every series: a color per policy, a marker of its own, and a dash."""
     colors, found, others = dict(COLORS), [], count(1)
     for place, rows in enumerate(lines.values()):
         policy, form = rows[0]["policy"], rows[0]["formulation"]
@@ -161,7 +161,7 @@ def _absolute(axes: Axes, lines: Lines, result: Row) -> None:
 
 
 def _fitted(axes: Axes, rows: list[Row], color: str) -> None:
-    """The line t0 + slope · n behind a series, where it describes it."""
+    """Draw the line t0 + slope · n behind a series, where it describes it."""
     slots = [row["n"] for row in rows]
     if len(set(slots)) < 3:
         return
@@ -186,7 +186,7 @@ def _relative(axes: Axes, lines: Lines, result: Row) -> None:
 
 
 def _plain_ticks(axes: Axes, base: int) -> None:
-    """Numbers in words, as powers would be formulas; more of them where there are few powers."""
+    """Write numbers in words, as powers would be formulas; more of them if powers are few."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axes.get_ylim()

@@ -64,7 +64,7 @@ def judged(result: Row) -> Row:
 
 
 def _timed(row: Row) -> Row:
-    """A decoder's row with its speeds; what it says of them itself is not read."""
+    """Return a decoder's row with its speeds, computed here and not read from the row."""
     if row["status"] != "ok":
         return row
     tokens = np.concatenate([np.asarray(part, dtype=np.float64) for part in row["token_us"]])
@@ -145,7 +145,7 @@ def measured(result: Row) -> list[Row]:
 
 
 def _relative(result: Row) -> list[Row]:
-    """Every median over that of the reference under the same threads and provider."""
+    """Return every median over the reference's under the same threads and provider."""
     base = {(row["threads"], row["provider_asked"]): row["p50_us"] for row in measured(result)
             if row["id"] == result["run"]["reference"]}  # fmt: skip
     found = []
@@ -199,7 +199,7 @@ def _flag(kind: str, cell: str | None, text: str) -> Flag:
 
 
 def _run_flags(result: Row) -> Iterator[Flag]:
-    """What is to be doubted of the whole run."""
+    """Yield doubts about the whole run."""
     rules, run = result["rules"], result["run"]
     source, why = believed(result["device"])
     if source != result["device"]["source"]:
@@ -231,7 +231,7 @@ def _drift(result: Row) -> Iterator[Flag]:
 
 
 def _throttled(result: Row) -> Iterator[Flag]:
-    """All cells together, last round over first: what heat does."""
+    """Yield a doubt if all cells together were slower in the last round than in the first."""
     limit = result["rules"]["max_drift"]
     changes = [np.median(row["samples_us"][-1]) / np.median(row["samples_us"][0])
                for row in measured(result) if len(row["samples_us"]) > 1]  # fmt: skip
@@ -241,7 +241,7 @@ def _throttled(result: Row) -> Iterator[Flag]:
 
 
 def _decoder_flags(result: Row, row: Row) -> Iterator[Flag]:
-    """What is to be doubted of a decoder's times."""
+    """Yield doubts about a decoder's times."""
     name, rules = said(row), result["rules"]
     if row["status"] != "ok":
         yield _flag(row["status"], name, row["reason"] or "no reason is given")
@@ -264,7 +264,7 @@ def timed(result: Row) -> list[Row]:
 
 
 def _row_flags(result: Row, row: Row) -> Iterator[Flag]:
-    """What is to be doubted of one cell."""
+    """Yield doubts about one cell."""
     name = said(row)
     if row["status"] != "ok":
         yield _flag(row["status"], name, row["reason"] or "no reason is given")

@@ -54,7 +54,7 @@ def _slower(
 
 
 def _slower_decoders(now: Row, before: Row, allowed: float) -> Iterator[str]:
-    """Decoders whose first token takes longer, or that read or write fewer tokens a second."""
+    """Yield decoders whose first token takes longer, or that read or write fewer tokens/s."""
     new = {key(row): row for row in timed(now)}
     tried = {key(row) for row in now.get("decoders", [])}
     for row in timed(before):

@@ -139,7 +139,7 @@ def _facts(result: Row) -> Iterator[str]:
 
 
 def _change(result: Row, name: str) -> str:
-    """The hottest zone before and after."""
+    """Return the hottest zone before and after."""
     before, after = (result["conditions"][when].get(name) or {} for when in ("before", "after"))
     return f"{max(before.values()):.0f} °C before, {max(after.values(), default=0):.0f} °C after"
 
@@ -178,7 +178,7 @@ def _by_size(rows: list[Row], sizes: list[int], show: Any) -> list[str]:
 
 
 def _median(row: Row) -> str:
-    """With its spread, and what is to be doubted of it."""
+    """Return the median with its spread, and marks for doubts about it."""
     least, most = microseconds(row["min_us"]), microseconds(row["p90_us"])
     wild = " WILD" if spread(row) > WILD else ""
     wrong = "" if row["parity"]["passed"] else " WRONG"
@@ -246,7 +246,7 @@ def _decoder_table(result: Row) -> Iterator[str]:
 
 
 def _sustained_table(rows: list[Row]) -> Iterator[str]:
-    """Tokens a second of each window, of which many are shown as the first, the middle ones."""
+    """Yield tokens a second of each window; of many, the first and last ones."""
     rows = [row for row in rows if row["sustained"]]
     if not rows:
         return
@@ -265,7 +265,7 @@ def _sustained_table(rows: list[Row]) -> Iterator[str]:
 
 
 def _digits(value: float) -> str:
-    """Three digits.
+    """Return a number with three digits.
 
     >>> _digits(3.14159), _digits(2715.0)
     ('3.14', '2,715')
@@ -274,7 +274,7 @@ def _digits(value: float) -> str:
 
 
 def _doubts(result: Row) -> Iterator[str]:
-    """Flags, of each kind the first few."""
+    """Yield flags, of each kind the first few."""
     passed = sum(row["parity"]["passed"] for row in measured(result))
     yield _said(f"{passed} of {len(result['cells'])} cells ran and gave what eager code gives.")
     kinds: dict[str, list[str]] = defaultdict(list)
@@ -289,7 +289,7 @@ def _doubts(result: Row) -> Iterator[str]:
 
 
 def _beside(results: Sequence[Row]) -> Iterator[str]:
-    """Medians of every cell, a column per result."""
+    """Yield medians of every cell, a column per result."""
     columns = [{key(row): row for row in measured(result)} for result in results]
     keys = list(dict.fromkeys(k for column in columns for k in column))
     names = [short(result) for result in results]
@@ -307,7 +307,7 @@ def _beside(results: Sequence[Row]) -> Iterator[str]:
 
 
 def _decoders_beside(results: Sequence[Row], names: list[str]) -> Iterator[str]:
-    """Decoders, a column per result."""
+    """Yield decoders, a column per result."""
     columns = [{key(row): row for row in timed(result)} for result in results]
     keys = list(dict.fromkeys(k for column in columns for k in column))
     if not keys:

@@ -1,4 +1,4 @@
-"""`python -m kvcap.android_bench.runner`."""
+"""Runs `python -m kvcap.android_bench.runner`."""
 
 import sys
 

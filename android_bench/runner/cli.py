@@ -1,4 +1,4 @@
-"""The runner's command line and its one file, the result."""
+"""Defines the runner's command line, and writes its one file, the result."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .inputs import Cell
 
 
 class Refused(Exception):
-    """The plan or an option cannot be used; says why."""
+    """An error that says why the plan or an option cannot be used."""
 
 
 def sysfs(pattern: str, root: str = "/sys") -> list[str]:
@@ -41,7 +41,7 @@ def _read(path: Path) -> str:
 
 
 def _said(*command: str) -> str:
-    """What a command prints, '' where there is none or it fails."""
+    """Return what a command prints, '' where there is none or it fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -52,7 +52,7 @@ def _said(*command: str) -> str:
 
 
 def _or_none(ask: Callable[[], float]) -> float | None:
-    """What the system answers, None where it does not or has no such call."""
+    """Return what the system answers, None where it does not or has no such call."""
     try:
         return ask()
     except (OSError, AttributeError, ValueError):
@@ -93,7 +93,7 @@ def device(source: str) -> Cell:
 
 
 def under_qemu() -> bool:
-    """Tell whether qemu runs this program: it fakes `/proc/self`, not the threads' own."""
+    """Return whether qemu runs this program: it fakes `/proc/self`, not the threads' own."""
     try:
         return "qemu" in os.readlink("/proc/thread-self/exe")
     except OSError:

@@ -27,7 +27,7 @@ def hash11(seed: int, count: int) -> Array:
 
 
 def _mix(x: Array) -> Array:
-    """A hash of 32 bits (lowbias32, https://github.com/skeeto/hash-prospector)."""
+    """Return a hash of 32 bits (lowbias32, https://github.com/skeeto/hash-prospector)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     mixed: Array = x ^ (x >> np.uint32(16))

@@ -57,7 +57,7 @@ def timer_us() -> float:
 
 
 class Bound:
-    """A cell ready to run: session, inputs and preallocated outputs.
+    """A cell that is ready to run: session, inputs and preallocated outputs.
 
     Args:
         cell: of the plan.
@@ -108,7 +108,7 @@ def visit(run: Callable[[], None], rules: Cell) -> list[float]:
 
 
 def _timed(run: Callable[[], None], runs: int, seconds: float) -> list[float]:
-    """Samples in microseconds: at least so many, and at least so long together."""
+    """Return samples in microseconds: at least so many, and at least so long together."""
     samples: list[float] = []
     clock, left = time.perf_counter_ns, seconds * 1e9
     gc.disable()
@@ -125,7 +125,7 @@ def _timed(run: Callable[[], None], runs: int, seconds: float) -> list[float]:
 
 
 class Run:
-    """One run of a plan: rows of cells and baselines, filled round by round."""
+    """A run of a plan that fills rows of cells and baselines round by round."""
 
     def __init__(self, plan: Cell, folder: Path, arguments: argparse.Namespace) -> None:
         self.plan, self.folder, self.rules = plan, folder, plan["rules"]
@@ -170,7 +170,7 @@ class Run:
         return {**{key: again[key] for key in same}, "samples_us": again["samples_us"][0]}
 
     def _cell(self, row: Cell) -> None:
-        """One visit; a cell that fails stays failed and the run goes on."""
+        """Make one visit to a cell; one that fails stays failed, and the run goes on."""
         cell = self.cells[row["id"]]
         try:
             if lack := self._pin(row["threads"]):
@@ -191,7 +191,7 @@ class Run:
             _without_samples(row, "failed", f"{type(error).__name__}: {said[0][:300]}")
 
     def _baseline(self, row: Cell) -> None:
-        """One visit to a copy of memory."""
+        """Make one visit to a copy of memory."""
         self._pin(1)
         source = np.ones(row["bytes"], dtype=np.uint8)
         target = np.empty_like(source)
@@ -210,7 +210,7 @@ class Run:
         return found
 
     def _decoder(self, row: Cell) -> None:
-        """All rounds of one decoder; one that fails stays failed and the run goes on."""
+        """Run all rounds of one decoder; one that fails stays failed, and the run goes on."""
         wanted = self.plan["decoder"]
         try:
             if self.provider != "cpu":
@@ -278,7 +278,7 @@ def _without_samples(row: Cell, status: str, reason: str) -> None:
 
 
 def _last(row: Cell) -> str:
-    """The last round's median, for people who wait."""
+    """Return the last round's median, for people who wait."""
     samples = row.get("samples_us")
     return f"{sorted(samples[-1])[len(samples[-1]) // 2]:,.1f} µs" if samples else row["reason"]
 

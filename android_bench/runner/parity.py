@@ -12,7 +12,7 @@ MARK = 1e30  # numbers beyond it are marks of a policy, not values
 
 
 def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: Path) -> Cell:
-    """Tell whether a cell's outputs are the expected ones: `passed`, `error`, `allowed`, `text`."""
+    """Return whether a cell's outputs are as expected: `passed`, `error`, `allowed`, `text`."""
     worst: Cell = {"passed": True, "error": 0.0, "allowed": 0.0}
     share = 0.0
     for port in sorted(cell["outputs"], key=lambda port: port["check"]["kind"] != "slots"):
@@ -29,7 +29,7 @@ def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: P
 def _checked(
     port: Cell, given: dict[str, Array], got: dict[str, Array], folder: Path
 ) -> tuple[str | None, float | None]:
-    """What is wrong with one output, and its largest difference."""
+    """Return what is wrong with one output, and its largest difference."""
     check, value = port["check"], got[port["name"]]
     if list(value.shape) != port["shape"] or value.dtype != DTYPES[port["dtype"]]:
         return f"is {value.dtype} {list(value.shape)}", None
@@ -70,6 +70,6 @@ def _slots(slots: Array, file: Path) -> str | None:
 
 
 def _rows(whole: Array, slots: Array) -> Array:
-    """Rows [B, K, N, ...] of [B, K, n, ...] that `slots` [B, K, N] names."""
+    """Return rows [B, K, N, ...] of [B, K, n, ...] that `slots` [B, K, N] names."""
     index = slots.astype(np.int64).reshape(*slots.shape, *(1,) * (whole.ndim - 3))
     return np.take_along_axis(whole, index, axis=2)

@@ -47,7 +47,10 @@ class Landed(NamedTuple):
 
 
 class Results:
-    """The folder that results go to. Files are named by their content, so none is overwritten."""
+    """A folder that results go to.
+
+    Files are named by their content, so none is overwritten.
+    """
 
     def __init__(
         self, folder: Path, plan: Mapping[str, Any], limits: ClientLimits | None = None

@@ -100,7 +100,7 @@ class Patience:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which would wait for ever for a request's first lines."""
+    """A connection of uvicorn that would otherwise wait for ever for a request's first lines."""
 
     head_seconds = ClientLimits.head_seconds
     waiting: asyncio.TimerHandle | None = None
@@ -267,7 +267,7 @@ def application(
 
 
 def _without_token(request: Request) -> Response:
-    """Nothing but a page that says so, and its looks."""
+    """Return nothing but a page that says so, and its looks."""
     if request.path_params["name"] == "style.css":
         return FileResponse(PAGE / "style.css")
     return FileResponse(PAGE / "refused.html", status_code=403)
@@ -278,7 +278,7 @@ def _refused(status: int, why: str) -> Response:
 
 
 async def _body(request: Request, limit: int, seconds: float) -> bytes:
-    """A request's body; it is not read further than it may be.
+    """Return a request's body, which is not read further than allowed.
 
     Raises:
         ValueError: it is longer than `limit` bytes.

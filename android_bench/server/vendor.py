@@ -131,7 +131,7 @@ def _digest(data: bytes) -> str:
 
 
 def _download(work: Path, package: Package) -> Path:
-    """The package as npm's client gets it, from the registry that npm is set to."""
+    """Download the package by npm's client, from the registry that npm is set to."""
     name = f"{package.name}@{package.version}"
     npm = shutil.which("npm")
     if npm is None:
@@ -152,7 +152,7 @@ def _download(work: Path, package: Package) -> Path:
 
 
 def _unpack(file: Path, package: Package, made: Path) -> None:
-    """The files that the page loads. Binaries stay compressed: a quarter of the bytes on Wi-Fi."""
+    """Unpack the files that the page loads. Binaries stay compressed: a quarter of the bytes."""
     with tarfile.open(file) as archive:
         for path, name in package.files.items():
             member = archive.extractfile(f"package/{path}")
@@ -165,7 +165,7 @@ def _unpack(file: Path, package: Package, made: Path) -> None:
 
 
 def _notices(made: Path) -> None:
-    """The licence, from the Python package of ONNX Runtime: the same sources, the same licence."""
+    """Copy the licence from the Python package of ONNX Runtime: same sources, same licence."""
     try:
         files = importlib.metadata.files("onnxruntime") or []
     except importlib.metadata.PackageNotFoundError:

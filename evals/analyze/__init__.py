@@ -1,4 +1,4 @@
-"""The papers' own diagnostics of a model: one file per analysis, its name is the analysis's name.
+"""Runs the papers' own diagnostics of a model: one file per analysis, named as the analysis.
 
 An analysis measures one text after another, gathers what it found into figures that JSON can hold,
 draws them, and says in two sentences how to read the picture. To add one, add a file that defines
@@ -36,7 +36,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """Settings that every analysis is given; each reads those that its docstring names."""
+    """A group of settings that every analysis gets; each reads those that its docstring names."""
 
     policies: tuple[str, ...] = ()
     budgets: tuple[int, ...] = ()  # slots per KV head
@@ -51,15 +51,15 @@ class Analysis(Protocol):
 
     TITLE: str
     PAPER: str
-    """Whose figure it is; empty: nobody's."""
+    """Names the paper whose figure it is; empty: nobody's."""
     POLICIES: tuple[str, ...]
-    """Compared by default; none: it reads no policies."""
+    """Lists the policies compared by default; none: it reads no policies."""
     SHARES: tuple[float, ...]
-    """Budgets by default, as shares of a text; none: it reads no budgets."""
+    """Lists budgets by default, as shares of a text; none: it reads no budgets."""
     PROJECTIONS: bool
-    """Whether it reads output projections."""
+    """Says whether it reads output projections."""
     TEXTS: int | None
-    """The most texts it looks at; None: all."""
+    """Says how many texts it looks at, at most; None: all."""
 
     def check(self, options: AnalysisOptions) -> None:
         """Refuse options that it cannot work with.

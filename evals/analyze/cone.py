@@ -1,4 +1,4 @@
-"""DropKV's Tables 12 to 16: do the assumptions of its Theorem 1 hold, and how good is its choice?
+"""Tests DropKV's Tables 12 to 16: do Theorem 1's assumptions hold, and how good is its choice?
 
 For a query, the tokens that may be evicted are those before the newest 8 without the tenth that
 gets the most attention. `epsilon` is the most attention that any of these gets (Assumption 1,

@@ -1,4 +1,4 @@
-"""KeyDiff's Table 3: do the keys that differ most from all others get the most attention?
+"""Tests KeyDiff's Table 3: do keys that differ most from all others get the most attention?
 
 Spearman's rank correlation, per layer, of KeyDiff's score `-cos(k_j, mean key)` and attention. The
 paper does not say whose attention; two are given. `window`: what the last queries pay, to tokens

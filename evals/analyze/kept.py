@@ -1,4 +1,4 @@
-"""Which tokens of a prompt each policy kept, layer by layer: what `kvcap report` shows as a strip.
+"""Shows which tokens of a prompt each policy kept, by layer: the strip of `kvcap report`.
 
 The prompt is read block by block under the cap, as a chat reads it. `heads` says of every policy,
 budget and layer how many KV heads hold each token in the end. Reads `policies`, `budgets` and

@@ -1,4 +1,4 @@
-"""OBCache's Figure 2: which scores find the tokens whose eviction moves the next output most?
+"""Draws OBCache's Figure 2: which scores find the tokens whose eviction moves the output most?
 
 The oracle is the true change of attention's output, for the token that follows the text, when one
 token alone is evicted. A score sees the text through its last queries, as many as the perturbation

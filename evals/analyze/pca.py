@@ -1,4 +1,4 @@
-"""KeyDiff's Figure 5: kept and evicted keys in two dimensions.
+"""Draws KeyDiff's Figure 5: kept and evicted keys in two dimensions.
 
 The keys of one KV head, as the uncapped model computes them, along the two directions in which
 they vary most; and which of their tokens each policy keeps, read block by block under its cap.

@@ -1,4 +1,4 @@
-"""CriticalKV's Figures 4 to 6: how far attention's output moves under two policies.
+"""Draws CriticalKV's Figures 4 to 6: how far attention's output moves under two policies.
 
 A policy reads a text but for its last token; then the output of attention for that token, behind
 the output projection, is compared with the uncapped one: `‖o - ô‖₁` by query head, where `ô` sees

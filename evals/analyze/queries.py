@@ -1,4 +1,4 @@
-"""CaliDrop's Figures 1 and 3b: how alike neighbouring queries are, and how often it recomputes.
+"""Draws CaliDrop's Figures 1 and 3b: how alike neighbouring queries are, how often it recomputes.
 
 `heatmap` is the cosine of every pair of the last 64 queries of one query head; `similarity` the
 mean cosine of two queries by how many tokens lie between them. `recomputed` is the share of steps

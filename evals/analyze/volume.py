@@ -1,4 +1,4 @@
-"""KeyDiff's Figure 12: the volume that kept keys span, `log det` of their Gram matrix.
+"""Draws KeyDiff's Figure 12: the volume that kept keys span, `log det` of their Gram matrix.
 
 For `K` [N, D], the kept keys of one KV head as the uncapped model computes them, `log det(K Kᵀ)`
 is the sum of the logarithms of the squared singular values. Of more keys than numbers, `N > D`,

@@ -23,7 +23,7 @@ from kvcap.evals.reports import environment, grid
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """Settings that every benchmark is given; each reads those that its docstring names."""
+    """A group of settings that every benchmark gets; each reads those that its docstring names."""
 
     lengths: Sequence[int] = (8192, 32768)  # tokens of a prompt
     budgets: Sequence[int] = (1024,)
@@ -49,7 +49,7 @@ class BenchmarkOptions:
 
 @dataclass(frozen=True)
 class Result:
-    """Rows of one shape, the columns a reader sees, and figures derived from the rows."""
+    """A table that has rows of one shape, the columns a reader sees, and derived figures."""
 
     name: str
     columns: Sequence[str]

@@ -1,4 +1,4 @@
-"""Many long conversations at one server, beside `transformers serve` with continuous batching.
+"""Times many long conversations at one server, beside `transformers serve` with batching.
 
 `clients` at once send a prompt of `lengths` random tokens each to `kvcap serve`, a process of its
 own, in plain HTTP. Each reads its answer until all of them have had `steps` tokens since the last
@@ -99,7 +99,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def _told(row: dict[str, Any]) -> dict[str, Any]:
-    """A row, which is told of as soon as it is there."""
+    """Print a row as soon as it is there, and return it."""
     shown = ", ".join(f"{name} {row[name]}" for name in COLUMNS if row.get(name) not in ("", None))
     print(f"kvcap: {shown}", file=sys.stderr, flush=True)
     return row
@@ -126,7 +126,7 @@ class ClientLoad:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Read the model's config."""
+        """Return the model's config, read from its file."""
         found: dict[str, Any] = json.loads(Path(self.model, "config.json").read_text())
         return found
 
@@ -152,7 +152,7 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether all have come."""
+        """Return whether all have come."""
         return self._open.is_set()
 
 
@@ -232,7 +232,7 @@ def _ask(server: PeerServer, prompt: str, tokens: int) -> http.client.HTTPRespon
 
 
 def _alone(server: PeerServer, work: ClientLoad) -> float:
-    """Tokens a second of one client, once what a server makes for its first answers is made."""
+    """Return tokens a second of one client, once a server has made what its first answers need."""
     rates = list[float]()
     for _ in range(work.repeats + 1):
         stream = pieces(_ask(server, work.prompts[0], work.steps + 1))
@@ -242,7 +242,7 @@ def _alone(server: PeerServer, work: ClientLoad) -> float:
 
 
 def _together(server: PeerServer, work: ClientLoad, clients: int, tokens: int) -> dict[str, Any]:
-    """Figures of so many clients at once, whose answers may have so many tokens.
+    """Return figures of so many clients at once, whose answers may have so many tokens.
 
     Raises:
         PeerFailed: one of them failed, or its answer ended before all had answered together.
@@ -263,7 +263,7 @@ def _together(server: PeerServer, work: ClientLoad, clients: int, tokens: int) -
 
 
 def _gaps(series: Sequence[Sequence[float]]) -> list[float]:
-    """Milliseconds between the times of each series."""
+    """Return milliseconds between the times of each series."""
     return [(later - sooner) * 1e3 for times in series for sooner, later in pairwise(times)]
 
 
@@ -272,7 +272,7 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def _row(work: ClientLoad, server: str) -> dict[str, Any]:
-    """A row that has no figures yet."""
+    """Return a row that has no figures yet."""
     blank = dict.fromkeys(("tok_s", "alone_tok_s", "gain", "p50_ms", "p95_ms", "most_ms", "read_s",
                            "reading_p95_ms", "ratio", "why"), "")  # fmt: skip
     return {"server": server, "clients": work.clients, "n": work.length, **blank}
@@ -295,7 +295,7 @@ def _kvcap(work: ClientLoad, budget: int, policy: str) -> dict[str, Any]:
 
 
 def _peer(work: ClientLoad, python: str | None) -> dict[str, Any]:
-    """The row of transformers: with half as many clients where the first try fails."""
+    """Return the row of transformers, with half as many clients if the first try fails."""
     fitting = min(work.clients, _fitting(work))
     row, until = _row(work, "transformers"), time.monotonic() + PEER_S
     whys = [] if fitting == work.clients else [f"{fitting} of {work.clients} fit into its memory"]
@@ -333,7 +333,7 @@ def _peer_figures(
 
 
 def _fitting(work: ClientLoad) -> int:
-    """Clients whose prompts and answers transformers can hold in the memory that is free.
+    """Return how many clients' prompts and answers transformers can hold in free memory.
 
     Beside keys and values in 16 bits there is, for one layer at a time, a copy of those that are
     attended to and one that is repeated for every query head; and the mask.

@@ -1,4 +1,4 @@
-"""Tokens a second on a CPU, by turns with what users would otherwise run; llama-bench's options.
+"""Times tokens a second on a CPU, alternating with what users would otherwise run.
 
 Everyone, kvcap too, is a process of its own that loads once, on the same cores, and works while the
 others wait. `prefill` reads `lengths` tokens from an empty cache until the first token of the
@@ -106,7 +106,7 @@ def _check(options: BenchmarkOptions) -> None:
 def _by_turns(
     all_: Mapping[str, Process], work: str, n: int, tokens: int, repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every program's turns, of which each is one before the next begins."""
+    """Run every program's turns, each one before the next begins; return them."""
     for process in all_.values():
         process.turn("prefill", min(n or 1, WARM_UP), 0, 0)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in all_}
@@ -117,7 +117,7 @@ def _by_turns(
 
 
 def _speeds(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> list[float]:
-    """Tokens a second of each turn."""
+    """Return tokens a second of each turn."""
     done = [n if work == "prefill" else len(turn["seconds"]) for turn in turns]
     return [count / sum(turn["seconds"]) for count, turn in zip(done, turns, strict=True)]
 
@@ -136,7 +136,7 @@ def _figures(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> dict[str,
 def _beside(
     turns: Mapping[str, Sequence[Mapping[str, Any]]], name: str | None, work: str, n: int
 ) -> dict[str, Any]:
-    """The peer's figures, and how many times as fast kvcap is; None without a peer."""
+    """Return the peer's figures, and how many times as fast kvcap is; None without a peer."""
     if name is None:
         empty = ("tok_s", "p50_ms", "p90_ms", "peak_bytes", "kv_bytes")
         return {f"peer_{key}": None for key in empty} | dict.fromkeys(
@@ -161,7 +161,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _device(threads: int) -> str:
-    """The CPU, with the threads of the row in place of this process's own."""
+    """Return the CPU, with the threads of the row in place of this process's own."""
     return f"{device_name('cpu').rpartition(', ')[0]}, {threads} threads"
 
 
@@ -171,7 +171,7 @@ def _peer(options: BenchmarkOptions, model: str, name: str, weights: str) -> dic
 
 
 def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> dict[str, Any]:
-    """Settings of kvcap itself; a decoder is exported for ONNX Runtime, once."""
+    """Return settings of kvcap itself; a decoder is exported for ONNX Runtime, once."""
     budget, block, policy = options.budgets[0], options.block_size, options.policies[0]
     found = {"backend": backend, "budget": budget, "block_size": block, "policy": policy}
     if backend == "pytorch":

@@ -1,4 +1,4 @@
-"""One token after another: policies, budgets, positions and steps against a growing cache.
+"""Times one token after another: policies, budgets, positions, steps beside a growing cache.
 
 Reads `policies`, `budgets`, `block_size`, `steps`, `repeats`.
 """
@@ -49,7 +49,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def _times(loop: Any, options: BenchmarkOptions) -> list[float]:
-    """Chunks as long as the rarest eviction, so that every chunk pays for the same evictions."""
+    """Time chunks as long as the rarest eviction, so that all pay for the same evictions."""
     chunk = min(max(EVICT_EVERY), options.steps)
     return decode_ms(loop.read, options.steps * options.repeats, chunk)
 

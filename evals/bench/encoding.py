@@ -1,4 +1,4 @@
-"""A text made into tokens, beside the tokenizer's own call, which gives it to one core.
+"""Times making a text into tokens, beside the tokenizer's own call, which uses one core.
 
 Both take the same text by turns; `same` says whether their tokens are. `ratio` is the tokenizer's
 time over kvcap's, the median of the turns', and `ratio_least` and `ratio_most` are the outermost.
@@ -60,7 +60,7 @@ def _row(tokenizer: Any, length: int, turns: int) -> dict[str, Any]:
 
 
 def _text(tokenizer: Any, length: int) -> Iterator[str]:
-    """Sentences of the corpus, of about so many tokens."""
+    """Yield sentences of the corpus, of about so many tokens."""
     sentences, tokens = filler(Random("encoding")), 0
     while tokens < length:
         sentence = next(sentences) + " "

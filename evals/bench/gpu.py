@@ -1,4 +1,4 @@
-"""A whole model on a GPU: Llama-3.2-3B's shape with random bfloat16 weights, beside its peers.
+"""Times a whole model on a GPU: Llama-3.2-3B's shape, random bfloat16 weights, with peers.
 
 `prefill` is the time from a prompt to its last token's logits, `decode` that of one more token,
 `decode_16` where 16 tokens are evicted at once (`--evict-every 16`; transformers evicts none).
@@ -86,7 +86,7 @@ def _measured(
     budget: int = 0,
     block: int = 0,
 ) -> dict[str, Any]:
-    """Times and bytes of reading `ids` and of `options.steps` tokens after them."""
+    """Return times and bytes of reading `ids` and of `options.steps` tokens after them."""
     model.set_attn_implementation("sdpa" if what == "transformers" else "kvcap")
     policy = "h2o" if what == "materialised" else what
     eagerly = kernels.use("eager") if what == "materialised" else nullcontext()
@@ -136,7 +136,7 @@ def _measured(
 def _rarely_evicting(
     model: Any, ids: Tensor, policy: str, budget: int, options: BenchmarkOptions
 ) -> list[float]:
-    """Milliseconds of a token, over as many as are evicted at once; blocks do not matter."""
+    """Return milliseconds per token over as many as are evicted at once, whatever the blocks."""
     cache = BudgetCache(model.config, budget, BLOCKS[0], policy, evict_every=EVERY)
     loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"))
     loop.prefill(ids[:, : budget + 8 * PASS])

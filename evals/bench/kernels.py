@@ -1,4 +1,4 @@
-"""What a score costs on a GPU: Triton's twin beside eager, `torch.compile` and a naive formula.
+"""Times a score on a GPU: Triton's twin beside eager, `torch.compile` and a naive formula.
 
 One layer of a Llama of 8 B: 32 query and 8 KV heads of 128, bfloat16, as views into a pool. Times
 are by CUDA events around every call, one call right after another, so that the host's launches
@@ -122,7 +122,7 @@ def run(options: BenchmarkOptions) -> Result:
 def _measure(
     work: Work, inputs: list[Observation], repeats: int, bandwidth: float, machine: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """One row for each peer."""
+    """Yield one row for each peer."""
     n = inputs[0].keys.shape[2]
     must_read = n * KV_HEADS * SIZE * DTYPE.itemsize * (work.keys_read + work.values_read)
     mine, graphed = percentiles(timed(work.twin, inputs, repeats)), replayed(work.twin, inputs)

@@ -1,4 +1,4 @@
-"""What a layer's step is made of on a GPU: kvcap's kernels beside torch's, each within CUDA graphs.
+"""Times the parts of a layer's step on a GPU: kvcap's kernels beside torch's, in CUDA graphs.
 
 The shape is a layer of Llama-3.2-3B's: 24 query and 8 KV heads of 128, hidden 3,072, bfloat16, one
 sequence, whose heads are rows of a pool. `n` is the slots held, or of a product the matrix's rows.
@@ -49,7 +49,7 @@ COLUMNS = ("work", "n", "tokens", "median_us", "floor_us", "peer", "peer_median_
 
 @dataclass(frozen=True)
 class Part:
-    """Something that a step does, and who else could do it. `inputs` makes one set of tensors."""
+    """A part of a step that kvcap and a peer can do; `inputs` makes one set of tensors."""
 
     work: str
     n: int
@@ -131,7 +131,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def _rows(slots: int, room: int) -> Rows:
-    """Heads that hold so many slots each, with room for more behind."""
+    """Make heads that hold so many slots each, with room for more behind."""
     new = partial(torch.full, dtype=torch.int32, device="cuda")
     starts = torch.arange(KV_HEADS + 1, dtype=torch.int32, device="cuda") * (slots + room)
     longest = -(-slots // STEP) * STEP + ALIGNED
@@ -186,18 +186,18 @@ def _rotated(choice: str) -> Callable[[tuple[Rotation, Tensor, Tensor]], Tensor]
 
 
 def _scores(slots: int) -> tuple[Tensor, Tensor]:
-    """Scores and positions in no order."""
+    """Make scores, and positions in no order."""
     places = torch.stack([torch.randperm(slots, device="cuda") for _ in range(KV_HEADS)])
     return torch.randn(1, KV_HEADS, slots, device="cuda"), places[None].int()
 
 
 def _pooled(by: Callable[..., Tensor]) -> Callable[[tuple[Tensor, Tensor]], Tensor]:
-    """Over 11 neighbours in time, as DropKV does."""
+    """Pool over 11 neighbours in time, as DropKV does."""
     return lambda x: by(*x, 11, "max", x[1].shape[-1], 8)
 
 
 class _Slots:
-    """A full layer with a block behind, its scores, and what evicts as many."""
+    """A full layer with a block behind, which evicts as many slots by its scores."""
 
     def __init__(self, slots: int, count: int) -> None:
         side = {"shift": torch.int32}
@@ -222,7 +222,7 @@ class _Slots:
         give_up(self.padded, Pins(0, 0, self.slots, ()), self.moved, self.left)
 
     def eagerly(self) -> None:
-        """Likewise, without kernels."""
+        """Evict likewise, without kernels."""
         self.segment.held = self.slots
         segment = self.segment
         obs = Observation(
@@ -262,11 +262,11 @@ class _Token:
         )[0]  # fmt: skip
 
     def unrotated(self) -> Tensor:
-        """The same with held keys as they are."""
+        """Attend by kernels with held keys as they are."""
         return self.by_kernels(rotated=False)
 
     def eagerly(self) -> Tensor:
-        """As models, and kvcap without kernels: rotate, append, rotate what is held, attend."""
+        """Rotate, append, rotate what is held and attend, as models do without kernels."""
         self.segment.held = self.slots
         with kernels.use("eager"):
             query, key = apply_rotary_pos_emb(self.query, self.key, *self.angles)
@@ -282,7 +282,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _microseconds(call: Callable[[Any], Any], inputs: list[Any], repeats: int) -> dict[str, float]:
-    """Percentiles of a call's time within graphs of `CALLS`."""
+    """Return percentiles of a call's time within graphs of `CALLS`."""
     for x in inputs[:3]:
         call(x)
     graph = torch.cuda.CUDAGraph()

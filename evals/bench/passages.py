@@ -108,7 +108,7 @@ def texts(tokenizer: Any, length: int, repeats: int) -> Iterator[Text]:
 
 
 class Passages(PassageStore):
-    """The passages of a text, as recall cuts and indexes them, and what a model makes of it."""
+    """A store of a text's passages, as recall cuts and indexes them, with a model's vectors."""
 
     def __init__(self, runtime: Runtime, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""CriticalKV's Figure 4: how far the next token's attention output moves, with and without it.
+"""Draws CriticalKV's Figure 4: how far the next token's attention moves, with and without it.
 
 Every policy keeps `budget` of a text's tokens, once as it is and once with `+criticalkv`. For each
 query head, `‖o - ô‖₁` behind that head's slice of `W_O` is averaged over the texts, for the query
@@ -92,7 +92,7 @@ def projected(after: Observation, weights: Tensor) -> Tensor:
 
 
 def _row(policy: str, budget: int, layer: int | str, mean: Tensor) -> dict[str, Any]:
-    """A row of what `measure` found [4, heads]."""
+    """Return a row of what `measure` found [4, heads]."""
     base, critical, _, mass = mean[:, mean[0] > LEAST * mean[2]]
     row: dict[str, Any] = {"policy": policy, "budget": budget, "layer": layer, "heads": len(base)}
     if not len(base):

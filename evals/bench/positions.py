@@ -1,4 +1,4 @@
-"""Three ways to move keys to compact positions, and why the runtime takes the first.
+"""Compares three ways to move keys to compact positions, and says why the runtime takes the first.
 
 'by shift': a key stays rotated as the model made it, with the shift its position has moved down
 since; attention rotates a copy, once, whatever happened before. 'by rank': a key is stored without

@@ -1,4 +1,4 @@
-"""Reading a long prompt: kvcap under a cap against transformers without one.
+"""Times reading a long prompt: kvcap under a cap beside transformers without one.
 
 Reads `lengths`, the first of `budgets` and of `policies`, `block_size`, `repeats`, `steps`.
 """
@@ -29,7 +29,7 @@ COLUMNS = ("runs", "tokens", "prefill_s", "peak_mib", "decode_ms")
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Prefill seconds, peak memory over the weights, and milliseconds per token after it.
+    """Measure prefill seconds, peak memory over the weights, and milliseconds per token after it.
 
     Both models take turns, so that a machine that slows down slows both. Memory is measured in
     passes of its own, since the profiler takes time.
@@ -70,7 +70,7 @@ def _capped(model: Any, options: BenchmarkOptions) -> BlockLoop:
 
 
 def _prefill(make: Callable[[], Any], ids: torch.Tensor) -> Any:
-    """The loop after it has read the prompt: its cache counts."""
+    """Return the loop after it has read the prompt: its cache counts."""
     loop = make()
     loop.prefill(ids)
     return loop

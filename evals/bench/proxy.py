@@ -1,4 +1,4 @@
-"""DropKV's Table 16 and Theorem 1: the cheapest tokens one by one against the cheapest set.
+"""Tests DropKV's Table 16 and Theorem 1: the cheapest tokens one by one, and the cheapest set.
 
 From the tokens that attention needs least, pools of 20 are drawn, of which some are to be evicted.
 DropKV takes those with the smallest costs; trying every subset finds the best. `ratio` is between
@@ -107,7 +107,7 @@ def chosen(pools: Pools, score: Tensor, count: int) -> Tensor:
 
 
 class Pools(NamedTuple):
-    """Everything in float64, since the best set may be small beside its parts."""
+    """A batch of pools in float64, since the best set may be small beside its parts."""
 
     weights: Tensor  # p, [R, w, m]
     residuals: Tensor  # a - v, [R, w, m, D]
@@ -218,7 +218,7 @@ def cone(residuals: Tensor, steps: int = 2000) -> Tensor:
 
 
 def _by_query_head(seen: Observation) -> Observation:
-    """The same attention with a KV head of its own for every query head."""
+    """Return the same attention with a KV head of its own for every query head."""
     groups = seen.groups
     parts = {
         name: getattr(seen, name).repeat_interleave(groups, 1)
@@ -228,7 +228,7 @@ def _by_query_head(seen: Observation) -> Observation:
 
 
 def _residuals(seen: Observation, place: Tensor) -> Tensor:
-    """`a_t - v_j` of the tokens at `place` [H, m], [H, w, m, D]."""
+    """Return `a_t - v_j` of the tokens at `place` [H, m], [H, w, m, D]."""
     values = seen.values[0].double()  # [H, n, D]
     chosen = values.gather(1, place[..., None].expand(-1, -1, values.shape[-1]))
     output = seen.output[0, :, 0].double()  # [H, w, D]

@@ -1,4 +1,4 @@
-"""Attention over heads that hold unequally many tokens: which way is fastest.
+"""Times attention over heads that hold unequally many tokens, to find the fastest way.
 
 'uniform': equal lengths, one call; what raggedness costs is measured against it. 'heads': one call
 a head over its true length. 'rows': kvcap's kernel, which reads all heads where they lie in one
@@ -99,7 +99,7 @@ def rows_of(segments: list[Segment]) -> Rows:
 def _segments(
     held: list[int], length: int, device: str, dtype: torch.dtype, block: int
 ) -> list[Segment]:
-    """Heads that hold so many tokens each, `length` of a block of theirs among them."""
+    """Make heads that hold so many tokens each, `length` of a block of theirs among them."""
     pool = SlotPool(sum(held) + KV_HEADS * block, SIZE, dtype, device)
     found, start = [], 0
     for head, budget in enumerate(held):

@@ -1,4 +1,4 @@
-"""Recall of evicted text: the time to index a history, to search it, and of a turn with it.
+"""Times recall of evicted text: to index a history, to search it, and a turn with it.
 
 `index_us` is for a token of the history, once; `search_ms` for a question of a few words. A turn
 reads a message of `message` tokens and a question in a conversation that has read the history, and

@@ -1,4 +1,4 @@
-"""OBCache's Figure 2: which scores find the tokens whose eviction will move the next output most.
+"""Draws OBCache's Figure 2: which scores find tokens whose eviction moves the next output most.
 
 The oracle is the true eviction error: how far the attention output of the token that follows moves
 when one token alone is evicted. A score sees the text before it, through its last `window` queries.

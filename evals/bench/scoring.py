@@ -1,4 +1,4 @@
-"""What eviction costs a block: state, scores, selection and compaction of every policy.
+"""Times eviction for a block: state, scores, selection and compaction of every policy.
 
 Over a full cache, all layers together, as `kvcap eval` measures it too. Policies that need a table
 of heads get one of random numbers. Reads `policies`, `budgets`, `block_size`, `repeats`.
@@ -61,7 +61,7 @@ def _measure(
 
 
 def _importances(config: Any) -> list[list[float]]:
-    """A number for every KV head of every layer."""
+    """Return a number for every KV head of every layer."""
     rng = Random(0)
     heads = range(config.num_key_value_heads)
     return [[rng.random() for _ in heads] for _ in range(config.num_hidden_layers)]

@@ -1,4 +1,4 @@
-"""A server under load: what HTTP costs a token, clients at once, and what clients may do to it.
+"""Times a server under load: HTTP's cost per token, clients at once, and hostile clients.
 
 Every row is measured against `kvcap serve` in a process of its own, by clients that speak plain
 HTTP. `row` says what it is:
@@ -111,7 +111,7 @@ def _overhead(
 
 
 def _seconds(server: PeerServer, steps: int, at_once: int) -> float:
-    """How long `CLIENTS` answers take, so many at once."""
+    """Return how long `CLIENTS` answers take, so many at once."""
 
     def answer(number: int) -> None:
         for _ in pieces(server.post(_asked(400, steps, number))):
@@ -125,7 +125,7 @@ def _seconds(server: PeerServer, steps: int, at_once: int) -> float:
 
 
 def _together(one: PeerServer, several: PeerServer, steps: int, repeats: int) -> dict[str, Any]:
-    """Of a server that answers `one` at a time and one that answers `several`, by turns."""
+    """Compare a server that answers `one` at a time with one for `several`, alternating."""
     serial, at_once = list[float](), list[float]()
     for _ in range(repeats):
         serial.append(_seconds(one, steps, 1))
@@ -160,7 +160,7 @@ class Count:
 
 
 def _answered(server: PeerServer, messages: Sequence[Any], count: Count, stop: int | None) -> str:
-    """The answer to messages, asked again while the server is busy; left after `stop` pieces."""
+    """Return the answer to messages, asking again while busy; leave after `stop` pieces."""
     while True:
         response = server.post({"messages": messages, "stream": True, "temperature": 0})
         if response.status != 429:

@@ -1,4 +1,4 @@
-"""What slots of fewer bits cost and hold, beside slots of the model's own floats, by turns.
+"""Times slots of fewer bits and what they hold, beside slots of the model's own floats.
 
 Each row is a cache under one `--kv-dtype`: over as many slots as the floats have (`equal` is
 'slots'), and over as many as fit the floats' bytes ('bytes'). All caches are filled first. A turn
@@ -132,7 +132,7 @@ def run(options: BenchmarkOptions) -> Result:
 def _rows(
     all_: Sequence[TimedCache], turns: Sequence[Sequence[Mapping[str, float]]]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each of `all_`, of which the first are the floats; `turns` has a turn of each."""
+    """Yield a row for each of `all_`, the first of which are floats; `turns` has a turn of each."""
     for i, slots in enumerate(all_):
         figures: dict[str, Any] = {}
         for name in ("token_ms", "prefill_tok_s"):
@@ -147,7 +147,7 @@ def _rows(
 
 
 def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCache]]:
-    """For every budget, the caches of one model."""
+    """Yield for every budget the caches of one model."""
     if options.model in SHAPES:
         model = random_model(options.model, device)
     else:
@@ -183,7 +183,7 @@ def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCa
 
 
 def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
-    """For every budget, exports of one model: a graph has its number of slots inside."""
+    """Yield for every budget exports of one model: a graph has its number of slots inside."""
     model, block = directory(options.model, options.files), options.block_size
 
     def made(
@@ -214,7 +214,7 @@ def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
 
 
 def _slots_within(nbytes: int, runtime: OrtRuntime) -> int:
-    """How many slots of an export of the same kind take `nbytes`."""
+    """Return how many slots of an export of the same kind take `nbytes`."""
     plan = runtime.plan
     fewer = Sizes(block_size=plan.block_size // 2)  # a block's slots are as all others
     less = plan_of(runtime.manifest, plan.policy, fewer)
@@ -230,5 +230,5 @@ def process_milliseconds(work: Callable[[], Any]) -> float:
 
 
 def _tokens(options: BenchmarkOptions, vocabulary: int) -> list[int]:
-    """A prompt of random tokens."""
+    """Return a prompt of random tokens."""
     return Random(0).choices(range(vocabulary), k=options.lengths[0])

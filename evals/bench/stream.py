@@ -1,4 +1,4 @@
-"""A very long text under a cap, read as one: bytes of the cache and of the process along the way.
+"""Reads a very long text under a cap: bytes of the cache and of the process on the way.
 
 `growth` is that of the process's peak since the first row. Reads `lengths` (the last), the first of
 `budgets` and of `policies`, `block_size`; on pocket.
@@ -62,7 +62,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def _blocks(runtime: Runtime, size: int) -> Iterator[torch.Tensor]:
-    """Endless text of the corpus as token ids [1, size]."""
+    """Yield endless text of the corpus as token ids [1, size]."""
     sentences, ids = filler(Random("stream")), list[int]()
     while True:
         while len(ids) < size:

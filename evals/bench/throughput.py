@@ -1,4 +1,4 @@
-"""Tokens a second at each method's largest batch: Llama-3.2-3B's shape, random bfloat16 weights.
+"""Times tokens a second at each method's largest batch: Llama-3.2-3B's shape, random weights.
 
 Every sequence has read a prompt of `lengths` tokens and goes on one token at a time, all together.
 `transformers` keeps all of it in its growing cache, on SDPA; kvcap under `policies` keeps 5 % of
@@ -103,7 +103,7 @@ def _fixed(model: Any, budget: int, policy: str) -> Begin:
 def _largest(
     model: Any, sequence_bytes: int, begin: Begin, options: BenchmarkOptions
 ) -> dict[str, Any]:
-    """A step's times and tokens a second at the largest batch that memory holds."""
+    """Return a step's times and tokens a second at the largest batch that memory holds."""
     free = torch.cuda.mem_get_info()[0] - ROOM
     batch = min(MOST, max(1, free // sequence_bytes))
     while True:
@@ -129,6 +129,6 @@ def _timed(model: Any, batch: int, read: Callable[[Tensor], Any], steps: int) ->
 
 
 def _slot_bytes(model: Any) -> int:
-    """Keys and values of a token in all layers."""
+    """Return the bytes of keys and values of a token in all layers."""
     config = model.config
     return int(4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim)

@@ -1,4 +1,4 @@
-"""A token's attention and eviction on a GPU, by every variant of the kernel that attends.
+"""Times a token's attention and eviction on a GPU, by every variant of the kernel.
 
 Layers of Llama-3.2-3B's shape, bfloat16, whose slots are full: a token is rotated, appended and
 attended to (`kernels/token.py`), and KeyDiff gives up a slot. Variants read `block` slots at once,
@@ -92,7 +92,7 @@ def variants(device: str = "cuda") -> list[Variant]:
 
 
 class Layer:
-    """Full slots of one layer, and a token that comes. Random."""
+    """A layer of random full slots, with a token that comes."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A conversation of many random turns: messages long and short, saves, loads, pins, Ctrl-C.
+"""Runs a conversation of many random turns: messages long and short, saves, loads, pins, Ctrl-C.
 
 After each turn everything that must hold is looked at; what does not is an error. `growth` is that
 of the process's peak since the first row. Reads `steps` (turns), the first of `budgets` and of
@@ -35,7 +35,7 @@ ROWS = 10
 
 
 class Broken(AssertionError):
-    """Something that must hold after every turn does not."""
+    """An error that says that something that must hold after every turn does not."""
 
 
 def run(options: BenchmarkOptions) -> Result:
@@ -65,7 +65,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 class Walk:
-    """Random turns over one session.
+    """A random walk that takes turns over one session.
 
     Args:
         runtime: the model and its cap.

@@ -1,4 +1,4 @@
-"""What a user waits for: the first answer of a machine, of a process, of a session, by policy.
+"""Times what a user waits for: first answers of a machine, a process, a session, by policy.
 
 Every process is started for its row, loads the model as `kvcap generate` does, and answers three
 sessions: each reads a text of `lengths` words, which are `prompt_tokens` tokens, and writes
@@ -89,7 +89,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def _machine(asked: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs and answers on a machine where nothing was compiled before."""
+    """Yield runs and answers on a machine where nothing was compiled before."""
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
         yield from zip(("first",), _answers(asked, empty, sessions=1), strict=True)
         yield from zip(LATER, _answers(asked, empty, sessions=3, together=TOGETHER), strict=True)
@@ -104,7 +104,7 @@ def _machine(asked: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _of_others(
     asked: Mapping[str, Any], policies: Sequence[str]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Policies, runs and answers of a process whose sessions have one policy after the other."""
+    """Yield policies, runs and answers of a process whose sessions take policies in turn."""
     if not policies:
         return
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
@@ -123,7 +123,7 @@ def _answers(
     together: int = 0,
     others: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """What a process of its own tells of its sessions, and of so many `together`, as it does.
+    """Yield what a process of its own says of its sessions, and of so many `together`.
 
     With `others` its sessions have these policies, so many each.
     """
@@ -134,7 +134,7 @@ def _answers(
 
 
 def _process(code: str, arguments: list[str], kernels: str) -> Iterator[str]:
-    """The lines that Python prints, with these modules and that folder of compiled kernels."""
+    """Yield the lines that Python prints, with these modules and that folder of kernels."""
     path = [place for place in sys.path if place]
     with TemporaryFile("w+") as errors, subprocess.Popen(
         [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments],
@@ -204,7 +204,7 @@ def answer() -> None:
 
 
 def _under(runtime: Any, policy: str) -> Any:
-    """A runtime of the same model under another policy."""
+    """Return a runtime of the same model under another policy."""
     options = runtime.policies()[policy]
     if "table" not in options:
         return runtime.with_policy_name(policy, {})
@@ -226,9 +226,9 @@ def _answered(
     generation: Any,
     pause: float = 0.0,
 ) -> dict[str, Any]:
-    """How fast a session answers the text of that number, which has `n` words.
+    """Return how fast a session answers the text of that number, which has `n` words.
 
-    With `generation`'s settings, to who pauses so many seconds after every piece of text.
+    With `generation`'s settings, to a reader who pauses so many seconds after every piece of text.
     """
     from random import Random
 
@@ -255,14 +255,14 @@ def _answered(
 
 
 def _short(asked: Mapping[str, Any]) -> int:
-    """Words of a text after which all slots are full."""
+    """Return the words of a text after which all slots are full."""
     return int(asked["budget"] + 2 * asked["block_size"])
 
 
 def _together(
     runtime: Any, words: list[str], asked: Mapping[str, Any], generation: Any
 ) -> dict[str, Any]:
-    """Tokens a second of all sessions, from the moment when each has begun its answer."""
+    """Return tokens a second of all sessions, from when each has begun its answer."""
     from random import Random
 
     batch = runtime.batch(asked["together"])

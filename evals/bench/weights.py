@@ -1,4 +1,4 @@
-"""What weights and slots of fewer bits cost on pocket: how it predicts, and what it recalls.
+"""Measures what weights and slots of fewer bits cost on pocket: predictions and recall.
 
 Every type of weights reads the same texts token by token, without evictions: perplexity, and how
 near its predictions are to float32's. Then it answers questions about facts in texts longer than
@@ -86,7 +86,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
-    """What runs these weights, and their bytes."""
+    """Return what runs these weights, and their bytes."""
     if kind.dtype is not None:
         found = Runtime.from_pretrained(
             kv_budget_tokens=budget, dtype=kind.dtype, device="cpu", weights=kind.weights
@@ -106,7 +106,7 @@ def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
 
 
 def _calibration() -> str:
-    """A text with facts that is none of those that are read."""
+    """Return a text with facts that is none of those that are read."""
     rng, found = Random("weights/calibration"), list[str]()
     stated = iter(facts(rng, SENTENCES // 8))
     for i, sentence in enumerate(islice(filler(rng), SENTENCES), 1):
@@ -115,7 +115,7 @@ def _calibration() -> str:
 
 
 def _texts(engine: Engine, budget: int) -> list[list[int]]:
-    """Token ids of texts that fit the budget."""
+    """Return token ids of texts that fit the budget."""
     found = []
     for seed in range(TEXTS):
         text = " ".join(islice(filler(Random(f"weights/{seed}")), budget // 4))
@@ -124,7 +124,7 @@ def _texts(engine: Engine, budget: int) -> list[list[int]]:
 
 
 def _log_probabilities(engine: Engine, ids: list[int]) -> Tensor:
-    """The logarithm of the probability of every token after each but the last, [T - 1, V]."""
+    """Return the log probability of every token after each but the last, [T - 1, V]."""
     loop, rows = engine.loop(), []
     with torch.inference_mode():
         for token in ids[:-1]:
@@ -134,7 +134,7 @@ def _log_probabilities(engine: Engine, ids: list[int]) -> Tensor:
 
 
 def _beside(logits: list[Tensor], truth: list[Tensor], texts: list[list[int]]) -> dict[str, float]:
-    """How well texts are predicted, and how far predictions are from the true ones."""
+    """Return how well texts are predicted, and how far predictions are from the true ones."""
     mine, theirs = torch.cat(logits), torch.cat(truth)
     after = torch.tensor([token for ids in texts for token in ids[1:]])
     first, second = theirs.exp().topk(2, -1).values.T
@@ -148,7 +148,7 @@ def _beside(logits: list[Tensor], truth: list[Tensor], texts: list[list[int]]) -
 
 
 def _right_answers(engine: Engine, length: int, count: int) -> int:
-    """Questions about a fact in a text that are answered rightly."""
+    """Count questions about a fact in a text that are answered rightly."""
     task, right = load_task(TASK), 0.0
     for sample in make_samples(TASK, engine.tokenizer, length, count, seed=0):
         session = engine.session()

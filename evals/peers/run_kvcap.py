@@ -1,4 +1,4 @@
-"""kvcap: a model in PyTorch, or an exported decoder in ONNX Runtime, under its cap."""
+"""Runs kvcap for benchmarks: a model in PyTorch, or an exported decoder, under its cap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .serve import serve
 
 
 class Capped:
-    """A loop over a cache of a fixed size."""
+    """A loop that reads into a cache of a fixed size."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.runtime, self.packages = _runtime(settings)
@@ -63,7 +63,7 @@ def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., An
 
 
 def _runtime(settings: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """The runtime, and the packages whose versions matter."""
+    """Return the runtime, and the packages whose versions matter."""
     sizes = {"kv_budget_tokens": settings["budget"], "block_size": settings["block_size"]}
     if settings["backend"] == "onnxruntime":
         from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime

@@ -1,4 +1,4 @@
-"""kvpress: the whole prompt by full attention, then each layer pruned by KeyDiff to the budget.
+"""Runs kvpress: the whole prompt by full attention, then each layer pruned by KeyDiff.
 
 What is decoded after is never evicted, as kvpress prunes prompts.
 """
@@ -12,7 +12,7 @@ from .serve import serve
 
 
 class Pressed(Growing):
-    """transformers' model, pruned once."""
+    """A model of transformers that is pruned once."""
 
     packages: tuple[str, ...] = ("kvpress", "torch", "transformers")
 

@@ -1,4 +1,4 @@
-"""llama.cpp, by the functions of llama-cpp-python: flash attention, keys and values in float16."""
+"""Runs llama.cpp by llama-cpp-python: flash attention, keys and values in float16."""
 
 from __future__ import annotations
 

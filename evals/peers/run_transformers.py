@@ -1,4 +1,4 @@
-"""transformers as it comes: SDPA, a cache that grows, the prompt read at once, in bfloat16.
+"""Runs transformers as it comes: SDPA, a growing cache, the prompt read at once, bfloat16.
 
 `logits_to_keep=1` spares it the logits of the whole prompt, its best plain use.
 """
@@ -12,7 +12,7 @@ from .serve import serve
 
 
 class Growing:
-    """A model over a `DynamicCache`."""
+    """A model that reads into a `DynamicCache`."""
 
     packages: tuple[str, ...] = ("torch", "transformers")
 

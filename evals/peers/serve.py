@@ -21,7 +21,10 @@ STATUS = Path("/proc/self/status")
 
 
 class Program(Protocol):
-    """A loaded model of one sequence. Where a token is chosen, it is the likeliest."""
+    """A protocol of a loaded model that reads one sequence.
+
+    Where a token is chosen, it is the likeliest.
+    """
 
     vocabulary: int
     packages: tuple[str, ...]  # whose versions are told

@@ -99,14 +99,14 @@ def _renamed(name: str) -> str:
 
 
 def _neighbours(rows: Any, heads: int) -> Any:
-    """Rows of a projection, so that RoPE turns neighbours, where the checkpoint's turns halves."""
+    """Return a projection's rows so that RoPE turns neighbours, not halves."""
     size = rows.shape[0] // heads
     halves = rows.reshape(heads, 2, size // 2, rows.shape[1])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _tensors(model: Path) -> Iterator[tuple[str, Any]]:
-    """The float32 arrays of all safetensors files."""
+    """Yield the float32 arrays of all safetensors files."""
     import numpy
 
     for path in sorted(model.glob("*.safetensors")):

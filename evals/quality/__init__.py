@@ -1,1 +1,1 @@
-"""Recall under a cap: tasks, sweeps over policies and budgets, their tables, and the demo."""
+"""Measures recall under a cap: tasks, sweeps over policies and budgets, tables, the demo."""

@@ -116,7 +116,7 @@ class _Counts:
 
 @dataclass
 class _Side:
-    """One setting, as it reads a passage."""
+    """A setting that reads a passage."""
 
     setting: Setting
     loop: BlockLoop
@@ -211,7 +211,7 @@ def _check_length(setting: Setting, longest: int) -> None:
 def _new_cache(
     config: Any, setting: Setting | None, longest: int, block_size: int = 0
 ) -> BudgetCache:
-    """A cache of one setting; without one, or a budget, one that holds a whole passage."""
+    """Return a cache of one setting; without one, or a budget, one that holds a whole passage."""
     if setting is None:
         return BudgetCache(config, longest, block_size, "full", positions="true")
     return BudgetCache(
@@ -225,7 +225,7 @@ def _new_cache(
 
 
 def _logits(loop: BlockLoop, block: Tensor) -> Tensor:
-    """Logits [T, V] of every token of a block [1, T], which may not fit the cache at once."""
+    """Return logits [T, V] of every token of a block [1, T], which may not fit at once."""
     found = []
     while block.shape[1]:
         room = loop.cache.room
@@ -257,7 +257,7 @@ def _row(side: _Side) -> SettingAgreement:
 
 
 def _part(counts: Sequence[_Counts]) -> PartAgreement:
-    """Shares and means over blocks, with their intervals."""
+    """Return shares and means over blocks, with their intervals."""
     if not counts:
         return PartAgreement(0)
     sizes = [c.tokens for c in counts]

@@ -140,7 +140,7 @@ def batches(prompts: Sequence[tuple[Sized, ...]], size: int) -> Iterator[list[in
 
 
 def _scoring_ms(model: Any, setting: Setting, ids: Tensor) -> dict[str, float] | None:
-    """Milliseconds of eviction per block for one sequence; None for a policy that never evicts."""
+    """Return milliseconds of eviction per block of one sequence; None if nothing is evicted."""
     cache = new_cache(model.config, setting)
     if not cache.eviction.policy.evicts:
         return None
@@ -232,7 +232,7 @@ def losses(model: Any, cache: BudgetCache, ids: Tensor, start: int = 0) -> Tenso
 
 
 def _ended(said: list[Tensor], ends: Tensor) -> Tensor:
-    """Which rows hold an ending token. Bool [B]."""
+    """Return which rows hold an ending token. Bool [B]."""
     return torch.isin(torch.stack(said, dim=1), ends).any(-1)
 
 

@@ -1,4 +1,4 @@
-"""One measured cell of a sweep: what was asked, what came out, and the file that keeps them."""
+"""Describes one measured cell of a sweep: what was asked, what came out, and its file."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Setting:
     options: Options = ()  # given to the policy, sorted by name
     kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
     question: Question | None = "aware"
-    """Read with the context, or after it was evicted down to the budget; None: nothing is asked."""
+    """Says when the question is read: with the context, or after its eviction; None: none is."""
     depth: float | None = None
-    """Where in the text stands what is asked for, 0 (start) to 1; None: samples are spread out."""
+    """Says where in the text the answer stands, 0 (start) to 1; None: samples are spread out."""
     max_new_tokens: int | None = None  # an answer may take; None: as many as the task says
     data: str | None = None  # digest of the file that the task reads, if it reads one
     recall: int = 0  # tokens of evicted text that are read again before a question, at most
@@ -60,7 +60,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting and its result. What has a default is missing in cells of earlier versions."""
+    """A setting with its result.
+
+    What has a default is missing in cells of earlier versions.
+    """
 
     setting: Setting
     score: float  # in `unit`
@@ -184,7 +187,7 @@ def mend(path: Path) -> bool:
 
 
 def _unfinished(last: str) -> bool:
-    """Whether what follows the last newline is nothing, or no whole JSON."""
+    """Return whether what follows the last newline is nothing, or no whole JSON."""
     try:
         json.loads(last)
     except ValueError:

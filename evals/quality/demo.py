@@ -24,7 +24,7 @@ ANSWER_TOKENS = 32
 
 @dataclass(frozen=True)
 class Question:
-    """One question put at the end, and what came back."""
+    """A question that is put at the end, with what came back."""
 
     question: str
     expected: str
@@ -59,7 +59,7 @@ class DemoReport:
 
 
 class Demo:
-    """Tells, reads and asks over one session.
+    """A demonstration that says facts, reads and asks over one session.
 
     Args:
         runtime: the model and its cap.
@@ -124,7 +124,7 @@ class Demo:
         session.on_block = None
 
     def _turn(self, tokens: int) -> Iterator[str]:
-        """Sentences of about `tokens` tokens, at least one."""
+        """Yield sentences of about `tokens` tokens, at least one."""
         while tokens > 0:
             sentence = next(self._sentences)
             tokens -= len(self.session.encode(sentence)) or 1

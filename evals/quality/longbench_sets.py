@@ -1,4 +1,4 @@
-"""The sets of LongBench: prompts, lengths of answers and metrics, as the benchmark publishes them.
+"""Holds the sets of LongBench: prompts, lengths of answers and metrics, as published.
 
 Bai et al., 2024, https://arxiv.org/abs/2308.14508: `config/dataset2prompt.json`,
 `config/dataset2maxlen.json`, `eval.py` and `pred.py` of https://github.com/THUDM/LongBench (MIT).

@@ -27,8 +27,11 @@ from kvcap.runtime.errors import ExtraMissing, how_to_install
 
 Answers = Sequence[str]
 Metric = Callable[[str, Answers, Sequence[str]], float]
-"""`metric(reply, answers, classes)`: `answers` are those accepted, at least one; `classes` all
-labels a classification may give, which other metrics do not read."""
+"""Names a function `metric(reply, answers, classes)` that scores a reply.
+
+`answers` are those accepted, at least one; `classes` all labels a classification may give, which
+other metrics do not read.
+"""
 Pair = Callable[[str, str], float]
 
 NUMBER = re.compile(r"\d+")
@@ -205,7 +208,7 @@ def _f1(said: list[str], expected: list[str]) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Words of every sentence, as `rouge` finds them; of an empty one, a word without letters."""
+    """Return words of every sentence, as `rouge` finds them; an empty one has one empty word."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
@@ -220,7 +223,7 @@ def _cut(text: str) -> list[str]:
 
 
 def _chinese_words(text: str) -> list[str]:
-    """Words of a Chinese text without case, punctuation and spaces (LongBench)."""
+    """Return words of a Chinese text without case, punctuation and spaces (LongBench)."""
     drop = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
     words = ("".join(word.lower().translate(drop).split()) for word in _cut(text))
     return [word for word in words if word]
@@ -234,7 +237,7 @@ def _paragraph(answer: str, pattern: str) -> str:
 
 
 def _plain_math(text: str) -> str:
-    r"""One way to write a formula, by the rules of MATH's `_strip_string`, in their order.
+    r"""Return a formula in one form, by the rules of MATH's `_strip_string`, in their order.
 
     Raises:
         ValueError, IndexError: a unit comes twice, or a root or fraction is cut off.
@@ -262,7 +265,7 @@ def _plain_math(text: str) -> str:
 
 
 def _with_braces(text: str, command: str, arguments: int) -> str:
-    r"""A formula with braces about the letters that a command takes, as in `\sqrt3`, `\frac12`.
+    r"""Put braces about the letters that a command takes, as in `\sqrt3`, `\frac12`.
 
     Raises:
         IndexError: nothing follows the command.
@@ -282,7 +285,7 @@ def _with_braces(text: str, command: str, arguments: int) -> str:
 
 
 def _best(pair: Pair) -> Metric:
-    """The best score over all answers, as every script counts that has several."""
+    """Return a metric: the best score over all answers, as every script with several counts."""
 
     def metric(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float:
         return max(pair(reply, answer) for answer in answers)

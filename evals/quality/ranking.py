@@ -123,7 +123,7 @@ def tied_with_best(column: Sequence[Cell | None]) -> set[int]:
 
 
 def differ(a: Cell, b: Cell) -> bool:
-    """Tell whether two cells differ, at the level of 5 %.
+    """Return whether two cells differ, at the level of 5 %.
 
     By McNemar's exact test where every sample is right or wrong, and otherwise by whether the
     interval of their difference leaves out none; of cells without the scores of samples, by whether

@@ -41,7 +41,7 @@ class PolicyFigures:
 
     @property
     def recall_helps(self) -> bool:
-        """Tell whether more facts are found with recall than without it."""
+        """Return whether more facts are found with recall than without it."""
         return bool(self.recalled) and fmean(self.recalled) > fmean(self.facts)
 
     @property

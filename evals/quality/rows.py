@@ -24,7 +24,7 @@ MOST = 1 << 30  # bytes of a file
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a file.
+    """A line of a file, with a place that messages name.
 
     Args:
         where: file and line, for messages.
@@ -76,7 +76,7 @@ class RowSample(Sample):
 
 
 Fit = Callable[[RowSample, Any, int], RowSample]
-"""`fit(sample, tokenizer, length)`: the sample with a prompt of at most `length` tokens."""
+"""Names a function `fit(sample, tokenizer, length)` that fits a prompt into `length` tokens."""
 
 
 def refuse_longer(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
@@ -96,7 +96,7 @@ def refuse_longer(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
 
 @dataclass(frozen=True)
 class RowsTask:
-    """A task over the rows of a file.
+    """A task that asks about the rows of a file.
 
     Args:
         MAX_NEW_TOKENS: tokens an answer may take.
@@ -188,7 +188,7 @@ def find(path: str, *names: str) -> Path:
 
 
 def _read(path: Path, member: str | None) -> tuple[bytes, str]:
-    """A file's bytes, and what to call it."""
+    """Return a file's bytes, and what to call it."""
     try:
         check_plain(path, MOST)
         if path.suffix != ".zip":
@@ -220,7 +220,7 @@ def _rows(data: bytes, name: str) -> Iterator[Row]:
 
 
 def _kind(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """Return in words what a JSON value is."""
     names: Sequence[tuple[Any, str]] = (
         (type(None), "null"), (bool, "true or false"), (str, "a text"), ((int, float), "a number"),
         (list, "a list"),

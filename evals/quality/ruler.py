@@ -1,4 +1,4 @@
-"""What RULER's families share: needles, haystacks, and the scores of replies.
+"""Shares what RULER's families have in common: needles, haystacks, and scores of replies.
 
 C.-P. Hsieh et al., 2024, arXiv 2404.06654; lengths of answers and scores are those of
 https://github.com/NVIDIA/RULER (scripts/data/synthetic/constants.py, scripts/eval/synthetic).
@@ -100,7 +100,7 @@ class Needles:
 
 
 def distinct(rng: Random) -> Callable[[Values], str]:
-    """Draws magic words, numbers of seven digits and UUIDs, none of them twice."""
+    """Return a function that draws magic words, seven-digit numbers and UUIDs, none twice."""
     drawn = set[str]()
 
     def draw(kind: Values) -> str:

@@ -1,4 +1,4 @@
-"""What a cell's score is: its unit, made of the scores of samples, and its 95 % interval."""
+"""Defines a cell's score: its unit, made of the scores of samples, and its 95 % interval."""
 
 from __future__ import annotations
 

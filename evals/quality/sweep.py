@@ -302,7 +302,7 @@ class CellJob:
     threads: int | None = None  # of the CPU
     timed: bool = True  # whether eviction is; see `measure`
     quiet: bool = field(default_factory=lambda: not logging.is_progress_bar_enabled())
-    """Whether transformers is to say nothing, as it does not where the sweep was begun."""
+    """Says whether transformers is silent, as it is where the sweep was begun."""
     version: str = field(default_factory=lambda: versions()["kvcap"])  # where the sweep was begun
     _runtime: Runtime | None = field(default=None, init=False, repr=False)
 
@@ -340,7 +340,7 @@ class CellJob:
 
 
 def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[Key, list[Prompt]]:
-    """The prompts of every task, length, depth and question; each policy reads the same."""
+    """Return the prompts of every task, length, depth and question; each policy reads the same."""
     threads = torch.get_num_threads()  # a tokenizer lets go of Python's lock while it works
     made = cache(partial(make_samples, tokenizer=tokenizer, threads=threads))
     found: dict[Key, list[Prompt]] = {}

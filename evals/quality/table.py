@@ -164,7 +164,7 @@ def _require_pairs(
 
 
 def _paired(found: Sequence[tuple[Cell, Cell, Comparison]]) -> list[str]:
-    """The table of pairs of cells of one unit."""
+    """Return the table of pairs of cells of one unit."""
     unit = found[0][0].of
     header = ["first", "second", "positions", "slots"]
     header += [f"{unit.compared} (95 % interval)", *(["p"] if unit.share else [])]
@@ -179,7 +179,7 @@ def _alike(a: Setting, b: Setting) -> bool:
 
 
 def _capped(a: Cell, b: Cell) -> Setting:
-    """The setting of a pair: that of the cell which has a budget, if one has."""
+    """Return the setting of a pair: that of the cell which has a budget, if one has."""
     return b.setting if a.setting.budget is None else a.setting
 
 
@@ -223,7 +223,7 @@ def describe(s: Setting) -> str:
 
 
 def _cells(row: list[Cell | None]) -> list[str]:
-    """A row's scores, and what the policy costs at the largest of its budgets."""
+    """Return a row's scores, and what the policy costs at the largest of its budgets."""
     last = [cell for cell in row if cell is not None][-1]
     ms = "" if last.scoring_ms is None else f"{last.scoring_ms['p50']:.2f}"
     extra = "" if last.extra_bytes is None else format_bytes(last.extra_bytes)

@@ -37,12 +37,12 @@ def number_facts(rng: Random, count: int) -> list[Fact]:
 
 
 def has_word(text: str, word: str) -> bool:
-    """Tell whether `word` stands in `text`, not as a part of a longer word or number."""
+    """Return whether `word` stands in `text`, not as a part of a longer word or number."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def names_no_other(answer: str, fact: Fact) -> bool:
-    """Tell whether the sentence with a fact's value speaks of nothing but the fact's key.
+    """Return whether the sentence with a fact's value speaks of nothing but the fact's key.
 
     Another door, person or place, told before or made up, has words of its own: from the lists
     that keys are made of, or with a capital letter inside the sentence.
@@ -85,7 +85,7 @@ def fit_whole(
     filler: Iterator[str],
     length: int,
 ) -> tuple[list[str], list[str]]:
-    """Whole items, and sentences, for which `measure(items, sentences)` is exactly `length`.
+    """Return whole items, and sentences, for which `measure(items, sentences)` is `length`.
 
     The items come as near as they can; sentences, fitted as by `fit`, close the gap.
 
@@ -103,7 +103,7 @@ def fit_whole(
 def _fitted(
     measure: Callable[[list[str]], int], filler: Iterator[str], length: int
 ) -> list[str] | None:
-    """What `fit` gives; None where no word closes the gap."""
+    """Return what `fit` gives; None where no word closes the gap."""
     sentences, beyond = _most(measure, filler, length)
     words = beyond.split(" ")
     heads = [[*sentences, *([" ".join(words[:n])] if n else [])] for n in range(len(words))]
@@ -122,7 +122,7 @@ def _fitted(
 def _most(
     measure: Callable[[list[str]], int], source: Iterator[str], length: int
 ) -> tuple[list[str], str]:
-    """As many parts of `source` as `length` has room for by `measure`, and the first beyond."""
+    """Return as many parts of `source` as fit into `length` by `measure`, and the first beyond."""
     found: list[str] = []
     least = size = measure(found)
     if least > length:

@@ -127,7 +127,7 @@ class Tuning:
 
 @dataclass
 class _Side:
-    """A policy as it is measured."""
+    """A policy that is being measured."""
 
     policy: str
     plan: MemoryPlan
@@ -152,7 +152,7 @@ class _Side:
 
 
 class _Clock:
-    """The time limit of a run, in seconds since its start."""
+    """A time limit of a run, which counts seconds since its start."""
 
     def __init__(self, started: float, minutes: float) -> None:
         self._started, self.limit = started, 60 * minutes
@@ -258,7 +258,7 @@ def tune(
 
 @dataclass
 class _Run:
-    """A loaded model, and what is measured on it by and by."""
+    """A loaded model, with what is measured on it bit by bit."""
 
     request: TuningRequest
     runtime: Runtime

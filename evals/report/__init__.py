@@ -109,7 +109,7 @@ def regions(figures: dict[str, Any], recent: int = 32) -> list[dict[str, Any]]:
 
 
 def _analyses(folder: Path) -> list[dict[str, Any]]:
-    """The documents of `kvcap analyze` in a folder; other JSON files are left alone."""
+    """Return the documents of `kvcap analyze` in a folder; leave other JSON files alone."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -147,7 +147,7 @@ def _check_strip(document: dict[str, Any] | None) -> None:
 
 
 def _tables(cells: list[Cell]) -> Markup:
-    """The tables of `results.md` as HTML; what cells say stays text."""
+    """Return the tables of `results.md` as HTML; what cells say stays text."""
     if not cells:
         return Markup()
     body = results(cells).split("\n", 1)[1]  # without its heading
@@ -159,7 +159,7 @@ def _tables(cells: list[Cell]) -> Markup:
 
 
 def _picture(path: Path) -> str:
-    """A PNG as a data URL; nothing where there is no file.
+    """Return a PNG as a data URL; nothing where there is no file.
 
     Raises:
         ValueError: it is no PNG, or too large.
@@ -182,11 +182,11 @@ def _title(folder: Path, cells: list[Cell], analyses: list[dict[str, Any]]) -> s
 
 
 def _source(loader: Environment, name: str) -> Markup:
-    """A file of ours that is put into the page as it is; its hash is in the page's policy."""
+    """Return a file of ours to put into the page as it is; its hash is in the page's policy."""
     assert loader.loader is not None
     return Markup(loader.loader.get_source(loader, name)[0].strip())
 
 
 def _hash(text: str) -> str:
-    """Of a style or script, as a content security policy names it."""
+    """Return the hash of a style or script, as a content security policy names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

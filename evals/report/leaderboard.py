@@ -195,13 +195,13 @@ def _table(table: RankingTable) -> list[str]:
 
 
 def _column(cells: Sequence[Cell | None]) -> list[str]:
-    """The scores of a column, the best and what equals it in bold."""
+    """Return the scores of a column, the best and what equals it in bold."""
     best = tied_with_best(cells)
     return [_score(cell, bold=place in best) for place, cell in enumerate(cells)]
 
 
 def _score(cell: Cell | None, bold: bool = False) -> str:
-    """A score and how far its interval reaches, in one line however narrow the column is."""
+    """Return a score and how far its interval reaches, in one line in any column."""
     if cell is None:
         return ""
     reach = max(cell.score - cell.ci_low, cell.ci_high - cell.score, 0.0)
@@ -212,12 +212,12 @@ def _score(cell: Cell | None, bold: bool = False) -> str:
 
 
 def _number(x: float, most: float) -> str:
-    """With two decimals below `most`, and with fewer above it."""
+    """Return a number with two decimals below `most`, and with fewer above it."""
     return f"{x:,.{2 if x < most else 1 if x < 1000 else 0}f}"
 
 
 def _code(name: str) -> str:
-    """Text of a cells file as code, in which nothing is markup."""
+    """Return text of a cells file as code, in which nothing is markup."""
     return f"`{name.replace('`', '').replace('|', '')}`"
 
 
@@ -226,7 +226,7 @@ def _heading(s: Setting) -> str:
 
 
 def _shown(path: str) -> str:
-    """A model or file as it is shown: of a place somewhere on a machine, only the name."""
+    """Return a model or file as it is shown: only the name of an absolute path."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
@@ -291,7 +291,7 @@ def commands(cells: Iterable[Cell]) -> list[str]:
 def _merged(
     boxes: Sequence[tuple[tuple[Any, ...], Box]], axis: str
 ) -> list[tuple[tuple[Any, ...], Box]]:
-    """Boxes that differ in one axis alone as one box."""
+    """Merge boxes that differ in one axis alone."""
     found: dict[Any, set[Any]] = {}
     for fixed, box in boxes:
         rest = tuple((name, values) for name, values in box.items() if name != axis)
@@ -319,7 +319,7 @@ def _command(fixed: Sequence[Any], box: Box) -> list[str]:
 
 
 def _wrapped(words: Sequence[str]) -> list[str]:
-    """A command in lines of about a page's width."""
+    """Return a command in lines of about a page's width."""
     lines = [words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) < 100:

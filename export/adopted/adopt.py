@@ -240,7 +240,7 @@ def variants_in(where: Path) -> dict[str, Path]:
 
 
 def _config_of(folder: Path, config: str | None) -> str:
-    """The directory of a decoder's config.
+    """Return the directory of a decoder's config.
 
     Raises:
         ModelNotFound: there is none.
@@ -279,7 +279,7 @@ def _agree(shape: ModelShape, found: DecoderPorts) -> None:
 
 
 def _generation(source: str, config: Any) -> GenerationConfig:
-    """How the model answers, by the files in the directory of its config."""
+    """Return how the model answers, by the files in the directory of its config."""
     if (Path(source) / "generation_config.json").exists():
         return GenerationConfig.from_pretrained(source)
     return GenerationConfig.from_model_config(config)
@@ -288,7 +288,7 @@ def _generation(source: str, config: Any) -> GenerationConfig:
 def _describe(
     folder: Path, source: str, config: Any, shape: ModelShape, found: DecoderPorts
 ) -> dict[str, Any]:
-    """What can be said before any graph is written."""
+    """Return the parts of a manifest that are known before any graph is written."""
     generation = _generation(source, config)
     rotated = frequencies(shape)
     slides = "sliding_attention" in layer_kinds(config)  # in all, or it was refused
@@ -315,7 +315,7 @@ def _describe(
 
 
 def _grouped(said: dict[str, Any], nodes: Nodes, shape: ModelShape) -> dict[str, Any]:
-    """What is said besides, or otherwise, of one whose slots stay in place."""
+    """Return what a manifest says besides, or otherwise, of a decoder whose slots stay in place."""
     window = said["model"]["window"]
     windows = [n for n in (window, nodes.window) if n is not None]
     return {

@@ -30,7 +30,7 @@ class CheckedGraph:
 
     @property
     def ok(self) -> bool:
-        """Tell whether the error is allowed."""
+        """Return whether the error is allowed."""
         return self.error <= self.allowed
 
     def require(self) -> None:
@@ -55,7 +55,7 @@ class AdoptedReport:
 
     @property
     def ok(self) -> bool:
-        """Tell whether all graphs hold."""
+        """Return whether all graphs hold."""
         return all(row.ok for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def check(graph: Graph, evictor: AdoptedEvictionGraph, dtype: torch.dtype) -> Ch
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """The largest difference."""
+    """Return the largest difference."""
     if got.shape != want.shape:
         return float("inf")
     error = (got.double() - want.double()).abs().nan_to_num(nan=float("inf"))

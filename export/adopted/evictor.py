@@ -1,11 +1,10 @@
-"""The evictor of a decoder that others exported: one graph for all layers and any budget.
+"""Builds the evictor of a decoder that others exported: one graph for all layers and any budget.
 
 Such a decoder shows keys, values and positions, so it serves policies that read no more. Where it
 writes its cache anew, an `AdoptedEvictionGraph` copies what stays: layers stand where a batch does,
 as a policy scores each by itself, and slots lie in time order. In compact positions a slot's index
 is its position: the graph also keeps every key turned to position 0, and gives a copy turned to
-where it counts now, so that no error adds up. Where slots stay in place, a `Selector` says which
-go.
+where it counts, so that no error adds up. Where slots stay in place, a `Selector` says which go.
 """
 
 from __future__ import annotations
@@ -107,11 +106,11 @@ class AdoptedEvictionGraph(nn.Module):
         return here, kept["values"], kept["positions"], base
 
     def _keep(self, given: dict[str, Tensor], slots: int) -> Tensor:
-        """The slots that stay, [L, K, stay], in time order."""
+        """Return the slots that stay, [L, K, stay], in time order."""
         return survivors(self._worth(given), given["positions"], self._stay(given, slots))
 
     def _worth(self, given: dict[str, Tensor]) -> Tensor:
-        """What decides which slots stay, [L, K, slots]."""
+        """Return the worth by which slots are kept, [L, K, slots]."""
         positions, spans = given["positions"], given["spans"]
         obs = self.form.observe(given)
         with Portable():
@@ -122,7 +121,7 @@ class AdoptedEvictionGraph(nn.Module):
 
     @staticmethod
     def _stay(given: dict[str, Tensor], slots: int) -> Any:
-        """How many slots of a head stay, 1 to `slots`."""
+        """Return how many slots of a head stay, 1 to `slots`."""
         stay: Any = given["stay"].item()
         torch._check(stay >= 1)
         torch._check(stay <= slots)
@@ -130,7 +129,7 @@ class AdoptedEvictionGraph(nn.Module):
 
 
 class Selector(AdoptedEvictionGraph):
-    """Score and select, for one layer whose slots lie in a buffer, in any order.
+    """A graph that scores and selects, for one layer whose slots lie in a buffer, in any order.
 
     Whoever runs it moves what stays into the places of what goes, and turns keys.
     """

@@ -37,7 +37,7 @@ OTHER = "export the model itself with kvcap export decoder MODEL"
 
 @dataclass(frozen=True)
 class Attention:
-    """The node of one layer."""
+    """A node of attention, with the facts that say how one layer attends."""
 
     layer: int  # as past_key_values names it
     heads: int
@@ -147,7 +147,7 @@ def nodes_of(graph: Any, runtime: Graph, file: Path) -> Nodes:
 
 
 def _attention(node: Any, name: str) -> Attention:
-    """One node's facts.
+    """Return one node's facts.
 
     Raises:
         UnsupportedModel: its attention goes by more than which slots there are.
@@ -184,7 +184,7 @@ def _attention(node: Any, name: str) -> Attention:
 
 
 def _states(runtime: Graph, name: str) -> tuple[RecurrentState, ...]:
-    """What recurrent layers hold, by the graph's ports.
+    """Return what recurrent layers hold, by the graph's ports.
 
     Raises:
         UnsupportedModel: of an open size.
@@ -205,7 +205,7 @@ def _states(runtime: Graph, name: str) -> tuple[RecurrentState, ...]:
 
 
 def _tables(graph: Any, nodes: Sequence[Attention], file: Path) -> dict[str, NDArray[Any]]:
-    """The constants that nodes rotate by, by name.
+    """Return the constants that nodes rotate by, by name.
 
     Raises:
         UnsupportedModel: one is computed in the graph, as where it depends on the length.
@@ -233,7 +233,7 @@ def _tables(graph: Any, nodes: Sequence[Attention], file: Path) -> dict[str, NDA
 
 
 def _weights(graph: Any) -> tuple[str | None, bool]:
-    """The type of stored matrices, where they are integers; whether activations are rounded."""
+    """Return the type of stored integer matrices, if any, and whether activations are rounded."""
     bits, rounds = 0, False
     for node in graph.node:
         said = {a.name: a.i for a in node.attribute}

@@ -118,7 +118,7 @@ class GroupedTrial:
         return {**made, **{f"present.{port}": x[:, :, :whole] for port, x in buffers.items()}}
 
     def same(self, one: Array, other: Array) -> bool:
-        """Tell whether the last token's logits agree."""
+        """Return whether the last token's logits agree."""
         share = ROUNDED if self.nodes.rounds else SAME[str(self.found.cache)]
         return bool(np.abs(one[-1] - other[-1]).max() <= share * np.abs(one[-1]).max())
 
@@ -170,7 +170,7 @@ def checked(found: DecoderPorts, nodes: Nodes, shape: ModelShape) -> Nodes:
 
 
 def _shuffled(held: TrialCache) -> TrialCache:
-    """The slots of every head in another order, keys and values alike."""
+    """Return the slots of every head in another order, keys and values alike."""
     draws, found = np.random.default_rng(1), dict[str, Array]()
     for port, x in held.slots.items():
         if port.endswith("key"):
@@ -180,7 +180,7 @@ def _shuffled(held: TrialCache) -> TrialCache:
 
 
 def _twice(past: TrialCache, after: TrialCache, shape: ModelShape, turn: bool) -> TrialCache:
-    """Every slot twice and the next token's once, as far behind as they will be from it.
+    """Return every slot twice and the next token's once, as far behind as they will be from it.
 
     Args:
         past: before that token was read; its states are the ones to go on from.

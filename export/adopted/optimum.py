@@ -86,7 +86,7 @@ def export_with_optimum(
 
 
 def _exporter() -> Any:
-    """Optimum's function.
+    """Return optimum's function that exports.
 
     Raises:
         ExtraMissing: it is not installed, or does not fit.

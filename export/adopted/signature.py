@@ -17,7 +17,7 @@ FLOATS = ("tensor(float)", "tensor(float16)")
 
 @dataclass(frozen=True)
 class DecoderPorts:
-    """A decoder's graph and what its ports say."""
+    """A decoder's graph with what its ports say: layers, heads, sizes and types."""
 
     graph: Graph
     file: Path
@@ -74,7 +74,7 @@ def _check_integers(file: Path, ports: dict[str, Any]) -> None:
 
 
 def _sizes(file: Path, past: dict[str, Any]) -> tuple[int, int, Any]:
-    """KV heads, the size of a head (0 where its axis is open), and the type of numbers.
+    """Return KV heads, the size of a head (0 where its axis is open), and the type of numbers.
 
     Raises:
         UnsupportedModel: layers differ, or the length is fixed, or numbers are of another type.

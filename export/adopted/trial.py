@@ -65,7 +65,7 @@ class EvictionTrial:
         return logits[0, -1].astype(np.float64), after
 
     def same(self, one: Array, other: Array) -> bool:
-        """Tell whether logits agree."""
+        """Return whether logits agree."""
         allowed = SAME[str(self.found.cache)] * np.abs(one).max()
         return bool(np.abs(one - other).max() <= allowed)
 
@@ -106,7 +106,7 @@ def check_evictable(found: DecoderPorts, shape: ModelShape) -> bool:
 
 
 def _moves(trial: EvictionTrial, shape: ModelShape, past: list[Array], whole: Array) -> bool:
-    """Whether keys that are turned on, and read from further on, give the same logits."""
+    """Return whether keys moved further on, and read from there, give the same logits."""
     ropes = [layer.rope for layer in shape.layers]
     if ropes[0] is None or any(rope != ropes[0] and rope is None for rope in ropes):
         return False  # layers without positions among others: one table cannot serve them

@@ -1,4 +1,4 @@
-"""A whole decoder under a budget as ONNX graphs, with what a runner without Python needs.
+"""Exports a whole decoder under a budget as ONNX graphs, with what a runner without Python needs.
 
 Knows models, caches' layouts and graphs; no chat and no backend.
 """

@@ -1,4 +1,4 @@
-"""Attention of a block over slots in a buffer: ONNX Runtime's own node, and what it computes.
+"""Attends with a block over slots in a buffer, by ONNX Runtime's own node or as it computes.
 
 GroupQueryAttention (domain com.microsoft) of ONNX Runtime on a CPU, as measured with 1.32:
 
@@ -75,7 +75,7 @@ def _plainly(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor,
     scaling: float, softcap: float, scales: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What the node computes, by copies."""
+    """Compute what the node computes, by copies."""
     length, stop = query.shape[2], int(last) + 1
     block = slice(stop - length, stop)
     keys, values = held = keys.clone(), values.clone()

@@ -57,7 +57,7 @@ def attend_by_length(model: Any, tokens: str) -> None:
 
 
 def _shared(name: str) -> str:
-    """The name of what all layers read."""
+    """Return the name of a tensor that all layers read."""
     return f"block.{name}"
 
 
@@ -66,7 +66,7 @@ def _copy(node: Any) -> Any:
 
 
 def _choice(node: Any) -> Any:
-    """The `If` that takes the place of an attention, and gives its outputs."""
+    """Make the `If` that takes the place of an attention, and gives its outputs."""
     token = _copy(node)
     token.output[:] = [f"{name}.token" for name in node.output]
     return library("onnx.helper").make_node(
@@ -77,7 +77,7 @@ def _choice(node: Any) -> Any:
 
 
 def _branch(name: str, nodes: list[Any], outputs: Sequence[str]) -> Any:
-    """A graph that reads what is around it, and gives what is attended, keys and values."""
+    """Make a graph that reads what is around it, and gives attention's output, keys and values."""
     helper, types = library("onnx.helper"), library("onnx").TensorProto
     kinds = zip(outputs, (types.FLOAT, types.INT8, types.INT8), strict=True)
     values = [helper.make_tensor_value_info(output, kind, None) for output, kind in kinds]
@@ -85,7 +85,7 @@ def _branch(name: str, nodes: list[Any], outputs: Sequence[str]) -> Any:
 
 
 def _of_block(node: Any) -> tuple[list[Any], list[str]]:
-    """The nodes by which a block attends in the place of one over int8, and their outputs."""
+    """Return the nodes by which a block attends in place of one over int8, and their outputs."""
     helper, types, nodes = library("onnx.helper"), library("onnx").TensorProto, list[Any]()
 
     def add(kind: str, inputs: list[str], name: str, **attributes: Any) -> str:

@@ -141,7 +141,7 @@ class _Calibrated:
         self._forward = layer.forward
 
     def forward(self, hidden: Tensor, *args: Any, **given: Any) -> Any:
-        """What the rounded layer makes of hidden states [pieces, T, hidden]."""
+        """Compute what the rounded layer makes of hidden states [pieces, T, hidden]."""
         self.note()
         pieces, seen = hidden.split(1), _Seen()
         # Pieces are equally long: transformers 4.57 makes the same mask for each of them.
@@ -179,7 +179,7 @@ class _Seen:
         self._first: nn.Module | None = None  # to be given the last
 
     def see(self, linear: nn.Module, given: tuple[Any, ...]) -> None:
-        """A linear layer is to be given this, as a hook is told."""
+        """Add up the input of a linear layer; a hook that runs before it."""
         x = given[0]
         if x is self._last and self._first is not None:
             self._sums[linear] = self._sums[self._first]
@@ -194,7 +194,7 @@ class _Seen:
         return linear in self._sums
 
     def of(self, linear: nn.Module) -> Tensor:
-        """The sum [K, K] of a layer."""
+        """Return the sum [K, K] of a layer."""
         return self._sums[linear]
 
 

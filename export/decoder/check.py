@@ -75,7 +75,7 @@ class CheckedRun:
 
 @dataclass(frozen=True)
 class DecoderReport:
-    """A report on every run of one decoder."""
+    """A report that has every run of one decoder."""
 
     file: str
     runtime: str  # ONNX Runtime's version
@@ -86,7 +86,7 @@ class DecoderReport:
 
     @property
     def ok(self) -> bool:
-        """Tell whether all runs hold."""
+        """Return whether all runs hold."""
         return all(row.ok for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class DecoderReport:
 
 
 class Arg(NamedTuple):
-    """One input or output, as ONNX Runtime tells of it."""
+    """An input or output, as ONNX Runtime describes it, with name, type and shape."""
 
     name: str
     type: str
@@ -347,7 +347,7 @@ def as_rounded(decoder: DecoderGraph, rounded: Mapping[str, Rounded]) -> Iterato
 
 
 def _of_tied(decoder: DecoderGraph, rounded: Mapping[str, Rounded]) -> dict[str, Rounded]:
-    """Matrices in blocks by all names that their parameters have in the module."""
+    """Return matrices in blocks by all names that their parameters have in the module."""
     names = defaultdict[int, list[str]](list)
     for name, parameter in decoder.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -361,7 +361,7 @@ def _of_tied(decoder: DecoderGraph, rounded: Mapping[str, Rounded]) -> dict[str,
 
 
 class _Rounded(Mapping[str, Tensor]):
-    """Weights, of which those that a graph has in blocks are what it has of them."""
+    """A mapping of weights in which rounded ones are read back from the graph's blocks."""
 
     def __init__(self, weights: Mapping[str, Tensor], rounded: Mapping[str, Rounded]) -> None:
         self.weights, self.rounded = weights, rounded
@@ -401,7 +401,7 @@ def put(source: SharedDecoder, target: SharedDecoder, seen: int) -> None:
 
 
 def _blocks(decoder: DecoderGraph, quick: bool, brief: bool) -> Iterator[Tensor]:
-    """Blocks until some are evicted, an odd one, a full one, single tokens; ids differ."""
+    """Yield blocks until some are evicted, an odd one, a full one, single tokens; ids differ."""
     layout = decoder.layout
     size, budget = layout.block_size, max(layout.budgets)
     full = -(-budget // size) + (1 if quick else 2)
@@ -420,7 +420,7 @@ def _row(
     who: str, block: Tensor, held: int, tolerance: Tolerance, got: Tensor, wanted: Tensor,
     kept: list[Tensor], others: list[Tensor], decided: Mapping[int, Decided],
 ) -> tuple[CheckedRun, bool]:  # fmt: skip
-    """Logits and kept slots of one run against another's, and whether some are tied."""
+    """Compare logits and kept slots of one run with another's; say whether some are tied."""
     error = _relative(got, wanted)
     shares, tied = [], False
     for layer, (mine, theirs) in enumerate(zip(kept, others, strict=True)):
@@ -433,14 +433,14 @@ def _row(
 
 
 def _looser(a: Tolerance, b: Tolerance) -> Tolerance:
-    """What both allow."""
+    """Return a tolerance that allows what either allows."""
     return Tolerance(max(a.values, b.values), max(a.worth, b.worth), min(a.overlap, b.overlap))
 
 
 def _with_state(
     row: CheckedRun, module: SharedDecoder, ort: SharedDecoder, seen: int, tolerance: Tolerance
 ) -> CheckedRun:
-    """The row, failed where what is held differs though the same slots were kept."""
+    """Return the row, failed where what is held differs though the same slots were kept."""
     if row.kept < 1:
         return row
     allowed = tolerance.values
@@ -450,7 +450,7 @@ def _with_state(
 
 
 def _in_time(decoder: SharedDecoder, seen: int) -> list[Tensor]:
-    """Everything that is held, slots in time order."""
+    """Return everything that is held, slots in time order."""
     held, found = decoder.state(seen, decoder.held), []
     for name, array in held.items():
         kind, layer = name.split(".")
@@ -484,7 +484,7 @@ def _same(mine: Tensor, theirs: Tensor, decided: Decided | None, near: float) ->
 
 
 def _relative(got: Tensor, wanted: Tensor) -> float:
-    """The largest difference over the largest value; infinite where one is not finite."""
+    """Return the largest difference over the largest value; infinite where one is not finite."""
     if got.shape != wanted.shape or not bool(got.isfinite().all()):
         return float("inf")
     if not got.numel():
@@ -494,13 +494,13 @@ def _relative(got: Tensor, wanted: Tensor) -> float:
 
 
 def _positions(layer: Any) -> Tensor:
-    """The runtime's slots of one layer, in time order."""
+    """Return the runtime's slots of one layer, in time order."""
     found: Tensor = layer.segments[0].positions.sort(-1).values
     return found
 
 
 def _answer(loop: BlockLoop, logits: Tensor, length: int) -> list[int]:
-    """The runtime's greedy tokens after `logits`."""
+    """Return the runtime's greedy tokens after `logits`."""
     found = [int(logits.argmax(-1))]
     while len(found) < length:
         found.append(int(loop.read(torch.tensor([found[-1:]])).argmax(-1)))
@@ -508,7 +508,7 @@ def _answer(loop: BlockLoop, logits: Tensor, length: int) -> list[int]:
 
 
 def _alone(ort: SharedDecoder, blocks: list[list[int]], length: int) -> list[int]:
-    """The graphs' greedy tokens after the blocks."""
+    """Return the graphs' greedy tokens after the blocks."""
     seen, found = 0, list[int]()
     pending = list(blocks)
     while len(found) < length:

@@ -1,4 +1,4 @@
-"""A model of many layers as one of few, for what need not be done once a layer: tracing, checking.
+"""Cuts a model of many layers down to a few, to trace or check what is alike in every layer.
 
 Only where layers differ by their weights alone: the same modules, settings and sizes in all of
 them, and the same budget.
@@ -32,7 +32,7 @@ def layers_of(model: Any) -> tuple[str, nn.ModuleList] | None:
 
 
 def are_alike(model: Any, layout: CacheLayout) -> bool:
-    """Tell whether all layers but the first do the same, so that one can stand for the others."""
+    """Return whether all layers but the first do the same, so that one can stand for the others."""
     found = layers_of(model)
     if found is None or len(found[1]) <= TRACED:
         return False

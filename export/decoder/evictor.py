@@ -1,4 +1,4 @@
-"""The evictor of a decoder's layer: which slots go, and the state that its policy keeps of slots.
+"""Builds the evictor of a decoder's layer: which slots go, and the state kept of slots.
 
 One graph for all layers that are alike, run for one after the other. It reads the layer's buffers
 as they are and gives out numbers of slots; whoever runs it moves what stays into their places.
@@ -117,7 +117,7 @@ class EvictionGraph(nn.Module):
 
 
 def _capacity(port: Port, quantised: bool) -> Port:
-    """A layer's port; of a buffer all slots are given, in use or not."""
+    """Return a layer's port; a buffer is given with all its slots, in use or not."""
     if port.name not in BUFFERS:
         return port
     axes = tuple("capacity" if axis == "slots" else axis for axis in port.axes)
@@ -126,7 +126,7 @@ def _capacity(port: Port, quantised: bool) -> Port:
 
 
 def _scaled(port: Port) -> str:
-    """The buffer that a scale is of."""
+    """Return the buffer that a scale belongs to."""
     return f"{port.name.partition('_')[0]}s"
 
 

@@ -41,7 +41,7 @@ def fuse(model: Any) -> None:
 
 
 def _shapes(model: Any) -> dict[str, Sizes]:
-    """The shapes of tensors, as far as they are known."""
+    """Return the shapes of tensors, as far as they are known."""
     copy, onnx = type(model).FromString(model.SerializeToString()), library("onnx")
     ports = {value.name: value.type.tensor_type for value in copy.graph.input}
     for node in copy.graph.node:
@@ -126,7 +126,7 @@ class Fusing:
             node.input[:] = [x, self._constant("first_place", np.zeros(1, np.int64)), *angles]
 
     def _angles(self, name: str, pairs: int) -> str | None:
-        """Cosines or sines [1, 1, T, R] of a rotation as those [T, R/2] of its node."""
+        """Return cosines or sines [1, 1, T, R] of a rotation as those [T, R/2] of its node."""
         wide = self.made.get(name)
         if wide is None or wide.op_type != "Unsqueeze":
             return None
@@ -171,7 +171,7 @@ class Fusing:
         self._join(node)
 
     def _rotation(self, name: str) -> Any:
-        """The RotaryEmbedding whose result [1, h, T, D] is given as [1, T, h · D]."""
+        """Return the RotaryEmbedding whose result [1, h, T, D] is given as [1, T, h · D]."""
         flat = self._alone(name, "Reshape")
         turned = None if flat is None else self._alone(flat.input[0], "Transpose")
         if turned is None or not _swaps(turned):
@@ -179,12 +179,12 @@ class Fusing:
         return self._alone(turned.input[0], "RotaryEmbedding")
 
     def _before_heads(self, name: str) -> str | None:
-        """What [1, T, h, D] was turned to be [1, h, T, D]."""
+        """Return the tensor [1, T, h, D] that was transposed to [1, h, T, D]."""
         turned = self._alone(name, "Transpose")
         return turned.input[0] if turned is not None and _swaps(turned) else None
 
     def _rows(self, angles: str, total: str, node: Any) -> str:
-        """Angles [T, R/2] with rows behind them, as many as slots."""
+        """Return angles [T, R/2] with rows behind them, as many as slots."""
         if (angles, total) not in self.padded:
             found, count = f"{angles}_rows", f"{total}_rows"
             none = self._constant("bound_0", np.zeros(1, np.int64))
@@ -204,7 +204,7 @@ class Fusing:
         return self.padded[angles, total]
 
     def _places(self, angles: str, node: Any) -> str:
-        """0, 1, ... for a block's tokens, int64 [1, T]."""
+        """Return 0, 1, ... for a block's tokens, int64 [1, T]."""
         if angles not in self.places:
             found = f"{angles}_places"
             zero, one = (self._constant(f"place_{n}", np.array(n, np.int64)) for n in (0, 1))
@@ -220,7 +220,7 @@ class Fusing:
         return self.places[angles]
 
     def _join(self, node: Any) -> None:
-        """Queries, keys and values of one activation as one product with all three matrices."""
+        """Join the products of one activation for queries, keys and values into one."""
         found = [self._product(name) for name in node.input[:3]]
         products = [product for product in found if product is not None]
         if len(products) < 3 or len({(p.x, p.bias is None) for p in products}) > 1:
@@ -243,7 +243,7 @@ class Fusing:
         node.input[:3] = [last, "", ""]
 
     def _product(self, name: str) -> WeightProduct | None:
-        """The product [1, T, N] of an activation and a weight that are given as they are."""
+        """Return the product [1, T, N] of an activation and a weight that gives `name`."""
         while (view := self._alone(name, "Reshape")) is not None:
             name = view.input[0]
         bias, found = None, self._alone(name, "MatMul")
@@ -293,7 +293,7 @@ class Fusing:
             return
 
     def _rms(self, name: str) -> tuple[str, float] | None:
-        """What is divided by the root of its mean square, and what is added to that mean."""
+        """Return the tensor that is divided by its root mean square, and the epsilon in that."""
         divided = self._alone(name, "Div")
         root = None if divided is None else self._alone(divided.input[1], "Sqrt")
         added = None if root is None else self._alone(root.input[0], "Add")
@@ -333,26 +333,26 @@ class Fusing:
         return name
 
     def _alone(self, name: str, kind: str) -> Any:
-        """The node of this kind that makes a tensor which nothing else reads."""
+        """Return the node of this kind that makes a tensor which nothing else reads."""
         node = self.made.get(name)
         return node if node is not None and node.op_type == kind and self.uses[name] == 1 else None
 
     def _width(self, name: str) -> int:
-        """The last size of a tensor; 0 where it is not known."""
+        """Return the last size of a tensor; 0 where it is not known."""
         return (self.shapes.get(name) or [0])[-1]
 
     def _whole(self, name: str) -> int | None:
-        """The whole number that a constant holds."""
+        """Return the whole number that a constant holds."""
         found = self._number(name)
         return None if found is None else int(found)
 
     def _number(self, name: str) -> float | None:
-        """The number that a constant holds."""
+        """Return the number that a constant holds."""
         value = self._value(name)
         return float(value.item()) if value is not None and value.size == 1 else None
 
     def _sizes(self, name: str) -> Sizes | None:
-        """The numbers that a constant lists."""
+        """Return the numbers that a constant lists."""
         value = self._value(name)
         return None if value is None or value.ndim != 1 else [int(x) for x in value]
 
@@ -378,6 +378,6 @@ class Fusing:
 
 
 def _swaps(transpose: Any) -> bool:
-    """Whether [1, h, T, D] becomes [1, T, h, D], or the other way."""
+    """Return whether [1, h, T, D] becomes [1, T, h, D], or the other way round."""
     get = library("onnx.helper").get_attribute_value
     return any(a.name == "perm" and list(get(a)) == [0, 2, 1, 3] for a in transpose.attribute)

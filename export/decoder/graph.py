@@ -1,4 +1,4 @@
-"""The decoder as the module that is traced: from tokens and held slots to logits and a block.
+"""Defines the decoder as the module that is traced: tokens and slots in, logits and a block out.
 
 One graph serves blocks and single tokens: the axes of tokens and slots are open. It runs eagerly
 too, which is what its ONNX file is checked against. What goes is decided beside it, in `evictor`.
@@ -125,7 +125,7 @@ class DecoderGraph(nn.Module):
 
     @cached_property
     def scales(self) -> list[tuple[float, float | None]]:
-        """Run a token to find what each layer's logits are multiplied by, and their softcap."""
+        """Return each layer's factor of logits and its softcap, found by running a token."""
         shapes = [[self.sizes[axis] or 1 for axis in port.axes] for port in self.counts]
         pairs = zip(self.counts, shapes, strict=True)
         zeros = [torch.zeros(shape, dtype=self.dtype(port)) for port, shape in pairs]
@@ -166,7 +166,7 @@ def cache_dtype(layout: CacheLayout, weights: torch.dtype) -> torch.dtype:
 
 
 def _table(layout: CacheLayout) -> Tensor:
-    """Cosines and sines [span, 2, R/2] of how much less a layer can hold than the longest."""
+    """Return cosines and sines [span, 2, R/2] of how much less a layer holds than the longest."""
     rope = layout.rope
     if not any(layout.rotates) or rope is None or rope.inv_freq is None:
         return torch.zeros(0, 2, 0)
@@ -217,7 +217,7 @@ def state_of(layout: CacheLayout, quantised: bool = False) -> list[RunBuffer]:
 
 
 def _made(layout: CacheLayout) -> dict[tuple[str, int], Port]:
-    """What a run tells an evictor besides the buffers, by name and layer."""
+    """Return what a run gives an evictor besides the buffers, by name and layer."""
     found = dict[tuple[str, int], Port]()
     for layer in range(len(layout.budgets)):
         if layout.eviction.policy.queries_observed != 0:
@@ -231,7 +231,7 @@ def _made(layout: CacheLayout) -> dict[tuple[str, int], Port]:
 
 
 def _of_block(port: Port, layer: int) -> Port:
-    """A layer's own port, of the block's tokens."""
+    """Return a layer's own port, of the block's tokens."""
     tokens = ("queries", "block")
     axes = tuple("tokens" if axis in tokens else axis for axis in port.axes)
     return replace(port, name=f"{port.name}.{layer}", axes=axes)

@@ -1,6 +1,6 @@
-"""One layer of the decoder's graph: append a block to the layer's buffers and attend to all slots.
+"""Runs one layer of the decoder's graph: appends a block and attends to all slots.
 
-The runtime's cache layer without eviction, which is a graph of its own (`evictor`). Past and
+It is the runtime's cache layer without eviction, which is a graph of its own (`evictor`). Past and
 present are one buffer with room for the block: the node of attention writes the block behind the
 slots in use and copies nothing else. Slots lie in any order; keys are as attention sees them.
 """
@@ -65,7 +65,7 @@ def lengths(layout: CacheLayout) -> list[int]:
 
 
 class LayerPass(CacheLayerMixin):  # type: ignore[misc]
-    """One block going through one layer; a cache layer of transformers, and a `CappedLayer`.
+    """A block that goes through one layer: transformers' cache layer, and a `CappedLayer`.
 
     Args:
         block: the run.
@@ -140,7 +140,7 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def _aligned(self, x: Tensor) -> Tensor:
-        """Keys or queries [1, h, T, D] at the positions behind what this layer holds."""
+        """Return keys or queries [1, h, T, D] at the positions behind what this layer holds."""
         rope = self.block.layout.rope
         ahead = self.block.ahead(self.budget) if self.rotates else None
         if rope is None or ahead is None:

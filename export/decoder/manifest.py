@@ -1,4 +1,4 @@
-"""The manifest of a decoder's directory: all that a runner needs that knows no Python.
+"""Writes the manifest of a decoder's directory: all that a runner without Python needs.
 
 The backend of ONNX Runtime reads it. What is said of a model and its files is the same for
 decoders that others exported, which have evictors beside them.
@@ -209,7 +209,7 @@ def _state(decoder: DecoderGraph) -> list[dict[str, Any]]:
 
 
 def _turns(layout: CacheLayout) -> dict[str, Any]:
-    """What a runner needs to turn keys, and which queries an evictor is to be given."""
+    """Return what a runner needs to turn keys, and which queries an evictor gets."""
     rope = layout.rope
     turning = rope is not None and any(layout.rotates) and rope.inv_freq is not None
     return {

@@ -37,7 +37,7 @@ Naming = tuple[Literal["own", "numbered", "shared", "before"], str]  # whose out
 
 
 class _Step(NamedTuple):
-    """A node of a layer, and what names its inputs in another layer."""
+    """A node of a layer, with the names that its inputs have in another layer."""
 
     node: Any
     inputs: list[Naming]
@@ -89,7 +89,7 @@ def _share_lengths(graph: Any, numbered: Numbered) -> None:
 
 
 def _levels(graph: Any, numbered: Numbered) -> list[int]:
-    """For each node the layer that it belongs to; -1 where all share it.
+    """Return for each node the layer that it belongs to; -1 where all layers share it.
 
     That is the last one it depends on; but what reads no input of a layer, such as the sum behind
     one or the mean before the next, belongs to the first layer that reads it.
@@ -119,7 +119,7 @@ def _levels(graph: Any, numbered: Numbered) -> list[int]:
 def _compare(
     graph: Any, second: list[Any], third: list[Any], numbered: Numbered, pairs: dict[str, str]
 ) -> list[_Step] | None:
-    """The steps of a layer, if two have the same; `pairs` gets the outputs of both."""
+    """Return the steps of a layer, if two have the same; `pairs` gets the outputs of both."""
     if not second or len(second) != len(third):
         return None
     constants = {tensor.name: _content(tensor) for tensor in graph.initializer}
@@ -147,27 +147,27 @@ def _compare(
 
 
 def _kind(node: Any) -> tuple[Any, ...]:
-    """All that must be equal of two nodes but names."""
+    """Return all that must be equal of two nodes but names."""
     attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
     return node.op_type, node.domain, len(node.input), len(node.output), attributes
 
 
 def _content(tensor: Any) -> bytes:
-    """A constant without its name."""
+    """Return a constant without its name."""
     copy = type(tensor).FromString(tensor.SerializeToString())
     copy.name = ""
     return bytes(copy.SerializeToString(deterministic=True))
 
 
 def _named(name: str, layer: int, numbered: Numbered) -> str:
-    """An output of the second layer as another layer has it."""
+    """Return the name that an output of the second layer has in another layer."""
     return f"{name}.{layer}" if numbered.of(name) is None else numbered.at(name, layer)
 
 
 def _made(
     step: _Step, layer: int, numbered: Numbered, own: dict[str, str], before: dict[str, str]
 ) -> Any:
-    """A node of another layer; `before` are the outputs of the layer before it."""
+    """Make a node of another layer; `before` are the outputs of the layer before it."""
     names = {"own": own, "before": before}
     node = type(step.node).FromString(step.node.SerializeToString())
     node.input[:] = [
@@ -179,7 +179,7 @@ def _made(
 
 
 def _values(values: Any, numbered: Numbered, layers: int) -> Iterator[Any]:
-    """Inputs or outputs, those of more layers behind the third's."""
+    """Yield inputs or outputs, with those of more layers behind the third's."""
     for number, group in groupby(values, lambda value: numbered.of(value.name)):
         found = list(group)
         yield from found

@@ -34,7 +34,7 @@ LOADED = 256 << 20  # bytes up to which a model is loaded and checked as a whole
 
 @dataclass(frozen=True)
 class Source:
-    """A model and what belongs to it."""
+    """A model with what belongs to it: its name, tokenizer and checkpoint."""
 
     name: str
     model: Any

@@ -99,7 +99,7 @@ def write(
 
 @dataclass
 class _Export:
-    """One directory that is being made."""
+    """An export of one decoder that writes a directory."""
 
     source: Source
     layout: CacheLayout
@@ -158,7 +158,7 @@ class _Export:
         return said, report
 
     def _traced(self, decoder: DecoderGraph, store: Store, rows: list[CheckedRun]) -> Any:
-        """The graph of all layers, whose weights are inputs; traced once for layers that are alike.
+        """Trace the graph of all layers, whose weights are inputs; once for layers that are alike.
 
         Returns:
             None where that cannot be, and the model has no weights. `rows` gets what checking a few
@@ -263,7 +263,7 @@ def save_evictors(decoder: DecoderGraph, folder: Path) -> list[dict[str, Any]]:
 
 
 def _example(decoder: DecoderGraph) -> list[Tensor]:
-    """Inputs to trace on: lengths that are neither 0 nor 1 nor equal, which would be frozen."""
+    """Return inputs to trace on: equal lengths, or lengths of 0 or 1, would be frozen."""
     lengths = {"tokens": max(2, decoder.layout.block_size - 1)}
     sizes = decoder.sizes
     found = []
@@ -274,7 +274,7 @@ def _example(decoder: DecoderGraph) -> list[Tensor]:
 
 
 def _open_axes(decoder: DecoderGraph) -> dict[str, Any]:
-    """The lengths that are open, and how far."""
+    """Return the lengths that are open, and how far."""
     dim = torch.export.Dim
     found = {"tokens": dim("tokens", min=1, max=max(2, decoder.layout.block_size))}
     for state in decoder.past:

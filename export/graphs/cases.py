@@ -77,7 +77,7 @@ def inputs(graph: StageGraph, case: Case, dtype: torch.dtype, seed: int = 0) -> 
 
 
 def _all_ports(graph: StageGraph) -> Iterator:  # type: ignore[type-arg]
-    """The graph's inputs, and keys, of which every other state is made."""
+    """Yield the graph's inputs, and keys, from which every other state is made."""
     from kvcap.export.graphs.ports import PORTS
 
     names = {port.name for port in graph.inputs}
@@ -87,17 +87,17 @@ def _all_ports(graph: StageGraph) -> Iterator:  # type: ignore[type-arg]
 
 
 class _Floats:
-    """Random activations of one kind."""
+    """A source of random activations that are all of one kind."""
 
     def __init__(self, generator: torch.Generator, dtype: torch.dtype, kind: str) -> None:
         self.generator, self.dtype, self.kind = generator, dtype, kind
 
     def normal(self, size: list[int]) -> Tensor:
-        """Standard normal."""
+        """Draw standard normal numbers."""
         return torch.randn(size, generator=self.generator).to(self.dtype)
 
     def keys(self, size: list[int]) -> Tensor:
-        """Keys [B, K, n, D]."""
+        """Draw keys [B, K, n, D]."""
         keys = torch.randn(size, generator=self.generator)
         if self.kind == "outliers":
             keys[..., min(3, size[-1] - 1)] += OUTLIER
@@ -111,7 +111,7 @@ class _Floats:
 def _positions(
     generator: torch.Generator, heads: tuple[int, int], n: int, block: int, seen: int
 ) -> Tensor:
-    """Old slots in no order, the newest block last and in order. [B, K, n] int32."""
+    """Draw positions: old slots in no order, the newest block last, in order. [B, K, n] int32."""
     rows = []
     for _ in range(heads[0] * heads[1]):
         old = torch.randperm(seen - block, generator=generator)[: n - min(block, n)]

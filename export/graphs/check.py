@@ -47,7 +47,7 @@ class CheckedCase:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """A report on every case of one graph."""
+    """A report that has every case of one graph."""
 
     file: str
     rows: list[CheckedCase]
@@ -60,7 +60,7 @@ class GraphReport:
 
     @property
     def ok(self) -> bool:
-        """Tell whether all cases hold."""
+        """Return whether all cases hold."""
         return all(row.ok or self.excused(row) for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def compared(graph: StageGraph, given: Found, got: Found, rtol: float = RTOL) ->
 def _pairs(
     graph: StageGraph, got: Found, eager: Found, truth: Found
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Every output that is computed, not moved: its name, itself, eager's, float64's."""
+    """Yield every output that is computed, not moved: its name, itself, eager's, float64's."""
     for name, value in got.items():
         if name in eager:
             yield name, value, eager[name], truth[name]
@@ -127,7 +127,7 @@ def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tupl
 
 
 def _misses(index: Tensor, worth: Tensor, near: float) -> int:
-    """Slots that are kept or given up against `worth`, by more than `near`."""
+    """Count slots that are kept or given up against `worth`, by more than `near`."""
     stays = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, index, True)
     if int(stays.sum()) != index.numel():
         return index.numel()  # a slot kept twice

@@ -1,4 +1,4 @@
-"""How a policy's score is put into a graph: as traced, or in a form that a device computes faster.
+"""Puts a policy's score into a graph: as traced, or in a form that a device computes faster.
 
 `form_of` is the one place where a form is chosen. A form says which inputs it takes and what they
 become; select and gather are the same for all. KeyDiff's cosine has three forms beside the traced:
@@ -9,7 +9,7 @@ become; select and gather are the same for all. KeyDiff's cosine has three forms
 
 They give the policy's own scores, in float32 whatever the cache's type: squares and sums of real
 keys leave float16's range, and cosines of keys that share a large channel differ by less than
-float16 can tell apart.
+float16 can resolve.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Named = Mapping[str, Tensor]
 
 
 class Traced:
-    """The policy's own `score`, traced; its casts to float32 are in the graph.
+    """A form that is the policy's own `score`, traced; its casts to float32 are in the graph.
 
     Args:
         eviction: policy, saliency and rescorer; nothing else of it is in a graph.
@@ -66,7 +66,7 @@ class Traced:
 
     @property
     def slot_state(self) -> tuple[str, ...]:
-        """State that moves with its slots."""
+        """Return the names of state that moves with its slots."""
         return tuple(self.eviction.state)
 
     def observe(self, given: Named) -> Observation:
@@ -126,13 +126,13 @@ class Traced:
 
 
 class Stateless(Traced):
-    """`-unit(K) · unit(mean)`: standard operations, zero-safe, no norm is ever squared out."""
+    """A form, `-unit(K) · unit(mean)`, that is zero-safe: no norm is ever squared out."""
 
     name = "stateless"
 
     @property
     def units(self) -> bool:
-        """Tell whether the anchor is the mean of unit keys."""
+        """Return whether the anchor is the mean of unit keys."""
         policy = self.eviction.policy
         assert isinstance(policy, KeyDiff)
         return policy.anchor == "unit_mean"
@@ -146,7 +146,7 @@ class Stateless(Traced):
 
 
 class InverseNorms(Stateless):
-    """`-(K · unit(mean)) / |k|` with `1/|k|` kept per slot."""
+    """A form, `-(K · unit(mean)) / |k|`, that keeps `1/|k|` per slot."""
 
     name = "inverse_norms"
     update_inputs: tuple[str, ...] = ("new_keys",)
@@ -157,7 +157,7 @@ class InverseNorms(Stateless):
 
     @property
     def slot_state(self) -> tuple[str, ...]:
-        """Name the norms, which move with their keys."""
+        """Return the name of the norms, which move with their keys."""
         return ("inverse_norms",)
 
     def score(self, given: Named, obs: Observation) -> Tensor:
@@ -185,7 +185,7 @@ class InverseNorms(Stateless):
 
 
 class RunningAnchor(InverseNorms):
-    """`-(K · unit(sum)) / |k|`, norms and sum kept; the sum follows what arrives and what goes."""
+    """A form, `-(K · unit(sum)) / |k|`, that keeps norms and sum; the sum follows every slot."""
 
     name = "running_anchor"
     update_inputs = ("new_keys", "gone_keys", "anchor")
@@ -216,13 +216,13 @@ class RunningAnchor(InverseNorms):
         return [*super().update(given), given["anchor"] + change]
 
     def _sum(self, keys: Tensor) -> Tensor:
-        """Of keys [B, K, n, D] or their unit vectors, [B, K, D] float32."""
+        """Sum keys [B, K, n, D] or their unit vectors to [B, K, D] float32."""
         keys = float32(keys)
         return (unit(keys) if self.units else keys).sum(-2)
 
 
 def _products(keys: Tensor, anchor: Tensor) -> Tensor:
-    """`unit(anchor) · k` of [B, K, n, D] and [B, K, 1, D], as [B, K, n].
+    """Return `unit(anchor) · k` of [B, K, n, D] and [B, K, 1, D], as [B, K, n].
 
     In this order, since ONNX Runtime reads transposed keys along their rows, 3.5 times as fast.
     """
@@ -230,7 +230,7 @@ def _products(keys: Tensor, anchor: Tensor) -> Tensor:
 
 
 def _inverse_norms(keys: Tensor) -> Tensor:
-    """`1/|k|`, [B, K, n] float32. Clamped, as exporters drop a small `+ eps`."""
+    """Return `1/|k|`, [B, K, n] float32, clamped, as exporters drop a small `+ eps`."""
     norms: Tensor = torch.linalg.vector_norm(float32(keys), dim=-1)
     return norms.clamp_min(1e-8).reciprocal()
 

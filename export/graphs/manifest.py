@@ -1,4 +1,4 @@
-"""The manifest beside a graph: all that a device needs to feed it and to check it.
+"""Writes the manifest beside a graph: all that a device needs to feed it and to check it.
 
 Plain JSON; samples are a safetensors file beside it (a JSON header and raw little-endian numbers).
 """

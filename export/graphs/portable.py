@@ -85,7 +85,7 @@ class Portable(TorchFunctionMode):
 
 
 def _max_pool(x: Tensor, kernel: int, stride: int = 1, padding: int = 0, **_: Any) -> Tensor:
-    """`max_pool1d` [B, C, L] with stride 1 by the pooling of images."""
+    """Compute `max_pool1d` [B, C, L] with stride 1 by the pooling of images."""
     pooled: Tensor = torch.nn.functional.max_pool2d(
         x[..., None, :], (1, kernel), stride=(1, stride), padding=(0, padding)
     )

@@ -1,4 +1,4 @@
-"""The table of all inputs and outputs of graphs: name, type, axes, unit, meaning."""
+"""Lists all inputs and outputs of graphs: name, type, axes, unit, meaning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROTATED = "as attention saw them: rotated, at today's positions"
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output."""
+    """An input or output of a graph, which has a name, a type and named axes."""
 
     name: str
     dtype: str  # float32, int32, bool, or CACHE
@@ -113,7 +113,7 @@ def new_port(name: str) -> Port:
 
 
 def sizes(shape: Shape, queries: int | None) -> dict[str, int | None]:
-    """Size of every axis, None where open; `queries` is None for every query of the block."""
+    """Return the size of every axis, None where open; `queries` None: every query of the block."""
     static = shape.slots is not None
     count = shape.block if queries is None else queries
     if shape.slots is not None:

@@ -1,4 +1,4 @@
-"""The sizes that a graph is made for, given by hand or read from a model's config."""
+"""Describes the sizes that a graph is made for, given by hand or read from a model's config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcap.runtime.models.config import ModelShape
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's sizes; `slots=None` leaves the number of slots (and of queries) open.
+    """A layer's sizes; `slots=None` says that the number of slots (and of queries) is open.
 
     Raises:
         ValueError: sizes that make no layer.

@@ -21,7 +21,7 @@ IN_GRAPH = ("policy", "saliency", "rescorer")  # slots of an eviction, as graph_
 
 @dataclass(frozen=True)
 class Spec:
-    """One graph.
+    """A description that says what one graph is made of.
 
     Raises:
         NotExportable: no such stage or type.
@@ -129,7 +129,7 @@ def recalled(recipe: dict[str, Any], shape: dict[str, Any], **rest: str) -> Spec
 
 
 def _name(component: Component) -> str:
-    """What a part is called in a combination."""
+    """Return the name of a part in a combination."""
     for name, found in policies().items():
         if set(found.parts) == {"policy"} and found.parts["policy"] is type(component):
             return name

@@ -1,4 +1,4 @@
-"""The graphs as modules that are traced: score, evict (score, select, gather) and update.
+"""Defines graphs as modules that are traced: score, evict (score, select, gather) and update.
 
 Selection follows `Eviction`: pins are a mask, a rescorer comes after the score. `evicted` is the
 one place that selects, for a layer's graph and for a whole decoder.
@@ -64,10 +64,10 @@ class Score(StageGraph):
 
 
 class Evict(StageGraph):
-    """Score, select, gather: the budget's slots of all that were held, in the order they lay.
+    """A graph that scores, selects and gathers the budget's slots, in the order they lay.
 
-    The policy's own pins for this budget are in the graph, others come in by `pinned`. Fewer slots
-    than the budget all stay.
+    The policy's own pins for this budget are in the graph, others come in by `pinned`. If there are
+    fewer slots than the budget, all stay.
     """
 
     stage = "evict"
@@ -120,7 +120,7 @@ class Evict(StageGraph):
 
 
 class Update(StageGraph):
-    """State of the arriving tokens, for forms that keep some."""
+    """A graph that computes the state of arriving tokens, for forms that keep some."""
 
     stage = "update"
 

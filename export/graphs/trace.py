@@ -177,7 +177,7 @@ def _drop_unused(graph: Any) -> None:
 
 
 def _rename(graph: Any, names: list[str]) -> None:
-    """Short names inside, `names` for the outputs; a tensor returned twice gets an Identity."""
+    """Use short names inside, `names` for the outputs; a tensor returned twice gets an Identity."""
     known = {value.name: value.name for value in graph.input}
     twice = []
     for value, name in zip(graph.output, names, strict=True):

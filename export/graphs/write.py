@@ -68,7 +68,7 @@ def write(
 
 
 def _sample_slots(spec: Spec) -> int:
-    """Slots of the sample: few, but some to evict."""
+    """Return the slots of the sample: few, but some to evict."""
     if spec.shape.slots is not None:
         return spec.shape.slots
     return spec.shape.budget + 4 if spec.stage == "evict" else FEW

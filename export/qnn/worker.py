@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
 
 
 def _options(runtime: Any, options: dict[str, str]) -> Any:
-    """A session's options with QNN as its one provider besides the CPU."""
+    """Return a session's options with QNN as its one provider besides the CPU."""
     made = runtime.SessionOptions()
     made.log_severity_level = 4
     devices = [device for device in runtime.get_ep_devices() if device.ep_name == PROVIDER]

@@ -71,7 +71,7 @@ FILE = re.compile(r"""("[^"]+"|'[^']+'|(?:\\ |\S)+)\s*(.*)""", re.DOTALL)
 
 @dataclass
 class Chat:
-    """A conversation with the commands about it.
+    """A conversation on a terminal or in a script, with commands that change it.
 
     Answers go to stdout, all else to stderr. An error is printed, and the chat goes on.
     """

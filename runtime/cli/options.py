@@ -523,7 +523,7 @@ class Recalling:
 
 @dataclass(frozen=True)
 class Sampling:
-    """A group of options for how the next token is drawn; None leaves the model's own setting."""
+    """A group of options that say how the next token is drawn; None: the model's own setting."""
 
     max_new_tokens: Annotated[
         int | None,

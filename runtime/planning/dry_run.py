@@ -182,7 +182,7 @@ def pretend_full(cache: BudgetCache) -> None:
 
 
 class Tally(TorchDispatchMode):
-    """A counter of the bytes of tensors' storages as they come and go, and of their peak.
+    """A counter that adds up the bytes of tensors' storages as they come and go, and their peak.
 
     Args:
         known: tensors that exist already, whose storages are not counted.

@@ -241,7 +241,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class ModelPlanner:
-    """A planner of one transformers model under one eviction policy, for any slots and blocks."""
+    """A planner that plans one transformers model under one eviction policy, at any sizes."""
 
     config: Any  # of the text model
     eviction: Eviction

@@ -34,7 +34,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """A plan of a server's bytes by component, and of how many conversations fit."""
+    """A plan that gives a server's bytes by component, and how many conversations fit."""
 
     one: MemoryPlan  # of one conversation, with the process before it
     together: int  # answers that are written at once

@@ -17,7 +17,7 @@ CAP_SHARE = 32  # of a small cap of the process, this part is for the index
 
 
 class RecallSettings(NamedTuple):
-    """Settings of recall that a user asked for.
+    """A set of settings of recall that a user asked for.
 
     >>> RecallSettings.parse("auto").limit(512), RecallSettings.parse("off").limit(512)
     (64, 0)

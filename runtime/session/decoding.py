@@ -71,7 +71,7 @@ class Insertion(NamedTuple):
 
 @dataclass
 class Written:
-    """A record of an answer as far as it was written."""
+    """A record that grows with an answer as it is written."""
 
     pieces: list[str] = field(default_factory=list)  # of text
     tokens: list[int] = field(default_factory=list)  # without one that ended it
@@ -87,7 +87,7 @@ class Written:
 
 
 class Decoding:
-    """A maker of answers, one after the other, through one loop.
+    """A maker of answers that reads prompts and draws tokens through one loop.
 
     Args:
         engine: the model.

@@ -24,7 +24,7 @@ MOST = 1000  # times as many slots as are needed: the largest budget that is tri
 
 
 class Engine(Protocol):
-    """A protocol of a loaded model under a memory plan."""
+    """A protocol of backends that have loaded a model under a memory plan."""
 
     name: str
     tokenizer: Any
@@ -128,7 +128,7 @@ class TokenSampler(Protocol):
 
 
 class Loop(ABC):
-    """A reader of tokens into a capped cache, at most a block at a time; each backend has its own.
+    """A reader that takes tokens into a capped cache, at most a block at a time.
 
     Args:
         cache: holds keys and values. It has `seen`, `held` and `spare` (tokens), `nbytes`,
@@ -244,7 +244,7 @@ class Loop(ABC):
 
 
 class Room(NamedTuple):
-    """A record of what a cache holds and what still fits, in tokens per KV head and layer."""
+    """A record that says what a cache holds and what still fits, in tokens per KV head and layer."""
 
     held: int
     spare: int  # tokens that fit before any head must evict

@@ -274,6 +274,14 @@ def turn_has_results(
 
     Templates that write a result together with its call (Gemma 4), or look up its name in the call
     (gpt-oss), need the call, which the stand-in for an answer lacks.
+
+    Args:
+        tokenizer: that has the template.
+        system: the system prompt.
+        answer: the message before `messages`, if there is one.
+        messages: that follow it.
+        tools: that the model may call.
+        options: further names that the template gets.
     """
     marked = _marked_results(messages)
     if marked == list(messages):
@@ -335,6 +343,9 @@ def render_turn(
 
     They are rendered behind a stand-in for that answer, and the text is cut after it. So the cost
     does not grow with the conversation, and the answer's turn is closed.
+
+    Raises:
+        ChatTemplateMissing: no template, or one that changes the answer it is given.
     """
     return _around_answer(tokenizer, system, messages, tools, options)[1]
 

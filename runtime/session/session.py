@@ -46,7 +46,7 @@ PROMPT_SEEN = 256  # tokens of a prompt by which an answer is parsed
 
 @dataclass(frozen=True)
 class Transcript:
-    """A record of a conversation's messages and of what is pinned."""
+    """A record that has a conversation's messages, and says which of them are pinned."""
 
     messages: list[Message]
     system: str | None
@@ -57,7 +57,7 @@ class Transcript:
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A checked prompt to read next; the conversation changes only once it is read."""
+    """A prompt that was checked, to read next; the conversation changes only once it is read."""
 
     ids: list[int]
     transcript: Transcript | None  # the conversation once it is read; None: a text, no message
@@ -69,7 +69,7 @@ class PreparedPrompt:
 
 
 class Session:
-    """A conversation over one cache, made by `Runtime.session`.
+    """A conversation that lives in one cache, made by `Runtime.session`.
 
     Knows no library that runs models.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Bounds(NamedTuple):
-    """The kind and range of numbers that a setting takes."""
+    """A range that says which numbers a setting takes, and of which kind."""
 
     kind: type
     low: float

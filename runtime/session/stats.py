@@ -17,7 +17,7 @@ another error.
 
 @dataclass
 class Turn:
-    """A record of what one answer read and wrote, with times in seconds; 0: not timed."""
+    """A record that counts what one answer read and wrote, with times in seconds; 0: not timed."""
 
     prompt_tokens: int = 0
     read_tokens: int = 0  # of the prompt; fewer where reading was cut short
@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True, repr=False)
 class Stats:
-    """A record of what a cache holds.
+    """A record that says what a cache holds.
 
     Tokens are per KV head and layer, bytes of all layers together.
     """

@@ -138,7 +138,7 @@ _COUNTING_HOST: list[_HostCount] = []  # the ones that are on
 
 @dataclass(frozen=True)
 class _Event:
-    """An allocation, or with a negative size a release, as PyTorch's profiler reports it."""
+    """An event that allocates bytes or, with a negative size, releases them."""
 
     time: int
     pointer: int
@@ -147,7 +147,7 @@ class _Event:
 
 
 class _Recording:
-    """A run of PyTorch's profiler for memory alone, with the calls of every thread if asked for."""
+    """A run of PyTorch's profiler that records memory, and the calls of every thread if asked."""
 
     def __init__(self, stacks: bool) -> None:
         self._before = sys.getprofile()

@@ -24,7 +24,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class ProcessPeak:
-    """A record of a process's resident bytes."""
+    """A record that has a process's resident bytes."""
 
     peak_bytes: int  # the most it held
     baseline_bytes: int  # what it held when the imports were done

@@ -292,7 +292,7 @@ def _nearest(item: pytest.Item) -> tuple[Any, pytest.Mark] | None:
 
 @dataclass
 class Peaks:
-    """A set of meters for one marked test."""
+    """A set of meters that measure one marked test."""
 
     budget: AllowedBytes
     tensors: Peak | None = field(default=None, init=False)

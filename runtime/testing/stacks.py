@@ -24,7 +24,7 @@ clock = getattr(torch._C._profiler, "_get_approximate_time", time.perf_counter_n
 
 @dataclass(frozen=True)
 class Place:
-    """A line of a stack."""
+    """A line that stands in a stack."""
 
     file: str
     line: int
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass
 class CallLog:
-    """A log of the calls and returns of one thread, from a moment on."""
+    """A log that notes the calls and returns of one thread, from a moment on."""
 
     thread: str = field(default_factory=lambda: threading.current_thread().name)
     base: list[tuple[CodeType, int]] = field(default_factory=list)

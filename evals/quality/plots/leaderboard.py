@@ -82,7 +82,7 @@ def figure(tables: Sequence[RankingTable], heading: str) -> Figure:
 
 
 def _unit_cell(tables: Sequence[RankingTable]) -> Cell:
-    """Any cell: all have the same unit and number of samples."""
+    """Return any cell: all have the same unit and number of samples."""
     return next(c for t in tables for row in t.rows for c in row.cells if c is not None)
 
 
@@ -128,6 +128,6 @@ def _line(axis: Axes, row: RankedPolicy, budgets: Sequence[int], place: int, lin
 
 
 def _reach(table: RankingTable, names: Sequence[str]) -> float:
-    """How many times the least score the highest is, of the lines that are drawn."""
+    """Return how many times the least score the highest is, of the lines that are drawn."""
     scores = [c.score for row in table.rows if row.name in names for c in row.cells if c]
     return max(scores) / max(min(scores), 1e-9)

@@ -56,7 +56,7 @@ def _row(s: Setting) -> Row:
 
 
 def _rows(cells: list[Cell], capped: bool) -> list[Row]:
-    """Policies that evict, or that do not; the best first."""
+    """Return policies that evict, or that do not, the best first."""
     found: dict[Row, list[float]] = {}
     for cell in (cell for cell in cells if (cell.setting.budget is not None) is capped):
         found.setdefault(_row(cell.setting), []).append(cell.score)
@@ -65,7 +65,7 @@ def _rows(cells: list[Cell], capped: bool) -> list[Row]:
 
 
 def _panels(cells: list[Cell]) -> list[list[tuple[Row, int | None]]]:
-    """Lines of panels: a policy at every budget, and behind it one that never evicts."""
+    """Return lines of panels: a policy at every budget, and behind it one that never evicts."""
     budgets = sorted({c.setting.budget for c in cells if c.setting.budget is not None})
     uncapped = _rows(cells, False)
     lines = zip_longest(_rows(cells, True), uncapped, fillvalue=NOBODY)
@@ -114,7 +114,7 @@ def _block(block: SubFigure, cells: list[Cell]) -> None:
 
 
 def _panel(axis: Axes, table: list[list[float | None]], scale: tuple[float, float]) -> AxesImage:
-    """One heat map [depths, lengths], each field with its score; what was not measured is grey."""
+    """Draw one heat map [depths, lengths], each field with its score, grey if not measured."""
     low, high = scale
     numbers = [[float("nan") if score is None else score for score in line] for line in table]
     axis.set_facecolor("#bbbbbb")

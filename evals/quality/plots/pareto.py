@@ -83,7 +83,7 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def _names(cells: list[Cell]) -> list[tuple[str, str]]:
-    """Lines of the legend: policy and positions."""
+    """Return the lines of the legend: policy and positions."""
     return sorted({_name(cell) for cell in cells})
 
 
@@ -140,7 +140,7 @@ def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]
 def _line(
     axis: Axes, priced: list[tuple[float, Cell]], name: tuple[str, str], style: Style
 ) -> None:
-    """The points of a policy, joined from budget to budget; hollow at true positions."""
+    """Draw the points of a policy, joined from budget to budget, hollow at true positions."""
     policy, positions = name
     ordered = sorted(priced, key=lambda pair: pair[1].setting.budget or 0)
     prices, scores = [price for price, _ in ordered], [cell.score for _, cell in ordered]
@@ -155,7 +155,7 @@ def _line(
 
 
 def _labels(priced: list[tuple[float, Cell]]) -> list[Label]:
-    """A label for every place that has points: policies and budgets."""
+    """Return a label for every place that has points: policies and budgets."""
     places: dict[tuple[float, float], list[str]] = {}
     for price, cell in sorted(priced, key=lambda pair: _name(pair[1])):
         s = cell.setting

@@ -65,7 +65,7 @@ def _lines(cells: list[Cell]) -> Lines:
 
 
 def _policies(lines: Lines) -> dict[str, list[Cell]]:
-    """The better line of every policy's positions, the best policy first."""
+    """Return the better line of every policy's positions, the best policy first."""
     better: dict[str, list[Cell]] = {}
     for (policy, _), cells in sorted(lines.items(), key=lambda line: (_worst(line[1]), line[0])):
         better.setdefault(policy, cells)
@@ -73,7 +73,7 @@ def _policies(lines: Lines) -> dict[str, list[Cell]]:
 
 
 def _worst(cells: list[Cell]) -> float:
-    """The mean score, negative where more is better."""
+    """Return the mean score, negative where more is better."""
     return fmean(-cell.score if cell.of.higher_is_better else cell.score for cell in cells)
 
 

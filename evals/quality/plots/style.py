@@ -1,4 +1,4 @@
-"""How all pictures look: widths, sizes of letters, and lines that can be told apart."""
+"""Says how all pictures look: widths, sizes of letters, and lines that differ clearly."""
 
 from __future__ import annotations
 

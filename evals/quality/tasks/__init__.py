@@ -1,4 +1,4 @@
-"""Quality tasks: one file per task, and the file's name is the task's name.
+"""Defines quality tasks: one file per task, and the file's name is the task's name.
 
 To add a task, add a file with what `Task` says. A task is English text and knows no cache and no
 policy. A prompt that a task writes has exactly the tokens asked for, so that samples can be read in
@@ -36,7 +36,7 @@ GROUPS = {  # names that stand for several tasks
 
 @dataclass(frozen=True)
 class Sample:
-    """A text, a question below it in the same user message, and what the answer should say."""
+    """A text with a question below it in the same user message, and what the answer should say."""
 
     context: str
     question: str
@@ -76,7 +76,10 @@ class Task(Protocol):
     """
 
     MAX_NEW_TOKENS: int
-    """Tokens an answer may take. 0: nothing is asked, and a sample's score is its text's loss."""
+    """Limits the tokens of an answer.
+
+    0: nothing is asked, and a sample's score is its text's loss.
+    """
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
         """Make a sample whose prompt has exactly `length` tokens (`prompt_ids`).
@@ -162,7 +165,7 @@ def unit_of(task: Task) -> str:
 
 
 def is_placed(task: Task) -> bool:
-    """Tell whether what is asked for stands at a depth."""
+    """Return whether what is asked for stands at a depth."""
     return bool(getattr(task, "PLACED", True))
 
 
@@ -259,7 +262,7 @@ def _text(tokenizer: Any, sample: Sample) -> str:
 
 
 def _encode(tokenizer: Any, sample: Sample, text: str) -> list[int]:
-    """Token ids of a sample's text; in plain text they begin as the tokenizer has texts begin."""
+    """Return token ids of a sample's text; plain text begins as the tokenizer has texts begin."""
     special = not _in_chat(tokenizer, sample)
     ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     return ids

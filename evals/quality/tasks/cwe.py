@@ -1,4 +1,4 @@
-"""RULER's common words extraction: ten words of a list occur more often than the others."""
+"""Asks as RULER's common words extraction: ten words of a list occur more often than others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
 
 def _apart(rng: Random, known: list[str]) -> Iterator[str]:
-    """Words in random order, English and then made up, none a part of another."""
+    """Yield words in random order, English and then made up, none a part of another."""
     rng.shuffle(known)
     drawn: list[str] = []
     text = " "  # all that were drawn

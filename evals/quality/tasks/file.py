@@ -1,4 +1,4 @@
-"""A user's own task: `file:PATH`, one JSON object a line.
+"""Runs a user's own task: `file:PATH`, one JSON object a line.
 
 `{"context": …, "question": …, "answers": […]}`, or `{"messages": […], "answers": […]}` with the
 question as the last message of a conversation. Optional: `"metric"`, a name in `metrics.METRICS`,

@@ -1,4 +1,4 @@
-"""RULER's frequent words extraction: which coded words occur most often, by a Zeta law."""
+"""Asks as RULER's frequent words extraction: which coded words are the most frequent?"""
 
 from __future__ import annotations
 
@@ -61,5 +61,5 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
 
 def _share(rank: int) -> float:
-    """The Zeta law with exponent 2, whose sum over all ranks is 1."""
+    """Return the share of a rank by the Zeta law with exponent 2; all shares sum to 1."""
     return 6 / (pi * rank) ** 2

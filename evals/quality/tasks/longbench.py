@@ -1,4 +1,4 @@
-"""LongBench: `longbench/hotpotqa:DIR`, scored by the benchmark's own metrics.
+"""Asks LongBench: `longbench/hotpotqa:DIR`, scored by the benchmark's own metrics.
 
 `DIR` holds the benchmark's JSONL files or its `data.zip`; without it, `data.zip` comes from the
 hub. Prompts, lengths of answers and metrics are in `longbench_sets.py`. A prompt beyond the length

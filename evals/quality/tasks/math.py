@@ -1,4 +1,4 @@
-r"""Competition mathematics: `math:PATH`, one `{"problem": …, "answer": …}` a line, as in MATH-500.
+r"""Asks competition mathematics: `math:PATH`, one `{"problem": …, "answer": …}` a line (MATH-500).
 
 The model thinks in writing, so that the policy acts on its own answer more than on the prompt; the
 last `\boxed{}` is compared with the answer. `--max-new-tokens` says how much it may write.

@@ -1,4 +1,4 @@
-"""Many facts, each said in a turn of a long conversation, and a question for one in the last turn.
+"""Says many facts, each in a turn of a long conversation, and asks for one in the last turn.
 
 A user tells a number with every message, among sentences about other things, and asks for one of
 them in the end: the others are distractors of the same form.

@@ -1,4 +1,4 @@
-"""RULER's niah_multikey_1: a magic number in prose, and those of three other keys."""
+"""Asks as RULER's niah_multikey_1: a magic number in prose, and those of three other keys."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

@@ -1,4 +1,4 @@
-"""RULER's niah_multikey_2: a magic number in a text of nothing but magic numbers."""
+"""Asks as RULER's niah_multikey_2: a magic number in a text of nothing but magic numbers."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

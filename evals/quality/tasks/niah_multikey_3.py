@@ -1,4 +1,4 @@
-"""RULER's niah_multikey_3: the magic UUID of a UUID in a text of nothing but such."""
+"""Asks as RULER's niah_multikey_3: the magic UUID of a UUID in a text of nothing but such."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

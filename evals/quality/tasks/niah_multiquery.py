@@ -1,4 +1,4 @@
-"""RULER's niah_multiquery: the magic numbers of four keys, in prose."""
+"""Asks as RULER's niah_multiquery: the magic numbers of four keys, in prose."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

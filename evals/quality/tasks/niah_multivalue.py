@@ -1,4 +1,4 @@
-"""RULER's niah_multivalue: all four magic numbers of one key, in prose."""
+"""Asks as RULER's niah_multivalue: all four magic numbers of one key, in prose."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

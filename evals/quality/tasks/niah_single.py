@@ -1,4 +1,4 @@
-"""One fact somewhere in a long text, and a question for it below the text."""
+"""Hides one fact somewhere in a long text, and asks for it below the text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
 
 def score(sample: Sample, reply: str) -> float:
-    """Tell whether the number stands in the reply as a word of its own: 1 or 0."""
+    """Return whether the number stands in the reply as a word of its own: 1 or 0."""
     return float(has_word(reply, sample.answers[0]))
 
 

@@ -1,4 +1,4 @@
-"""RULER's niah_single_1: a magic number in noise."""
+"""Asks as RULER's niah_single_1: a magic number in noise."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

@@ -1,4 +1,4 @@
-"""RULER's niah_single_2: a magic number in prose. OBCache's passkey is this (Appendix C.1)."""
+"""Asks as RULER's niah_single_2: a magic number in prose. OBCache's passkey is this (C.1)."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

@@ -1,4 +1,4 @@
-"""RULER's niah_single_3: a magic UUID in prose."""
+"""Asks as RULER's niah_single_3: a magic UUID in prose."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

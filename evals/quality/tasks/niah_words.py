@@ -1,4 +1,4 @@
-"""A magic word of two, such as 'blue-door', in prose: RULER's needle with words for values."""
+"""Hides a magic word of two, such as 'blue-door', in prose: RULER's needle with words."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

@@ -1,4 +1,4 @@
-"""Passkey retrieval: a number that a text says is to be remembered.
+"""Asks for a passkey: a number that a text says is to be remembered.
 
 A. Mohtashami, M. Jaggi, 2023, arXiv 2305.16300, with prose around it; OBCache's form of it, in
 RULER's wording, is `niah_single_2`.

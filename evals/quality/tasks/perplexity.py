@@ -1,4 +1,4 @@
-"""Perplexity of a long text under eviction (OBCache, Figure 4): nothing is asked.
+"""Measures the perplexity of a long text under eviction (OBCache, Figure 4); asks nothing.
 
 The text is generated prose, or pieces of a file of the user's (`perplexity:FILE`), which is read as
 running text, without a chat template.
@@ -40,7 +40,7 @@ def from_file(path: str) -> Task:
 
 
 class _File:
-    """The task of a file's text."""
+    """A task that reads the text of a file."""
 
     MAX_NEW_TOKENS, UNIT, PLACED = MAX_NEW_TOKENS, UNIT, PLACED
 
@@ -54,11 +54,11 @@ class _File:
         if not self.text.strip():
             raise ValueError(f"perplexity:{path}: the file is empty; give one with text")
         self.digest = sha256(given).hexdigest()[:16]
-        """Of the file's content: cells measured on other content are other cells."""
+        """Identifies the file's content: cells measured on other content are other cells."""
         self._ids: tuple[Any, list[int]] | None = None  # by the tokenizer used last
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-        """A piece of the text, which begins at `depth` of where it can begin."""
+        """Return a piece of the text, which begins at `depth` of where it can begin."""
         if self._ids is None or self._ids[0] is not tokenizer:
             self._ids = tokenizer, _encode(tokenizer, self.text)
         ids = self._ids[1]
@@ -71,12 +71,12 @@ class _File:
         return _sample(tokenizer, length, ids[start : start + length])
 
     def score(self, sample: Sample, reply: str) -> float:
-        """Not called, as nothing is asked."""
+        """Fail: it is never called, as nothing is asked."""
         raise NotImplementedError
 
 
 def _sample(tokenizer: Any, length: int, ids: list[int]) -> Sample:
-    """The first `length` tokens, the tokenizer's opening one included."""
+    """Return the first `length` tokens, the tokenizer's opening one included."""
     if length < 2:
         raise ValueError(f"a length of {length} tokens is too short; 2 are needed")
     begin = tokenizer.bos_token_id

@@ -1,4 +1,4 @@
-"""Phone book lookup (KeyDiff, Table 17): the number of one name in a list of names and numbers."""
+"""Asks for the number of one name in a list of names and numbers (KeyDiff, Table 17)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
 
 def score(sample: Sample, reply: str) -> float:
-    """Tell whether the number stands in the reply as a word of its own: 1 or 0."""
+    """Return whether the number stands in the reply as a word of its own: 1 or 0."""
     return float(has_word(reply, sample.answers[0]))
 
 
@@ -48,7 +48,7 @@ def _line(entry: Fact) -> str:
 
 
 def _entries(rng: Random) -> Iterator[Fact]:
-    """Names and numbers of seven digits, none of them twice."""
+    """Yield names and numbers of seven digits, none of them twice."""
     names, numbers = set[str](), set[str]()
     while True:
         # First and last names run out; initials are as good as endless.

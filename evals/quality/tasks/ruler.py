@@ -104,5 +104,5 @@ def _sample(row: Row, family: RulerFormat) -> RowSample:
 
 
 def _printable(reply: str) -> str:
-    """A reply with line ends for control characters, as RULER reads it."""
+    """Return a reply with line ends for control characters, as RULER reads it."""
     return re.sub(r"[\x00-\x1f]", "\n", reply.strip()).strip()

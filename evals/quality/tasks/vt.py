@@ -1,4 +1,4 @@
-"""RULER's variable tracking: five variables, each but the first a copy of one before, in noise."""
+"""Asks as RULER's variable tracking: five variables, each a copy of one before, in noise."""
 
 from __future__ import annotations
 

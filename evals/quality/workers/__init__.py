@@ -31,10 +31,10 @@ class WorkerJob(Protocol):
 
 
 class Worker(Protocol):
-    """One place where items are done, one at a time.
+    """A place where items are done, one at a time.
 
-    A future that ends with an exception says that the worker is gone; whatever the job raises
-    comes as a `Failed` result.
+    A future that ends with an exception says that the worker is gone; whatever the job raises comes
+    as a `Failed` result.
     """
 
     number: int
@@ -65,7 +65,7 @@ class WorkerEngine(Protocol):
 
 @dataclass(frozen=True)
 class Failed:
-    """The error with which an item ended, or with which a worker could not be made ready."""
+    """An error with which an item ended, or with which a worker could not be made ready."""
 
     error: Exception
 
@@ -83,7 +83,7 @@ def attempt(function: Callable[..., Any], *given: Any) -> Any:
 
 
 class Here:
-    """The engine of a single worker: this process."""
+    """An engine that has a single worker: this process."""
 
     workers = 1
 

@@ -45,7 +45,7 @@ class Crew:
         return self.workers or max(1, gpus_of(device))
 
     def alone(self, device: str | None) -> bool:
-        """Tell whether no two workers compute on the same GPU, so that times say something."""
+        """Return whether no two workers compute on the same GPU, so that times say something."""
         gpus = gpus_of(device)
         return self.engine != "local" or gpus == 0 or self.local_workers(device) <= gpus
 

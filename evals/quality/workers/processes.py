@@ -23,7 +23,7 @@ from kvcap.evals.quality.workers import Failed, Worker, WorkerJob, attempt
 
 
 class Processes:
-    """The engine of `workers` processes, started afresh, so that each may use a GPU."""
+    """An engine that starts `workers` processes afresh, so that each may use a GPU."""
 
     def __init__(self, job: WorkerJob, workers: int) -> None:
         self.job, self.workers = job, workers

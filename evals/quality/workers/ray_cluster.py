@@ -22,7 +22,7 @@ def require_ray() -> None:
 
 
 class RayCluster:
-    """The engine of a Ray cluster: an existing one, or one started on this machine.
+    """An engine that uses a Ray cluster: an existing one, or one started on this machine.
 
     Args:
         job: what workers do.
@@ -88,7 +88,7 @@ class _RayWorker:
 
 
 class _Actor:
-    """A worker's side."""
+    """A worker's side, which Ray runs."""
 
     def __init__(self, job: WorkerJob) -> None:
         self._job = job

@@ -23,7 +23,7 @@ LIKELIEST = 256, 2048  # tokens whose share is tried before all are sorted
 
 @dataclass
 class Generation:
-    """A set of settings of generation under transformers' names; None is not set."""
+    """A set of settings that say how tokens are drawn, named as in transformers; None: not set."""
 
     do_sample: bool | None = None
     temperature: float | None = None
