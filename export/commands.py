@@ -328,7 +328,7 @@ def verify_command(
     else:
         print("\n".join(report.table() for report in reports))
     for report in sorted(reports, key=lambda report: isinstance(report, Unchecked)):
-        report.require()  # a fault is told before what is not known
+        report.require()  # report a fault before what is not known
 
 
 def _shape(model: str | None, given: dict[str, int]) -> Shape:

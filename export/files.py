@@ -1,4 +1,4 @@
-"""Files of an export: told by their checksums, and not replaced by an export of something else."""
+"""Identifies an export's files by checksums, and never replaces them by another export."""
 
 from __future__ import annotations
 

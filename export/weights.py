@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvcap.runtime.backends.onnxruntime.library import library
 
-BLOCK = 32  # weights of a row that share a scale, unless told otherwise
+BLOCK = 32  # weights of a row that share a scale, by default
 ACCURACY = 4  # activations are rounded to int8 too, block by block: the fast kernels
 LARGE = 1 << 16  # numbers of a matrix or table that is worth it
 INLINE = 1024  # bytes of a tensor that stays in the graph's own file

@@ -87,7 +87,7 @@ def adopt(
         where: a directory with one decoder, its config and its tokenizer; or the decoder's file.
         out: a directory to prepare instead, which gets copies (links where it can).
         policies: to evict by; by default all that such a decoder can, with their own options.
-        budget_tokens: slots that a run keeps if it is not told; the graphs take any number.
+        budget_tokens: slots that a run keeps by default; the graphs take any number.
         block_size: likewise, tokens read at once.
         positions: likewise, 'compact' or 'true'; compact where that is exact.
         exporter: what made the decoder, for the manifest.

@@ -96,7 +96,7 @@ def read_nodes(file: Path) -> Any | None:
     """Read the graph (an onnx.GraphProto without its weights), if its attention is such nodes."""
     try:
         graph = library("onnx").load(str(file), load_external_data=False).graph
-    except Exception:  # protobuf's own; a graph that ONNX Runtime can load is told by it
+    except Exception:  # protobuf's own; ONNX Runtime still decides whether it can load the graph
         return None
     return graph if any(node.op_type == NODE for node in graph.node) else None
 

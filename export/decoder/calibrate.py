@@ -85,13 +85,13 @@ def calibrate(
         ids: [pieces, T], what it reads.
         rounding: of the matrices.
         checkpoint: has the weights that the model is without.
-        note: told which layer is rounded.
+        note: called with the layer that is rounded.
 
     Returns:
         Matrices by all their names in the decoder; those that the text was multiplied with.
 
     Raises:
-        NotExportable: the model's layers cannot be told.
+        NotExportable: the model's layers cannot be found.
     """
     model = decoder.model
     found = layers_of(model)

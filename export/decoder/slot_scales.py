@@ -40,7 +40,7 @@ def measure(decoder: DecoderGraph, ids: Tensor, checkpoint: Checkpoint | None = 
         checkpoint: has the weights that the model is without.
 
     Raises:
-        NotExportable: the weights stay in their files, and the model's layers cannot be told.
+        NotExportable: the weights stay in their files, and the model's layers cannot be found.
     """
     model, layers = decoder.model, layers_of(decoder.model)
     widest = Widest(decoder.layout.rope)

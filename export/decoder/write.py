@@ -59,7 +59,7 @@ def write(
         dtype: of the weights: fp32, fp16, int8 or int4.
         out: the directory; it may hold the same export, which is replaced.
         quick: check over one block past the budget only.
-        note: told what is being done.
+        note: called with what is being done.
         force: replace another export too.
         rounding: of weights in int8 or int4; None: as is usual.
         text: to calibrate weights in int4 on, and slots in int8; None: weights are rounded to the
