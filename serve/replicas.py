@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ROUTED = 6  # hexadecimal digits of an id that say where it goes: 16 million places on the ring
 LOOK_S = 2.0  # between two looks at all replicas
-PATIENCE_S = 60  # a replica that is told to end has so long to save its conversations
+PATIENCE_S = 60  # a replica that has to end has so long to save its conversations
 log = logging.getLogger("kvcap.serve")
 
 
@@ -106,7 +106,7 @@ class Replica:
                 shared=True,
                 **opening.load,
             )
-        except (KvcapError, ValueError) as error:  # which whoever started it is told by `state`
+        except (KvcapError, ValueError) as error:  # `state` reports it to whoever started it
             self.failure = error
 
     async def answer(self, ask: Ask) -> AsyncIterator[AnswerPiece | AnswerEnd]:

@@ -1,4 +1,4 @@
-"""Listens on an address and serves an application there, until it is told to stop."""
+"""Listens on an address and serves an application there, until it has to stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Server:
         app: the application.
         listening: a socket of `bound`.
         limits: on connections.
-        patience_s: seconds that answers have to end once the server is told to stop; then they are
+        patience_s: seconds that answers have to end once the server has to stop; then they are
             stopped.
     """
 
