@@ -297,7 +297,7 @@ def serve_command(
         arrived = 0
         while count is None or arrived < count:
             try:
-                landed = serving.landed.get(timeout=0.5)  # so that Ctrl-C is heard everywhere
+                landed = serving.landed.get(timeout=0.5)  # so that Ctrl-C takes effect everywhere
             except queue.Empty:
                 serving.check()
                 continue
@@ -323,7 +323,7 @@ def chat_command(
     with ChatServer(folder, port=port, lan=reached) as serving:
         _invite(serving, lan, "chat with this model")
         while True:
-            time.sleep(0.5)  # so that Ctrl-C is heard everywhere
+            time.sleep(0.5)  # so that Ctrl-C takes effect everywhere
             serving.check()
 
 

@@ -34,7 +34,7 @@ OTHERS = (  # one for each other policy that has a graph of its own
 DASHES: tuple[Any, ...] = ((0, (1, 1.5)), "-", (0, (5, 2)), (0, (6, 1.5, 1, 1.5)))
 FORMS = dict(zip(FORMULATIONS, DASHES, strict=True))  # of KeyDiff
 MARKERS = "os^DvP*Xp<>h"
-MOST = 24  # lines, and ticks, that can be told apart
+MOST = 24  # lines, and ticks, that can be distinguished
 WIDTH = 36  # characters of a name in the legend
 APART = 0.02  # of an octave: bars of several lines stand side by side
 SIZE = (11.5, 4.2)  # inches of one result
