@@ -45,7 +45,7 @@ def run(options: BenchmarkOptions) -> Result:
     `tok_s` is the median over turns, `p50_ms` and `p90_ms` are of a token (decode) or of the time
     to the first token (prefill); `ratio` is the median of the turns' ratios, `ratio_least` and
     `ratio_most` the outermost. `eviction_share` is that of kvcap's time, from a turn of its own,
-    where it can be told apart.
+    where it can be separated.
 
     Raises:
         ValueError: unknown names, or too many threads.

@@ -27,7 +27,7 @@ class Program(Protocol):
     """
 
     vocabulary: int
-    packages: tuple[str, ...]  # whose versions are told
+    packages: tuple[str, ...]  # whose versions are reported
 
     @property
     def kv_bytes(self) -> int:

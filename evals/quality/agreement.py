@@ -31,7 +31,7 @@ from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 
-STRETCHES = 4  # of a passage, whose figures are told apart
+STRETCHES = 4  # parts of a passage that have figures of their own
 ROWS = 64  # of predictions, compared at once
 
 

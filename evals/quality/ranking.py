@@ -1,4 +1,4 @@
-"""Ranks policies by cells on the same samples, and says which cannot be told from the best."""
+"""Ranks policies by cells on the same samples, and says which do not differ from the best."""
 
 from __future__ import annotations
 

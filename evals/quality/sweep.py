@@ -214,7 +214,7 @@ def run(
         on_cell: called with (cells finished, cells in all, the one just finished).
         crew: where cells are measured.
         compared: policies, the first of which `results.md` compares with each of the others.
-        note: told of cells that fail, of workers that die, of a file that was cut short, of a model
+        note: called for cells that fail, workers that die, a file that was cut short, and a model
             without a chat template, and of what a GGUF file becomes.
 
     Raises:

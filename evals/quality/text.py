@@ -44,7 +44,7 @@ def has_word(text: str, word: str) -> bool:
 def names_no_other(answer: str, fact: Fact) -> bool:
     """Return whether the sentence with a fact's value speaks of nothing but the fact's key.
 
-    Another door, person or place, told before or made up, has words of its own: from the lists
+    Another door, person or place, said before or made up, has words of its own: from the lists
     that keys are made of, or with a capital letter inside the sentence.
     """
     mine = {word.lower() for word in WORD.findall(f"{fact.key} {fact.theirs}")}

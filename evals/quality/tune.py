@@ -195,7 +195,7 @@ def tune(
         request: the model, the text, the budget and the time.
         started: when the time began, by `time.perf_counter`.
         report: called with the seconds so far and what is done next.
-        note: told of usual candidates that cannot be run here, and how a base model is asked.
+        note: called for usual candidates that cannot be run here, and how a base model is asked.
 
     Raises:
         ValueError: too short a text for the budget, or too few minutes for the model; before

@@ -133,7 +133,7 @@ def spread(
         engine: where workers run; it is closed at the end.
         items: what to do, in the order in which it is begun.
         message: what a worker is sent of an item; it must be picklable, as results must be.
-        note: told of every worker that dies.
+        note: called for every worker that dies.
         name: of an item, for these notes.
 
     Raises:
