@@ -84,7 +84,7 @@ def tiling(
         group: as of `scores`.
         sms: multiprocessors.
         gpu: that of the tensors, if there is one.
-        known: whether attention has told its output, where that is needed.
+        known: whether attention's output is known, where that is needed.
     """
     DP, GP = power_of_two(D, 16), power_of_two(G)
     many, output = GP * w > MANY_ROWS, kind in NEEDS_OUTPUT

@@ -165,7 +165,7 @@ def _on_the_hub(name: str) -> str:
         found = hub.model_info(name, timeout=TIMEOUT)
         if found.gated:
             hub.auth_check(name)
-    except Exception as error:  # of whatever library of HTTP it is; also told to stay offline
+    except Exception as error:  # any HTTP library's own; or the hub is set to stay offline
         cached = try_to_load_from_cache(name, CONFIG)
         if isinstance(cached, str):
             return str(Path(cached).parent)

@@ -244,7 +244,7 @@ class Loop(ABC):
 
 
 class Room(NamedTuple):
-    """A record that says what a cache holds and what still fits, in tokens per KV head and layer."""
+    """A record that says what a cache holds and what still fits, in tokens per KV head."""
 
     held: int
     spare: int  # tokens that fit before any head must evict
