@@ -111,7 +111,7 @@ def read_plan(folder: Path) -> dict[str, Any]:
 
 
 def _check_references(plan: dict[str, Any]) -> None:
-    """Make sure that what the plan names is in it, and cells are told apart by their ids."""
+    """Make sure that what the plan names is in it, and cells have ids that differ."""
     named = {entry["file"] for entry in plan["files"]}
     ids = [cell["id"] for cell in plan["cells"]]
     if len(set(ids)) < len(ids):

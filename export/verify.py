@@ -1,6 +1,6 @@
 """Checks exported files again: graphs beside their policies, decoders beside their models.
 
-The one place that tells the kinds of exports apart: graphs of a policy, graphs compiled for a chip,
+The one place that knows the kinds of exports: graphs of a policy, graphs compiled for a chip,
 directories of decoders, and graphs that evict beside a decoder of another exporter.
 """
 

@@ -27,7 +27,7 @@ def _bisect(mine, tiles, slots, HIGHEST: tl.constexpr, BLOCK: tl.constexpr, CHUN
             step = (1 << LOG_TILE) >> halved
             its = tl.load(tiles + place + step, exists, HIGHEST)
             place += tl.where(its < mine[None, :], step, 0)
-        its = tl.load(tiles + place, exists, HIGHEST)  # of the first it is not known
+        its = tl.load(tiles + place, exists, HIGHEST)  # the first place was not compared yet
         earlier += place - first + (its < mine[None, :]).to(tl.int32)
     return tl.sum(earlier, 0)
 

@@ -70,7 +70,7 @@ class LagKV(Policy):
         parts = parts.float().unflatten(-2, (-1, self.lag))  # [B, K, P, lag, D]
         low = parts.amin(-2, keepdim=True).roll(-1, 2)
         range_ = parts.amax(-2, keepdim=True).roll(-1, 2) - low
-        # In place and by two sums, as `std` of what lies apart takes ten times as long.
+        # In place and by two sums, as `std` of strided numbers takes ten times as long.
         parts.sub_(low).mul_(1 / range_.clamp(min=1e-8))
         total, length = parts.sum(-1), torch.linalg.vector_norm(parts, dim=-1)
         size = parts.shape[-1]

@@ -112,7 +112,7 @@ class ModelFilesBroken(KvcapError, ValueError):
 
 
 class ChatTemplateMissing(KvcapError, ValueError):
-    """The tokenizer has no chat template, or one that fails or whose turns cannot be told apart."""
+    """The tokenizer has no chat template, or one that fails or does not separate its turns."""
 
 
 class SchemaRefused(KvcapError, ValueError):

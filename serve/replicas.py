@@ -286,7 +286,7 @@ class Replicas:
     async def delete(self, owner: str, session_id: str) -> None:
         """Forget a conversation and remove its files.
 
-        All replicas are told, as one may hold a conversation whose place has moved to another, and
+        All replicas are asked, as one may hold a conversation whose place has moved to another, and
         would save it yet.
 
         Raises:

@@ -3,7 +3,7 @@
 The text is cut into passages, each read from an empty cache. The uncapped model and every setting
 of policy, budget and positions read a passage side by side, a block at a time: the uncapped
 model's predictions are computed once, and no more than a block's are ever held. A setting's
-predictions before its first eviction are counted apart from those after it.
+predictions before its first eviction are counted separately from those after it.
 
 Intervals are bootstrapped over the blocks of the text, as neighbouring tokens are alike.
 """
@@ -138,7 +138,7 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
         PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ModelFilesBroken: before
             weights are read.
     """
-    # Of what tells tasks apart, nothing is read.
+    # Settings that distinguish tasks are not read.
     sweep = replace(sweep, tasks=("niah_single",), questions=("aware",), depths=(None,))
     sweep.check()
     if not text.strip():

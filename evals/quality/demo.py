@@ -1,7 +1,7 @@
-"""Runs the demo: facts are told in chat, a long text is read in fixed memory, questions follow.
+"""Runs the demo: says facts in a chat, reads a long text in fixed memory, and asks questions.
 
-Everything goes through `Session.send`, as a user's turns would: the model acknowledges what it is
-told, and every question and answer takes slots of its own.
+Everything goes through `Session.send`, as a user's turns would: the model acknowledges what the
+user says, and every question and answer takes slots of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares two cells on the same samples, which tells them apart with far fewer than two means do.
+"""Compares two cells on the same samples, which takes far fewer than comparing two means.
 
 Every sample gives a difference of its two scores, so that what makes a sample hard or easy for both
 cancels. Scores that are all 0 or 1 have an exact test and an interval for shares; others have a

@@ -10,7 +10,7 @@ from kvcap.evals.quality.cells import Cell, Setting, label
 from kvcap.evals.quality.paired import compare
 from kvcap.evals.quality.scores import cell_score, interval
 
-LEVEL = 0.05  # of the test that tells two policies apart
+LEVEL = 0.05  # of the test for a difference of two policies
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def run(
         crew: where cells are measured.
         compared: policies, the first of which `results.md` compares with each of the others.
         note: called for cells that fail, workers that die, a file that was cut short, and a model
-            without a chat template, and of what a GGUF file becomes.
+            without a chat template, and for what a GGUF file becomes.
 
     Raises:
         ValueError, PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ExtraMissing:

@@ -57,7 +57,7 @@ from kvcap.runtime.units import format_bytes
 
 CANDIDATES = ("dropkv", "snapkv", "lagkv", "streaming_llm", "keydiff-window")
 FACTS_TASK = "niah_single_2"
-LEAST_PIECES, WANTED_PIECES, MOST_PIECES = 2, 3, 12  # fewer than two tell nothing apart
+LEAST_PIECES, WANTED_PIECES, MOST_PIECES = 2, 3, 12  # fewer than two show no difference
 LONGEST = 4096  # tokens of a piece, unless others were asked for
 SCORED = 1024  # of a piece, at most: its end, where most was evicted before
 LEAST_SAMPLES, MOST_SAMPLES, LEAST_FACTS_LENGTH = 2, 16, 512
@@ -499,7 +499,7 @@ def _reader(loop: BlockLoop) -> Callable[[torch.Tensor], float]:
 
 
 def _least_seconds(sides: Sequence[_Side], length: int, asked: int, pace: _Pace) -> float:
-    """Return how long the least that tells policies apart takes."""
+    """Return how long the least that shows a difference of policies takes."""
     plans = [side.plan for side in sides[:-1]]
     timed = sum(2 * plan.budget_tokens + 2 * TIMED_BLOCKS * plan.block_size for plan in plans)
     pieces = LEAST_PIECES * len(sides) * _piece_seconds(length, pace)

@@ -209,7 +209,7 @@ class Eviction:
             PolicyError: none does, however large.
         """
         holds = partial(self.holds, layers=layers, kv_heads=kv_heads)
-        found = bisect_left(range(1, MOST), True, key=holds) + 1  # what holds, holds in more too
+        found = bisect_left(range(1, MOST), True, key=holds) + 1  # larger budgets hold it too
         if found == MOST:
             raise PolicyError(
                 f"{self.name or 'the policy'} pins {self.sinks()} sinks and all newest tokens, "

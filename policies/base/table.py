@@ -16,7 +16,7 @@ from typing import Any
 
 from kvcap.policies.base.component import PolicyError
 
-_READ: dict[str, Table] = {}  # what `read_table` found last, by path
+_READ: dict[str, Table] = {}  # the tables that `read_table` found last, by path
 
 
 @dataclass(frozen=True, eq=False)

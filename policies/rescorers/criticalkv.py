@@ -44,7 +44,7 @@ class CriticalKV(Rescorer):
         assert obs.output_projection is not None
         old = obs.values.shape[2] - obs.new
         values, weights = obs.values[:, :, old:], obs.output_projection
-        if obs.expansion is not None:  # of a latent every query head has a value of its own
+        if obs.expansion is not None:  # every query head makes its own value of a latent
             values, weights = obs.expansion.head_values(values), weights.transpose(0, 1)
         heads = zip(values.unbind(1), weights, strict=True)
         norms = torch.stack([_norms(*head) for head in heads], 1)  # [B, K or H, T]

@@ -316,7 +316,7 @@ class Chat:
                 self.session = new(runtime)
             except BaseException as error:
                 self.session = new(before)
-                if isinstance(error, (MemoryError, RuntimeError)):  # as torch says it
+                if isinstance(error, (MemoryError, RuntimeError)):  # torch raises the latter
                     raise MemoryCapExceeded(
                         f"the memory for {runtime.plan.budget_tokens:,} slots cannot be had "
                         f"({first_line(error)}); nothing is changed"

@@ -26,7 +26,7 @@ def large_imports() -> Iterator[None]:
         yield
     finally:
         gc.freeze()  # all there is becomes old, without a look at it,
-        gc.unfreeze()  # and is looked at when as much again has been made
+        gc.unfreeze()  # it is collected again when as many objects more have been made
         gc.set_threshold(*usual)
 
 

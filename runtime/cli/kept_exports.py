@@ -36,9 +36,9 @@ from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, MANIFEST
 from kvcap.runtime.units import format_bytes
 
-TOKENS, BLOCK = 256, 128  # where no sizes are given
+TOKENS, BLOCK = 256, 128  # the sizes of an export by default
 LEFT = 64 << 20  # bytes beside the weights that must be free on the disk
-SNAPSHOTS = "snapshots"  # in which the hub's cache has a folder for every revision
+SNAPSHOTS = "snapshots"  # the hub's cache has a folder for every revision in it
 
 
 def cache_folder() -> Path:

@@ -27,7 +27,7 @@ from kvcap.runtime.session.stats import Stats
 WIDEST = 100  # columns; longer lines are hard to read
 BELOW = 3  # lines kept free for the meter, the cursor and the space between
 PAUSE = 0.05  # seconds between two drawings, at least
-SHARE = 4  # and at least so many times as long as the last one took
+SHARE = 4  # the pause is also at least so many times as long as the last drawing took
 
 THEME = Theme(
     {  # on dark and on light terminals
@@ -118,7 +118,7 @@ class MarkdownMeter(Meter):
 
     def _draw(self, line: str) -> None:
         start = time.perf_counter()
-        with interrupts_deferred():  # or a drawing stopped half-way would stay
+        with interrupts_deferred():  # a drawing that stops half-way would stay on the screen
             # An unfinished line may yet turn out to continue the block above it.
             head, newline, tail = self._text.rpartition("\n")
             if finished := blocks(head)[:-1]:

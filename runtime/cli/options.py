@@ -133,7 +133,7 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
         try:
             command(**values)
-        except (ValueError, OSError) as error:  # what a user can get wrong; no such model
+        except (ValueError, OSError) as error:  # a user's mistake, or a model that is missing
             _name_variables(error, _context, given)
             raise
 

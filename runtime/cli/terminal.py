@@ -39,7 +39,7 @@ except ImportError:  # on Windows nothing that is typed shows or is lost outside
 STYLE = Style.from_dict({"": f"ansi{YOU}", "mark": f"bold ansi{YOU}"})
 FILE_COMMANDS = ("read", "save", "load")  # commands that take a file
 LONG_LINES, LONG_CHARACTERS = 5, 500  # from so many on, a pasted text is folded
-FIRST_CODE = 0xF0000  # of the characters that stand for folded texts: in a plane for private use
+FIRST_CODE = 0xF0000  # first of the private-use characters that stand for folded texts
 PRIVATE = "/pin"  # pinned text is often secret, so it is not written to the history
 
 
@@ -78,7 +78,7 @@ def _converse(chat: Chat, prompt: Prompt, ahead: TypeAhead) -> int:
         ahead.begin()
         try:
             stopped = chat.handle(text) == INTERRUPTED
-        except KeyboardInterrupt:  # where no answer was being written
+        except KeyboardInterrupt:  # a Ctrl-C while no answer was being written
             dim("stopped")
             stopped = True
         leaving, typed, keys = False, chat.draft, ahead.take()
@@ -356,7 +356,7 @@ class TypeAhead:
         while more := self._keyboard.read_keys():
             keys += more
         keys += self._keyboard.flush_keys()
-        enter = KeyPress(Keys.ControlM, "\r")  # which the terminal turns into a line feed
+        enter = KeyPress(Keys.ControlM, "\r")  # the terminal sends a line feed in its place
         found = [enter if press.key == Keys.ControlJ else press for press in keys]
         return [press for press in found if press.key != Keys.CPRResponse]
 

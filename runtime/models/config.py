@@ -50,7 +50,7 @@ INTERLEAVED = ("cohere", "cohere2", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "
 SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
 """Lists the families whose attention has a learned sink logit per query head, in all layers."""
 
-KINDS = {  # of layers that are refused, as transformers names them
+KINDS = {  # words for types of layers that are refused, by transformers' names
     "chunked_attention": "attention within chunks",
     "compressed_sparse_attention": "sparse attention over compressed keys",
     "heavily_compressed_attention": "attention over compressed keys",
@@ -62,9 +62,9 @@ EXPERTS = ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_expe
 
 LayerKind = Literal["capped", "sliding", "shared", "state", "none"]
 FULL = {"full_attention", "hybrid"}  # types of layers in a config: that attend to all tokens,
-ATTENTIONS = FULL | {"sliding_attention"}  # that attend,
-STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # that keep a state of fixed size,
-WITHOUT = {"mlp", "moe"}  # that hold nothing
+ATTENTIONS = FULL | {"sliding_attention"}  # layers that attend
+STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # layers with a state of fixed size
+WITHOUT = {"mlp", "moe"}  # layers that hold nothing
 
 
 @dataclass(frozen=True)

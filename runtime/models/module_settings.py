@@ -21,7 +21,7 @@ PLAIN = (
     tuple,
     list,
 )  # attributes that are compared
-OWN = ("layer_idx", "layer_id")  # that differ and mean nothing but the layer
+OWN = ("layer_idx", "layer_id")  # attributes that only say which layer it is
 
 
 def settings(module: nn.Module) -> Hashable:

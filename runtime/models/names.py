@@ -49,7 +49,7 @@ def resolve(model: str | Path) -> str:
             f"{str(model)!r} is an exported decoder, which ONNX Runtime runs and PyTorch does not; "
             f"use kvcap chat {model} --backend onnxruntime, or name the model that it was made from"
         )
-    if not (folder / CONFIG).exists():  # what is no plain file is refused when it is read
+    if not (folder / CONFIG).exists():  # reading refuses it later if it is no plain file
         raise ModelNotFound(f"the directory {str(model)!r} {_contents(folder)}")
     return str(folder)
 

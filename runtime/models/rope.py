@@ -198,7 +198,7 @@ class Rotation:
     def on(self, x: Tensor, by: Tensor, out: Tensor) -> None:
         """Rotate `x` [..., n, D] on by `by` [..., n] positions, below the table's span, to `out`.
 
-        Both in float32 and apart. In four passes, where `rotate` takes eight.
+        Both are in float32 and do not overlap. Takes four passes, where `rotate` takes eight.
         """
         rows = self.table.index_select(0, by.flatten()).view(*by.shape, *self.table.shape[1:])
         self._to(x, rows, out, 1)
@@ -297,7 +297,7 @@ def rotate(x: Tensor, rows: Tensor, back: bool = False, interleaved: bool = Fals
         rotated = _rotate_neighbours(turning, cos, sin, back).to(x.dtype)
     else:
         a, b = turning[..., :half], turning[..., half:]
-        rotated = torch.cat(  # in one expression, so that no half outlives it
+        rotated = torch.cat(  # one expression: no half stays in memory after it
             (_add(a * cos, b, sin, sign), _add(b * cos, a, sin, -sign)), dim=-1
         ).to(x.dtype)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
@@ -326,7 +326,7 @@ def _rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tenso
     if torch.compiler.is_compiling():  # ONNX has no complex numbers
         a, b, sin = x[..., 0::2], x[..., 1::2], -sin if back else sin
         return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    # Numbers that lie apart are read at a fraction of the speed; a pair is one complex number.
+    # A pair is one complex number: numbers that are not adjacent take several times as long.
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     turns = torch.complex(cos, -sin if back else sin)
     return torch.view_as_real(pairs * turns).flatten(-2)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcap.runtime.models.packed import PackedDtype
     from kvcap.runtime.models.weights import Headers, Weights, WeightsSource
 
-BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # where neither is asked for and bytes are not few
+BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # defaults; blocks are smaller where bytes are few
 BLOCK_SIZES = [BLOCK_SIZE >> i for i in range(8)]  # tried in this order where none is asked for
 LOADING = 64 << 20  # bytes: a tokenizer, the mapped file of weights, buffers of the first block
 RUNNING = 16 << 20  # the last of these alone

@@ -22,8 +22,8 @@ from kvcap.runtime.recall.store import PassageStore
 from kvcap.runtime.types import KeptTokens, Span
 
 LEAST = 0.2  # share of a question's words that a passage must have; below it they agree by chance
-NEAR_BEST = 0.85  # of the best passage's share: a weaker one answers less than what may be held
-MOSTLY = 0.5  # of a passage's slots: fewer are held, or it is no candidate
+NEAR_BEST = 0.85  # least share of words, relative to the best passage's; weaker ones are left out
+MOSTLY = 0.5  # a passage of whose slots more than this share is held is not read again
 BEFORE, BETWEEN, AFTER = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
 
 
@@ -84,7 +84,7 @@ class Recall:
         self._limit = settings.limit(self._budget)
         self._longest = segment_length(self._limit)  # tokens of a segment of the index
         self.store = PassageStore(settings.store_bytes)
-        self._start = 0  # of the segment that is read
+        self._start = 0  # where the segment begins that is being indexed
         self._before: int | None = None  # start of the one before it, with which it is a passage
         self.settings = settings
         """Holds the settings asked for, from which the limit at this budget follows."""

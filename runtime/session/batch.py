@@ -184,7 +184,7 @@ class Batch:
                     try:
                         raise error
                     finally:
-                        del error  # whose traceback has this frame
+                        del error  # its traceback refers to this frame: a cycle
 
     def step(self) -> list[Progress]:
         """Read a token of every answer and a block of one prompt; return the progress of each.
@@ -204,7 +204,7 @@ class Batch:
         if prompt is not None:
             found += self._proceed(prompt)  # a GPU reads it while the others go on
             earlier, self._launched = self._launched, prompt.session.loop.launched()
-            earlier()  # or a whole prompt is launched at once, before anything else
+            earlier()  # wait, so that a prompt's blocks are not all launched ahead of the answers
             if prompt in self._answers:  # the next step reads another prompt
                 self._answers.remove(prompt)
                 self._answers.append(prompt)
@@ -235,7 +235,7 @@ class Batch:
         try:
             yield Progress(session, ended=True, error=error)
         finally:
-            del error, found  # whose traceback has this frame
+            del error, found  # their tracebacks refer to this frame: a cycle
 
     @property
     def _all(self) -> list[Answer]:

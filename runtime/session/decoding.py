@@ -78,7 +78,7 @@ class Written:
     logprobs: list[Logprob] = field(default_factory=list)  # of the tokens of `pieces`, if asked for
     prompt: Sequence[int] = ()  # the last tokens of what it answers
     place: int = 0  # of the answer among the conversation's messages
-    held: bool = False  # to a JSON schema or a regular expression
+    held: bool = False  # True: the answer is held to a JSON schema or a regular expression
 
     @property
     def text(self) -> str:
@@ -98,7 +98,7 @@ class Decoding:
         self.engine, self.loop = engine, loop
         self.read_ids = array("i")
         """Holds the tokens that the cache has read, and one that it is yet to read."""
-        self._warned = False  # of positions beyond what the model was trained on
+        self._warned = False  # True once it has warned of positions beyond the trained length
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
 
     def check(self, config: Any, rng: Any, ids: Sequence[int], *, emptied: bool = False) -> None:
@@ -284,7 +284,7 @@ class TokenSource:
     ends: frozenset[int]  # tokens by which the model ends the answer
     most: int  # tokens that the answer may have
     history: Any  # token ids [1, T] before it, which a repetition penalty looks at
-    tokens: Sequence[int]  # of the answer so far, which others add
+    tokens: Sequence[int]  # the answer's so far; whoever makes the answer adds to them
     _token: Any = None  # the last one as an array [1], if it was drawn here
     _begun: Any = None  # the result of reading it, if that has begun: logits, or an error
 
@@ -339,7 +339,7 @@ class TokenSource:
             try:
                 raise found
             finally:
-                del found  # whose traceback has this frame
+                del found  # its traceback refers to this frame: a cycle would keep both alive
         return found
 
 

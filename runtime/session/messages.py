@@ -185,7 +185,7 @@ def render(
         return write(taken)
     except TemplateFailed as error:
         numbered = with_short_ids(taken)
-        if numbered != taken:  # as Mistral's templates refuse the ids of other servers
+        if numbered != taken:  # Mistral's templates refuse the ids of other servers
             with contextlib.suppress(TemplateFailed):
                 return write(numbered)
         raise ChatTemplateMissing(

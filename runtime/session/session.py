@@ -61,7 +61,7 @@ class PreparedPrompt:
 
     ids: list[int]
     transcript: Transcript | None  # the conversation once it is read; None: a text, no message
-    spans: Sequence[Span]  # to be pinned as well
+    spans: Sequence[Span]  # tokens to pin when it is read
     options: dict[str, Any] = field(default_factory=dict)  # of the chat template
     emptied: bool = False  # the cache is reset first, and the whole conversation read again
     reread: bool = False  # it begins with earlier messages, which are read again

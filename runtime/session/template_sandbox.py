@@ -39,7 +39,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        if os.name == "posix":  # of the processor, not of the clock: a busy machine ends nothing
+        if os.name == "posix":  # processor time: on a busy machine clock time would end it early
             signal.setitimer(signal.ITIMER_PROF, request["seconds"])
         answer = json.dumps(answered(request))
         if os.name == "posix":

@@ -125,7 +125,7 @@ def parsed_text(text: str, raw: str, tools: Sequence[Tool] = ()) -> Parsed:
     for whole, mark, read in forms:
         before, found, after = whole.partition(mark)
         if found and (calls := read(after)):
-            content = before if text.startswith(before) else ""  # else it has special tokens
+            content = before if text.startswith(before) else ""  # drop what has special tokens
             return Parsed(content.strip(), tuple(calls))
     names = {tool["function"]["name"] for tool in tools}
     calls = _python(text)

@@ -125,7 +125,7 @@ def cpu_meter(*, stacks: bool = False) -> Iterator[Peak]:
         finally:
             _RECORDING.remove(recording)
             recording.calm()
-            gc.collect()  # what only a cycle holds is not left behind
+            gc.collect()  # objects that only a cycle holds do not count as left behind
             recording.stop(peak)
     finally:
         _ONE_AT_A_TIME.release()
@@ -387,7 +387,7 @@ class _HostCount:
         plain = bootstrap["_find_and_load"]
 
         def find_and_load(*args: Any) -> Any:
-            if not importing.acquire(blocking=False):  # by an import, or beside one
+            if not importing.acquire(blocking=False):  # nested in an import, or beside one
                 return plain(*args)
             try:
                 traced = self.note()

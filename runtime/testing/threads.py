@@ -118,7 +118,7 @@ class SharedCount:
             sys.setprofile(None)
             return
         self._api.replace(self._state)  # the reference is borrowed,
-        self._api.current()  # and now owned, as nobody gives this one back
+        self._api.current()  # takes a reference that is never given back: it is owned then
         self._counting[threading.get_ident()] = threading.get_native_id()
         then = self._record(frame) or self._before
         sys.setprofile(then)

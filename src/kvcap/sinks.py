@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-SINK_TOKENS = 4  # as many as StreamingLLM keeps, https://arxiv.org/abs/2309.17453
-PART = 8  # of the slots that nothing else pins, sinks take at most one in so many
+SINK_TOKENS = 4  # StreamingLLM keeps as many, https://arxiv.org/abs/2309.17453
+PART = 8  # sinks take at most one in so many of the slots that nothing else pins
 
 
 def usual_sinks(free: int) -> int:

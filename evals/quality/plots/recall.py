@@ -1,6 +1,6 @@
 """Draws scores over budgets: one small panel per policy, with the others behind it in grey.
 
-A line per policy in one set of axes cannot be told apart beyond ten; a panel each can. Panels are
+Beyond ten, a line per policy in one set of axes cannot be read; a panel each can. Panels are
 ordered by their mean score, the best first.
 """
 

@@ -110,7 +110,7 @@ class GroupedDecoder(InPlace):
     ) -> None:
         facts = manifest.facts
         self.block_size, self.evict_every, self.sinks = block_size, evict_every, sinks
-        self.ports = [int(n) for n in facts["kv_layers"]]  # by which the graph calls its layers
+        self.ports = [int(n) for n in facts["kv_layers"]]  # the graph's numbers for its layers
         self.budgets, self.recents = [budget] * len(self.ports), [recents] * len(self.ports)
         self.graph, self.version = graph, graph.version
         self.evictor = Graph(manifest.file(evictor["file"]), graph.threads)

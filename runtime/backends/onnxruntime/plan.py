@@ -150,7 +150,7 @@ def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPla
 
 def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> MemoryPlan:
     parts = {"keys": 0, "values": 0, "positions": 0, "queries": 0, "state": 0}
-    also = {"arrived": "keys", "shifts": "positions"}  # of keys in fewer bits that are turned
+    also = {"arrived": "keys", "shifts": "positions"}  # kept for float16 and int8 keys that turn
     cache, slots, kv_dtype = "float32", 1, manifest.facts.get("kv_dtype")
     for spec in buffers_of(manifest, block):
         name = also.get(spec.name, spec.name)

@@ -77,7 +77,7 @@ def restore(
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise file.corrupt(f"what it says cannot be ({error!r})") from error
         cache = session.cache
-        cache.set_pins(merged((a, b) for a, b in facts["pinned_spans"]))  # or refuses
+        cache.set_pins(merged((a, b) for a, b in facts["pinned_spans"]))  # may refuse
         cache.seen, cache.decoder.held = seen, held
         for name, array in (cache.decoder.state(seen, held) if seen else {}).items():
             array[...] = slots[name]

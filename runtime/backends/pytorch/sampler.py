@@ -86,7 +86,7 @@ class Sampler:
         """How many of the likeliest tokens are drawn from, as no other can be; None: all are."""
         self.presence, self.frequency = settings.penalties(config)
         self.recipe = _recipe(config, self.greedy)
-        """See `Sampler.recipe` in `engine.py`."""
+        """See `TokenSampler.recipe` in `engine.py`."""
 
     def next(
         self,

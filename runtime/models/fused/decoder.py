@@ -48,7 +48,7 @@ FAMILIES = {  # by their model type
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B, T, D]
 
 
-_agreed: dict[Hashable, bool] = {}  # by formula, whether it was found to be the decoder's
+_agreed: dict[Hashable, bool] = {}  # by formula: whether the decoder answered as the model did
 
 
 def decoder_of(model: Any) -> Decoder | None:
