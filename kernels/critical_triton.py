@@ -35,7 +35,7 @@ def project(
     COLUMNS: tl.constexpr,  # of the projection that are multiplied at once
     WIDEN: tl.constexpr,  # see `dot`
 ):  # fmt: skip
-    """A part of the columns of one query head's projection of some tokens: absolute sums."""
+    """Write absolute sums over some columns of one query head's projection of some tokens."""
     part, query_head = tl.program_id(0), tl.program_id(2)
     head, its = query_head // group, query_head % group
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -76,7 +76,7 @@ def rescore_rows(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # see `cut`
 ):  # fmt: skip
-    """A whole row: its best slots to the front, the others by score and norm."""
+    """Rescore a whole row: its best slots come first, the others by score and norm."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     scores += batch * score_b + head * score_h

@@ -176,7 +176,7 @@ def divide_layer(
     WHOLE: tl.constexpr,  # a layer has fewer slots than BLOCK
     ROW_BLOCK: tl.constexpr,  # less than 2^15
 ):  # fmt: skip
-    """A sequence's slots of a layer shared out between its heads, as `AdaKV.split` does."""
+    """Share a sequence's slots of a layer out between its heads, as `AdaKV.split` does."""
     batch, h, row = tl.program_id(0), tl.arange(0, HEADS), tl.arange(0, ALL)
     real, first = h < heads, tl.program_id(0) * heads
     held = tl.load(lengths + row, row < rows, 0)

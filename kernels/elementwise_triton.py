@@ -68,7 +68,7 @@ def rotate(
     HALF_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes its inputs has ended
 ):  # fmt: skip
-    """One head of one token's query or key."""
+    """Rotate one head of one token's query or key."""
     i = tl.arange(0, HALF_PAD)
     inside = i < HALF
     row = tl.program_id(0).to(tl.int64)

@@ -55,7 +55,7 @@ def dot(
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
 ):  # fmt: skip
-    """Some rows of a matrix times `x`, and what lies before and behind such products."""
+    """Multiply some rows of a matrix by `x`, with what lies before and behind such products."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.arange(0, ROWS)

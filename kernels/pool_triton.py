@@ -87,7 +87,7 @@ def rank_slots(
     CHUNK: tl.constexpr,  # of tiles
     LOG_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some slots of a row: how many of its slots are earlier, and their scores at that place."""
+    """Write for some slots of a row how many are earlier, and their scores at that place."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // heads, row % heads
     at = row * (tl.num_programs(0) * BLOCK) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -26,7 +26,7 @@ def rotate(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
 ):  # fmt: skip
-    """Some slots of one KV head."""
+    """Rotate some slots of one KV head."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -100,7 +100,7 @@ class TokenUnknown(KvcapError, ValueError):
 
 
 class MessagesInvalid(KvcapError, ValueError):
-    """What was given is no chat message, or cannot follow the conversation so far."""
+    """The messages are none, or cannot follow the conversation so far."""
 
 
 class ModelNotFound(KvcapError, OSError):

@@ -1,10 +1,12 @@
-"""Every public class of the package has a name of its own, so that a search finds the one meant."""
+"""Every public class has a name of its own, and every docstring begins with a sentence."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -14,6 +16,15 @@ FOLDERS = (
 TWICE = {  # names that stand for two classes yet, and why; delete a line to enforce its name
     "Cap": "options in runtime/cli/options.py, and a model under them in runtime/backends/pytorch",
 }
+MIDDLE = re.compile(  # a first line that begins so is about something that only the code names
+    "(What|Whether|Which|Who|Whose|Why|How|Where|When|Of|Or|And|But|As|By|For|From|In|On|With|Within"
+    "|Those|These|The same|Its|Their|Likewise|Nothing|None|Else|So)\\b"
+)
+NOUN = re.compile(r"(A|An|The|One|Some|All|Every|Each|Any|No)\b|\w*[^s\W]s\b|[^A-Z]")  # no verb
+NOT_YET = re.compile(  # files whose first lines are not all sentences; delete a part to enforce it
+    "kernels/(append|decode|dequantise|quantise|rows|token)|runtime/(backends/pytorch|cache)/"
+    "|runtime/models/(checkpoint|files|gguf|packed|quantised|weights)"
+)
 
 
 def files_by_class(folders: Iterable[Path]) -> dict[str, set[Path]]:
@@ -48,3 +59,38 @@ def test_a_name_that_stands_twice_would_be_seen(tmp_path):
     (one / "a.py").write_text("class Row: ...\nclass Alone: ...\nclass _Inner: ...\n")
     (two / "b.py").write_text("if True:\n    class Row: ...\nclass _Inner: ...\n")
     assert shared_names([one, two]) == {"Row": [str(one / "a.py"), str(two / "b.py")]}
+
+
+def docstrings(path: Path) -> Iterator[tuple[str, str]]:
+    """The kind and the text of every docstring of a file, those of attributes too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        body = node.body if isinstance(getattr(node, "body", None), list) else []
+        for before, part in pairwise([node, *body]):
+            value = part.value if isinstance(part, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                is_help = getattr(before, "name", "").endswith("_command")
+                yield "help" if is_help else type(before).__name__, value.value.strip()
+
+
+def is_fragment(kind: str, text: str) -> bool:
+    """Whether a first line begins in the middle, or names a thing where a verb belongs."""
+    noun = ("Function" in kind and NOUN.match(text)) or (
+        "Assign" in kind and not text.split()[0].endswith("s")  # "Says ...", "Holds ..."
+    )
+    return bool(MIDDLE.match(text) or noun)
+
+
+def test_a_docstring_begins_with_a_sentence():
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    clean = [path for path in files if not NOT_YET.match(path.relative_to(ROOT).as_posix())]
+    assert clean
+    for path in clean:
+        assert not [text for kind, text in docstrings(path) if is_fragment(kind, text)], path
+
+
+def test_a_fragment_would_be_seen(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text('"""What it is."""\nx = 1\n"""The x."""\ndef f():\n    """Tokens of f."""\n')
+    assert [is_fragment(*each) for each in docstrings(path)] == [True] * 3
+    path.write_text('"""Says it."""\nx = 1\n"""Holds x."""\ndef f():\n    """Pass f."""\n')
+    assert [is_fragment(*each) for each in docstrings(path)] == [False] * 3

@@ -75,7 +75,7 @@ config; or in another way.
 
 @dataclass(frozen=True)
 class Trial:
-    """A result of trying a small copy of a model."""
+    """A result that says what a small copy of a model showed."""
 
     obstacle: str  # why it cannot run under a cap; '': it can
     keys: tuple[Keys, ...] = ()  # of every layer

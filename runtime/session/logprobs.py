@@ -28,7 +28,7 @@ class Logprob(NamedTuple):
     logprob: float
     """Holds the natural logarithm of its probability."""
     top: tuple[Logprob, ...] = ()
-    """Holds, for a token that was drawn, the likeliest ones in its place, the likeliest first."""
+    """Holds the likeliest tokens in the place of a token that was drawn, the likeliest first."""
 
     def without_last(self, letters: int) -> Logprob:
         """Return the token without the last `letters` of its text."""

@@ -162,7 +162,7 @@ class Session:
 
     @property
     def on_full(self) -> OnFull:
-        """Says what happens when the budget is used up.
+        """Return what happens when the budget is used up.
 
         'evict' evicts tokens, 'stop' ends the answer there, and 'error' raises `MemoryCapExceeded`.
         With the last two nothing is ever evicted, and a message that does not fit is refused

@@ -47,7 +47,7 @@ DEFAULT = "memory-figures.json"
 BASELINE = "kvcap-memory-baseline"  # the plugin's name
 FIGURES = pytest.StashKey[list[Figure]]()
 LARGEST = pytest.StashKey[dict[str, Callable[[], list["Allocations"]]]]()
-"""Holds, by a figure's name, a function that returns the stacks that held memory at its peak."""
+"""Holds functions that return the stacks with memory at the peak, by a figure's name."""
 SHOWN = 5  # allocations that the message of a failure shows
 FRAMES = 4  # frames of each, in the user's own files
 WHAT = {
