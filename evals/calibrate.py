@@ -72,7 +72,7 @@ class Calibration:
     scores: list[list[float]]  # [L][H] of the capped layers
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what the file holds."""
+        """Return the content of the file."""
         return {
             "model": self.model,
             "kind": "heads",

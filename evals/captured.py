@@ -80,7 +80,7 @@ def pocket_layers(texts: int, tokens: int) -> Iterator[list[Observation]]:
 def until(
     whole: Observation, tokens: int, window: int | None, budget: int | None = None
 ) -> Observation:
-    """Return what a policy would have seen after the first `tokens` tokens, read in one block.
+    """Return the observation of a policy after the first `tokens` tokens, read in one block.
 
     Args:
         whole: as captured.
@@ -113,7 +113,7 @@ def on_cpu(obs: Observation) -> Observation:
 def windows(
     whole: Observation, tokens: int, window: int | None, chunk: int = 128
 ) -> Iterator[Observation]:
-    """Yield what the last `window` queries of `tokens` tokens see, `chunk` queries at a time.
+    """Yield observations of the last `window` queries of `tokens` tokens, `chunk` at a time.
 
     So that no attention matrix is larger than `[B, H, chunk, tokens]`. Each piece has the slots
     that its queries may see, and no more.

@@ -55,7 +55,7 @@ class MeasuredCell:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Return what identifies the cell: policy, budget and length."""
+        """Return the cell's policy, budget and length, which identify it."""
         return self.policy, self.budget, self.length
 
     def __str__(self) -> str:

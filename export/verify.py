@@ -51,7 +51,7 @@ class Unchecked:
         return f"{self.file}  NOT CHECKED: {self.why}"
 
     def require(self) -> None:
-        """Say that nothing is known.
+        """Raise, as nothing is known of the file.
 
         Raises:
             ExtraMissing: always.

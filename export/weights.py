@@ -318,7 +318,7 @@ class _Nodes:
                 self.readers[name].append(node)
 
     def uses(self, name: str) -> _Uses:
-        """Return what reads a weight."""
+        """Return the nodes that read a weight, by how they do."""
         readers = self.readers[name]
         turned = [
             n for n in readers if n.op_type == "Transpose" and _attribute(n, "perm") == [1, 0]
@@ -360,7 +360,7 @@ class _Nodes:
         self.instead |= {id(node): by(node) for node in nodes}
 
     def write(self) -> None:
-        """Make them the graph's."""
+        """Put the nodes and their replacements into the graph."""
         if self.instead:
             nodes = [new for node in self.nodes for new in self.instead.get(id(node), [node])]
             copies = [type(node).FromString(node.SerializeToString()) for node in nodes]

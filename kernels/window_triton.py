@@ -234,7 +234,7 @@ def _of_rows(a_ptr, a_base, sum_ptr, a_h, a_t, at, held, block, G, w, D: tl.cons
 @triton.jit
 def _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon, KIND: tl.constexpr,
           CAPPED: tl.constexpr, ROUNDED: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
-    """Return what the epilogue makes of every query and slot, 0 where masked. [N, R]."""
+    """Return the epilogue's value for every query and slot, 0 where masked. [N, R]."""
     high, low, lowest, lengths, top, total = merged
     z = _logits(q, k, scaling, softcap, CAPPED)
     visible = position[:, None] <= (first + time)[None, :]

@@ -25,7 +25,7 @@ _SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def render(talk: list[corpus.Message]) -> str:
-    """Return what the chat template makes of ``talk``, without the cost of the template engine."""
+    """Return ``talk`` as the chat template writes it, without the cost of the template engine."""
     return BOS + "".join(f"<|{m['role']}|>{m['content']}{END}" for m in talk)
 
 

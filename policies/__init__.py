@@ -92,7 +92,7 @@ def _preset(
     scores: Mapping[str, type[Component]],
     taken: Recipe | None,
 ) -> Recipe | None:
-    """Return what a preset stands for; None, with a warning, where another package's is broken.
+    """Return a preset's recipe; None, with a warning, where another package's preset is broken.
 
     Raises:
         PolicyError: one of kvcap's own is.

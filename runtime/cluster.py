@@ -77,7 +77,7 @@ def join(address: str | None, **more: Any) -> list[dict[str, float]]:
 
 
 def machines() -> list[dict[str, float]]:
-    """Return what each machine of the joined cluster has, by Ray's names."""
+    """Return the resources of each machine of the joined cluster, by Ray's names."""
     import ray
 
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -130,7 +130,7 @@ class CapWatch:
 
     @classmethod
     def of(cls, plan: ServingPlan, runtime: Any, enforce: str = "check") -> CapWatch | None:
-        """Return what watches a server of that plan.
+        """Return a watch over a server of that plan.
 
         None on a GPU, whose memory is not the process's.
         """

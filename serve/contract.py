@@ -68,7 +68,7 @@ class Piece(NamedTuple):
 
     text: str
     logprobs: tuple[Logprob, ...] | None = None
-    """Holds those of the tokens of `text`, where they were asked for."""
+    """Holds the log probabilities of the tokens of `text`, where they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Reply(Protocol):
 
     @property
     def usage(self) -> Usage | None:
-        """Return what the answer took; None while it is written."""
+        """Return the tokens that the answer took; None while it is written."""
 
     @property
     def parsed(self) -> Parsed | None:
@@ -188,7 +188,7 @@ class Conversations(Protocol):
         """
 
     def figures(self) -> Figures:
-        """Return what is held and was done, for /metrics and /health."""
+        """Return figures of what is held and was done, for /metrics and /health."""
 
     async def aclose(self) -> None:
         """Stop all answers, save every idle conversation, and end the worker."""

@@ -182,7 +182,7 @@ class Held:
 
 
 def salt_of(runtime: Engine) -> str:
-    """Return what conversations of a runtime have in common beside their messages."""
+    """Return a text that all conversations of a runtime have in common, to mix into their keys."""
     return json.dumps([runtime.name, getattr(runtime.tokenizer, "chat_template", None)])
 
 

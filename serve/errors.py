@@ -65,7 +65,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return what is sent, alone or as the last event of a stream."""
+        """Return the error's JSON, sent alone or as the last event of a stream."""
         said = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": said}
 
@@ -122,7 +122,7 @@ def of_body(error: ValidationError) -> ApiError:
 
 
 def _shown(given: Any) -> str:
-    """Return what was given, in a few letters."""
+    """Return a given value in a few letters."""
     if isinstance(given, (dict, list)):
         return "an object" if isinstance(given, dict) else "a list"
     text = repr(given[: SHOWN + 1] if isinstance(given, str) else given)

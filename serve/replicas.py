@@ -197,7 +197,7 @@ class Forwarded:
 
     @property
     def usage(self) -> Usage | None:
-        """Return what the answer took, once all its pieces are read."""
+        """Return the tokens that the answer took, once all its pieces are read."""
         return None if self._end is None else self._end.usage
 
     @property

@@ -47,7 +47,7 @@ def tag(id_: str) -> str:
 
 
 def digest(text: str) -> str:
-    """Return what stands for an owner in a file's name."""
+    """Return a digest that stands for an owner in a file's name."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
 
 
@@ -61,12 +61,12 @@ class ConversationFile:
 
     @property
     def tag(self) -> str:
-        """Return what stands for the conversation's id."""
+        """Return the part of the name that stands for the conversation's id."""
         return self.name[17:33]
 
     @property
     def key(self) -> str:
-        """Return what its messages are known by; see `keys_of` in `conversations.py`."""
+        """Return the key of its messages; see `keys_of` in `conversations.py`."""
         return self.name[34:66]
 
 

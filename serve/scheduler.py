@@ -158,7 +158,7 @@ class Answering:
 
     @property
     def usage(self) -> Usage | None:
-        """Return what the answer took, once all its pieces are read."""
+        """Return the tokens that the answer took, once all its pieces are read."""
         return None if self._job.pieces else self._job.usage
 
     @property

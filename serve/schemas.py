@@ -236,7 +236,7 @@ class NamedSchema(Strict):
     description: str | None = None
     schema_: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None
-    """Says nothing: an answer is always held to the schema."""
+    """Changes nothing: an answer is always held to the schema."""
 
 
 class ResponseFormat(Strict):
@@ -418,7 +418,7 @@ class ChatRequest(Request):
     def ask(
         self, owner: str, session_id: str | None, limits: RequestLimits, defaults: Mapping[str, Any]
     ) -> Ask:
-        """Return what the conversations are asked for.
+        """Return the request as the conversations take it.
 
         Raises:
             ApiError: more messages, or a longer answer, than this server takes.
@@ -458,7 +458,7 @@ class CompletionRequest(Request):
     def ask(
         self, owner: str, session_id: str | None, limits: RequestLimits, defaults: Mapping[str, Any]
     ) -> Ask:
-        """Return what the conversations are asked for.
+        """Return the request as the conversations take it.
 
         Raises:
             ApiError: a longer answer than this server writes, or a session, which completions

@@ -25,11 +25,11 @@ class LayerGroup(BaseModel):
     """A group of neighbouring layers that hold the same tokens, or are shown as one."""
 
     layers: list[int]
-    """Holds their numbers in the model."""
+    """Holds the layers' numbers in the model."""
     capped: bool
     """Says whether kvcap caps them; false for layers that keep a sliding window of their own."""
     heads: int
-    """Counts the KV heads of all of them."""
+    """Counts the KV heads of all these layers."""
     held: list[int]
     """Counts for every token how many of these heads hold it; 0: it is evicted."""
 
@@ -48,7 +48,7 @@ class Strip(BaseModel):
     cap_bytes: int
     """Holds the cap of the conversation's cache."""
     bytes: int
-    """Counts those of the slots in use, and of buffers that are always held."""
+    """Counts the bytes of the slots in use, and of buffers that are always held."""
     held: int
     """Counts slots in use per KV head and layer, an average rounded up, at most the budget."""
     waiting: int

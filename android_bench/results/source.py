@@ -90,7 +90,7 @@ def believed(device: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Return what the numbers of one result may be called."""
+    """Return a title for the numbers of one result."""
     device = result["device"]
     source, _ = believed(device)
     parts = [device["model"], device.get("soc")]

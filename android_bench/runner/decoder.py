@@ -23,7 +23,7 @@ SAME = ("id", "model", "policy", "positions", "dtype", "budget", "block", "evict
 
 
 def row_of(plan: Cell, threads: int, provider: str) -> Cell:
-    """Return what a result says of the plan's decoder before it was timed."""
+    """Return the result's row of the plan's decoder, before it is timed."""
     wanted = plan["decoder"]
     sha256 = {entry["file"]: entry["sha256"] for entry in plan["files"]}
     return {**{key: wanted[key] for key in SAME}, "model_sha256": sha256[wanted["manifest"]],

@@ -41,7 +41,7 @@ def _read(path: Path) -> str:
 
 
 def _said(*command: str) -> str:
-    """Return what a command prints, '' where there is none or it fails."""
+    """Return a command's output, '' where there is none or it fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -52,7 +52,7 @@ def _said(*command: str) -> str:
 
 
 def _or_none(ask: Callable[[], float]) -> float | None:
-    """Return what the system answers, None where it does not or has no such call."""
+    """Return the system's answer, None where it fails or has no such call."""
     try:
         return ask()
     except (OSError, AttributeError, ValueError):
@@ -120,7 +120,7 @@ def core_khz() -> list[int | None]:
 
 
 def conditions() -> Cell:
-    """Return what may slow the device down at this moment; null where it cannot be known."""
+    """Return conditions that may slow the device down; null where one cannot be known."""
     cpus = "devices/system/cpu/cpu[0-9]*/cpufreq"
     zones = zip(sysfs("class/thermal/thermal_zone*/type"),
                 sysfs("class/thermal/thermal_zone*/temp"), strict=False)  # fmt: skip

@@ -29,7 +29,7 @@ def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: P
 def _checked(
     port: Cell, given: dict[str, Array], got: dict[str, Array], folder: Path
 ) -> tuple[str | None, float | None]:
-    """Return what is wrong with one output, and its largest difference."""
+    """Return the fault of one output, if there is one, and its largest difference."""
     check, value = port["check"], got[port["name"]]
     if list(value.shape) != port["shape"] or value.dtype != DTYPES[port["dtype"]]:
         return f"is {value.dtype} {list(value.shape)}", None

@@ -69,7 +69,7 @@ FOLDER, TEXT_FOLDER = FOLDERS
 
 
 def marker(packages: Sequence[Package]) -> str:
-    """Return what the file VERSION of a folder of these packages says."""
+    """Return the content of the file VERSION of a folder of these packages."""
     return ", ".join(package.version for package in packages)
 
 

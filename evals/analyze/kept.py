@@ -46,7 +46,7 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Return what the one text showed."""
+    """Return the figures of the one text."""
     return found[0]
 
 

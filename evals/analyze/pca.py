@@ -93,7 +93,7 @@ def spread(keys: Tensor, kept: Tensor) -> float:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Return what the one text showed."""
+    """Return the figures of the one text."""
     return found[0]
 
 

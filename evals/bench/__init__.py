@@ -99,7 +99,7 @@ def load(name: str) -> Callable[[BenchmarkOptions], Result]:
 
 
 def options_for(name: str, given: Mapping[str, Any]) -> BenchmarkOptions:
-    """Return what was `given`, and for the rest the defaults of the benchmark of that name."""
+    """Return the options `given`, and for the rest the defaults of the benchmark of that name."""
     return BenchmarkOptions(**{**getattr(_module(name), "DEFAULTS", {}), **given})
 
 

@@ -226,7 +226,7 @@ def ways(
 
 
 def hidden_states(base: Any, ids: Sequence[int], skipped: int) -> list[Tensor]:
-    """Return what a model makes of tokens but the first `skipped`, [T, d] behind every layer."""
+    """Return a model's states of all tokens but the first `skipped`, [T, d] behind every layer."""
     given = torch.tensor([ids], device=base.device)
     made = base(given, use_cache=False, output_hidden_states=True).hidden_states
     return [x[0, skipped:].float() for x in made]

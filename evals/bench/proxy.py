@@ -218,7 +218,7 @@ def cone(residuals: Tensor, steps: int = 2000) -> Tensor:
 
 
 def _by_query_head(seen: Observation) -> Observation:
-    """Return the same attention with a KV head of its own for every query head."""
+    """Return an equal observation with a KV head of its own for every query head."""
     groups = seen.groups
     parts = {
         name: getattr(seen, name).repeat_interleave(groups, 1)

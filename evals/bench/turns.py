@@ -160,7 +160,7 @@ class Walk:
 
 
 def state(session: Session) -> dict[str, Any]:
-    """Return what a saved session must bring back, as far as it is quick to compare."""
+    """Return the parts of a session that loading must bring back, if they are quick to compare."""
     positions = [s.positions.tolist() for layer in session.cache.capped_layers[:1]
                  for s in layer.segments]  # fmt: skip
     said = copy.deepcopy(session.conversation)

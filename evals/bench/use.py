@@ -123,7 +123,7 @@ def _answers(
     together: int = 0,
     others: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield what a process of its own says of its sessions, and of so many `together`.
+    """Yield the figures that a process prints of its sessions, and of so many `together`.
 
     With `others` its sessions have these policies, so many each.
     """

@@ -86,7 +86,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
-    """Return what runs these weights, and their bytes."""
+    """Return an engine that runs these weights, and their bytes."""
     if kind.dtype is not None:
         found = Runtime.from_pretrained(
             kv_budget_tokens=budget, dtype=kind.dtype, device="cpu", weights=kind.weights

@@ -179,7 +179,7 @@ def answer(
 
 
 def recall_of(runtime: Runtime, setting: Setting) -> Recall | None:
-    """Return what reads evicted text again before questions, as conversations do; None: nothing."""
+    """Return a finder of evicted text for questions, as conversations have it, or None."""
     if not setting.recall:
         return None
     backend = runtime.tokenizer.backend_tokenizer

@@ -173,7 +173,7 @@ def math(reply: str, answer: str) -> float:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what the last `\boxed{}` of a text holds; None where there is no closed one.
+    r"""Return the content of a text's last `\boxed{}`; None where there is no closed one.
 
     >>> last_boxed(r"So \boxed{1}, no, \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'

@@ -148,7 +148,7 @@ def command(
 def _on_facts(
     chosen: PolicyFigures, rows: Sequence[PolicyFigures], near: Sequence[PolicyFigures]
 ) -> list[str]:
-    """Return what is to be said of the facts that were found."""
+    """Return sentences about the facts that were found."""
     said, full = [], _named(rows, UNCAPPED).facts
     if not any(full) and not any(chosen.best_facts):
         return ["the model finds no fact even uncapped, so that flow and time alone decide"]
@@ -179,7 +179,7 @@ def _named(rows: Iterable[PolicyFigures], policy: str) -> PolicyFigures:
 
 
 def _rank(row: PolicyFigures, least: float) -> tuple[float, bool, float, float]:
-    """Return what the best of several rows has the least of; `least` is their perplexity."""
+    """Return a key by which rows sort, the best first; `least` is their least perplexity."""
     facts = _mean(row.best_facts) or 0.0
     time = float("inf") if row.eviction_ms is None else row.eviction_ms
     return -facts, row.perplexity > SAME_FLOW * least, time, row.perplexity

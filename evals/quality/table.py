@@ -57,7 +57,7 @@ def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
 
 
 def group(s: Setting) -> tuple[str | float, ...]:
-    """Return what cells of one table have in common."""
+    """Return the settings that all cells of one table have in common."""
     depth = -1.0 if s.depth is None else s.depth
     read = s.task, s.data or "", s.length, s.asked, depth, s.samples, s.seed
     return s.model, s.dtype, *read, s.block_size, s.max_new_tokens or 0

@@ -494,7 +494,7 @@ def _pace(runtime: Runtime, setting: Setting, ids: Sequence[int], repeats: int =
 
 
 def _reader(loop: BlockLoop) -> Callable[[torch.Tensor], float]:
-    """Return what reads a token and waits for the device."""
+    """Return a function that reads a token and waits for the device."""
     return lambda token: float(loop.read(token.to(loop.model.device))[0, 0])
 
 
@@ -596,7 +596,7 @@ def table(found: Tuning) -> Table:
 
 
 def describe(found: Tuning) -> str:
-    """Return what was measured, on how much, in one sentence."""
+    """Describe in one sentence what was measured, and on how much."""
     template = ", asked in plain text" if found.plain else ""
     facts = f"{found.samples} facts, one in {found.facts_length:,} tokens each"
     facts = f"{facts} ({found.facts_task}{template})" if found.samples else "no facts"

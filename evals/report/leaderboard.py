@@ -93,7 +93,7 @@ def write(folders: Sequence[Path], target: Path, plot: bool = False) -> list[Pat
 
 
 def author_text(target: Path) -> str:
-    """Return what stands between the marks of a page; a placeholder where there is no page yet.
+    """Return the text between the marks of a page; a placeholder if there is no page yet.
 
     Raises:
         ValueError: the page has not both marks once.

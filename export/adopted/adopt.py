@@ -315,7 +315,7 @@ def _describe(
 
 
 def _grouped(said: dict[str, Any], nodes: Nodes, shape: ModelShape) -> dict[str, Any]:
-    """Return what a manifest says besides, or otherwise, of a decoder whose slots stay in place."""
+    """Return further parts of the manifest of a decoder whose slots stay in place."""
     window = said["model"]["window"]
     windows = [n for n in (window, nodes.window) if n is not None]
     return {
@@ -377,7 +377,7 @@ def module(
 
 
 def pins(eviction: Eviction) -> dict[str, Any]:
-    """Return what the policy pins at any budget N: sinks, and max(recents, share of N) newest.
+    """Return the pins of a policy at any budget N: sinks, and max(recents, share of N) newest.
 
     Raises:
         NotExportable: it pins otherwise.

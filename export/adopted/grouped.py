@@ -184,7 +184,7 @@ def _attention(node: Any, name: str) -> Attention:
 
 
 def _states(runtime: Graph, name: str) -> tuple[RecurrentState, ...]:
-    """Return what recurrent layers hold, by the graph's ports.
+    """Return the recurrent states of a graph, by its ports.
 
     Raises:
         UnsupportedModel: of an open size.

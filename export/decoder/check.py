@@ -387,7 +387,7 @@ class _Rounded(Mapping[str, Tensor]):
 
 
 def facts_of(decoder: DecoderGraph, dtype: str) -> Manifest:
-    """Return what a manifest will say of a decoder, for `SharedDecoder`."""
+    """Return the manifest of a decoder, for `SharedDecoder`."""
     return Manifest(Path(), manifest.describe("", decoder, dtype))
 
 

@@ -217,7 +217,7 @@ def state_of(layout: CacheLayout, quantised: bool = False) -> list[RunBuffer]:
 
 
 def _made(layout: CacheLayout) -> dict[tuple[str, int], Port]:
-    """Return what a run gives an evictor besides the buffers, by name and layer."""
+    """Return the ports that a run gives an evictor besides the buffers, by name and layer."""
     found = dict[tuple[str, int], Port]()
     for layer in range(len(layout.budgets)):
         if layout.eviction.policy.queries_observed != 0:

@@ -209,7 +209,7 @@ def _state(decoder: DecoderGraph) -> list[dict[str, Any]]:
 
 
 def _turns(layout: CacheLayout) -> dict[str, Any]:
-    """Return what a runner needs to turn keys, and which queries an evictor gets."""
+    """Return the facts by which a runner turns keys, and which queries an evictor gets."""
     rope = layout.rope
     turning = rope is not None and any(layout.rotates) and rope.inv_freq is not None
     return {

@@ -49,7 +49,7 @@ class Traced:
             self.update_inputs = ("new_values", "output_projection")
 
     def inputs(self) -> list[Port]:
-        """Return what scoring may take; the exporter drops those that the graph does not use."""
+        """Return the ports that scoring may take; the exporter drops those that go unused."""
         reads = self.eviction.policy.observes
         if self.eviction.saliency is not None:
             reads = reads | self.eviction.saliency.observes
@@ -70,7 +70,7 @@ class Traced:
         return tuple(self.eviction.state)
 
     def observe(self, given: Named) -> Observation:
-        """Make what the policy sees, its state brought up to date where the graph does that."""
+        """Make the policy's observation, with its state updated where the graph does that."""
         shape = self.shape
         obs = Observation(
             keys=given.get("keys"),  # type: ignore[arg-type]  # not declared, so not read
@@ -105,7 +105,7 @@ class Traced:
         return {}
 
     def update_outputs(self) -> list[Port]:
-        """Return what the update graph returns."""
+        """Return the output ports of the update graph."""
         return [new_port("output_norm")] if self.update_inputs else []
 
     def update(self, given: Named) -> list[Tensor]:

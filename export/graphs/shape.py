@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def scale(self) -> float:
-        """Return what logits are multiplied by."""
+        """Return the factor of logits."""
         return self.head_dim**-0.5 if self.scaling is None else self.scaling
 
     def as_dict(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Spec:
         return ".".join(parts)
 
     def notes(self) -> list[str]:
-        """Say what of the policy is not in the graph, for its reader."""
+        """Say which parts of the policy are not in the graph."""
         found, eviction = [], self.eviction
         if eviction.layer_budget is not None:
             found.append("layers hold unequal budgets: export an evict graph for every budget")

@@ -100,7 +100,7 @@ class Evict(StageGraph):
         ]
 
     def decided(self, given: Named) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what decides which slots stay [B, K, n], and the state that scoring updated.
+        """Return the worth by which slots stay [B, K, n], and the state that scoring updated.
 
         `given` has the form's inputs and `pinned`.
         """
@@ -111,7 +111,7 @@ class Evict(StageGraph):
         return worth, state
 
     def worth(self, given: Named, obs: Observation) -> Tensor:
-        """Return what decides which slots stay [B, K, n]: scores with pins above all."""
+        """Return the worth by which slots stay [B, K, n]: scores, with pins above all."""
         form, eviction, pinned = self.form, self.form.eviction, given["pinned"]
         scores = eviction.score(obs, by=lambda _, obs: form.score(given, obs))
         if eviction.pins(form.shape.budget):

@@ -219,7 +219,7 @@ def _row(graph: StageGraph, case: Case, given: compare.Found, got: compare.Found
 
 
 def _output(file: Path) -> dict[str, Tensor]:
-    """Return what the simulator gave; marks larger than float16 are made large again."""
+    """Return the simulator's outputs; marks larger than float16 are made large again."""
     found = load_file(file)
     mark = 2 * compare.HUGE
     for name, tensor in found.items():

@@ -22,7 +22,7 @@ class Saliency(Component):
     """Replaces the attention weights in scores that add attention up."""
 
     def weigh(self, obs: Observation) -> Tensor:
-        """Return what is added up instead of `A`. Shape [B, K, G, w, n], 0 where masked."""
+        """Return the weights to add up instead of `A`. Shape [B, K, G, w, n], 0 where masked."""
         raise NotImplementedError
 
 

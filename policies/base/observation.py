@@ -19,7 +19,7 @@ class Weigher(Protocol):
     """A protocol of what an observation uses of a `Saliency`."""
 
     def weigh(self, obs: Observation) -> Tensor:
-        """Return what scores add up instead of attention. Shape [B, K, G, w, n]."""
+        """Return the weights to add up instead of attention. Shape [B, K, G, w, n]."""
 
 
 class Expansion(NamedTuple):
@@ -175,7 +175,7 @@ class Observation:
 
     @cached_property
     def weight(self) -> Tensor:
-        """Return what scores by attention add up: attention `A`, or a saliency in its place.
+        """Return the weights that scores add up: attention `A`, or a saliency in its place.
 
         Shape [B, K, G, w, n].
         """

@@ -417,7 +417,7 @@ def _load_model(
 
 
 def _in_gguf(model: str) -> GgufFile | None:
-    """Return what the GGUF file `model` says of itself; None where it is no such file."""
+    """Return the header of the GGUF file `model`; None where it is no such file."""
     found = None if model in BUILT_IN else locate(model)
     return read_gguf(str(found)) if found is not None and found.is_file() else None
 

@@ -223,7 +223,7 @@ def _make(
 
 
 def _left_over(folder: Path) -> Iterator[Path]:
-    """Yield what exports that were killed have left."""
+    """Yield unfinished folders of exports that were killed."""
     yield from folder.glob(".kvcap-*")
 
 

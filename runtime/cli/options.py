@@ -501,7 +501,7 @@ class Recalling:
     ] = None
 
     def settings(self, memory_cap: str | None = None) -> RecallSettings:
-        """Return them as a session takes them.
+        """Return the settings of recall as a session takes them.
 
         Args:
             memory_cap: of the process, as `Budget` has it.
@@ -513,7 +513,7 @@ class Recalling:
         return RecallSettings.parse(self.recall, self.recall_store, cap)
 
     def served(self) -> RecallSettings:
-        """Return them as a server's conversations take them, with a smaller index by default.
+        """Return the settings of recall of a server, whose indexes are smaller by default.
 
         Raises:
             ValueError: naming what would work.

@@ -184,7 +184,7 @@ class Rotation:
         self.table = rotations(self._inv_freq, torch.arange(span)).to(device, dtype)
 
     def named(self) -> dict[str, Tensor]:
-        """Return its buffer by name."""
+        """Return the table's buffer by its name."""
         return {"table": self.table}
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 
 def shapes(config: Any) -> dict[str, Any]:
-    """Return what answers are held to, by the name of the setting; empty if by none."""
+    """Return the forms that answers are held to, by the setting's name; empty if there is none."""
     found = {name: getattr(config, name, None) for name in SHAPES}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -146,7 +146,7 @@ def template_options(config: Any) -> dict[str, Any]:
 
 
 def penalties(config: Any) -> tuple[float, float]:
-    """Return what a token's logit loses once it is in the answer, and for each time that it is."""
+    """Return the penalties of a token that is in the answer: once, and per occurrence."""
     presence, frequency = (getattr(config, name, None) or 0.0 for name in PENALTIES)
     return presence, frequency
 

@@ -42,7 +42,7 @@ class Figure:
 
     @property
     def name(self) -> str:
-        """Return its name in the file, and in JUnit's properties."""
+        """Return the figure's name in the file and in JUnit's properties."""
         return ".".join(filter(None, (self.label, f"{self.kind}_bytes")))
 
 
@@ -117,7 +117,7 @@ class FiguresFile:
         return found
 
     def unlike(self, here: Mapping[str, str]) -> str:
-        """Say what differs here from where the file was made; return '' where nothing does."""
+        """Say how this machine differs from the one where the file was made; '' if it does not."""
         return ", ".join(
             f"{name} {self.made_on[name]} there, {here[name]} here"
             for name in sorted(self.made_on.keys() & here.keys())

@@ -101,7 +101,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wrong_option(error: Any) -> str:
-    """Return what typer says of an option, and which environment variable set it, if one did."""
+    """Return typer's message on an option, and the environment variable that set it, if any."""
     said, where = str(error.format_message()), getattr(error, "ctx", None)
     parameter = getattr(error, "param", None)
     if where is None or parameter is None:

@@ -67,7 +67,7 @@ class JoinedLinear:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _joined(layers: Sequence[nn.Linear]) -> Tensor | None:
-    """Return their weights as one matrix that holds them from then on; None: out of memory."""
+    """Return layers' weights as one matrix that holds them from then on; None: out of memory."""
     weights = [layer.weight.data for layer in layers]
     starts = [weight.data_ptr() for weight in weights]
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
