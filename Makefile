@@ -17,7 +17,7 @@ FOLDERS := runtime policies kernels export android_bench evals serve pocket test
 setup: $(VENV)/.ready ## the environment alone
 
 chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
-	@$(BIN)/kvcap chat pocket --kv-budget-tokens 256
+	@$(BIN)/kvcap chat pocket --budget-tokens 256
 
 test: $(VENV)/.ready ## every feature once, in some minutes
 	$(BIN)/pytest

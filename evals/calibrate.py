@@ -124,7 +124,7 @@ def calibrate(
     runtime = Runtime.from_pretrained(
         model,
         Eviction(probe, name="calibrate"),
-        kv_budget_tokens=len(twice),
+        budget_tokens=len(twice),
         dtype=dtype,
         device=device,
         positions="true",  # as compact ones are, where nothing is evicted

@@ -329,7 +329,7 @@ def tune_command(
     request = TuningRequest(
         model,
         text,
-        Sizes(**cap.sizes()),
+        Sizes(cap.settings(), cap.memory_cap),
         cap.pins,
         _names(policies or ""),
         length,
@@ -337,7 +337,6 @@ def tune_command(
         seed,
         cap.dtype,
         device,
-        cap.kv_dtype,
     )
     with _meter("{task.fields[doing]}") as progress:
         meter = progress.add_task("tune", total=60 * minutes, doing="")
@@ -352,8 +351,8 @@ def tune_command(
     line: list[str] | None = None
     if found.choice.policy is not None:
         given = _given(**vars(cap), device=device, threads=threads)
-        if not {"--kv-budget", "--kv-budget-tokens", "--memory-cap"} & set(given):
-            given["--kv-budget-tokens"] = found.rows[0].slots
+        if not {"--kv-budget", "--budget-tokens", "--memory-cap"} & set(given):
+            given["--budget-tokens"] = found.rows[0].slots
         line = command(found.choice, model, file, given, found.recall, plain=found.plain)
     if json_:
         shown = None if line is None else shlex.join(line)
@@ -450,7 +449,7 @@ def analyze_command(
     from kvcap.runtime.backends.pytorch.runtime import Runtime
 
     runtime = Runtime.from_pretrained(
-        model, kv_budget_tokens=tokens, block_size=block_size, dtype=dtype, device=device
+        model, budget_tokens=tokens, block_size=block_size, dtype=dtype, device=device
     )
     readings = made(runtime, files, kind, texts, tokens, seed, positions)  # type: ignore[arg-type]
     with _meter("{task.completed}/{task.total} measurements") as progress:
@@ -564,30 +563,22 @@ def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
     print(document if json else text)
 
 
+@options.grouped
 def demo_command(
     model: Model = "pocket",
     tokens: Annotated[int, typer.Option(help="Of text between facts and questions.")] = 1_000_000,
-    kv_budget_tokens: Annotated[
-        int, typer.Option("--kv-budget-tokens", "--max-kv-size", min=1, help="Slots per KV head.")
-    ] = 256,
     facts: Annotated[int, typer.Option(help="Facts told first and asked for last.")] = 16,
     policy: Annotated[str, typer.Option(help="See `kvcap policies`.")] = "keydiff",
-    sink_tokens: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="N", help="First tokens that are never evicted (4)."),
-    ] = None,
-    positions: Annotated[
-        str | None, typer.Option(help="compact, true or auto; compact where exact.")
-    ] = None,
-    block_size: BlockSize = 128,
+    *,
+    cap: options.Cap,
     seed: Seed = 0,
-    dtype: Dtype = None,
     device: Device = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Tell facts, read a very long text in fixed memory, then ask for every fact."""
     from kvcap.evals.quality.demo import Demo
+    from kvcap.policies import load_policy
     from kvcap.runtime.backends.pytorch.runtime import Runtime
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
 
@@ -595,13 +586,10 @@ def demo_command(
     use_threads(threads)
     runtime = Runtime.from_pretrained(
         model,
-        policy,
-        kv_budget_tokens=kv_budget_tokens,
-        block_size=block_size,
-        dtype=dtype,
+        cap.settings(policy=load_policy(policy, **cap.pins)),
+        memory_cap=cap.memory_cap,
+        dtype=cap.dtype,
         device=device,
-        positions=positions,  # type: ignore[arg-type]  # the plan refuses other names
-        sink_tokens=sink_tokens,
     )
     demo = Demo(runtime, tokens=tokens, facts=facts, seed=seed)
     with _meter("{task.fields[figures]}", "eta") as progress:

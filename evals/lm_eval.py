@@ -16,7 +16,8 @@ import json
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,16 +27,16 @@ from kvcap.policies import PINS, load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import ChatTemplateMissing, ExtraMissing, how_to_install
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.messages import render
-from kvcap.runtime.types import DEFAULT_POLICY, POCKET, Message, Positions
+from kvcap.runtime.types import DEFAULT_POLICY, POCKET, Message
 
 NAME = "kvcap"
+OF_CACHE = {f.name for f in fields(CacheSettings)} - {"policy", "sink_tokens"}
 MAX_GEN_TOKS = 256  # lm-eval's own default
-BUDGET_TOKENS = 256
 LEAST = 128  # slots by which the cache of a policy that never evicts grows
 
 Pair = tuple[Any, list[int], list[int]]  # what names the request, context, continuation
@@ -67,12 +68,6 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     Args:
         pretrained: 'pocket', a local directory, or a repository of the hub.
         policy: a name (see `kvcap policies`). One that never evicts, such as 'full', runs uncapped.
-        budget_tokens: slots per KV head and layer, 256 by default.
-        kv_budget: or the bytes of the whole cache of one sequence, such as '64MiB'.
-        block_size: tokens read at once.
-        positions: 'compact', 'true' or 'auto'; compact where exact by default.
-        evict_every: in generation, evict every so many tokens.
-        kv_dtype: 'int8', 'int8-int4' or 'int4' to quantise what slots hold.
         dtype: 'float32', 'bfloat16' or 'float16'; 'auto' and None are the checkpoint's.
         device: 'cpu', 'cuda' or 'mps'; the best there is by default.
         batch_size: requests of equal lengths that are read at once.
@@ -82,7 +77,8 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         add_bos_token: whether texts begin with the opening token; as the tokenizer does by default.
         prefix_token_id: what a text without a context follows; the opening token, or the one that
             ends a text, by default.
-        options: of the policy, such as `sink_tokens=4`, which are none by default.
+        options: settings of a sequence's cache, as `CacheSettings` has them, but for its sinks; and
+            options of the policy, such as `sink_tokens=4`, which are none by default.
 
     Raises:
         ExtraMissing: lm-eval is not installed.
@@ -97,12 +93,6 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         self,
         pretrained: str = POCKET,
         policy: str = DEFAULT_POLICY,
-        budget_tokens: int | None = None,
-        kv_budget: str | int | None = None,
-        block_size: int = 128,
-        positions: Positions | Literal[True] | None = None,
-        evict_every: int = 1,
-        kv_dtype: KvDtype | None = None,
         dtype: str | None = None,
         device: str | None = None,
         batch_size: int | str = 1,
@@ -114,30 +104,21 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     ) -> None:
         require()
         super().__init__()
-        if budget_tokens is not None and kv_budget is not None:
-            raise ValueError("give budget_tokens or kv_budget, not both")
         if options.pop("trust_remote_code", False):
             raise ValueError("trust_remote_code: code that comes with a model is not run")
-        if positions is True:  # as lm-eval reads positions=true
-            positions = "true"
         self.batch_size = _count("batch_size", batch_size)
+        named = {name: options.pop(name) for name in OF_CACHE if name in options}
+        if named.get("positions") is True:  # as lm-eval reads positions=true
+            named["positions"] = "true"
         eviction = load_policy(policy, **options).plain()
         self.capped = eviction.policy.evicts
-        if not self.capped and (budget_tokens is not None or kv_budget is not None):
+        if not self.capped and named.keys() & {"budget_tokens", "kv_budget"}:
             raise ValueError(f"policy={policy!r} never evicts; leave its budget out, or choose one")
-        if self.capped and kv_budget is None and budget_tokens is None:
-            budget_tokens = BUDGET_TOKENS
         self.runtime = Runtime.from_pretrained(
             pretrained,
-            eviction,
-            kv_budget_tokens=budget_tokens,
-            kv_budget=kv_budget,
-            block_size=_count("block_size", block_size),
+            CacheSettings(policy=eviction, **named),
             dtype=None if dtype == "auto" else dtype,
             device=device,
-            positions=positions,
-            evict_every=evict_every,
-            kv_dtype=kv_dtype,
         )
         self.tokenizer = self.runtime.tokenizer
         self.max_length = _count("max_length", max_length or self.runtime.trained_length)
@@ -152,7 +133,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return the cap as it was in force, which lm-eval writes beside its arguments."""
-        plan, eviction = self.runtime.plan, self.runtime.eviction
+        plan, eviction = self.runtime.plan, self.runtime.settings.eviction
         options = {name: getattr(eviction, name) for name in PINS}
         for part in eviction.components:
             options |= part.options()
@@ -168,7 +149,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
                 "block_size": plan.block_size,
                 "positions": plan.positions if self.capped else "true",
                 "kv_dtype": plan.kv_dtype,
-                "evict_every": self.runtime.evict_every,
+                "evict_every": self.runtime.settings.evict_every,
                 "max_length": self.max_length,
             },
         }
@@ -441,14 +422,9 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
 
     def _whole_cache(self, batch: int, tokens: int) -> BudgetCache:
         """Return a cache that holds all tokens of a request."""
-        model, plan = self.runtime.model, self.runtime.plan
+        model, slots = self.runtime.model, -(-tokens // LEAST) * LEAST
         cache = BudgetCache(
-            model.config,
-            -(-tokens // LEAST) * LEAST,
-            plan.block_size,
-            self.runtime.eviction,
-            positions="true",
-            kv_dtype=plan.kv_dtype,
+            model.config, self.runtime.settings, budget_tokens=slots, positions="true"
         )
         return cache.allocate(batch, model.dtype, model.device)
 

@@ -10,11 +10,12 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvcap.export.graphs.formulations import FORMULATIONS, TRACED
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.types import DEFAULT_POLICY
 
@@ -73,7 +74,7 @@ def scorer_command(
         int,
         typer.Option(
             "--budget",
-            "--kv-budget-tokens",
+            "--budget-tokens",
             min=1,
             help="Slots per KV head that an evict graph keeps.",
         ),
@@ -163,10 +164,10 @@ def decoder_command(
     policy_option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of the policy; repeatable.")
     ] = None,
-    kv_budget_tokens: Annotated[
+    budget_tokens: Annotated[
         int,
         typer.Option(
-            "--kv-budget-tokens",
+            "--budget-tokens",
             "--max-kv-size",
             min=1,
             metavar="N",
@@ -266,15 +267,16 @@ def decoder_command(
     pins = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
     given = {name: count for name, count in pins.items() if count is not None}
     options = {**given, **pairs(policy_option or [])}
-    eviction = load_policy(policy or DEFAULT_POLICY, **options)
-    sizes = ExportSizes(kv_budget_tokens, block_size, positions)
+    settings = CacheSettings(
+        budget_tokens, block_size, load_policy(policy or DEFAULT_POLICY, **options), positions,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
     _check_found(exporter, variant=variant, config=config)
     report = None
     if exporter == "kvcap":
         where = out or Path(f"{Path(model).name}-onnx")
         rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate, kv_dtype)
-        fixed = dtype, where, quick, force, rounding, text, kv_dtype
-        said, report = _kvcap(model, eviction, sizes, *fixed)
+        said, report = _kvcap(model, settings, dtype, where, quick, force, rounding, text)
     else:  # graphs for several policies, unless one is asked for
         if calibrate is not None:
             raise NotExportable(
@@ -287,8 +289,8 @@ def decoder_command(
             )
         where = out or _beside(model, exporter)
         found_by = {"variant": variant, "config": config} if exporter == "existing" else {}
-        policies = [eviction] if policy else []
-        said = _others(exporter, model, policies, sizes, dtype, where, found_by)
+        policies = [settings.eviction] if policy else []
+        said = _others(exporter, model, policies, settings, dtype, where, found_by)
     found = {**_summary(said, where), "seconds": round(time.perf_counter() - started, 1)}
     if json:
         print(jsonlib.dumps({**found, **(report.as_dict() if report else {})}))
@@ -345,25 +347,15 @@ def _shape(model: str | None, given: dict[str, int]) -> Shape:
     return Shape(**{**known, **given})
 
 
-class ExportSizes(NamedTuple):
-    """Sizes that an export was asked for: what is kept, what is read at once, how tokens count."""
-
-    budget_tokens: int
-    block_size: int
-    positions: Literal["compact", "true"] | None
-
-
 def _kvcap(
     model: str,
-    eviction: Eviction,
-    sizes: ExportSizes,
+    settings: CacheSettings,
     dtype: str,
     out: Path,
     quick: bool,
     force: bool,
     rounding: Rounding | None,
     text: str | None,
-    kv_dtype: str | None,
 ) -> tuple[dict[str, Any], DecoderReport]:
     """Export one decoder's graph; refuse what is impossible before weights are read."""
     from kvcap.export.decoder.manifest import asked
@@ -374,9 +366,9 @@ def _kvcap(
     from kvcap.runtime.models.names import resolve
 
     require()
-    dtype = check_dtype(dtype)
+    dtype, kv_dtype = check_dtype(dtype), settings.kv_dtype
     check_out(out, None)
-    layout = layout_for(load_config(resolve(model)), eviction, *sizes)
+    layout = layout_for(load_config(resolve(model)), settings)
     check_out(out, None if force else asked(model, layout, dtype, rounding, text, kv_dtype))
     source = open_model(model, dtype, layout)
     return write(source, layout, dtype, out, quick, _note, force, rounding, text, kv_dtype)
@@ -445,18 +437,20 @@ def _which(model: str, said: dict[str, Any]) -> str:
 
 
 def _others(
-    exporter: str, model: str, policies: list[Eviction], sizes: ExportSizes, dtype: str, out: Path,
-    found_by: dict[str, Any],
+    exporter: str, model: str, policies: list[Eviction], settings: CacheSettings, dtype: str,
+    out: Path, found_by: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Export or adopt a decoder of another exporter, and graphs beside it that evict."""
+    names = ("budget_tokens", "block_size", "positions")
+    sizes = {name: getattr(settings, name) for name in names}
     if exporter == "optimum":
         from kvcap.export.adopted.optimum import export_with_optimum
 
-        return export_with_optimum(model, out, policies, dtype=dtype, **sizes._asdict())
+        return export_with_optimum(model, out, policies, dtype=dtype, **sizes)
     from kvcap.export.adopted.adopt import adopt
 
     there = out == _beside(model, exporter)
-    return adopt(Path(model), None if there else out, policies, **sizes._asdict(), **found_by)
+    return adopt(Path(model), None if there else out, policies, **sizes, **found_by)
 
 
 def _summary(said: dict[str, Any], out: Path) -> dict[str, Any]:

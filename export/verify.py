@@ -28,6 +28,7 @@ from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.backends.onnxruntime.decoder import scales_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import HASHED, Manifest, read
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import ExtraMissing, ManifestError, ModelFilesBroken
 from kvcap.runtime.models.files import load_config
 from kvcap.runtime.models.names import resolve
@@ -123,13 +124,14 @@ def verify_decoder(
     facts = found.facts
     name = model or str(found.model["name"])
     try:
-        eviction = _policy(facts)
         check_dtype(facts["dtype"])
-        sizes = facts["budget_tokens"], facts["block_size"], facts["positions"]
+        settings = CacheSettings(
+            facts["budget_tokens"], facts["block_size"], _policy(facts), facts["positions"]
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ManifestError(f"{MANIFEST} describes no decoder known here: {error}") from error
     config = load_config(resolve(name))
-    layout = layout_for(config, eviction, *sizes)
+    layout = layout_for(config, settings)
     scales = scales_of(found)
     slots = None if scales is None else torch.from_numpy(scales[:, :, :, 0])
     decoder = DecoderGraph(load(name, facts["dtype"]).model, layout, slots)

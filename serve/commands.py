@@ -252,7 +252,7 @@ def serve_command(
 
     \b
     kvcap serve
-    kvcap serve Qwen/Qwen3-0.6B --kv-budget-tokens 1024 --memory-cap 8GiB
+    kvcap serve Qwen/Qwen3-0.6B --budget-tokens 1024 --memory-cap 8GiB
     KVCAP_API_KEY=... kvcap serve --host 0.0.0.0
     """  # noqa: D301  # \\b: lines of the help that are not joined
     running = Running(device=device, threads=threads, evict_every=evict_every)

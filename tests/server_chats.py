@@ -31,7 +31,7 @@ def ask(*messages: dict[str, str], tokens: int = 12, **more: Any) -> Ask:
 
 def pocket(policy: str = "keydiff", budget: int = 64) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
-        "pocket", policy, kv_budget_tokens=budget, block_size=16, dtype="float32", device="cpu"
+        "pocket", policy, budget_tokens=budget, block_size=16, dtype="float32", device="cpu"
     )
 
 
@@ -72,5 +72,5 @@ def plain(runtime: Any, messages: list[dict[str, str]], tokens: int = 12) -> Any
 def small(folder: str) -> kvcap.Runtime:
     """The model that `tiny_chat` saved."""
     return kvcap.Runtime.from_pretrained(
-        folder, kv_budget_tokens=48, block_size=16, dtype="float32", device="cpu"
+        folder, budget_tokens=48, block_size=16, dtype="float32", device="cpu"
     )

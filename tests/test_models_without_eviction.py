@@ -73,7 +73,7 @@ def test_pocket_text_predicts_a_novel_it_has_not_read() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_know_it_by_its_name(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["generate", name, "--raw", "It was", "--max-new-tokens", "3", "--kv-budget-tokens"]
+    given = ["generate", name, "--raw", "It was", "--max-new-tokens", "3", "--budget-tokens"]
     assert cli.run([*given, "64"]) == 0
     assert capsys.readouterr().out.strip()
 

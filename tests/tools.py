@@ -24,6 +24,7 @@ from filelock import FileLock
 
 import kvcap
 from kvcap.cli import run
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.session.messages import render, system_message
@@ -34,8 +35,9 @@ TOOLS = Path(os.environ.get("KVCAP_ANDROID_TOOLS", ROOT / ".android-tools")).res
 ARM_ROOT = TOOLS / "arm64"
 # h2o has every kind of output: values, chosen slots, their rows, and state by slot.
 SMALL = ["--preset", "full", "--policies", "h2o", "--dtypes", "fp16", "--sizes", "48",
-         "--threads", "1", "--kv-heads", "2", "--heads", "4", "--head-dim", "16", "--block", "16",
-         "--min-runs", "6", "--min-seconds", "0", "--warmup-seconds", "0"]  # fmt: skip
+         "--threads", "1", "--kv-heads", "2", "--heads", "4", "--head-dim", "16",
+         "--block", "16", "--min-runs", "6", "--min-seconds", "0",
+         "--warmup-seconds", "0"]  # fmt: skip
 PATIENCE = 1800  # seconds: what a test waits for comes at last, however slow or busy the machine
 CPU = "cortex-a76"  # has float16 arithmetic, as phones have since 2018
 
@@ -123,7 +125,7 @@ def pocket_decoder(factory: pytest.TempPathFactory, mode: str = "compact") -> Pa
         from kvcap.policies import load_policy
 
         source = load("pocket", "fp32")
-        layout = layout_for(source.config, load_policy("keydiff"), 128, 32, mode)
+        layout = layout_for(source.config, CacheSettings(128, 32, load_policy("keydiff"), mode))
         write(source, layout, "fp32", folder, quick=True)
 
     return made(factory, f"shared-{mode}", make)
@@ -250,12 +252,10 @@ def differing(sessions: list[Session], others: list[Session]) -> float:
 
 
 def runtime_of(
-    model, policy="keydiff", budget=24, block=8, positions="compact", kv_dtype=None, **more
+    model, policy="keydiff", budget=24, block=8, positions="compact", every=1, memory_cap=None
 ):
     """A runtime around a model; a conversation in tokens needs no tokenizer."""
     eviction = small_policy(policy, model.config) if isinstance(policy, str) else policy
-    plan = MemoryPlan.of(
-        model.config, policy=eviction, kv_budget_tokens=budget, block_size=block,
-        dtype=model.dtype, positions=positions, kv_dtype=kv_dtype,
-    )  # fmt: skip
-    return kvcap.Runtime(model, None, plan, eviction, name="tiny", **more)
+    settings = CacheSettings(budget, block, eviction, positions, every)
+    plan = MemoryPlan.of(model.config, settings, dtype=model.dtype)
+    return kvcap.Runtime(model, None, plan, settings, name="tiny", memory_cap=memory_cap)

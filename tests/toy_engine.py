@@ -125,7 +125,7 @@ class ToyEngine:
 @functools.cache
 def tiny(folder: Path) -> Runtime:
     return Runtime.from_pretrained(
-        tiny_chat.save(folder), kv_budget_tokens=64, block_size=BLOCK, device="cpu"
+        tiny_chat.save(folder), budget_tokens=64, block_size=BLOCK, device="cpu"
     )
 
 

@@ -185,7 +185,7 @@ def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> 
         return {**found, "model": model, "weights": dtype, "packed": packed}
     if is_export(model):
         return {**found, "model": model, "weights": weights}
-    sizes = {"--kv-budget-tokens": str(budget), "--block-size": str(block)}
+    sizes = {"--budget-tokens": str(budget), "--block-size": str(block)}
     out = exported(model, options.files, {"--dtype": weights, "--policy": policy, **sizes})
     return {**found, "model": str(out), "weights": weights}
 

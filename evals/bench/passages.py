@@ -64,7 +64,7 @@ Way = tuple[str, int | str]  # its name and layer
 
 def run(options: BenchmarkOptions) -> Result:
     """Return a row per way and layer."""
-    runtime = Runtime.from_pretrained(options.model, "streaming_llm", kv_budget_tokens=512)
+    runtime = Runtime.from_pretrained(options.model, "streaming_llm", budget_tokens=512)
     runtime.model.set_attn_implementation("sdpa")  # nothing is to be evicted
     figures = defaultdict[Way, Any](lambda: defaultdict[str, list[float]](list))
     recalled = defaultdict[str, list[bool]](list)

@@ -34,7 +34,7 @@ QUESTION = "In which year did Emma Owens show that a glacier affects the life of
 def run(options: BenchmarkOptions) -> Result:
     """Return a row per length of the history."""
     budget = options.budgets[0]
-    runtime = Runtime.from_pretrained(options.model, "streaming_llm", kv_budget_tokens=budget)
+    runtime = Runtime.from_pretrained(options.model, "streaming_llm", budget_tokens=budget)
     rows = [_row(runtime, length, options.repeats) for length in options.lengths]
     return Result("recall", COLUMNS, rows, {"model": options.model, "budget": budget})
 

@@ -83,7 +83,7 @@ def _overhead(
 ) -> dict[str, Any]:
     from kvcap.runtime.backends.pytorch.runtime import Runtime
 
-    runtime = Runtime.from_pretrained(model, kv_budget_tokens=budget)
+    runtime = Runtime.from_pretrained(model, budget_tokens=budget)
     own, through, loops, works = list[float](), list[float](), list[float](), list[float]()
     for number in range(repeats + 1):
         session = runtime.session()

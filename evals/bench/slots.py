@@ -39,6 +39,7 @@ from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import load_config, load_model
@@ -191,7 +192,7 @@ def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
     ) -> tuple[TimedCache, OrtRuntime]:
         settings = {
             "--dtype": options.weights[0], "--policy": options.policies[0],
-            "--kv-budget-tokens": str(slots), "--block-size": str(block),
+            "--budget-tokens": str(slots), "--block-size": str(block),
             "--positions": positions, **({"--kv-dtype": kind} if kind else {}),
         }  # fmt: skip
         runtime = OrtRuntime.from_directory(exported(model, options.files, settings), threads=1)
@@ -216,7 +217,8 @@ def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
 def _slots_within(nbytes: int, runtime: OrtRuntime) -> int:
     """Return how many slots of an export of the same kind take `nbytes`."""
     plan = runtime.plan
-    fewer = Sizes(block_size=plan.block_size // 2)  # a block's slots are as all others
+    # A block's slots are as all others.
+    fewer = Sizes(CacheSettings(block_size=plan.block_size // 2))
     less = plan_of(runtime.manifest, plan.policy, fewer)
     step = (plan.cache_bytes - less.cache_bytes) // (plan.block_size - less.block_size)
     return plan.budget_tokens + (nbytes - plan.cache_bytes) // step

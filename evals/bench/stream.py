@@ -30,7 +30,7 @@ def run(options: BenchmarkOptions) -> Result:
     tokens = options.lengths[-1]
     runtime = Runtime.from_pretrained(
         policy=options.policies[0],
-        kv_budget_tokens=options.budgets[0],
+        budget_tokens=options.budgets[0],
         block_size=options.block_size,
     )
     loop, rows = BlockLoop(runtime.model, runtime.new_cache()), list[dict[str, Any]]()

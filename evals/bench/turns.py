@@ -42,7 +42,7 @@ def run(options: BenchmarkOptions) -> Result:
     """Return a row for every tenth of the turns, counted from the start."""
     runtime = Runtime.from_pretrained(
         policy=options.policies[0],
-        kv_budget_tokens=options.budgets[0],
+        budget_tokens=options.budgets[0],
         block_size=options.block_size,
     )
     rows: list[dict[str, Any]] = []

@@ -95,7 +95,7 @@ def _machine(asked: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from zip(LATER, _answers(asked, empty, sessions=3, together=TOGETHER), strict=True)
     if torch.cuda.is_available():
         with TemporaryDirectory(prefix="kvcap-use-") as empty:
-            sizes = ["--kv-budget-tokens", asked["budget"], "--block-size", asked["block_size"]]
+            sizes = ["--budget-tokens", asked["budget"], "--block-size", asked["block_size"]]
             command = ["warm", asked["model"], "--policy", asked["policy"], *map(str, sizes)]
             deque(_process("from kvcap.cli import main; main()", command, empty))
             yield from zip(("warmed",), _answers(asked, empty, sessions=1), strict=True)
@@ -162,7 +162,7 @@ def answer() -> None:
     runtime = Runtime.from_pretrained(
         asked["model"],
         asked["policy"],
-        kv_budget_tokens=asked["budget"],
+        budget_tokens=asked["budget"],
         block_size=asked["block_size"],
     )
     load_ms = 1000 * (time.time() - asked["started"])

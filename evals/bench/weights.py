@@ -89,14 +89,14 @@ def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
     """Return an engine that runs these weights, and their bytes."""
     if kind.dtype is not None:
         found = Runtime.from_pretrained(
-            kv_budget_tokens=budget, dtype=kind.dtype, device="cpu", weights=kind.weights
+            budget_tokens=budget, dtype=kind.dtype, device="cpu", weights=kind.weights
         )
         return found, found.plan.weights
     assert kind.weights is not None
     with tempfile.TemporaryDirectory() as name:
         text = Path(name) / "text.txt"
         text.write_text(_calibration(), encoding="utf-8")
-        sizes = Budget(kv_budget_tokens=budget, kv_dtype=kind.kv_dtype)
+        sizes = Budget(budget_tokens=budget, kv_dtype=kind.kv_dtype)
         folder = kept_export(
             "pocket", kind.weights, sizes, True, kind.symmetric,
             text if kind.calibrated else None,

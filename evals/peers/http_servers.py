@@ -135,7 +135,7 @@ def kvcap_server(
         PeerFailed: it did not start, or was killed.
     """
     command = [sys.executable, "-m", "kvcap", "serve", model, "--port", "0",
-               "--kv-budget-tokens", str(budget), "--name", "model", *options]  # fmt: skip
+               "--budget-tokens", str(budget), "--name", "model", *options]  # fmt: skip
     with running(command, limit_s=limit_s) as server:
         yield server
 

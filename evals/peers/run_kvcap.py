@@ -64,7 +64,7 @@ def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., An
 
 def _runtime(settings: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     """Return the runtime, and the packages whose versions matter."""
-    sizes = {"kv_budget_tokens": settings["budget"], "block_size": settings["block_size"]}
+    sizes = {"budget_tokens": settings["budget"], "block_size": settings["block_size"]}
     if settings["backend"] == "onnxruntime":
         from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 

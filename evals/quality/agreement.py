@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from kvcap import dtypes
+from kvcap.evals.quality.answering import new_cache
 from kvcap.evals.quality.cells import Setting
 from kvcap.evals.quality.scores import bootstrap
 from kvcap.evals.quality.sweep import Sweep
 from kvcap.evals.reports import environment, grid
-from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
@@ -158,7 +158,7 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
         _new_cache(config, setting, longest)
     runtime = Runtime.from_pretrained(
         sweep.model,
-        kv_budget_tokens=longest,
+        budget_tokens=longest,
         block_size=sweep.block_size,
         dtype=sweep.dtype,
         device=sweep.device,
@@ -214,14 +214,7 @@ def _new_cache(
     """Return a cache of one setting; without one, or a budget, one that holds a whole passage."""
     if setting is None:
         return BudgetCache(config, longest, block_size, "full", positions="true")
-    return BudgetCache(
-        config,
-        setting.budget or longest,
-        setting.block_size,
-        load_policy(setting.policy, **dict(setting.options)).plain(),
-        positions=setting.positions,
-        kv_dtype=setting.kv_dtype,
-    )
+    return new_cache(config, replace(setting, budget=setting.budget or longest))
 
 
 def _logits(loop: BlockLoop, block: Tensor) -> Tensor:

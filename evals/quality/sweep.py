@@ -322,7 +322,7 @@ class CellJob:
             torch.cuda.set_device(worker % torch.cuda.device_count())
         self._runtime = Runtime.from_pretrained(
             self.sweep.model,
-            kv_budget_tokens=self.first.budget,
+            budget_tokens=self.first.budget,
             block_size=self.sweep.block_size,
             dtype=self.sweep.dtype,
             device=self.sweep.device,

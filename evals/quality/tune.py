@@ -45,7 +45,6 @@ from kvcap.evals.reports import environment
 from kvcap.policies import Eviction, PolicyError, load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime, usual_every
-from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
@@ -82,15 +81,14 @@ class TuningRequest:
     seed: int = 0  # of needles
     dtype: str | None = None
     device: str | None = None
-    kv_dtype: KvDtype | None = None
 
     @property
     def budget_option(self) -> str:
         """Return the option that says how large the budget is."""
-        if self.sizes.kv_budget is not None:
+        if self.sizes.cache.kv_budget is not None:
             return "--kv-budget"
-        tokens = self.sizes.kv_budget_tokens is not None or self.sizes.memory_cap is None
-        return "--kv-budget-tokens" if tokens else "--memory-cap"
+        tokens = self.sizes.cache.budget_tokens is not None or self.sizes.memory_cap is None
+        return "--budget-tokens" if tokens else "--memory-cap"
 
 
 @dataclass(frozen=True)
@@ -219,12 +217,9 @@ def tune(
     plan = sides[0].plan
     runtime = Runtime.from_pretrained(
         request.model,
-        kv_budget_tokens=plan.budget_tokens,
-        block_size=plan.block_size,
+        plan.sized(request.sizes.cache),
         dtype=request.dtype,
         device=request.device,
-        positions=plan.positions,
-        kv_dtype=request.kv_dtype,
     )
     run = _Run(request, runtime, sides, opening, ids, clock, report)
     facts_length = max(_least_length(sides), min(LEAST_FACTS_LENGTH, trained))
@@ -397,12 +392,11 @@ def _side(request: TuningRequest, where: str, config: PretrainedConfig, policy: 
     cap = request.sizes.memory_cap
     plan = MemoryPlan.of(
         config,
-        policy=eviction,
+        replace(request.sizes.cache, policy=eviction),
         dtype=dtype,
+        memory_cap=cap,
         headers=read_headers(where),
-        kv_dtype=request.kv_dtype,
         recall_store=index_bytes(cap=None if cap is None else parse_cap(cap)),
-        **request.sizes._asdict(),
     )
     run = _with_sinks(eviction, config, plan.budget_tokens)
     setting = Setting(
@@ -417,7 +411,7 @@ def _side(request: TuningRequest, where: str, config: PretrainedConfig, policy: 
         seed=request.seed,
         block_size=plan.block_size,
         options=as_options({**request.pins, "sink_tokens": run.sink_tokens}),
-        kv_dtype=request.kv_dtype,
+        kv_dtype=plan.kv_dtype,
         question=None,
     )
     return _Side(policy, plan, setting)

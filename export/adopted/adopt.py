@@ -38,11 +38,11 @@ from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import require
 from kvcap.runtime.backends.onnxruntime.manifest import EVICTOR, GROUPED, SCHEMA
 from kvcap.runtime.backends.onnxruntime.tokenizer import NAMED_TEMPLATES
+from kvcap.runtime.cache.settings import BLOCK_SIZE, BUDGET_TOKENS
 from kvcap.runtime.errors import ModelNotFound, NotExportable, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape, layer_kinds
 from kvcap.runtime.models.files import check_generation, load_config
 from kvcap.runtime.models.names import CONFIG, resolve
-from kvcap.runtime.planning.plan import BLOCK_SIZE
 
 VARIANTS = {  # by the names that transformers.js has for them; the first that is there is taken
     "fp32": "model", "q4": "model_q4", "int8": "model_int8", "q8": "model_quantized",
@@ -74,7 +74,7 @@ def adopt(
     out: Path | None = None,
     policies: Iterable[Eviction] = (),
     *,
-    budget_tokens: int = 256,
+    budget_tokens: int = BUDGET_TOKENS,
     block_size: int = BLOCK_SIZE,
     positions: str | None = None,
     exporter: str = "existing",

@@ -12,6 +12,7 @@ from kvcap.export.graphs.shape import refuse_sinks
 from kvcap.export.weights import Rounding
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.checkpoint import Checkpoint, empty_model
 from kvcap.runtime.models.config import ModelShape
@@ -22,7 +23,6 @@ from kvcap.runtime.models.files import (
     load_tokenizer,
 )
 from kvcap.runtime.models.names import resolve
-from kvcap.runtime.types import Positions
 
 CACHE = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32", "int4": "fp32"}  # weights: the cache
 # By default. Of 8 bits twice as many numbers share a scale: a token takes a fifth less time for
@@ -47,24 +47,19 @@ class Source:
         return self.model.config
 
 
-def layout_for(
-    config: Any,
-    eviction: Eviction,
-    budget_tokens: int,
-    block_size: int,
-    positions: Positions | None = None,
-) -> CacheLayout:
+def layout_for(config: Any, settings: CacheSettings) -> CacheLayout:
     """Return the layout of the cache that a decoder is made for.
 
     Raises:
         NotExportable: no one graph of fixed sizes does that.
         UnsupportedModel, PlanInfeasible, PolicyError: nor would PyTorch.
     """
-    shape = ModelShape.of(config.get_text_config(decoder=True), budget_tokens + block_size)
+    (tokens, block), eviction = settings.sizes, settings.eviction
+    shape = ModelShape.of(config.get_text_config(decoder=True), tokens + block)
     _check(shape, eviction)
-    chosen = positions or default_positions(shape, unchanging=True)
-    layout = CacheLayout(shape, eviction, budget_tokens, block_size, chosen)
-    layout.eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
+    chosen = settings.positions or default_positions(shape, unchanging=True)
+    layout = CacheLayout(shape, eviction, tokens, block, chosen)
+    layout.eviction.check(tokens, len(shape.capped), shape.kv_heads)
     return layout
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from kvcap.policies import Eviction, Policy, as_eviction
 from kvcap.runtime.attention.masks import READY_MADE, MaskNote, MaskRequest, watch_stock
 from kvcap.runtime.attention.uncompiled import run_uncompiled
 from kvcap.runtime.cache.allocation import Allocation
@@ -21,7 +21,8 @@ from kvcap.runtime.cache.layout import UNREAD, CacheLayout, usual_positions
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.row_table import RowPass, RowTable
-from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
+from kvcap.runtime.cache.settings import IN_BYTES, CacheSettings, SettingNames
+from kvcap.runtime.cache.slot_format import SlotFormat
 from kvcap.runtime.cache.slots import RowSlots
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
@@ -35,9 +36,11 @@ from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import has_m_rope
-from kvcap.runtime.types import ATTENTION, DEFAULT_POLICY, KeptTokens, Positions, SlotUse, Span
+from kvcap.runtime.types import ATTENTION, KeptTokens, Positions, SlotUse, Span
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from kvcap.runtime.cache.state_layer import StateLayer
 
 BROKEN = (
@@ -65,20 +68,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     Args:
         config: the model's config.
-        budget_tokens: slots per KV head and layer that stay after every block (`N`).
-        block_size: tokens read at once (`T`); pass it to generate() as `prefill_chunk_size`.
-        policy: a name (see `kvcap policies`), an `Eviction` or a `Policy`.
-        positions: 'compact', 'true' or 'auto', which is true until the length that the model was
-            trained on would be left and compact from then on; by default compact where it is exact
-            and the model was loaded with `attn_implementation='kvcap'`, else true. Under M-RoPE it
-            is exact for text alone: a model that reads images too has true ones.
-        evict_every: in generation, evict every so many tokens, at most `block_size`.
-        kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
-            slots hold, with `attn_implementation='kvcap'`; by default they hold the model's own
-            numbers.
-        sink_tokens: first tokens that are never evicted, the attention sink; 4 by default, fewer
-            where the policy leaves less than 32 slots unpinned. With 0 the policy is as its paper
-            has it.
+        given: whole `CacheSettings`; or its budget_tokens, block_size and policy in that order.
+        named: settings by their names. `block_size` is generate()'s `prefill_chunk_size`.
 
     One conversation: a second generate() goes on with it, as with any cache of transformers, which
     take a longer prompt for the whole conversation; `reset()` comes before another one. No gradient
@@ -90,52 +81,35 @@ class BudgetCache(Cache):  # type: ignore[misc]
         UnsupportedModel: for the model or its positions, or for a policy or slots that need
             `attn_implementation='kvcap'`.
         PolicyError: unknown policy, or pins that do not fit the budget.
-        PlanInfeasible: sizes that are not whole numbers from 1, `evict_every` above the block, or
-            an unknown `kv_dtype`.
+        PlanInfeasible: as `CacheSettings`, or a budget in bytes, for which a plan is needed.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        budget_tokens: int = 256,
-        block_size: int = 128,
-        policy: str | Eviction | Policy = DEFAULT_POLICY,
-        *,
-        positions: Positions | None = None,
-        evict_every: int = 1,
-        kv_dtype: KvDtype | None = None,
-        sink_tokens: int | None = None,
-    ) -> None:
-        sizes = {"budget_tokens": budget_tokens, "block_size": block_size,
-                 "evict_every": evict_every}  # fmt: skip
-        for name, size in sizes.items():
-            _check_size(name, size)
-        if not 1 <= evict_every <= block_size:
-            raise PlanInfeasible(
-                f"evict_every={evict_every}, block_size={block_size}: evict every 1 to block_size "
-                "tokens"
-            )
+    def __init__(self, config: Any, *given: Any, **named: Unpack[SettingNames]) -> None:
+        settings = CacheSettings.of(given, named, "budget_tokens", "block_size", "policy")
+        if settings.kv_budget is not None:
+            raise PlanInfeasible(IN_BYTES.format(f"kv_budget={settings.kv_budget!r}"))
+        tokens, block = settings.sizes
+        settings = replace(settings, block_size=block)
+        positions, kv_dtype = settings.positions, settings.kv_dtype
         wrapper, config = config, config.get_text_config(decoder=True)
         if wrapper is not config and has_m_rope(config):
             if positions not in (None, "true"):
                 raise UnsupportedModel(f"positions={positions!r} {_IMAGES}")
             positions = "true"
-        self.eviction = as_eviction(policy, sink_tokens)
-        self.block_size, self.evict_every = block_size, evict_every
-        shape = ModelShape.of(config, budget_tokens + block_size)
+        self.eviction = settings.eviction
+        self.block_size, self.evict_every = block, settings.evict_every or 1
+        shape = ModelShape.of(config, tokens + block)
         stock = self._check_attention(config, shape, positions)
         self._attends = getattr(config, "_attn_implementation", None) == ATTENTION
         slot_format = SlotFormat.of(kv_dtype)
         if stock and slot_format.quantised:
             raise UnsupportedModel(UNREAD.format(kv_dtype))
         if positions is None:
-            moves = not stock and shape.can_be_compact(budget_tokens + block_size)
+            moves = not stock and shape.can_be_compact(tokens + block)
             positions = usual_positions(kv_dtype == "int4") if moves else "true"
-        self.layout = CacheLayout(
-            shape, self.eviction, budget_tokens, block_size, positions, slot_format
-        )
+        self.layout = CacheLayout(shape, self.eviction, tokens, block, positions, slot_format)
         self.eviction = self.layout.eviction
-        self.eviction.check(budget_tokens, len(shape.capped), shape.kv_heads)
+        self.eviction.check(tokens, len(shape.capped), shape.kv_heads)
         self.context = ForwardContext()
         """The forward pass in hand."""
         self.pinned_spans: list[tuple[int, int]] = []
@@ -154,7 +128,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             BudgetCache, "update", "get_seq_length", "get_mask_sizes", "get_conv_state",
             "update_conv_state", "get_recurrent_state", "update_recurrent_state",
         )  # fmt: skip
-        self.allocation = Allocation(self.layout, evict_every, stock=not self._attends)
+        self.allocation = Allocation(self.layout, self.evict_every, stock=not self._attends)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
         self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}
         """The recurrent layers, or halves of layers, by their index in the model."""
@@ -719,15 +693,3 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 "or use positions='true'"
             )
         return stock
-
-
-def _check_size(name: str, size: Any) -> None:
-    """Refuse what is no whole number from 1."""
-    if isinstance(size, str):
-        raise PlanInfeasible(
-            f"{name}={size!r}: tokens are counted here, such as 1024; for a size in bytes take "
-            "kvcap.MemoryPlan.of(model.config, kv_budget='64MiB').budget_tokens, with the policy "
-            "and block_size that the cache gets"
-        )
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise PlanInfeasible(f"{name}={size!r}: use a whole number of tokens from 1")

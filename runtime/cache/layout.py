@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
@@ -52,7 +52,7 @@ class CacheLayout:
     """The sizes of a cache for a model, an eviction and a budget.
 
     Raises:
-        PlanInfeasible: sizes below 1.
+        PlanInfeasible: more slots than compact positions can be counted for.
         UnsupportedModel: compact positions where keys cannot be moved exactly; evicted tokens that
             are kept, where layers read the slots of others or slots are quantised; keys of 4 bits
             that cannot be held without rotation.
@@ -71,13 +71,6 @@ class CacheLayout:
             self.budget_tokens, len(self.shape.capped), self.shape.kv_heads
         )
         object.__setattr__(self, "eviction", run)
-        if self.block_size < 1:
-            raise PlanInfeasible(f"block_size={self.block_size}: a block holds 1 or more tokens")
-        if self.positions not in get_args(Positions):
-            raise PlanInfeasible(
-                f"positions={self.positions!r}: use 'compact', 'true' or 'auto' (true until the "
-                "length that the model was trained on would be left, then compact)"
-            )
         moves, named = self.positions != "true", f"positions={self.positions!r}"
         if moves and not self.shape.moves_exactly:
             raise UnsupportedModel(

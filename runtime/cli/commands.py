@@ -285,11 +285,10 @@ def warm_command(
         )
     runtime = Runtime.from_pretrained(
         model,
-        budget.eviction(),
+        budget.settings(policy=budget.eviction(), evict_every=evict_every),
         device=chosen,
         dtype=budget.dtype,
-        evict_every=evict_every,
-        **budget.sizes(),
+        memory_cap=budget.memory_cap,
     )
     seconds = perf_counter() - begun
     print(f"{runtime.plan.summary} is ready, after {seconds:.1f} s", file=sys.stderr)
@@ -404,13 +403,11 @@ def _load_model(
 
     return Runtime.from_pretrained(
         model,
-        budget.eviction(),
-        **budget.sizes(),
+        budget.settings(policy=budget.eviction(), evict_every=running.evict_every),
+        memory_cap=budget.memory_cap,
         enforce=budget.enforce,
         dtype=budget.dtype,
         device=running.device,
-        evict_every=running.evict_every,
-        kv_dtype=budget.kv_dtype,
         weights=weights,
         recall_store=recall_store,
     )
@@ -448,10 +445,15 @@ def _load_export(model: str, budget: Budget, running: Running, recall_store: int
         if given:
             raise NotExportable(f"{option} is not for --backend onnxruntime: {why}; leave it out")
     return OrtRuntime.from_directory(
-        _export_folder(model), _policy_request(budget), **budget.sizes(), enforce=budget.enforce,
-        dtype=budget.dtype, kv_dtype=budget.kv_dtype, threads=running.threads,
-        evict_every=running.evict_every, recall_store=recall_store,
-    )  # fmt: skip
+        _export_folder(model),
+        _policy_request(budget),
+        budget.settings(evict_every=running.evict_every),
+        memory_cap=budget.memory_cap,
+        enforce=budget.enforce,
+        dtype=budget.dtype,
+        threads=running.threads,
+        recall_store=recall_store,
+    )
 
 
 @large_imports()
@@ -475,17 +477,16 @@ def planned(model: str, backend: Backend, budget: Budget, recall_store: int = 0)
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.weights import read_headers
 
-    where, sizes = resolve(model), budget.sizes()
+    where, settings = resolve(model), budget.settings(policy=budget.eviction())
     return MemoryPlan.of(
-        Sizes(**sizes).config_for(load_config(where)),
-        policy=budget.eviction(),
+        Sizes(settings, budget.memory_cap).config_for(load_config(where)),
+        settings,
         dtype=dtypes.parse(budget.dtype),
+        memory_cap=budget.memory_cap,
         headers=read_headers(where),
         rehearse=True,
-        kv_dtype=budget.kv_dtype,
         weights=backend.weights,
         recall_store=recall_store,
-        **sizes,
     )
 
 
@@ -554,14 +555,14 @@ def planned_serving(
     from kvcap.runtime.backends.pytorch.runtime import best_device, usable, usual_every
     from kvcap.runtime.models.files import load_config
 
-    config = Sizes(**budget.sizes()).config_for(load_config(resolve(model)))
-    eviction = budget.eviction()
     running = running or Running()
     device = usable(running.device) or (best_device() if backend.weights is None else "cpu")
     every = running.evict_every or usual_every(device, one.block_size)
+    settings = budget.settings(policy=budget.eviction(), evict_every=every)
+    config = Sizes(settings, budget.memory_cap).config_for(load_config(resolve(model)))
     return ServingPlan.of(
         one,
-        lambda number: plan_shared(config, eviction, one, number, evict_every=every, device=device),
+        lambda number: plan_shared(config, settings, one, number, device=device),
         cap=cap,
         together=together,
         places=places,
@@ -579,9 +580,8 @@ def _planned_export(model: str, budget: Budget, recall_store: int) -> MemoryPlan
     policy = find_policy(found, _policy_request(budget), budget.positions)
     check_dtype(found, budget.dtype)
     check_slots(found, budget.kv_dtype)
-    return plan_of(
-        found, policy.name, Sizes(**budget.sizes()), pinned=policy.least, recall_store=recall_store
-    )
+    sizes = Sizes(budget.settings(), budget.memory_cap)
+    return plan_of(found, policy.name, sizes, pinned=policy.least, recall_store=recall_store)
 
 
 def _policy_request(budget: Budget) -> PolicyRequest:

@@ -36,7 +36,6 @@ from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, MANIFEST
 from kvcap.runtime.units import format_bytes
 
-TOKENS, BLOCK = 256, 128  # the sizes of an export by default
 LEFT = 64 << 20  # bytes beside the weights that must be free on the disk
 SNAPSHOTS = "snapshots"  # the hub's cache has a folder for every revision in it
 
@@ -87,7 +86,7 @@ def kept_export(
     if budget.kv_budget is not None:
         raise PlanInfeasible(
             "--kv-budget is in bytes, and with --weights the number of slots is part of the "
-            "graph; give --kv-budget-tokens instead"
+            "graph; give --budget-tokens instead"
         )
     if budget.kv_dtype is not None:
         from kvcap.runtime.backends.onnxruntime.runtime import refuse_slots
@@ -163,10 +162,11 @@ def _version(package: str) -> str | None:
 def _options(budget: Budget, symmetric: bool | None) -> list[str]:
     """Return the options of `kvcap export decoder` besides model, type and place."""
     pairs(budget.policy_option or [])  # refuses what is no KEY=VALUE
+    tokens, block = budget.settings().sizes
     given: dict[str, Any] = {
         "--policy": budget.policy or DEFAULT_POLICY,
-        "--kv-budget-tokens": budget.kv_budget_tokens or TOKENS,
-        "--block-size": budget.block_size or BLOCK,
+        "--budget-tokens": tokens,
+        "--block-size": block,
         **{f"--{name.replace('_', '-')}": value for name, value in budget.pins.items()},
     }
     for name in ("positions", "kv_dtype"):

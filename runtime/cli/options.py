@@ -17,15 +17,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 import typer
 
+from kvcap.runtime.cache.settings import CacheSettings, SettingNames, current_name
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.names import is_export
-from kvcap.runtime.planning.plan import AUTO, Sizes, parse_cap
+from kvcap.runtime.planning.plan import AUTO, parse_cap
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, PINS
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:  # PyTorch stands behind it
+    from typing_extensions import Unpack
+
     from kvcap.policies import Eviction
 
 ENVIRONMENT = "KVCAP_"
@@ -39,6 +42,19 @@ def option(*names: str, help: str, **settings: Any) -> Any:
     # None stands for a default of the model or the plan; the help text names it.
     shown = {"show_envvar": False, "show_default": False, **settings}
     return typer.Option(*names, help=help, envvar=variable, **shown)
+
+
+def current_arguments(arguments: Iterable[str]) -> list[str]:
+    """Return a command's arguments with old names of settings replaced, the environment's too."""
+    for name in [*os.environ]:
+        new = current_name(name, lambda setting: ENVIRONMENT + setting.upper())
+        os.environ.setdefault(new, os.environ[name])
+    found = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        new = current_name(name, lambda setting: "--" + setting.replace("_", "-"))
+        found.append(f"{new}{equals}{value}")
+    return found
 
 
 def pairs(texts: list[str]) -> dict[str, Any]:
@@ -262,10 +278,10 @@ class Cap:
             help="Bytes of the whole KV cache, such as 256KiB or 64MiB.",
         ),
     ] = None
-    kv_budget_tokens: Annotated[
+    budget_tokens: Annotated[
         int | None,
         option(
-            "--kv-budget-tokens",
+            "--budget-tokens",
             "--max-kv-size",
             min=1,
             metavar="N",
@@ -338,18 +354,22 @@ class Cap:
         """Return the options of `PINS` that were given."""
         return {name: n for name in PINS if (n := getattr(self, name)) is not None}
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the sizes as `MemoryPlan.of` and `Runtime.from_pretrained` take them.
+    def settings(self, **more: Unpack[SettingNames]) -> CacheSettings:
+        """Return the settings of a cache that were given, and `more` of them.
 
         Raises:
             ValueError: both budgets were given.
         """
-        if self.kv_budget is not None and self.kv_budget_tokens is not None:
+        if self.kv_budget is not None and self.budget_tokens is not None:
             raise ValueError(
-                "give --kv-budget or --kv-budget-tokens, not both "
-                "(KVCAP_KV_BUDGET and KVCAP_KV_BUDGET_TOKENS count too)"
+                "give --kv-budget or --budget-tokens, not both "
+                "(KVCAP_KV_BUDGET and KVCAP_BUDGET_TOKENS count too)"
             )
-        return {name: getattr(self, name) for name in Sizes._fields}
+        given = CacheSettings(
+            self.budget_tokens, self.block_size, positions=self.positions, kv_dtype=self.kv_dtype,
+            kv_budget=self.kv_budget,
+        )  # fmt: skip
+        return CacheSettings.of((given,), more)
 
 
 @dataclass(frozen=True)

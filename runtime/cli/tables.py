@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvcap.runtime.cache.settings import BLOCK_SIZE
 from kvcap.runtime.cli.console import dim
 from kvcap.runtime.memory.free_memory import FreeMemory
-from kvcap.runtime.planning.plan import BLOCK_SIZE, MemoryPlan
+from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.types import EVICT_EVERY, PINS, SlotUse
 from kvcap.runtime.units import format_bytes
 from kvcap.sinks import SINK_TOKENS

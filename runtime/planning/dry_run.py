@@ -28,23 +28,19 @@ from transformers import AutoModelForCausalLM
 from kvcap.policies import Eviction
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.pool import Segment, resize
-from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.packed import PackedDtype, pack
-from kvcap.runtime.types import ATTENTION, Positions
+from kvcap.runtime.types import ATTENTION
 
 
 def rehearse_block(
     config: Any,
-    eviction: Eviction,
-    budget_tokens: int,
-    block_size: int,
+    settings: CacheSettings,
     dtype: torch.dtype,
-    positions: Positions,
     batch: int = 1,
-    kv_dtype: KvDtype | None = None,
     packed: PackedDtype | None = None,
 ) -> int:
     """Return the most bytes that reading one block takes beyond weights and cache, with its logits.
@@ -54,13 +50,10 @@ def rehearse_block(
 
     Args:
         config: the model's transformers config.
-        eviction: what is evicted.
-        budget_tokens: slots per KV head and layer (`N`), all in use.
-        block_size: tokens of the block (`T`).
+        settings: of the cache, whose slots are all in use. With positions 'auto' the change to
+            compact ones is rehearsed, too.
         dtype: of weights, keys and values.
-        positions: 'compact', 'true' or 'auto': the change is rehearsed then, too.
         batch: sequences.
-        kv_dtype: of what slots hold, as in `BudgetCache`.
         packed: of matrices, with which `check_packing` agreed.
 
     Raises:
@@ -71,11 +64,9 @@ def rehearse_block(
         model.eval()
         if packed is not None:
             pack(model, packed)
-        peaks = []
+        peaks, eviction = [], settings.eviction
         for divide in DIVISIONS if eviction.heads_move or eviction.layers_move else DIVISIONS[:1]:
-            cache = BudgetCache(
-                config, budget_tokens, block_size, eviction, positions=positions, kv_dtype=kv_dtype
-            )
+            cache = BudgetCache(config, settings)
             divide(cache.allocate(batch, dtype, "cpu"))
             peaks.append(_rehearse(model, cache, batch))
     return max(peaks)

@@ -14,20 +14,21 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvcap.runtime.cache.settings import BLOCK_SIZE, BUDGET_TOKENS, CacheSettings
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import FreeMemory, free_memory, process_bytes
-from kvcap.runtime.types import DEFAULT_POLICY, Positions
+from kvcap.runtime.types import Positions
 from kvcap.runtime.units import format_bytes, parse_bytes, with_margin
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
-    from kvcap.policies import Eviction, Policy
-    from kvcap.runtime.cache.slot_format import KvDtype, SlotFormat
+    from kvcap.runtime.cache.settings import SettingNames
+    from kvcap.runtime.cache.slot_format import KvDtype
     from kvcap.runtime.models.packed import PackedDtype
     from kvcap.runtime.models.weights import Headers, Weights, WeightsSource
 
-BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # defaults; blocks are smaller where bytes are few
 BLOCK_SIZES = [BLOCK_SIZE >> i for i in range(8)]  # tried in this order where none is asked for
 LOADING = 64 << 20  # bytes: a tokenizer, the mapped file of weights, buffers of the first block
 RUNNING = 16 << 20  # the last of these alone
@@ -43,7 +44,7 @@ class MemoryPlan:
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     ...                      hidden_size=64, head_dim=16, intermediate_size=128, vocab_size=100)
-    >>> MemoryPlan.of(config, kv_budget_tokens=64, block_size=16).cache_bytes
+    >>> MemoryPlan.of(config, budget_tokens=64, block_size=16).cache_bytes
     48704
     """
 
@@ -121,6 +122,13 @@ class MemoryPlan:
         """Return the plan with other figures for the weights."""
         return replace(self, weights=weights.nbytes, weights_from=weights.source)
 
+    def sized(self, settings: CacheSettings) -> CacheSettings:
+        """Return the settings of a cache with this plan's sizes, positions and slots."""
+        return replace(
+            settings, budget_tokens=self.budget_tokens, block_size=self.block_size,
+            positions=self.positions, kv_dtype=self.kv_dtype, kv_budget=None,
+        )  # fmt: skip
+
     def uncapped_bytes(self, tokens: int) -> int:
         """Return the bytes of keys and values that an uncapped cache holds after so many tokens."""
         windowed = self.sliding_token_bytes * min(tokens, self.sliding_window)
@@ -139,34 +147,24 @@ class MemoryPlan:
     def of(
         cls,
         config: Any,
-        *,
-        policy: str | Eviction | Policy = DEFAULT_POLICY,
-        kv_budget_tokens: int | None = None,
-        kv_budget: str | int | None = None,
-        block_size: int | None = None,
+        *given: CacheSettings,
         dtype: torch.dtype | None = None,
-        positions: Positions | None = None,
         batch: int = 1,
         memory_cap: str | int | None = None,
         headers: Headers | None = None,
         loaded: bool = False,
         rehearse: bool = False,
-        kv_dtype: KvDtype | None = None,
         weights: PackedDtype | None = None,
         recall_store: int = 0,
+        **named: Unpack[SettingNames],
     ) -> MemoryPlan:
         """Plan a run.
 
         Args:
             config: the model's transformers config, which stays as it is; of a wrapper, its text
                 model is planned.
-            policy: a name, an `Eviction` or a `Policy`.
-            kv_budget_tokens: slots per KV head and layer (`N`); or else
-            kv_budget: bytes for the whole cache, an integer or such as '256KiB' or '2GB': the
-                largest `N` that fits is taken.
-            block_size: tokens read at once; by default 128, fewer where bytes are few.
+            given: whole `CacheSettings`, if not by name.
             dtype: of keys and values; the config's by default.
-            positions: 'compact', 'true' or 'auto'; compact where exact by default.
             batch: sequences.
             memory_cap: bytes for the whole process, or 'auto' for all that is free; without a
                 budget, the largest `N` and block that fit are taken.
@@ -175,10 +173,9 @@ class MemoryPlan:
             loaded: the weights are in this process already.
             rehearse: find the workspace by a dry run, in about a second, and the least budget and
                 cap that work.
-            kv_dtype: 'int8', 'int8-int4' (keys, values) or 'int4' to quantise what slots hold, so
-                that the same bytes hold more of them.
             weights: 'int8' or 'int4' to hold matrices so, on a CPU.
             recall_store: bytes of the index by which a conversation finds its evicted text.
+            named: settings of the cache by their names, as in `CacheSettings`.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
@@ -187,20 +184,18 @@ class MemoryPlan:
         """
         import torch
 
-        from kvcap.policies import as_eviction
         from kvcap.runtime.cache.layout import default_positions
-        from kvcap.runtime.cache.slot_format import SlotFormat
         from kvcap.runtime.models.config import ModelShape
         from kvcap.runtime.models.packed import check_packing
         from kvcap.runtime.models.weights import weigh
         from kvcap.runtime.models.wrappers import text_config
 
-        sizes = Sizes(kv_budget_tokens, kv_budget, memory_cap, block_size)
-        sizes.check()
-        config = copy.deepcopy(config)  # building a model from it to weigh it changes it
+        settings = CacheSettings.of(given, named)
+        sizes = Sizes(settings, memory_cap)
+        config = copy.deepcopy(config)  # models that are made of it to be weighed change it
         text = text_config(config)
         dtype = dtype or getattr(text, "dtype", None) or torch.float32
-        eviction = as_eviction(policy)
+        eviction = settings.eviction
         if weights is not None:
             check_packing(config, dtype, "cpu", weights)
             if "output_projection" in eviction.observes:
@@ -211,14 +206,13 @@ class MemoryPlan:
                 )
         shape, held = ModelShape.of(text), weigh(config, dtype, headers, weights)
         tokens = sizes.slots(BUDGET_TOKENS)
-        fixed = kv_dtype == "int4"
-        positions = positions or default_positions(shape, sizes.longest, unchanging=fixed)
+        fixed = settings.kv_dtype == "int4"
+        positions = settings.positions or default_positions(shape, sizes.longest, unchanging=fixed)
         own = process_bytes() + (RUNNING - held.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own
-        slot_format = SlotFormat.of(kv_dtype)
         model = ModelPlanner(
-            text, eviction, dtype, positions, batch, held, weights, baseline, slot_format,
-            recall_store,
+            text, replace(settings, positions=positions, evict_every=1), dtype, batch, held,
+            weights, baseline, recall_store,
         )  # fmt: skip
         heads = len(shape.capped), shape.kv_heads
         if tokens is not None:
@@ -244,27 +238,28 @@ class ModelPlanner:
     """A planner that plans one transformers model under one eviction policy, at any sizes."""
 
     config: Any  # of the text model
-    eviction: Eviction
+    settings: CacheSettings  # whose sizes are what is looked for
     dtype: torch.dtype
-    positions: Positions
     batch: int
     weights: Weights
     packed: PackedDtype | None
     baseline: int  # bytes of the process before, where it has a cap
-    slot_format: SlotFormat
     recall_store: int  # bytes
 
     def plan(self, tokens: int, block: int) -> MemoryPlan:
         """Return the plan of `tokens` slots and blocks of `block`, with an estimated workspace."""
         from kvcap.runtime.cache.layout import CacheLayout
+        from kvcap.runtime.cache.slot_format import SlotFormat
         from kvcap.runtime.models.config import ModelShape
 
-        config, eviction, dtype, batch = self.config, self.eviction, self.dtype, self.batch
+        config, eviction, dtype, batch = self.config, self.settings.eviction, self.dtype, self.batch
+        positions = self.settings.positions
+        assert positions is not None, "a plan knows how tokens count"
         shape = ModelShape.of(config, tokens + block)
         number = batch * dtype.itemsize  # bytes of one of every sequence's
         slides = [layer for layer in shape.layers if layer.window is not None]
-        slots = self.slot_format
-        layout = CacheLayout(shape, eviction, tokens, block, self.positions, slots)
+        slots = SlotFormat.of(self.settings.kv_dtype)
+        layout = CacheLayout(shape, eviction, tokens, block, positions, slots)
         kept = (
             shape.kv_heads * layout.longest if layout.pooled else max(map(sum, layout.allotments))
         )
@@ -284,7 +279,7 @@ class ModelPlanner:
         sizes: dict[str, Any] = layout.nbytes(batch, dtype)
         return MemoryPlan(
             policy=eviction.name,
-            positions=self.positions,
+            positions=positions,
             budget_tokens=tokens,
             block_size=block,
             dtype=str(dtype).removeprefix("torch."),
@@ -312,38 +307,22 @@ class ModelPlanner:
 
         if plan.rehearsed:
             return plan
-        workspace = rehearse_block(
-            self.config, self.eviction, plan.budget_tokens, plan.block_size, self.dtype,
-            self.positions, self.batch, self.slot_format.name, self.packed,
-        )  # fmt: skip
+        settings = plan.sized(self.settings)
+        workspace = rehearse_block(self.config, settings, self.dtype, self.batch, self.packed)
         return replace(plan, workspace=workspace, rehearsed=True, baseline=self.baseline)
 
 
 class Sizes(NamedTuple):
     """A set of sizes that a user asked for; None leaves one to the plan."""
 
-    kv_budget_tokens: int | None = None  # slots per KV head and layer
-    kv_budget: str | int | None = None  # or bytes of the cache
+    cache: CacheSettings
     memory_cap: str | int | None = None  # bytes of the process, or 'auto'
-    block_size: int | None = None
-    positions: str | None = None
-
-    def check(self) -> None:
-        """Refuse sizes that contradict each other.
-
-        Raises:
-            PlanInfeasible: two budgets, or a block without a token.
-        """
-        if self.kv_budget_tokens is not None and self.kv_budget is not None:
-            raise PlanInfeasible("give kv_budget_tokens or kv_budget (bytes), not both")
-        if self.block_size is not None and self.block_size < 1:
-            raise PlanInfeasible(f"block_size={self.block_size}: a block holds 1 or more tokens")
 
     @property
     def longest(self) -> int:
         """Return the slots of a head and its block; 0 where a number of bytes decides."""
         tokens = self.slots(BUDGET_TOKENS)
-        return 0 if tokens is None else tokens + (self.block_size or BLOCK_SIZE)
+        return 0 if tokens is None else tokens + self.cache.sizes[1]
 
     def config_for(self, config: Any) -> Any:
         """Return a text model's config as the model is to be loaded for these sizes.
@@ -353,13 +332,13 @@ class Sizes(NamedTuple):
         """
         from kvcap.runtime.models.rope import with_one_rope
 
-        return with_one_rope(config, None if self.positions == "true" else self.longest)
+        return with_one_rope(config, None if self.cache.positions == "true" else self.longest)
 
     def slots(self, default: int) -> int | None:
         """Return the slots asked for, or `default`; None where a number of bytes decides."""
-        if self.kv_budget_tokens is not None:
-            return self.kv_budget_tokens
-        return default if self.kv_budget is None and self.memory_cap is None else None
+        if self.cache.budget_tokens is not None:
+            return self.cache.budget_tokens
+        return default if self.cache.kv_budget is None and self.memory_cap is None else None
 
 
 @dataclass(frozen=True)
@@ -389,11 +368,11 @@ class PlanSearch:
             PlanInfeasible: nothing fits, naming what would.
         """
         cap = None if self.sizes.memory_cap is None else parse_cap(self.sizes.memory_cap)
-        slots = self.sizes.slots(tokens)
-        if self.sizes.kv_budget is not None:
-            plan = self.within_cache(parse_bytes(self.sizes.kv_budget))
+        slots, asked = self.sizes.slots(tokens), self.sizes.cache
+        if asked.kv_budget is not None:
+            plan = self.within_cache(parse_bytes(asked.kv_budget))
         elif slots is not None:
-            plan = self.plan(slots, self.sizes.block_size or block)
+            plan = self.plan(slots, asked.block_size or block)
         else:
             assert cap is not None
             plan = self.within_process(cap)
@@ -425,7 +404,7 @@ class PlanSearch:
         raise PlanInfeasible(
             f"a cache of {nbytes:,} bytes is too small for {least.policy} and blocks of "
             f"{least.block_size:,}; the least that works is {least.cache_bytes:,} bytes"
-            + (", less with a smaller block" if (self.sizes.block_size or 1) > 1 else ""),
+            + (", less with a smaller block" if (self.sizes.cache.block_size or 1) > 1 else ""),
             least_kv_budget=least.cache_bytes,
         )
 
@@ -470,21 +449,12 @@ class PlanSearch:
     @property
     def _blocks(self) -> list[int]:
         """Return the sizes of a block that may be taken, the largest first."""
-        return BLOCK_SIZES if self.sizes.block_size is None else [self.sizes.block_size]
+        asked = self.sizes.cache.block_size
+        return BLOCK_SIZES if asked is None else [asked]
 
     def _fewest(self, block: int) -> int:
         """Return the fewest slots for such blocks: at least twice a block that nobody asked for."""
-        return max(1, self.pinned, 2 * block if self.sizes.block_size is None else 0)
-
-
-def check_tokens(tokens: Any) -> None:
-    """Refuse a budget that is not a number of slots.
-
-    Raises:
-        PlanInfeasible: it is none.
-    """
-    if type(tokens) is not int or tokens < 1:
-        raise PlanInfeasible(f"a budget of {tokens!r} slots cannot be; use a whole number above 0")
+        return max(1, self.pinned, 2 * block if self.sizes.cache.block_size is None else 0)
 
 
 def parse_cap(cap: str | int) -> int:

@@ -93,7 +93,7 @@ class Batch:
     block, or on a GPU as many whole blocks as go through the model at once.
 
     >>> from kvcap import Runtime
-    >>> runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64)
+    >>> runtime = Runtime.from_pretrained("pocket", budget_tokens=64)
     >>> batch, sessions = runtime.batch(2), [runtime.session(), runtime.session()]
     >>> for session in sessions:
     ...     batch.add(session, session.send("Hello!"))

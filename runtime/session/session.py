@@ -74,7 +74,7 @@ class Session:
     Knows no library that runs models.
 
     >>> from kvcap import Runtime
-    >>> session = Runtime.from_pretrained("pocket", kv_budget_tokens=256).session()
+    >>> session = Runtime.from_pretrained("pocket", budget_tokens=256).session()
     >>> print("".join(session.send("Hello!")))  # doctest: +SKIP
     """
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvcap.runtime.backends.pytorch.cap import cap
     from kvcap.runtime.backends.pytorch.runtime import Runtime
     from kvcap.runtime.cache.cache import BudgetCache
+    from kvcap.runtime.cache.settings import CacheSettings
     from kvcap.runtime.errors import KvcapError
     from kvcap.runtime.planning.plan import MemoryPlan
     from kvcap.runtime.session.session import Session
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BudgetCache": "runtime.cache.cache",
+    "CacheSettings": "runtime.cache.settings",
     "Eviction": "policies",
     "KvcapError": "runtime.errors",
     "MemoryPlan": "runtime.planning.plan",
@@ -38,6 +40,7 @@ _HOMES = {
 }
 __all__ = [
     "BudgetCache",
+    "CacheSettings",
     "Eviction",
     "KvcapError",
     "MemoryPlan",

@@ -18,7 +18,7 @@ from kvcap.evals import commands as evals
 from kvcap.export.commands import export
 from kvcap.runtime.cli import commands
 from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
-from kvcap.runtime.cli.options import variables
+from kvcap.runtime.cli.options import current_arguments, variables
 from kvcap.serve.commands import serve_command
 
 app = typer.Typer(
@@ -88,7 +88,8 @@ def _kvcap(
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors are one line on stderr."""
     try:
-        code = app(arguments, prog_name="kvcap", standalone_mode=False)
+        given = current_arguments(sys.argv[1:] if arguments is None else arguments)
+        code = app(given, prog_name="kvcap", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except Exception as error:

@@ -15,6 +15,7 @@ from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.spec import Spec, recalled, recipe
 from kvcap.policies import PolicyError, load_policy
 from kvcap.runtime.backends.onnxruntime.runtime import ExportedPolicy, PolicyRequest
+from kvcap.runtime.cache.settings import CacheSettings
 
 SHAPE = Shape(kv_heads=2, heads=4, head_dim=8, block=8, budget=64)
 
@@ -58,7 +59,7 @@ def test_a_decoder_has_them():
         ("keydiff", {}, 64, 4), ("keydiff", {}, 16, 2), ("keydiff", {"sink_tokens": 0}, 64, 0),
         ("streaming_llm", {"sinks": 6}, 64, 6), ("pyramidkv", {}, 64, 4),
     ):  # fmt: skip
-        layout = layout_for(config, load_policy(policy, **options), budget, 8)
+        layout = layout_for(config, CacheSettings(budget, 8, load_policy(policy, **options)))
         assert layout.eviction.sinks() == sinks
         assert recipe(layout.eviction)["parameters"]["sink_tokens"] == max(
             0 if policy == "streaming_llm" else sinks, layout.eviction.sink_tokens or 0

@@ -21,6 +21,7 @@ from kvcap.export.gptq import DAMPING, gptq
 from kvcap.export.weights import BLOCK, Rounding, pack, rounded_in, unpack
 from kvcap.pocket.corpus import filler
 from kvcap.policies import load_policy
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.types import MANIFEST
@@ -104,7 +105,7 @@ def text(sentences=400, seed="gptq"):
 def made(family, **changes):
     model = tiny_model(family, **changes)
     return DecoderGraph(
-        model, layout_for(model.config, small_policy("keydiff", model.config), 12, 4)
+        model, layout_for(model.config, CacheSettings(12, 4, small_policy("keydiff", model.config)))
     )
 
 
@@ -194,13 +195,13 @@ def test_the_export_of_weights_in_files_has_the_rounded_numbers(
 ):
     read, out, where = tmp_path / "text.txt", tmp_path / "x", str(checkpoint)
     read.write_text(text())
-    layout = layout_for(load_config(where), load_policy("keydiff"), 12, 4)
+    layout = layout_for(load_config(where), CacheSettings(12, 4, load_policy("keydiff")))
     source = spec.load(where, "int4")
     ids = pieces(source.tokenizer, text(), layout.shape.trained_length)
     wanted = calibrate(DecoderGraph(source.model, layout), ids, ROUNDINGS[0])
     monkeypatch.setattr(spec, "LOADED", 0)
     assert open_model(where, "int4", layout).checkpoint is not None
-    given = ["export", "decoder", where, "-o", str(out), "--kv-budget-tokens", "12", "--quick",
+    given = ["export", "decoder", where, "-o", str(out), "--budget-tokens", "12", "--quick",
              "--block-size", "4", "--dtype", "int4", "--symmetric"]  # fmt: skip
     assert run([*given, "--calibrate", str(read)]) == 0
     found = rounded_in(out / "decoder.onnx")

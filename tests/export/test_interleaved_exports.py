@@ -25,6 +25,7 @@ from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable, ToleranceError
 from kvcap.runtime.models import config as models
 from kvcap.runtime.models.config import ModelShape
@@ -67,7 +68,9 @@ def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_decoder_in_one_graph_passes_its_own_check(family, policy, tmp_path):
     """Logits and kept slots of graph, module and runtime agree past the budget."""
     model = tiny_model(family)
-    layout = layout_for(model.config, small_policy(policy, model.config), 20, 8, "compact")
+    layout = layout_for(
+        model.config, CacheSettings(20, 8, small_policy(policy, model.config), "compact")
+    )
     _, report = write(Source("tiny", model, None), layout, "fp32", tmp_path / "x", True)
     assert report.ok
 
@@ -77,7 +80,7 @@ def test_a_graph_that_rotates_by_the_other_layout_is_not_written(tmp_path, monke
     model = tiny_model("glm")
     with monkeypatch.context() as patch:
         patch.setattr(models, "INTERLEAVED", ())
-        layout = layout_for(model.config, load_policy("keydiff"), 20, 8, "compact")
+        layout = layout_for(model.config, CacheSettings(20, 8, load_policy("keydiff"), "compact"))
     with pytest.raises(ToleranceError, match="differs"):
         write(Source("tiny", model, None), layout, "fp32", tmp_path / "x", True)
     assert not (tmp_path / "x").exists()
@@ -88,7 +91,7 @@ def test_layers_that_slide_are_refused_by_name(family):
     kinds = ["sliding_attention", "full_attention"]
     config = AutoConfig.for_model(family, **SIZES, sliding_window=12, layer_types=kinds)
     with pytest.raises(NotExportable, match=f"{family}.* slide over a window"):
-        layout_for(config, load_policy("keydiff"), 20, 8, "compact")
+        layout_for(config, CacheSettings(20, 8, load_policy("keydiff"), "compact"))
 
 
 @pytest.mark.slow
@@ -97,7 +100,7 @@ def test_a_found_decoder_says_and_keeps_what_pytorch_does(glm, tmp_path):
     found = shutil.copytree(glm / "found", tmp_path / "found")
     said = adopt(found, None, [load_policy("keydiff")], budget_tokens=24, block_size=8)
     assert said["positions"] == "compact"
-    sizes = {"kv_budget_tokens": 24, "block_size": 8, "positions": "compact"}
+    sizes = {"budget_tokens": 24, "block_size": 8, "positions": "compact"}
     runtimes = (
         OrtRuntime.from_directory(found, **sizes),
         Runtime.from_pretrained(

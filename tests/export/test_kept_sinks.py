@@ -27,6 +27,7 @@ from kvcap.export.graphs.spec import Spec
 from kvcap.export.graphs.write import write
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, PolicyRequest
+from kvcap.runtime.cache.settings import CacheSettings
 
 ALIKE = 20  # tokens of the beginning
 SHAPE = Shape(kv_heads=2, heads=4, head_dim=8, block=8, budget=64)
@@ -84,7 +85,7 @@ def test_the_graphs_of_a_phone_s_preset_keep_them(preset, tmp_path):
 def test_a_whole_decoder_keeps_them(sinks, kept):
     model = tiny_model("llama")
     options = {} if sinks is None else {"sink_tokens": sinks}
-    layout = layout_for(model.config, load_policy("keydiff", **options), 32, 8)
+    layout = layout_for(model.config, CacheSettings(32, 8, load_policy("keydiff", **options)))
     made = DecoderGraph(model, layout)
     decoder, seen = Watched(facts_of(made, "fp32"), made, 1), 0
     for block in torch.from_numpy(text(70, model.config.vocab_size)).split(8, 1):
@@ -96,7 +97,7 @@ def test_a_whole_decoder_keeps_them(sinks, kept):
 def held(folder: Path, sinks: int | None, budget: int | None = None) -> Any:
     """Return the tokens of every layer [K, N] after a text and single tokens."""
     runtime = OrtRuntime.from_directory(
-        folder, PolicyRequest("keydiff", sink_tokens=sinks), kv_budget_tokens=budget
+        folder, PolicyRequest("keydiff", sink_tokens=sinks), budget_tokens=budget
     )
     loop = runtime.loop()
     ids = text(3 * runtime.plan.budget_tokens, runtime.manifest.model["vocabulary"])

@@ -14,8 +14,9 @@ from conftest import tiny_config
 from kvcap import cli
 from kvcap.policies import Eviction, companions, load_policy, policies
 from kvcap.policies.base import Policy
+from kvcap.runtime.cache.settings import BLOCK_SIZE
 from kvcap.runtime.cli.tables import describe, describe_companions
-from kvcap.runtime.planning.plan import BLOCK_SIZE, MemoryPlan
+from kvcap.runtime.planning.plan import MemoryPlan
 
 NAMES = list(policies())
 COLUMNS = 80
@@ -142,7 +143,7 @@ def test_the_workspace_is_the_plans(name: str, document: Any) -> None:
 
     def workspace(groups: int) -> int:
         config = tiny_config("llama", num_key_value_heads=2, num_attention_heads=2 * groups)
-        return MemoryPlan.of(config, policy=eviction, kv_budget_tokens=100).workspace
+        return MemoryPlan.of(config, policy=eviction, budget_tokens=100).workspace
 
     slots = 2 * (100 + BLOCK_SIZE)  # of a layer
     floats = (workspace(2) - workspace(1)) / 4 / slots  # of one more query head

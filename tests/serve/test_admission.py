@@ -38,7 +38,7 @@ def one(folder: str) -> MemoryPlan:
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.names import resolve
 
-    plan = MemoryPlan.of(load_config(resolve(folder)), kv_budget_tokens=64, rehearse=True)
+    plan = MemoryPlan.of(load_config(resolve(folder)), budget_tokens=64, rehearse=True)
     return replace(plan, baseline=300 * MIB)
 
 
@@ -79,7 +79,7 @@ def test_a_server_is_planned_with_the_indexes_that_its_sessions_may_have(
     folder: str, words: str, tokens: int, nbytes: int
 ) -> None:
     opened = open_conversations(
-        folder, Backend(), Budget(kv_budget_tokens=64, dtype="float32"), Running(device="cpu"),
+        folder, Backend(), Budget(budget_tokens=64, dtype="float32"), Running(device="cpu"),
         Output(quiet=True), recall=RecallSettings.parse(words, "1MiB"),
     )  # fmt: skip
     session = opened.scheduler._new_session()
@@ -107,7 +107,7 @@ def test_not_even_one_is_refused_with_what_would_do(one: MemoryPlan) -> None:
 
 
 def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
-    given = ["plan", folder, "--serve", "--kv-budget-tokens", "64", "--memory-cap"]
+    given = ["plan", folder, "--serve", "--budget-tokens", "64", "--memory-cap"]
     assert run([*given, "4GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["serve"]
     assert found["total_bytes"] <= found["cap"] == 4 << 30
@@ -123,7 +123,7 @@ def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
 @pytest.mark.parametrize(("every", "dtype"), [(None, "float32"), (None, "bfloat16"), (1, None)])
 def test_rows_are_planned_to_the_byte(folder: str, every: int | None, dtype: str | None) -> None:
     """And what is lent to conversations that share passes, as on a CPU they usually do."""
-    budget = Budget(kv_budget_tokens=64, dtype=dtype)
+    budget = Budget(budget_tokens=64, dtype=dtype)
     running = Running(device="cpu", evict_every=every)
     opened = open_conversations(
         folder, Backend(), budget, running, Output(quiet=True), together=3, places=5
@@ -145,7 +145,7 @@ def test_a_server_whose_tokenizer_has_no_default_template_starts_and_says_so(
     tokenizer.chat_template = {"tool_use": TOOLS["own turn"], "rag": TOOLS["own turn"]}
     tokenizer.save_pretrained(folder)
     (tmp_path / "chat_template.jinja").unlink()
-    budget = Budget(kv_budget_tokens=400, dtype="float32")
+    budget = Budget(budget_tokens=400, dtype="float32")
     opened = open_conversations(folder, Backend(), budget, Running(device="cpu"), Output())
     assert "rag, tool_use, and none is the 'default'" in capsys.readouterr().err
     tool = {"type": "function", "function": {"name": "add"}}
@@ -190,7 +190,7 @@ from kvcap.serve.admission import open_conversations
 from server_chats import ask, text_of, until, user
 cap = int(sys.argv[2])
 opened = open_conversations(
-    sys.argv[1], Backend(), Budget(memory_cap=str(cap), kv_budget_tokens=4096),
+    sys.argv[1], Backend(), Budget(memory_cap=str(cap), budget_tokens=4096),
     Running(device="cpu"), Output(quiet=True), folder=sys.argv[3],
 )
 async def main():
@@ -233,7 +233,7 @@ def test_a_process_with_all_its_conversations_stays_within_its_cap(tmp_path: Pat
         )  # fmt: skip
         return done.stdout or done.stderr
 
-    wanted = ("plan", folder, "--serve", "--json", "--kv-budget-tokens", "4096", "--memory-cap")
+    wanted = ("plan", folder, "--serve", "--json", "--budget-tokens", "4096", "--memory-cap")
     least = json.loads(python(code, *wanted, "64MiB"))["least_memory_cap"]
     cap = least + 16 * MIB
     told = python(PROGRAM, folder, str(cap), str(tmp_path / "kept"))

@@ -117,7 +117,7 @@ def test_tools_that_a_model_cannot_read_are_refused(client):
 def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp_path):
     keep = tmp_path / "kept"
     with subprocess.Popen(
-        [sys.executable, "-m", "kvcap", "serve", "--port", "0", "--kv-budget-tokens", "64",
+        [sys.executable, "-m", "kvcap", "serve", "--port", "0", "--budget-tokens", "64",
          "--keep", str(keep), "--name", "small"],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "KVCAP_API_KEY": "one two"},
     ) as process:  # fmt: skip

@@ -193,7 +193,7 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
 ) -> None:
     """Also those that share a beginning, whose place another one had, and that come from disk."""
     runtime = kvcap.Runtime.from_pretrained(
-        folder, kv_budget_tokens=48, block_size=16, dtype="float32", device="cpu",
+        folder, budget_tokens=48, block_size=16, dtype="float32", device="cpu",
         sink_tokens=sinks,
     )  # fmt: skip
     system = {"role": "system", "content": "You keep the doors of a small town."}
@@ -229,7 +229,7 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
 
 def test_a_usage_tells_what_waits_for_the_next_eviction(folder: str) -> None:
     runtime = kvcap.Runtime.from_pretrained(
-        folder, kv_budget_tokens=48, block_size=16, device="cpu", evict_every=16
+        folder, budget_tokens=48, block_size=16, device="cpu", evict_every=16
     )
 
     async def chat(s: Scheduler) -> None:
@@ -248,7 +248,7 @@ def test_a_short_conversation_in_the_place_of_a_long_one_is_saved_and_restored(
     """The place's observation window is longer than what the second one says."""
     policy = load_policy("snapkv", window=32)
     runtime = kvcap.Runtime.from_pretrained(
-        folder, policy, kv_budget_tokens=48, block_size=64, device="cpu"
+        folder, policy, budget_tokens=48, block_size=64, device="cpu"
     )
     long, short = user("Seven kinds of mosses survive the cold. " * 12), user("Hi.")
 

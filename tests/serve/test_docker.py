@@ -50,7 +50,9 @@ def health_check(port: str) -> list[str]:
 def service() -> dict[str, Any]:
     """Of the compose file, with its defaults."""
     text = (ROOT / "docker" / "compose.yaml").read_text()
-    found = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
+    while (given := re.sub(r"\$\{\w+:-([^${}]*)\}", r"\1", text)) != text:
+        text = given
+    found = yaml.safe_load(text)
     assert "${" not in str(found)
     return found["services"]["kvcap"]  # type: ignore[no-any-return]
 

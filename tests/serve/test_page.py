@@ -39,7 +39,7 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get i
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime.from_pretrained("pocket", kv_budget_tokens=128, policy="keydiff-window")
+    return Runtime.from_pretrained("pocket", budget_tokens=128, policy="keydiff-window")
 
 
 def serving(conversations: Conversations, *keys: str) -> Server:
@@ -272,7 +272,7 @@ def test_the_strip_is_read_by_keys(page, url):
 
 @in_browser
 def test_what_was_recalled_is_marked_and_told_below_the_answer(page):
-    runtime = Runtime.from_pretrained("pocket", "streaming_llm", kv_budget_tokens=128)
+    runtime = Runtime.from_pretrained("pocket", "streaming_llm", budget_tokens=128)
     fact = "The secret code of the vault is 7421. Remember it."
     question = "What is the secret code of the vault?"
     session = runtime.session()

@@ -29,7 +29,7 @@ from kvcap.serve.server import Server
 pytestmark = pytest.mark.slow
 pytest.importorskip("ray.serve", reason="pip install '.[serve-ray]'")
 STORE = {"object_store_memory": 100 << 20}
-BUDGET = Budget(kv_budget_tokens=32)
+BUDGET = Budget(budget_tokens=32)
 LONG = 3000  # tokens, so that an answer lasts
 
 

@@ -35,7 +35,7 @@ BUDGET = 128
 
 def load(folder: Path, **more: Any) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
-        tiny_chat.save(folder), "streaming_llm", kv_budget_tokens=BUDGET, block_size=16,
+        tiny_chat.save(folder), "streaming_llm", budget_tokens=BUDGET, block_size=16,
         dtype="float32", device="cpu", **more,
     )  # fmt: skip
 

@@ -79,7 +79,7 @@ def test_every_token_and_who_holds_it(runtime):
 
 def test_what_waits_for_the_next_eviction_is_told_apart(tmp_path):
     runtime = Runtime.from_pretrained(
-        tiny_chat.save(tmp_path), kv_budget_tokens=64, block_size=16, device="cpu", evict_every=16
+        tiny_chat.save(tmp_path), budget_tokens=64, block_size=16, device="cpu", evict_every=16
     )
     session = session_of(runtime)
     list(session.send(LONG))
@@ -101,7 +101,7 @@ def test_pinned_tokens_are_the_message_and_are_held(tmp_path_factory):
 def test_recalled_text_is_told_from_pins_while_its_answer_is_written_and_afterwards(tmp_path):
     folder = tiny_chat.save(tmp_path)
     runtime = Runtime.from_pretrained(
-        folder, "streaming_llm", kv_budget_tokens=128, block_size=16, device="cpu"
+        folder, "streaming_llm", budget_tokens=128, block_size=16, device="cpu"
     )
     session = session_of(runtime)
     list(session.send("The secret code of the vault is 7421. Remember it."))

@@ -43,7 +43,7 @@ def test_a_model_is_loaded_and_prompts_are_prepared_by_threads_that_end(
     monkeypatch.setattr(admission, "load", noted(load))
     monkeypatch.setattr(scheduler, "begin", noted(begin))
     opened = admission.open_conversations(
-        tiny_chat.save(tmp_path), Backend(), Budget(kv_budget_tokens=64),
+        tiny_chat.save(tmp_path), Backend(), Budget(budget_tokens=64),
         Running(device="cpu"), Output(quiet=True),
     )  # fmt: skip
 

@@ -51,7 +51,6 @@ def plan_of(
     Raises:
         PlanInfeasible: nothing fits, naming what would.
     """
-    sizes.check()
     baseline = 0
     if sizes.memory_cap is not None:
         sizes = sizes._replace(memory_cap=parse_cap(sizes.memory_cap))
@@ -72,14 +71,14 @@ class Beside(NamedTuple):
 
 def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) -> MemoryPlan:
     """Return the plan of a decoder whose graph fixes the budget."""
-    facts = manifest.facts
+    facts, asked = manifest.facts, sizes.cache
     cap = None if sizes.memory_cap is None else parse_cap(sizes.memory_cap)
-    tokens, block = facts["budget_tokens"], sizes.block_size or facts["block_size"]
-    again = "export it again with another --kv-budget-tokens"
-    if sizes.kv_budget_tokens not in (None, tokens):
+    tokens, block = facts["budget_tokens"], asked.block_size or facts["block_size"]
+    again = "export it again with another --budget-tokens"
+    if asked.budget_tokens not in (None, tokens):
         raise PlanInfeasible(
-            f"this decoder was exported with --kv-budget-tokens {tokens:,}, which is in its graph; "
-            f"leave {sizes.kv_budget_tokens:,} out, or {again}"
+            f"this decoder was exported with --budget-tokens {tokens:,}, which is in its graph; "
+            f"leave {asked.budget_tokens:,} out, or {again}"
         )
     if block > facts["block_size"]:
         raise PlanInfeasible(
@@ -87,13 +86,13 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) ->
             f"--block-size {facts['block_size']} or less"
         )
     found = _shared(manifest, policy, beside, block)
-    if sizes.kv_budget is not None and found.cache_bytes > parse_bytes(sizes.kv_budget):
+    if asked.kv_budget is not None and found.cache_bytes > parse_bytes(asked.kv_budget):
         raise PlanInfeasible(
             f"the cache takes {found.cache_bytes:,} bytes for its {tokens:,} slots, more than "
-            f"{parse_bytes(sizes.kv_budget):,}; raise the budget to that, or {again}",
+            f"{parse_bytes(asked.kv_budget):,}; raise the budget to that, or {again}",
             least_kv_budget=found.cache_bytes,
         )
-    while cap is not None and sizes.block_size is None and found.total_bytes > cap and block > 1:
+    while cap is not None and asked.block_size is None and found.total_bytes > cap and block > 1:
         block = -(-block // 2)  # a smaller block takes a smaller workspace
         found = _shared(manifest, policy, beside, block)
     if cap is not None and found.total_bytes > cap:
@@ -105,7 +104,7 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) ->
             f"{with_margin(found.total_bytes) >> 20}MiB, or {again}",
             least_memory_cap=with_margin(found.total_bytes),
         )
-    least = found if sizes.block_size else _shared(manifest, policy, beside, 1)
+    least = found if asked.block_size else _shared(manifest, policy, beside, 1)
     return _with_least(found, least, sizes)
 
 
@@ -115,7 +114,7 @@ def _of_any_budget(
     """Return the plan of a decoder for any budget: the graph that evicts takes it as an input."""
     facts, model = manifest.facts, manifest.model
     made = _grouped if facts["kind"] == GROUPED else _paired
-    plan = partial(made, manifest, policy, sizes.positions or facts["positions"], beside)
+    plan = partial(made, manifest, policy, sizes.cache.positions or facts["positions"], beside)
     search = PlanSearch(plan, sizes, pinned, model["trained_length"])
     found = search.found(facts["budget_tokens"], facts["block_size"])
     if found.budget_tokens < pinned:

@@ -32,17 +32,11 @@ from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, KV_DTYPE, Manifest
 from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
-from kvcap.runtime.errors import NotExportable, PlanInfeasible
+from kvcap.runtime.cache.settings import CacheSettings, check_size
+from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
-from kvcap.runtime.planning.plan import (
-    MemoryPlan,
-    Sizes,
-    check_tokens,
-    fitting,
-    parse_cap,
-    warn_if_short,
-)
+from kvcap.runtime.planning.plan import MemoryPlan, Sizes, fitting, parse_cap, warn_if_short
 from kvcap.runtime.recall.settings import index_bytes
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.batch import Batch
@@ -109,9 +103,8 @@ class OrtRuntime:
     policy: ExportedPolicy
     graph: Graph  # the decoder's, with the weights
     name: str
-    sizes: Sizes
+    settings: CacheSettings  # as asked for
     memory_cap: int | None = None
-    evict_every: int | None = None
 
     @cached_property
     def generation(self) -> Generation:
@@ -127,38 +120,30 @@ class OrtRuntime:
         cls,
         folder: str | Path,
         policy: PolicyRequest = PolicyRequest(),  # noqa: B008  # cannot be changed
+        settings: CacheSettings = CacheSettings(evict_every=None),  # noqa: B008  # likewise
         *,
-        kv_budget_tokens: int | None = None,
-        kv_budget: str | int | None = None,
-        block_size: int | None = None,
-        positions: str | None = None,
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
         dtype: str | None = None,
-        kv_dtype: str | None = None,
         threads: int | None = None,
-        evict_every: int | None = None,
         recall_store: str | int | None = None,
+        **named: Any,
     ) -> OrtRuntime:
         """Load a decoder that `kvcap export decoder` wrote or prepared.
 
         Args:
             folder: of the decoder, with its manifest.
             policy: the export's own by default.
-            kv_budget_tokens: slots kept per KV head and layer; the export's by default, and no
-                other where the decoder's graph evicts.
-            kv_budget: or the bytes of all buffers.
-            block_size: tokens read at once; the export's by default.
-            positions: 'compact' or 'true'; the export's by default.
+            settings: but for their policy; the export's where none is given, and no others where
+                its graphs cannot follow. Evicts every 64 tokens, or the block, by default, and
+                after every token where the graph writes its cache anew.
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto'.
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more.
             dtype: of the weights; the export's, or an error.
-            kv_dtype: of what slots hold; the export's, or an error.
             threads: of the CPU; OMP_NUM_THREADS, or all cores, by default.
-            evict_every: in generation, evict every so many tokens, at most `block_size`; 64, or
-                the block, by default. After every token where the graph writes its cache anew.
             recall_store: bytes of the index by which a conversation finds its evicted text, at
                 most; 8 MiB by default, less under a small `memory_cap`; 0: nothing is recalled.
+            named: settings by their names, in place of those in `settings`.
 
         Raises:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, PlanInfeasible: before
@@ -167,21 +152,17 @@ class OrtRuntime:
         """
         found = manifests.read(Path(folder))
         cap = None if memory_cap is None else parse_cap(memory_cap)
-        sizes = Sizes(kv_budget_tokens, kv_budget, cap, block_size, positions)
-        chosen = find_policy(found, policy, positions)
+        settings = CacheSettings.of((settings,), named)
+        chosen = find_policy(found, policy, settings.positions)
         check_dtype(found, dtype)
-        check_slots(found, kv_dtype)
-        check_every(found, evict_every)
+        check_slots(found, settings.kv_dtype)
+        check_every(found, settings.evict_every)
         plan_for = partial(
-            plan_of, found, chosen.name, sizes, pinned=chosen.least,
+            plan_of, found, chosen.name, Sizes(settings, cap), pinned=chosen.least,
             recall_store=index_bytes(recall_store, cap),
         )  # fmt: skip
         plan = plan_for()
-        if evict_every is not None and evict_every > plan.block_size:
-            raise PlanInfeasible(
-                f"evict_every={evict_every}, block_size={plan.block_size}: evict every 1 to "
-                "block_size tokens"
-            )
+        plan.sized(settings)  # refuses evictions further apart than blocks
         warn_if_short(plan, free_memory(), memory_cap)
         chat_template.start_renderer()
         tokenizer = Tokenizer(found.folder, found.listed)
@@ -191,7 +172,7 @@ class OrtRuntime:
             plan = plan_for(loaded=True)
             if enforce == "rlimit":
                 limit_data(cap)
-        return cls(found, tokenizer, plan, chosen, graph, str(folder), sizes, cap, evict_every)
+        return cls(found, tokenizer, plan, chosen, graph, str(folder), settings, cap)
 
     @property
     def device_label(self) -> str:
@@ -202,7 +183,7 @@ class OrtRuntime:
     def every(self) -> int:
         """Return after how many tokens it evicts in generation."""
         usual = EVICT_EVERY if self.manifest.in_place else 1
-        return self.evict_every or min(usual, self.plan.block_size)
+        return self.settings.evict_every or min(usual, self.plan.block_size)
 
     @property
     def vocabulary(self) -> int:
@@ -217,7 +198,7 @@ class OrtRuntime:
     @property
     def cap_bytes(self) -> int:
         """Return the cap of the cache in bytes: the one asked for, else what the slots need."""
-        budget = self.sizes.kv_budget
+        budget = self.settings.kv_budget
         return self.plan.cache_bytes if budget is None else parse_bytes(budget)
 
     def session(
@@ -276,9 +257,10 @@ class OrtRuntime:
         pins |= {name: int(options[name]) for name in PINS if name in options}
         request = PolicyRequest(policy, given, **pins)
         found = find_policy(self.manifest, request, self.plan.positions)
-        tokens = self.plan.budget_tokens if self.sizes.kv_budget is None else None
-        sizes = self.sizes._replace(kv_budget_tokens=tokens)
-        return self._replanned(found, sizes)
+        settings = self.settings
+        if settings.kv_budget is None:
+            settings = replace(settings, budget_tokens=self.plan.budget_tokens)
+        return self._replanned(found, settings)
 
     def with_budget(self, tokens: int) -> OrtRuntime:
         """Return a runtime of this decoder and policy with so many slots per KV head and layer.
@@ -287,23 +269,23 @@ class OrtRuntime:
             PlanInfeasible: below 1, fewer than the policy pins, the process would pass its memory
                 cap, or the budget is fixed in the decoder's graph.
         """
-        check_tokens(tokens)
-        sizes = self.sizes._replace(kv_budget_tokens=tokens, kv_budget=None)
-        found = self._replanned(self.policy, sizes)
+        check_size("budget_tokens", tokens)
+        settings = replace(self.settings, budget_tokens=tokens, kv_budget=None)
+        found = self._replanned(self.policy, settings)
         if self.memory_cap is not None:
             fitting(found.plan, self.memory_cap)
         return found
 
-    def _replanned(self, policy: ExportedPolicy, sizes: Sizes) -> OrtRuntime:
+    def _replanned(self, policy: ExportedPolicy, settings: CacheSettings) -> OrtRuntime:
         """Return a runtime of this decoder under another plan."""
-        asked = sizes._replace(memory_cap=None, block_size=self.plan.block_size)
+        asked = replace(settings, block_size=self.plan.block_size)
         plan = plan_of(
-            self.manifest, policy.name, asked, pinned=policy.least,
+            self.manifest, policy.name, Sizes(asked), pinned=policy.least,
             recall_store=self.plan.recall_store,
         )  # fmt: skip
         # The first plan has already measured what the process takes without a cache.
         plan = replace(plan, baseline=self.plan.baseline)
-        return replace(self, plan=plan, policy=policy, sizes=sizes)
+        return replace(self, plan=plan, policy=policy, settings=settings)
 
     def policies(self) -> dict[str, list[str]]:
         """Return the policies that were exported, with the names of their options."""

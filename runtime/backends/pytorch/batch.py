@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from kvcap import kernels
-from kvcap.policies import Eviction
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import draw_each
@@ -31,13 +30,13 @@ from kvcap.runtime.backends.pytorch.shared_pass import (
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.pinned_slots import merged
 from kvcap.runtime.cache.pool import Segment
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.wrappers import text_config
 from kvcap.runtime.planning.dry_run import rehearse_block
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.planning.serving import Shared
 from kvcap.runtime.session.batch import Answer
-from kvcap.runtime.types import Positions
 
 
 @dataclass
@@ -268,45 +267,46 @@ def shared_rows(runtime: Any, size: int) -> tuple[SessionRows | SharedPass | Non
         if why := why_no_pass(runtime.new_cache()):
             return None, why
         return SharedPass(runtime.model, runtime.new_cache(), size), None
-    # With 'auto' positions, sessions join once theirs have become compact.
-    positions: Positions | None = "compact" if runtime.plan.positions == "auto" else None
-    if why := why_no_rows(runtime.new_cache(1, positions)):
+    positions = _of_rows(runtime.settings).positions
+    if why := why_no_rows(runtime.new_cache(positions=positions)):
         return None, why
-    cache = runtime.new_cache(size, positions)
+    cache = runtime.new_cache(size, positions=positions)
     if not reads_rows(cache):
         return None, f"no kernels cover policy {cache.eviction.name!r} over rows"
     return SessionRows(runtime.model, cache, size), None
 
 
+def _of_rows(settings: CacheSettings) -> CacheSettings:
+    """Return the settings of rows: at 'auto' positions sessions join once they are compact."""
+    return replace(settings, positions="compact") if settings.positions == "auto" else settings
+
+
 def plan_shared(
     config: Any,
-    eviction: Eviction,
+    settings: CacheSettings,
     plan: MemoryPlan,
     size: int,
     *,
-    evict_every: int = 1,
     device: str | torch.device = "cpu",
 ) -> Shared:
     """What answering so many sessions at once takes beside these, before a model is loaded."""
     dtype: torch.dtype = getattr(torch, plan.dtype)
-    text, slots = text_config(config), (plan.budget_tokens, plan.block_size)
-    positions: Positions = "compact" if plan.positions == "auto" else plan.positions
-    cache = BudgetCache(
-        text, *slots, eviction, positions=positions, evict_every=evict_every, kv_dtype=plan.kv_dtype
-    )
+    text, settings = text_config(config), plan.sized(settings)
+    rows = _of_rows(settings)
+    cache = BudgetCache(text, rows)
     if size == 1:
         return Shared()
     if passes_on(device):
         if why_no_pass(cache):
             return Shared()
         lent = sum(math.prod(shape) for shape in lent_shapes(cache, dtype)) * dtype.itemsize
-        return Shared(size * lent, rehearse_pass(text, eviction, plan, size, evict_every))
+        return Shared(size * lent, rehearse_pass(text, settings, plan, size))
     if why_no_rows(cache) or not kernels.covers_rows(cache.eviction):
         return Shared()
-    rows: dict[str, int] = cache.layout.nbytes(size, dtype)
     longest = plan.budget_tokens + plan.block_size - 1  # rows are copied with what lies behind
-    workspace = rehearse_block(text, eviction, longest, 1, dtype, positions, size, plan.kv_dtype)
-    return Shared(sum(rows.values()), workspace)
+    token = replace(rows, budget_tokens=longest, block_size=1, evict_every=1)
+    nbytes: dict[str, int] = cache.layout.nbytes(size, dtype)
+    return Shared(sum(nbytes.values()), rehearse_block(text, token, dtype, size))
 
 
 def reads_rows(cache: BudgetCache) -> bool:

@@ -11,7 +11,7 @@ import inspect
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -19,17 +19,19 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcap.policies import Eviction, Policy
 from kvcap.runtime.attention.masks import READY_MADE, check
 from kvcap.runtime.attention.uncompiled import run_uncompiled
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import refuse_reordering
-from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.cache.settings import CacheSettings, SettingNames
 from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch, UnsupportedModel
 from kvcap.runtime.models.arguments import CACHE_NAMES, cache_argument, cache_of
 from kvcap.runtime.models.wrappers import M_ROPE, is_wrapper, text_config
-from kvcap.runtime.types import ATTENTION, DEFAULT_POLICY, Positions
+from kvcap.runtime.types import ATTENTION
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MARK = "kvcap_cap"  # the attribute in which a decoder keeps its `Cap`
 HEAD_ARGUMENTS = ("labels", "logits_to_keep", "return_dict")
@@ -53,17 +55,7 @@ REFUSED = {
 }
 
 
-def cap(
-    model: Any,
-    budget_tokens: int = 256,
-    block_size: int = 128,
-    policy: str | Eviction | Policy = DEFAULT_POLICY,
-    *,
-    positions: Positions | None = None,
-    evict_every: int = 1,
-    kv_dtype: KvDtype | None = None,
-    sink_tokens: int | None = None,
-) -> Cap:
+def cap(model: Any, *given: Any, **named: Unpack[SettingNames]) -> Cap:
     """Put a loaded transformers model under a cap, whoever calls it, with no cache passed.
 
     Afterwards `model.generate(...)`, `transformers.pipeline("text-generation", model, ...)` and
@@ -82,13 +74,8 @@ def cap(
 
     Args:
         model: of transformers, such as from `AutoModelForCausalLM.from_pretrained`.
-        budget_tokens: as in `BudgetCache`, and so are all others.
-        block_size: tokens read at once.
-        policy: a name (see `kvcap policies`), an `Eviction` or a `Policy`.
-        positions: 'compact', 'true' or 'auto'; compact where exact by default.
-        evict_every: in generation, evict every so many tokens.
-        kv_dtype: 'int8', 'int8-int4' or 'int4' to quantise what slots hold.
-        sink_tokens: first tokens that are never evicted, 4 by default; 0 is the policy alone.
+        given: whole `CacheSettings`; or its budget_tokens, block_size and policy in that order.
+        named: settings by their names.
 
     Raises:
         UnsupportedModel: the model cannot be capped, or already is.
@@ -126,10 +113,8 @@ def cap(
         )
     if hasattr(model.get_decoder(), MARK):
         raise UnsupportedModel("the model is already under a cap; remove() that one first")
-    make = partial(
-        BudgetCache, model.config.get_text_config(decoder=True), budget_tokens, block_size, policy,
-        positions=positions, evict_every=evict_every, kv_dtype=kv_dtype, sink_tokens=sink_tokens,
-    )  # fmt: skip
+    settings = CacheSettings.of(given, named, "budget_tokens", "block_size", "policy")
+    make = partial(BudgetCache, model.config.get_text_config(decoder=True), settings)
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)
     try:
@@ -308,7 +293,7 @@ class Cap:
         elif type(past) is DynamicCache and past.get_seq_length() == 0:
             # In place: whoever made it passes it again, and asks it how much was read.
             past.__class__ = BudgetCache
-            past.__init__(*self._make.args, **self._make.keywords)
+            past.__init__(*self._make.args)
         else:
             what = type(past).__name__
             raise UnsupportedModel(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvcap import dtypes
-from kvcap.policies import PINS, Eviction, Policy, as_eviction, load_policy, policies
+from kvcap.policies import PINS, Eviction, load_policy, policies
 from kvcap.runtime.backends.pytorch import snapshot
 from kvcap.runtime.backends.pytorch.batch import SessionRows, shared_rows
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
@@ -26,7 +26,7 @@ from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.backends.pytorch.shared_pass import SharedPass
 from kvcap.runtime.backends.pytorch.warm import converse
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.slot_format import KvDtype
+from kvcap.runtime.cache.settings import CacheSettings, SettingNames, check_size
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
@@ -45,7 +45,6 @@ from kvcap.runtime.models.weights import Weights, held_weights, read_headers
 from kvcap.runtime.planning.plan import (
     MemoryPlan,
     Sizes,
-    check_tokens,
     fitting,
     parse_cap,
     warn_if_short,
@@ -57,14 +56,17 @@ from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import DEFAULT_POLICY, EVICT_EVERY, POCKET, Positions
+from kvcap.runtime.types import EVICT_EVERY, POCKET
 from kvcap.runtime.units import parse_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Runtime:
     """A loaded model that chats under a cap.
 
-    >>> runtime = Runtime.from_pretrained("pocket", policy="keydiff", kv_budget_tokens=256)
+    >>> runtime = Runtime.from_pretrained("pocket", policy="keydiff", budget_tokens=256)
     >>> session = runtime.session()
     >>> answer = "".join(session.send("Please remember: the code for the blue door is 4821."))
     >>> session.stats.held_tokens <= 256
@@ -76,17 +78,15 @@ class Runtime:
         model: Any,
         tokenizer: Any,
         plan: MemoryPlan,
-        eviction: Eviction,
+        settings: CacheSettings,
         *,
         name: str = "",
-        kv_budget: int | None = None,
-        evict_every: int = 1,
         memory_cap: int | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.plan, self.eviction = model, tokenizer, plan, eviction
+        self.model, self.tokenizer, self.plan = model, tokenizer, plan
+        self.settings = plan.sized(settings)  # of a session's cache
         self.name = name
-        self.kv_budget = kv_budget  # bytes, where the cap was given in bytes
-        self.evict_every = evict_every
+        self.kv_budget = settings.kv_budget  # where the cap was given in bytes
         self.memory_cap = memory_cap  # bytes of the whole process
         self._idle: list[tuple[BudgetCache, BlockGraphs]] = []  # of sessions that ended
 
@@ -119,80 +119,54 @@ class Runtime:
     @property
     def cap_bytes(self) -> int:
         """The cap of the cache: the bytes that were asked for, else what the slots need."""
-        return self.plan.cache_bytes if self.kv_budget is None else self.kv_budget
+        return self.plan.cache_bytes if self.kv_budget is None else parse_bytes(self.kv_budget)
 
     @classmethod
     def from_pretrained(
         cls,
         model: str | Path = POCKET,
-        policy: str | Eviction | Policy = DEFAULT_POLICY,
-        *,
-        kv_budget_tokens: int | None = None,
-        kv_budget: str | int | None = None,
-        block_size: int | None = None,
+        *given: Any,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device | None = None,
-        positions: Positions | None = None,
-        evict_every: int | None = 1,
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
-        kv_dtype: KvDtype | None = None,
         weights: PackedDtype | None = None,
-        sink_tokens: int | None = None,
         recall_store: str | int | None = None,
+        **named: Unpack[SettingNames],
     ) -> Runtime:
         """Load a model to chat in fixed memory.
 
         Args:
             model: 'pocket', a local directory, or a repository of the hub.
-            policy: a name (see `kvcap policies`), an `Eviction` from `load_policy` or a `Policy`.
-            kv_budget_tokens: slots kept per KV head and layer; 256 if neither budget is given.
-            kv_budget: or the bytes of the whole cache, such as '256KiB'.
-            block_size: tokens read at once, 128 by default.
+            given: whole `CacheSettings`, or a policy.
             dtype: 'float32', 'bfloat16' or 'float16'; the checkpoint's by default.
             device: 'cpu', 'cuda' or 'mps'; the best there is by default.
-            positions: 'compact', 'true' or 'auto' (true until the length that the model was trained
-                on would be left, then compact); compact where exact by default.
-            evict_every: in generation, evict every so many tokens, at most `block_size`. None: as
-                suits the device, 64 on a CPU and 1 elsewhere. With 1 an answer never holds more
-                than its budget, and its sessions can be answered together (`Batch`).
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto' for all that is free
                 now; without a KV budget, the largest that fits is taken.
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
-            kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
-                slots hold, so that the same bytes hold more of them.
             weights: 'int8' or 'int4' to round matrices as they are loaded, for a CPU, which is then
                 the device.
-            sink_tokens: first tokens that are never evicted, the attention sink; 4 by default,
-                fewer where the policy leaves less than 32 slots unpinned. With 0 the policy is as
-                its paper has it.
             recall_store: bytes of the index by which a conversation finds its evicted text, at
                 most; 8 MiB by default, less under a small `memory_cap`; 0: nothing is recalled.
+            named: settings of a session's cache by their names, as in `CacheSettings`.
 
         Raises:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
                 weights are read.
         """
-        where = resolve(model)
-        sizes = Sizes(kv_budget_tokens, kv_budget, memory_cap, block_size, positions)
-        config = sizes.config_for(load_config(where))
-        eviction = as_eviction(policy, sink_tokens)
+        where, settings = resolve(model), CacheSettings.of(given, named, "policy")
+        config = Sizes(settings, memory_cap).config_for(load_config(where))
         chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
         precision = dtypes.of_model(dtype, config)
         plan_for = partial(
             MemoryPlan.of,
             config,
-            policy=eviction,
-            kv_budget_tokens=kv_budget_tokens,
-            kv_budget=kv_budget,
-            block_size=block_size,
+            settings,
             dtype=precision,
-            positions=positions,
             memory_cap=cap,
             headers=read_headers(where),
-            kv_dtype=kv_dtype,
             weights=weights,
             recall_store=index_bytes(recall_store, cap),
         )
@@ -200,8 +174,9 @@ class Runtime:
             check_packing(config, precision, chosen, weights)
         plan = plan_for()
         ModelShape.of(config, plan.budget_tokens + plan.block_size)
-        if evict_every is None:
-            evict_every = usual_every(chosen, plan.block_size)
+        if settings.evict_every is None:
+            settings = replace(settings, evict_every=usual_every(chosen, plan.block_size))
+        plan.sized(settings)  # refuses evictions further apart than blocks
         if torch.device(chosen).type != "cuda":
             warn_if_short(plan, free_memory(), memory_cap)
         check_generation(where)
@@ -222,35 +197,20 @@ class Runtime:
             loaded.eval().to(chosen),
             tokenizer,
             plan,
-            eviction,
+            settings,
             name=str(model),
-            kv_budget=None if kv_budget is None else parse_bytes(kv_budget),
-            evict_every=evict_every,
             memory_cap=cap,
         )
         if torch.device(chosen).type == "cuda":
             runtime.warm()
         return runtime
 
-    def new_cache(
-        self,
-        batch: int = 1,
-        positions: Positions | None = None,
-        eviction: Eviction | None = None,
-    ) -> BudgetCache:
+    def new_cache(self, batch: int = 1, **named: Unpack[SettingNames]) -> BudgetCache:
         """An empty cache of the planned size for each of `batch` sequences, with all its memory.
 
-        Its positions are the plan's and its eviction the runtime's, unless others are given.
+        Its settings are the runtime's, but for those that are given by name.
         """
-        cache = BudgetCache(
-            self.model.config,
-            self.plan.budget_tokens,
-            self.plan.block_size,
-            eviction or self.eviction,
-            positions=positions or self.plan.positions,
-            evict_every=self.evict_every,
-            kv_dtype=self.plan.kv_dtype,
-        )
+        cache = BudgetCache(self.model.config, self.settings, **named)
         if self.memory_cap is not None and self.model.device.type == "cpu":
             block = self.plan.workspace + self.plan.logits
             cache.guard = CapGuard(self.memory_cap, block, self.plan.block_size)
@@ -313,7 +273,7 @@ class Runtime:
 
     def loop_for(self, eviction: Eviction) -> BlockLoop:
         """A loop over an empty cache with an eviction of its own."""
-        cache = self.new_cache(eviction=eviction)
+        cache = self.new_cache(policy=eviction, sink_tokens=None)
         return BlockLoop(self.model, cache, several=self.memory_cap is None)
 
     def rng(self, seed: int | None) -> torch.Generator:
@@ -371,7 +331,8 @@ class Runtime:
         Raises:
             PolicyError: unknown names, refused values.
         """
-        pins = {name: n for name in PINS if (n := getattr(self.eviction, name)) is not None}
+        mine = self.settings.eviction
+        pins = {name: n for name in PINS if (n := getattr(mine, name)) is not None}
         return self.with_policy(load_policy(policy, **{**pins, **options}))
 
     def policies(self) -> dict[str, list[str]]:
@@ -389,8 +350,10 @@ class Runtime:
 
         A budget in bytes keeps its bytes, in which the new policy may keep fewer slots.
         """
-        tokens = self.plan.budget_tokens if self.kv_budget is None else None
-        return self._replanned(policy, tokens, self.kv_budget)
+        settings = replace(self.settings, policy=policy, sink_tokens=None)
+        if self.kv_budget is not None:
+            settings = replace(settings, budget_tokens=None, kv_budget=self.kv_budget)
+        return self._replanned(settings)
 
     def with_budget(self, tokens: int) -> Runtime:
         """The same model and policy with so many slots per KV head and layer.
@@ -399,24 +362,19 @@ class Runtime:
             PlanInfeasible: below 1, or the process would pass its memory cap.
             PolicyError: the policy pins more.
         """
-        check_tokens(tokens)
-        found = self._replanned(self.eviction, tokens, None)
+        check_size("budget_tokens", tokens)
+        found = self._replanned(replace(self.settings, budget_tokens=tokens))
         if self.memory_cap is not None:  # what the process took without a cache is known
             fitting(replace(found.plan, baseline=self.plan.baseline), self.memory_cap)
         return found
 
-    def _replanned(self, policy: Eviction, tokens: int | None, kv_budget: int | None) -> Runtime:
+    def _replanned(self, settings: CacheSettings) -> Runtime:
         """The same model and weights under another plan."""
         plan = MemoryPlan.of(
             self.model.config,
-            policy=policy,
-            kv_budget_tokens=tokens,
-            kv_budget=kv_budget,
-            block_size=self.plan.block_size,
+            settings,
             dtype=self.model.dtype,
-            positions=self.plan.positions,
             rehearse=self.memory_cap is not None,
-            kv_dtype=self.plan.kv_dtype,
             weights=self.plan.weights_dtype,
             recall_store=self.plan.recall_store,
         ).with_weights(Weights(self.plan.weights, self.plan.weights_from))
@@ -424,10 +382,8 @@ class Runtime:
             self.model,
             self.tokenizer,
             replace(plan, baseline=self.plan.baseline),
-            policy,
+            settings,
             name=self.name,
-            kv_budget=kv_budget,
-            evict_every=self.evict_every,
             memory_cap=self.memory_cap,
         )
 

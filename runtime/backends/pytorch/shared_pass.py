@@ -9,6 +9,7 @@ tokens, at positions of their own. Knows caches and sessions; no policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcap.kernels.choice import ready
-from kvcap.policies import Eviction
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.backends.pytorch.loop import BlockLoop, out_of_memory
 from kvcap.runtime.backends.pytorch.sampler import draw_each
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import BudgetLayer, refuse_moving, refuse_reordering
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.cache.storage import LentKeys
 from kvcap.runtime.errors import MemoryCapExceeded
@@ -184,27 +185,21 @@ def why_no_pass(cache: BudgetCache) -> str | None:
     return None
 
 
-def rehearse_pass(
-    config: Any, eviction: Eviction, plan: MemoryPlan, size: int, evict_every: int
-) -> int:
+def rehearse_pass(config: Any, settings: CacheSettings, plan: MemoryPlan, size: int) -> int:
     """The most bytes that reading a token of each of `size` sessions takes, with its logits.
 
     By a dry run as `rehearse_block`, over caches that hold all that they may and evict.
     """
     dtype: torch.dtype = getattr(torch, plan.dtype)
-    most = plan.budget_tokens + evict_every - 1  # slots in use before the token that evicts
+    most = plan.budget_tokens + (settings.evict_every or 1) - 1  # in use before a token evicts
+    token = replace(settings, budget_tokens=most, block_size=1, evict_every=1)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation="kvcap", dtype=dtype
         ).eval()
         if plan.weights_dtype is not None:
             pack(model, plan.weights_dtype)
-        caches = [
-            BudgetCache(
-                config, most, 1, eviction, positions=plan.positions, kv_dtype=plan.kv_dtype
-            ).allocate(1, dtype, "cpu")
-            for _ in range(size)
-        ]  # fmt: skip
+        caches = [BudgetCache(config, token).allocate(1, dtype, "cpu") for _ in range(size)]
         held = [x for cache in caches for x in cache.buffers()]
         tally = Tally((*model.parameters(), *model.buffers(), *held))
         with tally:

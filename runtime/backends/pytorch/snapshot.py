@@ -109,7 +109,7 @@ def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: S
     with _corrupt_if_wrong(file):
         rng = runtime.rng(conversation["seed"])
         rng.set_state(file.taken("draws", tuple(rng.get_state().shape), torch.uint8))
-        as_saved = with_saved_sinks(facts, session.cache, runtime.eviction)
+        as_saved = with_saved_sinks(facts, session.cache, runtime.settings.eviction)
     loop = session.loop if as_saved == session.cache.eviction else runtime.loop_for(as_saved)
     with _corrupt_if_wrong(file):
         exact = continues(facts, loop.cache, file.path)

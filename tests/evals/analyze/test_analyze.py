@@ -51,7 +51,7 @@ def folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runtime(folder: Path) -> Runtime:
-    return Runtime.from_pretrained(folder, kv_budget_tokens=TOKENS, device="cpu")
+    return Runtime.from_pretrained(folder, budget_tokens=TOKENS, device="cpu")
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def printed(*args: str) -> Any:
 
 
 def test_the_demo_gives_one_document(folder: Path) -> None:
-    out = printed("demo", str(folder), "--tokens", "3000", "--facts", "3", "--kv-budget-tokens",
+    out = printed("demo", str(folder), "--tokens", "3000", "--facts", "3", "--budget-tokens",
                   "64", "--block-size", "32", "--device", "cpu", "--json").stdout  # fmt: skip
     report = json.loads(out)
     assert 0 <= report["recall"] <= 1
@@ -93,7 +93,7 @@ def test_the_demo_prints_answers_and_figures(folder: Path) -> None:
 def test_a_value_of_another_key_is_found_but_not_right(
     answer: str, found: bool, right: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=32, device="cpu")
+    runtime = Runtime.from_pretrained(folder, budget_tokens=48, block_size=32, device="cpu")
     demo = Demo(runtime, tokens=0, facts=1)
     demo._order = [Fact("the code for the blue door", "4821")]
     monkeypatch.setattr(demo, "_say", lambda *_: answer)
@@ -110,7 +110,7 @@ def test_a_value_of_another_key_is_found_but_not_right(
 
 
 def test_the_demo_keeps_no_text_and_never_passes_the_cap(folder: Path) -> None:
-    runtime = Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=32, device="cpu")
+    runtime = Runtime.from_pretrained(folder, budget_tokens=48, block_size=32, device="cpu")
     demo = Demo(runtime, tokens=4000, facts=2)
     held, kept = [], []
 
@@ -124,14 +124,14 @@ def test_the_demo_keeps_no_text_and_never_passes_the_cap(folder: Path) -> None:
 
 
 def test_the_demo_repeats(folder: Path) -> None:
-    runtime = Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=32, device="cpu")
+    runtime = Runtime.from_pretrained(folder, budget_tokens=48, block_size=32, device="cpu")
     one, two, other = (Demo(runtime, tokens=300, facts=2, seed=s).run() for s in (5, 5, 6))
     assert one.questions == two.questions != other.questions
 
 
 @pytest.mark.parametrize(("tokens", "facts"), [(-1, 1), (10, 0)])
 def test_the_demo_refuses_nonsense(folder: Path, tokens: int, facts: int) -> None:
-    runtime = Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=32, device="cpu")
+    runtime = Runtime.from_pretrained(folder, budget_tokens=48, block_size=32, device="cpu")
     with pytest.raises(ValueError, match="facts="):
         Demo(runtime, tokens=tokens, facts=facts)
 
@@ -157,7 +157,7 @@ def test_bench_ends_with_a_json_line() -> None:
 
 @needs_pocket
 def test_pocket_remembers_what_it_no_longer_holds() -> None:
-    runtime = Runtime.from_pretrained("pocket", "keydiff", kv_budget_tokens=256, device="cpu")
+    runtime = Runtime.from_pretrained("pocket", "keydiff", budget_tokens=256, device="cpu")
     report = Demo(runtime, tokens=6000, facts=8).run()
     assert report.recall >= 0.75
     assert report.kv["evicted_tokens"] > 5500

@@ -19,7 +19,7 @@ from kvcap.runtime.backends.pytorch.runtime import Runtime
 
 @pytest.fixture(scope="module")
 def runtime():
-    return Runtime.from_pretrained("pocket", kv_budget_tokens=256, device="cpu")
+    return Runtime.from_pretrained("pocket", budget_tokens=256, device="cpu")
 
 
 def setting_of(task, question, recall, count, length=1500):

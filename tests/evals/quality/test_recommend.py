@@ -131,8 +131,8 @@ def test_a_model_that_finds_nothing_uncapped_is_said() -> None:
 def test_the_command_of_a_base_model_reads_the_text() -> None:
     chosen = Recommendation("lagkv", True, ("lagkv",), ())
     off = Recommendation("lagkv", False, ("lagkv",), ())
-    given = {"--kv-budget-tokens": 64, "--dtype": "float32"}
-    options = ["--policy", "lagkv", "--kv-budget-tokens", "64", "--dtype", "float32", "--recall"]
+    given = {"--budget-tokens": 64, "--dtype": "float32"}
+    options = ["--policy", "lagkv", "--budget-tokens", "64", "--dtype", "float32", "--recall"]
     chat = ["kvcap", "chat", "dir"]
     generate = ["kvcap", "generate", "dir", "--file", "a b.txt", "--raw"]
     for choice, plain, expected in (

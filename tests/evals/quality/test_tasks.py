@@ -270,7 +270,7 @@ class Dropping(Policy):
     not (pocket.path() / "model.safetensors").exists(), reason="pocket's weights are not there"
 )
 def test_a_policy_that_drops_the_needle_scores_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=256, device="cpu")
+    runtime = Runtime.from_pretrained("pocket", budget_tokens=256, device="cpu")
     tokenizer = runtime.tokenizer
     monkeypatch.setattr(answering, "_scoring_ms", lambda *_: None)
     samples = make_samples("niah_single", tokenizer, 400, 2, seed=0, depth=0.7)

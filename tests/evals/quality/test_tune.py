@@ -23,6 +23,7 @@ from kvcap import cli, pocket
 from kvcap.evals.quality import recommend, tune
 from kvcap.evals.quality.tune import TuningRequest
 from kvcap.pocket.corpus import filler
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.planning.plan import Sizes
@@ -57,12 +58,12 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(model: str, file: str, *more: str) -> list[str]:
-    small = ["--kv-budget-tokens", "48", "--block-size", "16", "--device", "cpu"]
+    small = ["--budget-tokens", "48", "--block-size", "16", "--device", "cpu"]
     return ["tune", model, "-f", file, *small, "--policies", "snapkv,streaming_llm", *more]
 
 
 def request(model: str, **changes: Any) -> TuningRequest:
-    sizes = Sizes(kv_budget_tokens=48, block_size=16)
+    sizes = Sizes(CacheSettings(48, 16))
     return TuningRequest(
         **{"model": model, "text": TEXT, "sizes": sizes, "device": "cpu", **changes}
     )
@@ -91,7 +92,7 @@ def test_the_last_line_is_a_command_that_runs(
     assert given[:6] == ["kvcap", "generate", folder, "--file", file, "--raw"]
     assert given[6] == "--policy"
     assert given[7] in ("snapkv", "streaming_llm")
-    assert given[8:] == ["--kv-budget-tokens", "48", "--block-size", "16", "--dtype", "float32",
+    assert given[8:] == ["--budget-tokens", "48", "--block-size", "16", "--dtype", "float32",
                          "--device", "cpu", "--recall", "off"]  # fmt: skip
     assert cli.run([*given[1:], "--max-new-tokens", "1"]) == 0
 
@@ -114,7 +115,7 @@ def test_one_json_document_and_a_chat(
         assert len(row["recalled"]) == 2 * row["flow_near_best"]
     chosen = document["policy"]
     assert document["command"] == [
-        "kvcap", "chat", model, "--policy", chosen, "--kv-budget-tokens", "48", "--block-size",
+        "kvcap", "chat", model, "--policy", chosen, "--budget-tokens", "48", "--block-size",
         "16", "--device", "cpu", "--threads", "1", "--recall", "off",
     ]  # fmt: skip
     assert shlex.split(document["command_line"]) == document["command"]
@@ -150,7 +151,7 @@ def test_recall_is_measured_and_taken_on_a_model_that_uses_it(
     document = json.loads(capsys.readouterr().out)
     row = document["rows"][0]
     assert (row["slots"], row["facts_found"], row["recalled_found"]) == (256, 0.5, 1)
-    assert document["command"][-4:] == ["--kv-budget-tokens", "256", "--recall", "auto"]
+    assert document["command"][-4:] == ["--budget-tokens", "256", "--recall", "auto"]
 
 
 def test_nothing_is_recommended_where_random_is_better(
@@ -176,16 +177,16 @@ def test_nothing_is_recommended_where_random_is_better(
         (
             "A few words.",
             [],
-            "the text has 4 tokens, and a budget of 48 slots (--kv-budget-tokens) needs at least "
-            "192, 2 pieces of 96; give a longer text, or a smaller --kv-budget-tokens",
+            "the text has 4 tokens, and a budget of 48 slots (--budget-tokens) needs at least "
+            "192, 2 pieces of 96; give a longer text, or a smaller --budget-tokens",
         ),
         (
             TEXT,
-            ["--kv-budget-tokens", "250"],
-            "a budget of 250 slots (--kv-budget-tokens) needs at least 1,000, 2 pieces of 500",
+            ["--budget-tokens", "250"],
+            "a budget of 250 slots (--budget-tokens) needs at least 1,000, 2 pieces of 500",
         ),
-        (TEXT, ["--kv-budget-tokens", "300"], "the model was trained on 512 at once; give a sm"),
-        (TEXT, ["--length", "90"], "under a budget of 48 slots (--kv-budget-tokens) give one from"),
+        (TEXT, ["--budget-tokens", "300"], "the model was trained on 512 at once; give a sm"),
+        (TEXT, ["--length", "90"], "under a budget of 48 slots (--budget-tokens) give one from"),
         (TEXT, ["--length", "513"], "from 96 to 512 tokens"),
         (TEXT, ["--length", "500"], "give a longer text, or a smaller --length"),
         (TEXT, ["--policies", "random,full"], "name at least one other policy"),
@@ -288,7 +289,9 @@ def test_policies_are_measured_as_conversations_run_them(folder: str) -> None:
 
 
 def test_equal_bytes_give_policies_their_own_slots(folder: str) -> None:
-    given = request(folder, policies=("snapkv", "lagkv"), sizes=Sizes(kv_budget="64KiB"))
+    given = request(
+        folder, policies=("snapkv", "lagkv"), sizes=Sizes(CacheSettings(kv_budget="64KiB"))
+    )
     snapkv, lagkv = (side.plan for side in sides(given)[:2])
     assert snapkv.cache_bytes <= 64 << 10
     assert lagkv.cache_bytes <= 64 << 10

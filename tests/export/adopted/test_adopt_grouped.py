@@ -147,7 +147,7 @@ def test_a_window_that_nothing_can_pass(decoder):
     spoil(decoder, attribute("local_window_size", 40))
     said = adopt(decoder, None, KEYDIFF, budget_tokens=24, block_size=8)
     assert said["model"]["window"] == 40
-    assert run(["generate", str(decoder), "Hi", "--kv-budget-tokens", "33"]) == 2
+    assert run(["generate", str(decoder), "Hi", "--budget-tokens", "33"]) == 2
     assert run(["generate", str(decoder), "Hi", "--max-new-tokens", "3"]) == 0
 
 
@@ -194,7 +194,7 @@ def test_variants_are_found_by_name(tmp_path, source, capsys):
     assert decoder_in(tmp_path, "quantized") == decoder_in(tmp_path, "q8")
     with pytest.raises(ModelNotFound, match=r"'int8'; there are q4 \(model_q4\.onnx\), q8"):
         decoder_in(tmp_path, "int8")
-    sizes = ["--kv-budget-tokens", "24", "--block-size", "8", "--policy", "keydiff"]
+    sizes = ["--budget-tokens", "24", "--block-size", "8", "--policy", "keydiff"]
     command = ["export", "decoder", str(tmp_path), "--exporter", "existing", *sizes]
     assert run([*command, "--variant", "q4f16"]) == 0
     assert "decoder: onnx/model_q4f16.onnx, fp32; also there: q4, q8" in capsys.readouterr().out

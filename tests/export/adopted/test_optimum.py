@@ -34,7 +34,7 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize("mode", ["compact", "true"])
 @pytest.mark.parametrize("budget", [12, 24, 40])
 def test_text_and_kept_positions_are_pytorchs(exported, mode, budget):
-    settings = {"kv_budget_tokens": budget, "block_size": 8, "positions": mode}
+    settings = {"budget_tokens": budget, "block_size": 8, "positions": mode}
     eager = Runtime.from_pretrained(str(exported / "model"), dtype="float32", **settings)
     sessions = [eager.session(), OrtRuntime.from_directory(exported / "out", **settings).session()]
     said = []
@@ -48,7 +48,7 @@ def test_text_and_kept_positions_are_pytorchs(exported, mode, budget):
 
 
 def test_the_command(exported, tmp_path, capsys):
-    options = ["--exporter", "optimum", "--policy", "knorm", "--kv-budget-tokens", "16"]
+    options = ["--exporter", "optimum", "--policy", "knorm", "--budget-tokens", "16"]
     model, out = str(exported / "model"), str(tmp_path / "out")
     assert run(["export", "decoder", model, "-o", out, *options]) == 0
     capsys.readouterr()

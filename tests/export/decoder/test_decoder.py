@@ -32,6 +32,7 @@ from kvcap.runtime.backends.onnxruntime.manifest import read
 from kvcap.runtime.backends.onnxruntime.slots import LayerSlots, Turns
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import (
     ExportExists,
     GraphBroken,
@@ -58,7 +59,9 @@ EXPORTED = sorted(EVICTIONS.keys() - RAGGED - CORRECTED)
 def decoder(family="llama", policy="keydiff", positions="compact", budget=BUDGET, **changes):
     model = tiny_model(family, **changes)
     eviction = small_policy(policy, model.config)
-    return DecoderGraph(model, layout_for(model.config, eviction, budget, BLOCK, positions))
+    return DecoderGraph(
+        model, layout_for(model.config, CacheSettings(budget, BLOCK, eviction, positions))
+    )
 
 
 def beside_the_runtime(made: DecoderGraph, lengths=LENGTHS, pins=(), evict_every=1):
@@ -139,7 +142,9 @@ def test_compact_positions_with_every_rope(rope):
 ])  # fmt: skip
 def test_windows_and_pins_of_any_size(policy, options):
     model = tiny_model("llama")
-    layout = layout_for(model.config, load_policy(policy, **options), BUDGET, BLOCK, "compact")
+    layout = layout_for(
+        model.config, CacheSettings(BUDGET, BLOCK, load_policy(policy, **options), "compact")
+    )
     beside_the_runtime(DecoderGraph(model, layout))
 
 
@@ -192,7 +197,7 @@ def shelf(tmp_path_factory):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(pocket.path() / name, folder / "model")
     code = run(["export", "decoder", str(folder / "model"), "-o", str(folder / "made"),
-                "--policy", "keydiff", "--kv-budget-tokens", "20",
+                "--policy", "keydiff", "--budget-tokens", "20",
                 "--block-size", "8"])  # fmt: skip
     assert code == 0
     return folder
@@ -434,13 +439,13 @@ def test_an_export_of_something_else_is_not_replaced_unasked(right, tmp_path):
 def test_policies_without_a_graph(name, error, why):
     config = tiny_config("llama")
     with pytest.raises(error, match=why):
-        layout_for(config, small_policy(name, config), BUDGET, BLOCK)
+        layout_for(config, CacheSettings(BUDGET, BLOCK, small_policy(name, config)))
 
 
 @pytest.mark.parametrize("family", sorted(SLIDING))
 def test_native_sliding_layers(family):
     with pytest.raises(NotExportable, match="window of their own"):
-        layout_for(tiny_config(family), load_policy("keydiff"), BUDGET, BLOCK)
+        layout_for(tiny_config(family), CacheSettings(BUDGET, BLOCK, load_policy("keydiff")))
 
 
 def test_rope_that_changes_with_the_length():
@@ -449,23 +454,23 @@ def test_rope_that_changes_with_the_length():
     setattr(config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling",
             scaling)  # fmt: skip
     with pytest.raises(NotExportable, match="dynamic"):
-        layout_for(config, load_policy("keydiff"), BUDGET, BLOCK, "true")
+        layout_for(config, CacheSettings(BUDGET, BLOCK, load_policy("keydiff"), "true"))
 
 
 @pytest.mark.parametrize(("sizes", "error"), [
     ({"budget_tokens": 3}, PolicyError), ({"block_size": 0}, PlanInfeasible),
 ])  # fmt: skip
 def test_sizes_that_cannot_be(sizes, error):
-    eviction = load_policy("keydiff", sink_tokens=4)
+    settings = {"budget_tokens": 8, "block_size": 4, "sink_tokens": 4, **sizes}
     with pytest.raises(error):
-        layout_for(tiny_config("llama"), eviction, **{"budget_tokens": 8, "block_size": 4, **sizes})
+        layout_for(tiny_config("llama"), CacheSettings(policy="keydiff", **settings))
 
 
 def test_a_model_of_another_kind():
     from transformers import AutoConfig
 
     with pytest.raises(UnsupportedModel, match="gpt2"):
-        layout_for(AutoConfig.for_model("gpt2"), load_policy("keydiff"), 8, 4)
+        layout_for(AutoConfig.for_model("gpt2"), CacheSettings(8, 4, load_policy("keydiff")))
 
 
 @pytest.mark.parametrize(("arguments", "code", "told"), [
@@ -473,7 +478,7 @@ def test_a_model_of_another_kind():
     (["pocket", "--dtype", "fp16", "--symmetric"], 2, "--symmetric is for --dtype int8 and int4"),
     (["pocket", "--policy", "adakv"], 2, "unequally"),
     (["nothing-there"], 2, "nothing-there"),
-    (["pocket", "--kv-budget-tokens", "0"], 2, "--kv-budget-tokens"),
+    (["pocket", "--budget-tokens", "0"], 2, "--budget-tokens"),
     (["pocket", "-o", "{here}"], 2, "something else"),
     (["{here}", "--exporter", "existing"], 2, ""),
 ])  # fmt: skip

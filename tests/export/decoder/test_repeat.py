@@ -22,6 +22,7 @@ from kvcap.export.decoder.repeat import Numbered, repeat
 from kvcap.export.decoder.spec import Source, layout_for, open_model
 from kvcap.export.decoder.write import write
 from kvcap.policies import load_policy
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import ToleranceError
 from kvcap.runtime.models.checkpoint import Checkpoint, empty, empty_model, fill, streaming
 from kvcap.runtime.models.files import load_config
@@ -33,7 +34,7 @@ BUDGET, BLOCK, LAYERS = 12, 4, 5
 def made(family="llama", policy="keydiff", **changes):
     model = tiny_model(family, num_hidden_layers=LAYERS, **changes)
     eviction = small_policy(policy, model.config)
-    return model, layout_for(model.config, eviction, BUDGET, BLOCK)
+    return model, layout_for(model.config, CacheSettings(BUDGET, BLOCK, eviction))
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,9 @@ def test_layers_that_differ_are_told():
     assert not are_alike(model, layout)
     model, layout = made()
     short = tiny_model("llama", num_hidden_layers=3)
-    assert not are_alike(short, layout_for(short.config, load_policy("keydiff"), BUDGET, BLOCK))
+    assert not are_alike(
+        short, layout_for(short.config, CacheSettings(BUDGET, BLOCK, load_policy("keydiff")))
+    )
 
 
 def test_a_model_has_all_its_layers_again():
@@ -236,7 +239,9 @@ def test_an_export_from_the_files_is_that_of_the_loaded_model(
     if (dtype, positions) == ("fp16", "compact"):
         request.getfixturevalue("traced_once")
     where, folders = str(checkpoint), [tmp_path / "loaded", tmp_path / "files"]
-    layout = layout_for(load_config(where), load_policy("keydiff"), BUDGET, BLOCK, positions)
+    layout = layout_for(
+        load_config(where), CacheSettings(BUDGET, BLOCK, load_policy("keydiff"), positions)
+    )
     assert open_model(where, dtype, layout).checkpoint is None  # it is small
     sources = [spec.load(where, dtype)]
     monkeypatch.setattr(spec, "LOADED", 0)
@@ -265,7 +270,7 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
     """A matrix of another layer, rounded as it should be."""
     where = str(checkpoint)
     monkeypatch.setattr(spec, "LOADED", 0)
-    layout = layout_for(load_config(where), load_policy("keydiff"), BUDGET, BLOCK)
+    layout = layout_for(load_config(where), CacheSettings(BUDGET, BLOCK, load_policy("keydiff")))
     source = open_model(where, "int4", layout)
     places = dict(source.checkpoint.places)
     wrong = Checkpoint(places, torch.float32)
@@ -291,7 +296,7 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
 def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys, traced_once):
     out = tmp_path / "x"
     code = run(["export", "decoder", str(checkpoint), "-o", str(out),
-                "--policy", "keydiff", "--kv-budget-tokens", "12",
+                "--policy", "keydiff", "--budget-tokens", "12",
                 "--block-size", "4", "--dtype", "int4", "--symmetric", "--quick",
                 "--json"])  # fmt: skip
     assert code == 0
@@ -299,7 +304,7 @@ def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys, traced_on
     assert json.loads((out / MANIFEST).read_text())["symmetric"] is True
     assert run(["export", "verify", str(out), "--quick"]) == 0
     other = ["export", "decoder", str(checkpoint), "-o", str(out),
-                "--policy", "keydiff", "--kv-budget-tokens", "12",
+                "--policy", "keydiff", "--budget-tokens", "12",
              "--block-size", "4", "--dtype", "int4"]  # fmt: skip
     capsys.readouterr()
     assert run(other) == 2

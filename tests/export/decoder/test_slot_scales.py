@@ -31,6 +31,7 @@ from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.manifest import read
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime, PolicyRequest
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import ManifestError, NotExportable, ToleranceError
 from kvcap.runtime.models.rope import Rope, Rotation, rotate
 from kvcap.runtime.types import MANIFEST
@@ -44,7 +45,7 @@ def exported(
 ):
     model = tiny_model(family)
     eviction = small_policy(policy, model.config)
-    layout = layout_for(model.config, eviction, BUDGET, BLOCK, positions)
+    layout = layout_for(model.config, CacheSettings(BUDGET, BLOCK, eviction, positions))
     source = Source("tiny", model, None)
     return write(source, layout, dtype, out, quick=True, kv_dtype="int8")
 
@@ -70,7 +71,9 @@ def test_a_key_is_within_its_reach_at_every_position(size, interleaved):
 def test_scales_are_of_what_the_layers_hold(family):
     """What a float cache holds after the same tokens fits, and its largest number is near 127."""
     model = tiny_model(family)
-    layout = layout_for(model.config, small_policy("keydiff", model.config), 64, 8, "true")
+    layout = layout_for(
+        model.config, CacheSettings(64, 8, small_policy("keydiff", model.config), "true")
+    )
     ids = sample(None, None, layout.shape.vocabulary, 64)
     scales = measure(DecoderGraph(model, layout), ids)
     assert scales.shape == (len(layout.budgets), 2, layout.shape.kv_heads, layout.shape.head_size)
@@ -219,7 +222,9 @@ def tiny_int8(tmp_path_factory):
     out = tmp_path_factory.mktemp("tiny") / "out"
     exported(out)
     model = tiny_model("llama")
-    layout = layout_for(model.config, small_policy("keydiff", model.config), BUDGET, BLOCK)
+    layout = layout_for(
+        model.config, CacheSettings(BUDGET, BLOCK, small_policy("keydiff", model.config))
+    )
     return out, DecoderGraph(model, layout, torch.from_numpy(np.load(out / SLOT_SCALES)))
 
 
@@ -264,7 +269,7 @@ def test_no_rounding_adds_up_while_keys_are_turned(tiny_int8):
 
 def test_weights_that_stay_in_their_files_give_the_same_scales(pocket_int8, tmp_path, monkeypatch):
     monkeypatch.setattr(spec, "LOADED", 0)
-    code = run(["export", "decoder", "pocket", "--kv-dtype", "int8", "--kv-budget-tokens", "64",
+    code = run(["export", "decoder", "pocket", "--kv-dtype", "int8", "--budget-tokens", "64",
                 "--block-size", "32", "--quick", "-o", str(tmp_path / "out")])  # fmt: skip
     assert code == 0
     one, other = (np.load(folder / SLOT_SCALES) for folder in (pocket_int8, tmp_path / "out"))
@@ -282,7 +287,7 @@ def test_what_was_written_is_verified(pocket_int8):
 def pocket_int8(tmp_path_factory):
     """Pocket with slots in int8."""
     out = tmp_path_factory.mktemp("int8") / "decoder"
-    code = run(["export", "decoder", "pocket", "--kv-dtype", "int8", "--kv-budget-tokens", "64",
+    code = run(["export", "decoder", "pocket", "--kv-dtype", "int8", "--budget-tokens", "64",
                 "--block-size", "32", "--quick", "-o", str(out)])  # fmt: skip
     assert code == 0
     return out

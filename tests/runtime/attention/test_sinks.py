@@ -37,6 +37,7 @@ from kvcap.runtime.attention import functions
 from kvcap.runtime.attention.functions import attend, attend_with_lse, attention_forward, causal
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable, UnsupportedModel
 from kvcap.runtime.models.config import SINKS, ModelShape
 from kvcap.runtime.models.files import load_config, load_model
@@ -482,7 +483,7 @@ def test_planned_bytes_are_held_bytes(family, positions, tokens):
     loop = BlockLoop(model, cache)
     loop.prefill(tokens(80))
     plan = kvcap.MemoryPlan.of(
-        model.config, policy="h2o", kv_budget_tokens=16, block_size=8, dtype=torch.float32,
+        model.config, policy="h2o", budget_tokens=16, block_size=8, dtype=torch.float32,
         positions=positions,
     )  # fmt: skip
     assert cache.nbytes == plan.cache_bytes
@@ -506,9 +507,9 @@ def test_the_workspace_is_found_by_a_dry_run(family, dtype, tokens):
     eviction = kvcap.load_policy("h2o")
     if OLD:
         with pytest.raises(UnsupportedModel, match="use transformers 5"):
-            rehearse_block(model.config, eviction, 120, 40, dtype, "compact")
+            rehearse_block(model.config, CacheSettings(120, 40, eviction), dtype)
         return
-    expected = rehearse_block(model.config, eviction, 120, 40, dtype, "compact")
+    expected = rehearse_block(model.config, CacheSettings(120, 40, eviction), dtype)
     assert expected == pytest.approx(peak, rel=0.05)
 
 
@@ -568,7 +569,7 @@ def test_neither_graphs_nor_the_fused_decoder_take_them(family):
     assert why_unsteady(kvcap.BudgetCache(config, 16, 8)) == "attention has sink logits"
     for one in (model.config, config):
         with pytest.raises(NotExportable, match=f"{family} has sink logits.*PyTorch backend"):
-            layout_for(one, kvcap.load_policy("keydiff"), 16, 8)
+            layout_for(one, CacheSettings(16, 8, kvcap.load_policy("keydiff")))
 
 
 def test_no_graph_of_scores_is_exported(tmp_path):

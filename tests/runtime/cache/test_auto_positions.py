@@ -355,7 +355,7 @@ def test_plan_and_workspace(policy):
     """Buffers of either kind are counted; the change takes no more than a block does."""
     sizes = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
     model = tiny_model("llama", max_position_embeddings=400, **sizes)
-    given = {"policy": policy, "kv_budget_tokens": 120, "block_size": 40, "rehearse": True}
+    given = {"policy": policy, "budget_tokens": 120, "block_size": 40, "rehearse": True}
     plans = {
         mode: kvcap.MemoryPlan.of(model.config, positions=mode, dtype=torch.float32, **given)
         for mode in ("auto", "compact")
@@ -408,7 +408,7 @@ def test_the_default_is_one_constant(monkeypatch):
     assert BudgetCache(config, 12, BLOCK).layout.positions == "auto"
     assert BudgetCache(config, 12, BLOCK, kv_dtype="int8").layout.positions == "auto"
     assert BudgetCache(config, 12, BLOCK, kv_dtype="int4").layout.positions == "compact"
-    given = {"kv_budget_tokens": 12, "block_size": BLOCK}
+    given = {"budget_tokens": 12, "block_size": BLOCK}
     assert kvcap.MemoryPlan.of(config, **given).positions == "auto"
     assert kvcap.MemoryPlan.of(config, **given, kv_dtype="int4").positions == "compact"
     assert layout.default_positions(BudgetCache(config).layout.shape, unchanging=True) == "compact"
@@ -457,7 +457,7 @@ def test_longrope_changes_where_its_short_factors_end():
 
 
 def test_commands(capsys):
-    given = ["--kv-budget-tokens", "64", "--positions", "auto"]
+    given = ["--budget-tokens", "64", "--positions", "auto"]
     assert cli.run(["plan", "pocket", *given, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["positions"] == "auto"
     Sweep(["keydiff"], [64], positions=("auto", "true")).check()

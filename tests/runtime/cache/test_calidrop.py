@@ -128,7 +128,7 @@ def test_the_store_keeps_the_best_and_never_grows(tokens):
         calibrations = [layer.evicted_store for layer in loop.cache.layers]
         assert all(c.evicted[0].held <= 10 for c in calibrations)
     plan = kvcap.MemoryPlan.of(
-        loop.model.config, policy=loop.cache.eviction, kv_budget_tokens=12, block_size=6,
+        loop.model.config, policy=loop.cache.eviction, budget_tokens=12, block_size=6,
         positions="true",
     )  # fmt: skip
     assert loop.cache.nbytes == plan.cache_bytes

@@ -85,7 +85,7 @@ def test_a_small_budget_is_never_refused_for_the_default(budget, ids):
 def test_a_plan_is_the_cache_s_bytes_with_the_default_too():
     config = tiny_model("llama").config
     for policy in ("keydiff", "snapkv", "pyramidkv", "adakv"):
-        plan = kvcap.MemoryPlan.of(config, policy=policy, kv_budget_tokens=64, block_size=16)
+        plan = kvcap.MemoryPlan.of(config, policy=policy, budget_tokens=64, block_size=16)
         cache = kvcap.BudgetCache(config, 64, 16, policy)
         assert cache.allocate(1, torch.float32, "cpu").nbytes == plan.cache_bytes
         assert cache.sinks == 4
@@ -118,11 +118,11 @@ def test_stock_attention_keeps_them(ids):
 
 
 def test_a_runtime_takes_the_number_and_smaller_budgets_keep_fewer():
-    runtime = Runtime.from_pretrained("pocket", kv_budget_tokens=64, block_size=16, device="cpu")
+    runtime = Runtime.from_pretrained("pocket", budget_tokens=64, block_size=16, device="cpu")
     assert runtime.session().cache.sinks == 4
     assert runtime.with_budget(16).session().cache.sinks == 2
     assert runtime.with_budget(7).session().cache.sinks == 0
     assert runtime.with_policy_name("obcache-h2o", {}).session().cache.sinks == 4
     assert runtime.with_policy_name("knorm", {"sink_tokens": 1}).session().cache.sinks == 1
-    plain = Runtime.from_pretrained("pocket", KeyDiff(), kv_budget_tokens=64, sink_tokens=0)
+    plain = Runtime.from_pretrained("pocket", KeyDiff(), budget_tokens=64, sink_tokens=0)
     assert plain.session().cache.sinks == plain.with_budget(128).session().cache.sinks == 0

@@ -35,7 +35,7 @@ def test_random_turns_break_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "cake", "calidrop"])
 def test_random_turns_of_other_policies(policy: str, tmp_path: Any) -> None:
-    runtime = Runtime.from_pretrained(policy=policy, kv_budget_tokens=96, block_size=32)
+    runtime = Runtime.from_pretrained(policy=policy, budget_tokens=96, block_size=32)
     walk = Walk(runtime, tmp_path, seed=1)
     for _ in range(15):
         walk.step()
@@ -73,7 +73,7 @@ def grown(session: Any) -> None:
     ],
 )
 def test_a_planted_fault_is_seen(fault: Callable[[Any], Any], says: str) -> None:
-    session = Runtime.from_pretrained(kv_budget_tokens=64, block_size=32).session(seed=0)
+    session = Runtime.from_pretrained(budget_tokens=64, block_size=32).session(seed=0)
     nbytes = session.cache.nbytes
     session.set_generation(max_new_tokens=4)
     for _ in session.send("Mosses survive the cold. " * 20):
@@ -85,7 +85,7 @@ def test_a_planted_fault_is_seen(fault: Callable[[Any], Any], says: str) -> None
 
 
 def test_a_file_left_behind_is_seen(tmp_path: Any) -> None:
-    walk = Walk(Runtime.from_pretrained(kv_budget_tokens=64, block_size=32), tmp_path)
+    walk = Walk(Runtime.from_pretrained(budget_tokens=64, block_size=32), tmp_path)
     (tmp_path / ".turns.safetensors.x.part").write_bytes(b"")
     with pytest.raises(Broken, match="left behind"):
         walk.step()

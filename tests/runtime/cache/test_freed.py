@@ -217,7 +217,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def runtime_of(folder: str, policy: str = "keydiff", **options: Any) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
-        folder, policy, kv_budget_tokens=48, block_size=16, device="cpu",
+        folder, policy, budget_tokens=48, block_size=16, device="cpu",
         **{"dtype": "float32", **options},
     )  # fmt: skip
 
@@ -417,7 +417,7 @@ if use in ("cache", "cap"):
         capped = kvcap.cap(model, slots, 8)
 else:
     runtime = kvcap.Runtime.from_pretrained(
-        folder, kv_budget_tokens=slots, block_size=8, device="cpu", dtype="float32"
+        folder, budget_tokens=slots, block_size=8, device="cpu", dtype="float32"
     )
     first = runtime.session(seed=0)
     first.set_generation(max_new_tokens=2)

@@ -77,7 +77,7 @@ def test_what_a_model_says(data, folders, tmp_path):
             folder / name, json.dumps(data.draw(odd(json.loads((folder / name).read_text())))), data
         )
     with contextlib.suppress(KvcapError):
-        answers(kvcap.Runtime.from_pretrained(folder, kv_budget_tokens=24, block_size=8))
+        answers(kvcap.Runtime.from_pretrained(folder, budget_tokens=24, block_size=8))
 
 
 def test_manifests_of_both_kinds_are_what_their_schema_says(folders):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import tiny_chat
 import torch
 from conftest import in_turn, small_policy, tiny_model
+from tools import runtime_of
 
 import kvcap
 from kvcap.policies import policies
@@ -125,7 +127,7 @@ def test_covered():
 def runtime(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tiny_chat.save(folder)
-    return kvcap.Runtime.from_pretrained(folder, kv_budget_tokens=64, block_size=16)
+    return kvcap.Runtime.from_pretrained(folder, budget_tokens=64, block_size=16)
 
 
 def said(session, text, **options):
@@ -212,11 +214,9 @@ def test_a_session_with_pins_and_a_smaller_budget(session, tmp_path):
     runtime, pins = session.runtime, sum(b - a for a, b in session.cache.pinned_spans)
 
     def with_budget(tokens):
-        plan = kvcap.MemoryPlan.of(
-            runtime.model.config, policy=runtime.eviction, kv_budget_tokens=tokens,
-            block_size=16, dtype=torch.float32,
-        )  # fmt: skip
-        return kvcap.Runtime(runtime.model, runtime.tokenizer, plan, runtime.eviction)
+        settings = replace(runtime.settings, budget_tokens=tokens)
+        plan = kvcap.MemoryPlan.of(runtime.model.config, settings, dtype=torch.float32)
+        return kvcap.Runtime(runtime.model, runtime.tokenizer, plan, settings)
 
     fork = Session.load(with_budget(pins), tmp_path / "s")
     assert fork.cache.held == pins
@@ -229,11 +229,7 @@ def test_a_warning_once_beyond_the_trained_length(tokens):
     """Only true positions leave what the model was trained on."""
     model = tiny_model("llama", max_position_embeddings=64)
     for positions, expected in (("true", 1), ("compact", 0)):
-        plan = kvcap.MemoryPlan.of(
-            model.config, policy=kvcap.load_policy("keydiff"), kv_budget_tokens=24, block_size=8,
-            dtype=torch.float32, positions=positions,
-        )  # fmt: skip
-        session = kvcap.Runtime(model, None, plan, kvcap.load_policy("keydiff")).session()
+        session = runtime_of(model, positions=positions).session()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(3):

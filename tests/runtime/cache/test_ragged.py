@@ -116,7 +116,7 @@ def test_slots_that_move_between_layers(positions):
     eviction = Eviction(load_policy("snapkv", **SNAPKV).policy, **parts)
     cache = kvcap.BudgetCache(model.config, budget, block, eviction, positions=positions)
     plan = kvcap.MemoryPlan.of(
-        model.config, policy=eviction, kv_budget_tokens=budget, block_size=block,
+        model.config, policy=eviction, budget_tokens=budget, block_size=block,
         dtype=torch.float32, positions=positions,
     )  # fmt: skip
     cache.allocate(1, torch.float32, "cpu")

@@ -24,6 +24,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import pool
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.pool import SHIFT, Segment
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.slot_format import NUMBERS, SlotFormat
 from kvcap.runtime.cache.slots import EagerSlots
 from kvcap.runtime.cache.storage import LayerStorage
@@ -383,7 +384,7 @@ def test_planned_bytes_are_allocated_bytes(family, kind):
     for dtype, batch, policy in ((torch.float32, 2, "h2o"), (torch.bfloat16, 1, "adakv")):
         eviction = small_policy(policy, config)
         given: dict[str, Any] = {"policy": eviction, "block_size": 8, "kv_dtype": kind}
-        plan = kvcap.MemoryPlan.of(config, kv_budget_tokens=24, batch=batch, dtype=dtype, **given)
+        plan = kvcap.MemoryPlan.of(config, budget_tokens=24, batch=batch, dtype=dtype, **given)
         cache = kvcap.BudgetCache(
             config, 24, 8, eviction, positions=plan.positions, kv_dtype=kind
         ).allocate(batch, dtype, "cpu")
@@ -396,7 +397,7 @@ def test_the_same_bytes_hold_more_slots():
     """A head of 128, in bfloat16: 520 bytes of a slot become 268, 218 and 168."""
     config = tiny_config("llama", head_dim=128, num_hidden_layers=24)
     given: dict[str, Any] = {"dtype": torch.bfloat16, "block_size": 16}
-    cap = kvcap.MemoryPlan.of(config, kv_budget_tokens=1000, **given).cache_bytes
+    cap = kvcap.MemoryPlan.of(config, budget_tokens=1000, **given).cache_bytes
     plans = [kvcap.MemoryPlan.of(config, kv_budget=cap, kv_dtype=k, **given) for k in KINDS]
     for plan, more in zip(plans, (520 / 268, 520 / 218, 520 / 168), strict=True):
         assert plan.budget_tokens / 1000 == pytest.approx(more, rel=0.05)
@@ -406,7 +407,7 @@ def test_the_same_bytes_hold_more_slots():
 def test_the_dry_run_counts_the_copies_that_attention_reads():
     config = tiny_config("llama", hidden_size=128, head_dim=32)
     plain, less = (
-        rehearse_block(config, load_policy("keydiff"), 2000, 8, torch.float32, "compact", 1, kind)
+        rehearse_block(config, CacheSettings(2000, 8, "keydiff", kv_dtype=kind), torch.float32)
         for kind in (None, "int8")
     )
     values = 2 * 2008 * 32 * 4  # of two heads
@@ -418,11 +419,9 @@ def test_the_dry_run_counts_the_copies_that_attention_reads():
 
 def runtime(model: Any, kind: str | None, budget: int = 24, policy: str = "keydiff") -> Any:
     eviction = small_policy(policy, model.config)
-    plan = kvcap.MemoryPlan.of(
-        model.config, policy=eviction, kv_budget_tokens=budget, block_size=8, dtype=model.dtype,
-        positions="compact", kv_dtype=kind,
-    )  # fmt: skip
-    return kvcap.Runtime(model, None, plan, eviction, name="tiny")
+    settings = CacheSettings(budget, 8, eviction, "compact", kv_dtype=kind)
+    plan = kvcap.MemoryPlan.of(model.config, settings, dtype=model.dtype)
+    return kvcap.Runtime(model, None, plan, settings, name="tiny")
 
 
 @pytest.mark.parametrize("kind", KINDS)

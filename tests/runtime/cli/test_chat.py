@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def runtime(model: str) -> Runtime:
-    return Runtime.from_pretrained(model, kv_budget_tokens=32, block_size=16)
+    return Runtime.from_pretrained(model, budget_tokens=32, block_size=16)
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_policy_keeps_messages_settings_and_pins(
     )
     assert chat.session.cache.seen == 0
     assert [m["role"] for m in chat.session.messages] == ["user", "assistant"]
-    eviction = chat.session.runtime.eviction
+    eviction = chat.session.runtime.settings.eviction
     assert (eviction.name, eviction.sink_tokens) == ("knorm", 2)
     read = len(chat.session.encode("Be kind. Hello! And?"))
     chat.handle("And?")
@@ -212,7 +212,7 @@ def test_system_and_exit(chat: Chat) -> None:
 def test_a_full_cache_ends_the_turn_not_the_chat(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runtime = Runtime.from_pretrained(model, "full", kv_budget_tokens=24, block_size=16)
+    runtime = Runtime.from_pretrained(model, "full", budget_tokens=24, block_size=16)
     chat = Chat(runtime.session(), Output(json=True, quiet=True))
     code = chat.run_script(
         ["Hi", "and so on " * 30, "/policy keydiff", "/set max_new_tokens 4", "Hi"]
@@ -646,7 +646,7 @@ def terminal(model: str, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals are Unix's")
 def test_a_conversation_on_a_terminal(terminal: Any, tmp_path: Path) -> None:
-    at = terminal("--kv-budget-tokens", "64", "--block-size", "16")
+    at = terminal("--budget-tokens", "64", "--block-size", "16")
     at.wait_for(READY)
     assert "lagkv keeps 64 slots" in at.seen
     assert "max_new_tokens = 8" in at.enter("/set max_new_tokens 8")

@@ -18,7 +18,7 @@ from kvcap import cli, dtypes, policies
 from kvcap.runtime.cli.options import policy_names
 
 BUDGET = {
-    *("--policy", "--policy-option", "--kv-budget", "--kv-budget-tokens", "--max-kv-size"),
+    *("--policy", "--policy-option", "--kv-budget", "--budget-tokens", "--max-kv-size"),
     *("--block-size", "--prefill-chunk-size", "--sink-tokens", "--recent-tokens"),
     *("--positions", "--dtype", "--json", "--memory-cap", "--enforce", "--backend"),
     "--kv-dtype",
@@ -139,7 +139,7 @@ def test_generate_takes_its_prompt_in_every_way(model: str, kvcap: Any, tmp_path
 @pytest.mark.parametrize(("every", "waiting"), [((), 7), (("--evict-every", "1"), 0)])
 def test_generate_json(every: tuple[str, ...], waiting: int, model: str, kvcap: Any) -> None:
     """On a CPU an answer evicts every 64 tokens, or every block, from slots of the same bytes."""
-    budget = ("--kv-budget-tokens", "16", "--block-size", "8", "--device", "cpu", *every)
+    budget = ("--budget-tokens", "16", "--block-size", "8", "--device", "cpu", *every)
     code, out, _ = kvcap(
         "generate", model, "word " * 60, "--json", "--max-new-tokens", "8", *budget
     )
@@ -284,7 +284,7 @@ def test_the_environment_sets_options(
 ) -> None:
     monkeypatch.setenv("KVCAP_MODEL", model)
     monkeypatch.setenv("KVCAP_POLICY", "h2o")
-    monkeypatch.setenv("KVCAP_KV_BUDGET_TOKENS", "32")
+    monkeypatch.setenv("KVCAP_BUDGET_TOKENS", "32")
     monkeypatch.setenv("KVCAP_JSON", "1")
     _, out, _ = kvcap("plan")
     assert (json.loads(out)["policy"], json.loads(out)["budget_tokens"]) == ("h2o", 32)
@@ -295,7 +295,7 @@ def test_the_environment_sets_options(
     ("variable", "value", "says"),
     [
         ("KV_BUDGET", "lots", "'lots' is not a size"),
-        ("KV_BUDGET_TOKENS", "few", "--kv-budget-tokens"),
+        ("BUDGET_TOKENS", "few", "--budget-tokens"),
         ("POLICY", "keydif", "did you mean 'keydiff'?"),
         ("DEVICE", "abacus", "device 'abacus'"),
         ("DTYPE", "int8", "dtype 'int8'"),
@@ -399,7 +399,7 @@ def test_plan_says_what_waits_for_the_next_eviction(model: str, kvcap: Any) -> N
     """Slots above the budget that an answer uses, at most, in no more bytes."""
 
     def said(*options: str) -> str:
-        code, out, _ = kvcap("plan", model, "--kv-budget-tokens", "32", *options)
+        code, out, _ = kvcap("plan", model, "--budget-tokens", "32", *options)
         assert code == 0
         return out
 
@@ -463,9 +463,9 @@ def test_policies(kvcap: Any) -> None:
         (["--policy", "snapkv", "--policy-option", "windo=8"], 2, "did you mean 'window'?"),
         (["--policy-option", "lag=1"], 2, "lag=1 will not work"),
         (["--policy-option", "anchor"], 2, "'anchor' is not KEY=VALUE"),
-        (["--kv-budget-tokens", "0"], 2, "--kv-budget-tokens"),
-        (["--kv-budget-tokens", "8", "--sink-tokens", "9"], 2, "at least 9"),
-        (["--kv-budget-tokens", "8", "--kv-budget", "1MiB"], 2, "not both"),
+        (["--budget-tokens", "0"], 2, "--budget-tokens"),
+        (["--budget-tokens", "8", "--sink-tokens", "9"], 2, "at least 9"),
+        (["--budget-tokens", "8", "--kv-budget", "1MiB"], 2, "not both"),
         (["--kv-budget", "lots"], 2, "'lots' is not a size"),
         (["--block-size", "0"], 2, "--block-size"),
         (["--positions", "relative"], 2, "--positions"),
@@ -487,7 +487,7 @@ def test_policies(kvcap: Any) -> None:
         (["--temp", "-1"], 2, "--temp"),
         (["--max-new-tokens", "0"], 2, "--max-new-tokens"),
         (["--raw", "--system-prompt", "Be kind."], 2, "--raw"),
-        (["--policy", "full", "--kv-budget-tokens", "4"], 4, "0 of 4 slots are in use"),
+        (["--policy", "full", "--budget-tokens", "4"], 4, "0 of 4 slots are in use"),
         (["--nonsense"], 2, "--nonsense"),
     ],
 )
@@ -613,7 +613,7 @@ def test_a_base_model_is_named_as_such(kvcap: Any, tmp_path: Path) -> None:
 
 
 def test_a_reached_cap_keeps_what_was_said(model: str, kvcap: Any) -> None:
-    cap = ("--policy", "full", "--kv-budget-tokens", "24")
+    cap = ("--policy", "full", "--budget-tokens", "24")
     code, out, err = kvcap("generate", model, "Hi", "--json", "-q", *cap)
     document = json.loads(out)
     assert code == 4
@@ -630,7 +630,7 @@ def test_a_reached_cap_keeps_what_was_said(model: str, kvcap: Any) -> None:
 def test_what_a_full_cache_does(
     on_full: str, code: int, reason: str, model: str, kvcap: Any
 ) -> None:
-    sizes = ("--kv-budget-tokens", "24", "--evict-every", "1", "--max-new-tokens", "40")
+    sizes = ("--budget-tokens", "24", "--evict-every", "1", "--max-new-tokens", "40")
     options = (*sizes, "--on-full", on_full)
     got, out, err = kvcap("generate", model, "Hi", "--json", "-q", *options)
     document = json.loads(out)
@@ -654,7 +654,7 @@ def test_unexpected_errors_are_one_line(kvcap: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to warm")
 def test_kernels_are_warmed_for_a_gpu_alone(kvcap: Any) -> None:
-    code, out, err = kvcap("warm", "pocket", "--kv-budget-tokens", "64")
+    code, out, err = kvcap("warm", "pocket", "--budget-tokens", "64")
     assert (code, out) == (2, "")
     assert one_line(err)
     assert "on cpu the model runs without them" in err

@@ -62,7 +62,7 @@ def test_it_is_made_once_and_again_when_something_in_it_differs(model, made, cap
         kept_export(str(model), "int8", Budget()),
         kept_export(str(model), "int4", Budget(), symmetric=True),
         *(kept_export(str(model), "int4", Budget(**given)) for given in (
-            {"kv_budget_tokens": 64}, {"block_size": 16}, {"positions": "true"},
+            {"budget_tokens": 64}, {"block_size": 16}, {"positions": "true"},
             {"policy": "knorm"}, {"sink_tokens": 4}, {"policy_option": ["anchor=median"]},
         )),
     ]  # fmt: skip
@@ -83,7 +83,7 @@ def test_the_command_is_told_everything(model, made):
     (command,) = made
     said = " ".join(command[command.index("export") :])
     assert said.startswith(f"export decoder {model} --dtype int8 --policy knorm")
-    assert "--kv-budget-tokens 256 --block-size 32 --sink-tokens 2" in said
+    assert "--budget-tokens 256 --block-size 32 --sink-tokens 2" in said
 
 
 def test_without_a_number_of_sinks_an_export_has_the_usual_ones(model, made):
@@ -172,7 +172,7 @@ def test_what_cannot_be(model, made, tmp_path, capsys):
     (export / MANIFEST).write_text("{}")
     with pytest.raises(NotExportable, match="exported decoder already"):
         kept_export(str(export), "int4", Budget())
-    with pytest.raises(PlanInfeasible, match="--kv-budget-tokens"):
+    with pytest.raises(PlanInfeasible, match="--budget-tokens"):
         kept_export(str(model), "int4", Budget(kv_budget="1MiB"))
     text = tmp_path / "text.txt"
     text.write_text("A text.")

@@ -23,12 +23,12 @@ FACT = "The secret code of the vault is 7421. Remember it."
 QUESTION = "What is the secret code of the vault?"
 WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
 BUDGET = 256
-OPTIONS = ("--policy", "streaming_llm", "--kv-budget-tokens", str(BUDGET), "--max-new-tokens", "16")
+OPTIONS = ("--policy", "streaming_llm", "--budget-tokens", str(BUDGET), "--max-new-tokens", "16")
 
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime.from_pretrained("pocket", "streaming_llm", kv_budget_tokens=BUDGET)
+    return Runtime.from_pretrained("pocket", "streaming_llm", budget_tokens=BUDGET)
 
 
 def filler(count: int = 400) -> str:
@@ -190,7 +190,7 @@ def test_off_from_the_start_can_be_switched_on_where_no_cap_forbids_it(
 ) -> None:
     for cap, code in ((None, 0), ("4GiB", 2)):
         runtime = Runtime.from_pretrained(
-            "pocket", kv_budget_tokens=BUDGET, memory_cap=cap, recall_store=0
+            "pocket", budget_tokens=BUDGET, memory_cap=cap, recall_store=0
         )
         chat = Chat(runtime.session(), Output())
         assert chat.session.recall.limit == 0

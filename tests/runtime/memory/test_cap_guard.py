@@ -58,7 +58,7 @@ def test_the_plan_takes_the_largest_budget_that_fits(policy, steady):
 
 
 def test_a_small_cap_takes_a_small_block(steady):
-    least = plan(kv_budget_tokens=8, block_size=4, memory_cap=1 << 40)
+    least = plan(budget_tokens=8, block_size=4, memory_cap=1 << 40)
     found = plan(memory_cap=least.total_bytes + MIB // 4)
     assert found.block_size < 128
     assert found.budget_tokens >= 2 * found.block_size
@@ -75,8 +75,8 @@ def test_what_does_not_fit_is_refused_with_what_would(steady):
         plan(memory_cap=HELD // 2)
     assert "weights" in str(refused.value)
     with pytest.raises(PlanInfeasible, match="leave the KV budget out"):
-        plan(kv_budget_tokens=100_000, memory_cap=HELD + LOADING + 10 * MIB)
-    both = plan(kv_budget_tokens=100, memory_cap=HELD + LOADING + 40 * MIB)
+        plan(budget_tokens=100_000, memory_cap=HELD + LOADING + 10 * MIB)
+    both = plan(budget_tokens=100, memory_cap=HELD + LOADING + 40 * MIB)
     assert both.budget_tokens == 100
 
 
@@ -106,11 +106,11 @@ def test_a_cap_that_is_advised_is_taken_by_a_process_a_little_larger(policy, bud
         patch.object(plan_module, "process_bytes", lambda: HELD),
         pytest.raises(PlanInfeasible, match=r"raise it to \d+MiB") as refused,
     ):
-        plan(policy=policy, kv_budget_tokens=budget, memory_cap=HELD)
+        plan(policy=policy, budget_tokens=budget, memory_cap=HELD)
     advised = re.search(r"raise it to (\w+)", str(refused.value))[1]
     assert parse_bytes(advised) == refused.value.least["least_memory_cap"]
     with patch.object(plan_module, "process_bytes", lambda: HELD + more):
-        found = plan(policy=policy, kv_budget_tokens=budget, memory_cap=advised)
+        found = plan(policy=policy, budget_tokens=budget, memory_cap=advised)
     assert found.total_bytes <= parse_bytes(advised)
 
 
@@ -161,7 +161,7 @@ def test_a_process_stays_under_its_cap(enforce, least, tmp_path):
 
 
 def test_a_breach_is_seen_before_the_block_and_the_session_goes_on(tmp_path):
-    runtime = kvcap.Runtime.from_pretrained(save(tmp_path), kv_budget_tokens=64)
+    runtime = kvcap.Runtime.from_pretrained(save(tmp_path), budget_tokens=64)
     session = runtime.session()
     session.set_generation(max_new_tokens=4)
     "".join(session.send("Hello!"))
@@ -218,7 +218,7 @@ import resource, torch, kvcap
 from kvcap.runtime.memory.cap_guard import limit_data
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.memory.free_memory import process_bytes
-runtime = kvcap.Runtime.from_pretrained("pocket", policy="h2o", kv_budget_tokens=4096,
+runtime = kvcap.Runtime.from_pretrained("pocket", policy="h2o", budget_tokens=4096,
                                         block_size=2048)
 session = runtime.session()
 "".join(session.send("Please remember: the code for the blue door is 4821."))

@@ -100,7 +100,7 @@ def test_hybrid_models_stay_capped_beyond_the_budget(family, positions, tokens):
     loop = BlockLoop(model, cache)
     loop.prefill(tokens(150))
     plan = kvcap.MemoryPlan.of(
-        model.config, kv_budget_tokens=16, block_size=8, dtype=torch.float32, positions=positions
+        model.config, budget_tokens=16, block_size=8, dtype=torch.float32, positions=positions
     )
     assert cache.held == 16
     assert loop.peak_bytes <= plan.cache_bytes

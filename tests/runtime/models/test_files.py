@@ -54,7 +54,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 
 def load(folder: Path) -> Runtime:
-    return Runtime.from_pretrained(folder, kv_budget_tokens=16, device="cpu")
+    return Runtime.from_pretrained(folder, budget_tokens=16, device="cpu")
 
 
 # What the headers say ---------------------------------------------------------------------------
@@ -531,7 +531,7 @@ def test_a_model_is_loaded_without_the_adapter_beside_it(installed, weights, fol
     (folder / "adapter_config.json").write_text(json.dumps(said))
     save_file({"a": torch.ones(1)}, folder / "adapter_model.safetensors")
     with pytest.warns(UserWarning, match="the adapter beside the model in .* is not applied"):
-        loaded = Runtime.from_pretrained(folder, kv_budget_tokens=16, device="cpu", weights=weights)
+        loaded = Runtime.from_pretrained(folder, budget_tokens=16, device="cpu", weights=weights)
     if weights is None:
         assert torch.equal(loaded.model.get_input_embeddings().weight, expected)
     assert "".join(loaded.session(seed=0).complete("Hello"))

@@ -136,7 +136,7 @@ def test_it_is_parsed_once_until_its_model_is_loaded(file, tmp_path, monkeypatch
     copied = tmp_path / "a.gguf"
     shutil.copyfile(file, copied)
     load_tokenizer(str(copied))
-    Runtime.from_pretrained(copied, kv_budget_tokens=32, block_size=16, device="cpu")
+    Runtime.from_pretrained(copied, budget_tokens=32, block_size=16, device="cpu")
     assert parsed == ["a.gguf"]
     assert gguf.GGUFReader is gguf.gguf_reader.GGUFReader
     write(copied, eos=7)  # another file of that name
@@ -146,17 +146,17 @@ def test_it_is_parsed_once_until_its_model_is_loaded(file, tmp_path, monkeypatch
 
 @needs_gguf
 def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
-    assert run(["plan", file, "--kv-budget-tokens", "32", "--dtype", "bfloat16"]) == 0
+    assert run(["plan", file, "--budget-tokens", "32", "--dtype", "bfloat16"]) == 0
     said = capsys.readouterr().out
     assert "of Q8_0 in the file become" in said
     assert "of bfloat16 in memory" in said
-    assert run(["plan", file, "--kv-budget-tokens", "32", "--json"]) == 0
+    assert run(["plan", file, "--budget-tokens", "32", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["file_type"] == "Q8_0"
     assert planned["file_bytes"] < planned["weights"] / 3
     assert run(["generate", file, "one two three", "--max-new-tokens", "4"]) == 0
     assert "of Q8_0 in the file become" in capsys.readouterr().err
-    runtime = Runtime.from_pretrained(file, kv_budget_tokens=32, block_size=16, device="cpu")
+    runtime = Runtime.from_pretrained(file, budget_tokens=32, block_size=16, device="cpu")
     assert runtime.plan.weights == held_weights(runtime.model).nbytes
     own = AutoTokenizer.from_pretrained(pocket.path())
     text = "Please remember: the code for the blue door is 4821."
@@ -193,7 +193,7 @@ def test_an_answer_ends_at_the_control_token_that_its_template_writes(tmp_path, 
     path, own = tmp_path / "model.gguf", AutoTokenizer.from_pretrained(pocket.path())
     write(path, eos=own.pad_token_id)
     assert own.pad_token_id != own.eos_token_id
-    runtime = Runtime.from_pretrained(path, kv_budget_tokens=32, block_size=16, device="cpu")
+    runtime = Runtime.from_pretrained(path, budget_tokens=32, block_size=16, device="cpu")
     found = end_tokens(runtime.generation) - {own.bos_token_id}
     assert found == {own.pad_token_id, own.eos_token_id}
     assert run(["plan", str(path), "--json"]) == 0
@@ -233,7 +233,7 @@ def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
         load_model(str(path), load_config(str(path)), torch.float32)
     write(path, vocabulary=False)
     with pytest.raises(ModelFilesBroken, match="tokenizer"):
-        Runtime.from_pretrained(path, kv_budget_tokens=32, device="cpu")
+        Runtime.from_pretrained(path, budget_tokens=32, device="cpu")
 
 
 def test_the_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypatch, capsys):

@@ -278,7 +278,7 @@ def test_the_plan_is_what_is_held(name, tokens):
     model = tiny_model(name)
     loop = BlockLoop(model, kvcap.BudgetCache(model.config, 16, 8, "keydiff"))
     plan = kvcap.MemoryPlan.of(
-        model.config, kv_budget_tokens=16, block_size=8, dtype=torch.float32,
+        model.config, budget_tokens=16, block_size=8, dtype=torch.float32,
         positions=loop.cache.layout.positions,
     )  # fmt: skip
     loop.prefill(tokens(64))  # whole blocks

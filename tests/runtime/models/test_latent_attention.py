@@ -31,6 +31,7 @@ from kvcap.runtime.backends.pytorch import snapshot
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import layer as capped
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable, UnsupportedModel
 from kvcap.runtime.models import config as reading
 from kvcap.runtime.models import trial
@@ -179,7 +180,7 @@ def test_slots_hold_the_latent_and_the_rope_part_only(name):
     config, latent = config_of(name), latent_of(config_of(name))
     cache = kvcap.BudgetCache(config, 14, 6)
     BlockLoop(model_of(name), cache).prefill(text())
-    plan = kvcap.MemoryPlan.of(config, kv_budget_tokens=14, block_size=6, dtype=torch.float32)
+    plan = kvcap.MemoryPlan.of(config, budget_tokens=14, block_size=6, dtype=torch.float32)
     assert plan.cache_bytes == cache.nbytes
     assert plan.keys_values == 2 * (14 + 6) * latent.slot * 4
     assert plan.token_bytes == 2 * latent.slot * 4
@@ -353,7 +354,7 @@ def test_weights_that_cannot_be_read_are_refused():
 def test_what_cannot_run_is_refused_by_name():
     config, layers = config_of("youtu"), "layers 0 to 1 are multi-head latent attention"
     with pytest.raises(NotExportable, match=layers):
-        layout_for(config, kvcap.load_policy("keydiff"), 14, 6)
+        layout_for(config, CacheSettings(14, 6, kvcap.load_policy("keydiff")))
     with pytest.raises(UnsupportedModel, match=layers):
         adopt._agree(ModelShape.of(config), SimpleNamespace(nodes=None))
     with pytest.raises(UnsupportedModel, match="without the corrector"):
@@ -410,7 +411,7 @@ def test_a_dry_run_finds_the_allocators_peak(block):
     """Of either way: expanded keys and values, and none that fused attention makes in secret."""
     config, eviction = config_of("deepseek_v3", num_hidden_layers=1), eviction_of("keydiff")
     assert latent_of(config).expands(block, 400 + block) == (block == 64)
-    planned = rehearse_block(config, eviction, 400, block, torch.float32, "compact")
+    planned = rehearse_block(config, CacheSettings(400, block, eviction), torch.float32)
     model, ids = model_of("deepseek_v3", num_hidden_layers=1), text(block)
     cache = kvcap.BudgetCache(config, 400, block, eviction).allocate(1, torch.float32, "cpu")
     loop = BlockLoop(model, cache)

@@ -118,7 +118,7 @@ def test_plan_generation_and_sessions(family, tmp_path):
     model = model_of(family, "kvcap")
     positions = "compact" if ModelShape.of(config).moves_exactly else "true"
     plan = kvcap.MemoryPlan.of(
-        config, kv_budget_tokens=14, block_size=6, dtype=torch.float32, positions=positions
+        config, budget_tokens=14, block_size=6, dtype=torch.float32, positions=positions
     )
     cache = kvcap.BudgetCache(config, 14, 6, positions=positions)
     loop = BlockLoop(model, cache)
@@ -281,19 +281,19 @@ def test_the_page_of_models_is_what_the_tests_hold():
 def test_a_plan_says_what_the_layers_hold():
     from kvcap.cli import app
 
-    result = CliRunner().invoke(app, ["plan", "pocket", "--kv-budget-tokens", "64"])
+    result = CliRunner().invoke(app, ["plan", "pocket", "--budget-tokens", "64"])
     assert "layers: 6 capped (RoPE default); positions: compact, true or auto" in result.output
     assert "exported, with ONNX Runtime: yes" in result.output
-    plan = kvcap.MemoryPlan.of(config_of("afmoe"), kv_budget_tokens=14, block_size=6)
+    plan = kvcap.MemoryPlan.of(config_of("afmoe"), budget_tokens=14, block_size=6)
     assert plan.layers == "2 capped (no positions), 2 over a window of their own"
     assert plan.not_exportable == "layers 0, 2 slide over a window of their own"
-    experts = kvcap.MemoryPlan.of(config_of("mixtral"), kv_budget_tokens=14, block_size=6)
+    experts = kvcap.MemoryPlan.of(config_of("mixtral"), budget_tokens=14, block_size=6)
     assert experts.not_exportable == "every token chooses among experts"
-    sliding = kvcap.MemoryPlan.of(config_of("cwm"), kv_budget_tokens=14, block_size=6)
+    sliding = kvcap.MemoryPlan.of(config_of("cwm"), budget_tokens=14, block_size=6)
     assert sliding.not_exportable == "layers 0, 2 slide over a window of their own"
     hunyuan = config_of("hunyuan_v1_dense")
     with pytest.warns(UserWarning, match="is not the same key rotated"):
-        moved = kvcap.MemoryPlan.of(hunyuan, kv_budget_tokens=14, block_size=6)
+        moved = kvcap.MemoryPlan.of(hunyuan, budget_tokens=14, block_size=6)
     assert moved.position_modes.startswith("true only (RoPE of type default: a key")
 
 
@@ -335,7 +335,7 @@ def test_longrope_beyond_its_short_factors():
         kvcap.BudgetCache(config, 60, 8, positions="compact")
     assert kvcap.BudgetCache(config, 60, 8).layout.positions == "true"
     with pytest.warns(UserWarning, match="keys move exactly up to 64 tokens held"):
-        plan = kvcap.MemoryPlan.of(config, kv_budget_tokens=60, block_size=8)
+        plan = kvcap.MemoryPlan.of(config, budget_tokens=60, block_size=8)
     assert plan.positions == "true"
     by_bytes = kvcap.MemoryPlan.of(config, kv_budget="64MiB", block_size=8)
     assert (by_bytes.positions, by_bytes.budget_tokens) == ("compact", 56)
@@ -348,7 +348,7 @@ def loaded_longrope(folder: Path, budget: int, positions: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return kvcap.Runtime.from_pretrained(
-            folder, "full", kv_budget_tokens=budget, block_size=8, positions=positions, device="cpu"
+            folder, "full", budget_tokens=budget, block_size=8, positions=positions, device="cpu"
         )
 
 

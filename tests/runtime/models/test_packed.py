@@ -222,7 +222,7 @@ def answer(runtime: Runtime) -> str:
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_the_plan_is_what_is_held_and_a_cap_counts_it(kind, chatty):
-    sizes: dict[str, Any] = {"kv_budget_tokens": 32, "block_size": 16}
+    sizes: dict[str, Any] = {"budget_tokens": 32, "block_size": 16}
     runtime = Runtime.from_pretrained(chatty, weights=kind, **sizes)
     plan = MemoryPlan.of(
         load_config(chatty), headers=read_headers(chatty), weights=kind, rehearse=True, **sizes
@@ -240,7 +240,7 @@ def test_the_plan_is_what_is_held_and_a_cap_counts_it(kind, chatty):
 def test_a_session_goes_on_under_the_same_weights_alone(chatty, tmp_path):
     file = tmp_path / "session.kvcap"
     runtimes = {
-        kind: Runtime.from_pretrained(chatty, kv_budget_tokens=32, weights=kind, device="cpu")
+        kind: Runtime.from_pretrained(chatty, budget_tokens=32, weights=kind, device="cpu")
         for kind in (None, *PACKED)
     }
     for kind, runtime in runtimes.items():
@@ -305,7 +305,7 @@ def test_broken_files_are_named(tmp_path):
 
 
 def test_the_command_line_runs_them_in_pytorch(capsys):
-    given = ["pocket", "--weights", "int4", "--backend", "torch", "--kv-budget-tokens", "64"]
+    given = ["pocket", "--weights", "int4", "--backend", "torch", "--budget-tokens", "64"]
     assert run(["plan", *given, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["weights_dtype"] == "int4"

@@ -182,7 +182,7 @@ def test_what_stays_packed_is_planned_packed(kind, checkpoint):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_chat_under_a_cap(kind, checkpoint):
-    runtime = Runtime.from_pretrained(checkpoint(kind), kv_budget_tokens=32, device="cpu")
+    runtime = Runtime.from_pretrained(checkpoint(kind), budget_tokens=32, device="cpu")
     assert runtime.plan.weights == held_weights(runtime.model).nbytes
     assert runtime.with_policy_name("snapkv", {"window": 4}).plan.weights == runtime.plan.weights
     answer(runtime)
@@ -191,7 +191,7 @@ def test_they_chat_under_a_cap(kind, checkpoint):
 @pytest.mark.parametrize("kind", UNPACKED)
 def test_unpacked_projections_can_be_read(kind, checkpoint):
     runtime = Runtime.from_pretrained(
-        checkpoint(kind), "criticalkv", kv_budget_tokens=32, block_size=32, device="cpu"
+        checkpoint(kind), "criticalkv", budget_tokens=32, block_size=32, device="cpu"
     )
     answer(runtime)
 
@@ -199,7 +199,7 @@ def test_unpacked_projections_can_be_read(kind, checkpoint):
 @pytest.mark.parametrize("kind", PACKED)
 def test_packed_projections_are_refused_by_name(kind, checkpoint):
     runtime = Runtime.from_pretrained(
-        checkpoint(kind), "criticalkv", kv_budget_tokens=32, device="cpu"
+        checkpoint(kind), "criticalkv", budget_tokens=32, device="cpu"
     )
     with pytest.raises(UnsupportedModel, match="choose a policy without criticalkv"):
         runtime.session()

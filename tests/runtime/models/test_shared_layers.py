@@ -28,6 +28,7 @@ from kvcap.export.decoder.spec import layout_for
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.slots import EagerSlots
 from kvcap.runtime.errors import BlockTooLarge, NotExportable, SessionBroken, UnsupportedModel
 from kvcap.runtime.models import config as model_config
@@ -359,7 +360,7 @@ def test_what_layers_are():
 def test_the_plan_is_what_is_held(family, positions, tokens):
     model = tiny_model(family)
     plan = kvcap.MemoryPlan.of(
-        model.config, policy=load_policy("snapkv", window=8), kv_budget_tokens=16, block_size=8,
+        model.config, policy=load_policy("snapkv", window=8), budget_tokens=16, block_size=8,
         dtype=torch.float32, positions=positions, rehearse=True,
     )  # fmt: skip
     held = kvcap.BudgetCache(
@@ -505,7 +506,7 @@ def test_what_cannot_run_is_refused_by_name():
         with pytest.raises(UnsupportedModel, match=rf"attend to them too \({layers}\)"):
             kvcap.BudgetCache(config, 16, 8, "calidrop")
         with pytest.raises(NotExportable, match=layers):
-            layout_for(config, load_policy("keydiff"), 16, 8)
+            layout_for(config, CacheSettings(16, 8, load_policy("keydiff")))
         with pytest.raises(UnsupportedModel, match=layers):
             adopt._agree(ModelShape.of(config), SimpleNamespace(nodes=None))
         held = kvcap.BudgetCache(config, 16, 8)

@@ -27,6 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import kvcap
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import (
     BlockTooLarge,
     CacheMismatch,
@@ -287,7 +288,7 @@ def test_planned_bytes_are_held(family, dtype, tokens):
     """And a state has the type that the model makes, as transformers' own cache shows."""
     model, ids = tiny_model(family, dtype=dtype), tokens(60, batch=2)
     plan = kvcap.MemoryPlan.of(
-        model.config, kv_budget_tokens=16, block_size=8, dtype=dtype, positions="compact", batch=2
+        model.config, budget_tokens=16, block_size=8, dtype=dtype, positions="compact", batch=2
     )
     cache = kvcap.BudgetCache(model.config, 16, 8)
     in_blocks(BlockLoop(model, cache), ids)
@@ -315,7 +316,7 @@ def test_planned_bytes_are_held(family, dtype, tokens):
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "granitemoehybrid"])
 def test_a_dry_run_finds_the_workspace(family):
     config = tiny_model(family).config
-    assert rehearse_block(config, kvcap.load_policy("keydiff"), 24, 8, torch.float32, "compact") > 0
+    assert rehearse_block(config, CacheSettings(24, 8, "keydiff"), torch.float32) > 0
 
 
 @pytest.mark.slow(keep=4)
@@ -536,7 +537,7 @@ def test_what_cannot_work_is_refused_by_name(family, tokens):
     model = tiny_model(family)
     shape = ModelShape.of(model.config)
     with pytest.raises(NotExportable, match=f"{layers_named(shape.recurrent)} keep a recurrent"):
-        layout_for(model.config, kvcap.load_policy("keydiff"), 16, 8)
+        layout_for(model.config, CacheSettings(16, 8, kvcap.load_policy("keydiff")))
     cache = kvcap.BudgetCache(model.config, 16, 8)
     assert why_unsteady(cache) == "some layers are recurrent"
     with pytest.raises(KvcapError, match="beam search"):
@@ -640,7 +641,7 @@ def test_a_chat_takes_turns_back_and_counts_its_states(family, tmp_path):
     tiny_model(family, vocab_size=len(tokenizer), **ends).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     runtime = kvcap.Runtime.from_pretrained(
-        tmp_path, kv_budget_tokens=32, block_size=16, device="cpu", dtype="float32"
+        tmp_path, budget_tokens=32, block_size=16, device="cpu", dtype="float32"
     )
 
     def new() -> Session:

@@ -217,13 +217,13 @@ def chats(saved: Any, name: str) -> str:
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen3_vl"])
 def test_it_chats_from_the_command_line_and_goes_on_from_a_file(name, saved, tmp_path, capsys):
     where = chats(saved, name)
-    assert run(["plan", where, "--kv-budget-tokens", "32", "--json"]) == 0
+    assert run(["plan", where, "--budget-tokens", "32", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["weights_from"] == "safetensors headers"
     prompt = "one two three four five six seven eight nine ten " * 6
-    assert run(["generate", where, prompt, "--kv-budget-tokens", "32", "--max-new-tokens", "4",
+    assert run(["generate", where, prompt, "--budget-tokens", "32", "--max-new-tokens", "4",
                 "--quiet"]) == 0  # fmt: skip
-    runtime = Runtime.from_pretrained(where, kv_budget_tokens=32, block_size=16, device="cpu")
+    runtime = Runtime.from_pretrained(where, budget_tokens=32, block_size=16, device="cpu")
     session = runtime.session(seed=0)
     session.set_generation(max_new_tokens=4, temperature=0)
     "".join(session.send(prompt))

@@ -15,6 +15,7 @@ from kvcap.evals.measure import allocator_peak
 from kvcap.policies import policies
 from kvcap.policies.base import HeadBudget, LayerBudget, apportion_rows
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.planning.dry_run import Tally, data_independent, rehearse_block
 
 SIZES = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
@@ -54,7 +55,7 @@ def test_within_five_percent_of_the_allocators_peak(family, dtype):
     whole = dtype == torch.float32 and family in ("llama", "gemma2")
     for policy, budget, block in settings if whole else settings[1:2]:
         eviction = kvcap.load_policy(policy)
-        expected = rehearse_block(config, eviction, budget, block, dtype, "compact")
+        expected = rehearse_block(config, CacheSettings(budget, block, eviction), dtype)
         assert expected == pytest.approx(measured(config, eviction, budget, block, dtype), rel=0.05)
 
 
@@ -63,7 +64,7 @@ def test_within_five_percent_of_the_allocators_peak(family, dtype):
 def test_policies_that_decide_nothing_by_contents(policy):
     config = tiny_config("llama", **SIZES)
     eviction = small_policy(policy, config)
-    expected = rehearse_block(config, eviction, 200, 64, torch.float32, "compact")
+    expected = rehearse_block(config, CacheSettings(200, 64, eviction), torch.float32)
     if policy not in MOVE:
         actual = measured(config, eviction, 200, 64, torch.float32)
         assert expected == pytest.approx(actual, rel=0.05)
@@ -102,8 +103,8 @@ def test_no_preset_takes_more_than_is_planned(policy, positions):
     """To some bytes; where slots move, at most what one layer or head would take that has all."""
     config, budget, block = tiny_config("llama", **FOUR), 256, 64
     eviction = small_policy(policy, config)
-    sizes = block, torch.float32, positions
-    planned = rehearse_block(config, eviction, budget, *sizes)
+    settings = CacheSettings(budget, block, eviction, positions)
+    planned = rehearse_block(config, settings, torch.float32)
     layers, heads = config.num_hidden_layers, config.num_key_value_heads
     largest = max(map(max, eviction.allot(budget, layers, heads)))
     tokens = largest + (6 * block if eviction.policy.evicts else 0)
@@ -112,7 +113,8 @@ def test_no_preset_takes_more_than_is_planned(policy, positions):
         assert abs(took - planned) < 64  # some numbers of Python's become tensors, unseen
         return
     # Four layers, or four heads of a layer, of which one may hold what all do.
-    whole = rehearse_block(config, data_independent(eviction), 4 * budget, *sizes)
+    settings = replace(settings, policy=data_independent(eviction), budget_tokens=4 * budget)
+    whole = rehearse_block(config, settings, torch.float32)
     assert took <= planned < 1.25 * whole  # whose slots may be given up at once, too
 
 
@@ -120,8 +122,8 @@ def test_heads_of_their_own_beside_sliding_layers_are_rehearsed_for_several_sequ
     config = tiny_config("gemma3_text")
     for policy in ("headkv", "adakv"):
         eviction = small_policy(policy, config)
-        sizes = 64, 16, torch.float32, "true"
-        one, two = (rehearse_block(config, eviction, *sizes, batch) for batch in (1, 2))
+        settings = CacheSettings(64, 16, eviction, "true")
+        one, two = (rehearse_block(config, settings, torch.float32, batch) for batch in (1, 2))
         assert one < two < 2 * one
 
 
@@ -162,7 +164,7 @@ def test_slots_that_move_as_far_as_they_can_take_what_is_planned(policy, budget,
     config = tiny_config("llama", **FOUR)
     part = "layer_budget" if isinstance(budget, LayerBudget) else "head_budget"
     eviction = replace(small_policy(policy, config), **{part: budget})
-    planned = rehearse_block(config, eviction, 256, 64, torch.float32, positions)
+    planned = rehearse_block(config, CacheSettings(256, 64, eviction, positions), torch.float32)
     took = most_of(config, eviction, 256, 64, positions, SWINGS + 3 * 64)
     assert 0.85 * planned < took <= planned
 
@@ -171,7 +173,7 @@ def test_a_policy_that_never_evicts_is_rehearsed_over_what_it_may_hold():
     config = tiny_config("llama", **SIZES)
     full = kvcap.load_policy("full")
     for budget in (8, 200):
-        assert rehearse_block(config, full, budget, 64, torch.float32, "compact") > 0
+        assert rehearse_block(config, CacheSettings(budget, 64, full), torch.float32) > 0
 
 
 def test_a_forgotten_temporary_would_be_seen():
@@ -185,8 +187,8 @@ def test_a_forgotten_temporary_would_be_seen():
             return super().score(obs) + spike[0]
 
     spiky = kvcap.Eviction(Spike())
-    sizes = (200, 64, torch.float32, "compact")
-    before, after = (rehearse_block(config, e, *sizes) for e in (plain, spiky))
+    settings = (CacheSettings(200, 64, e) for e in (plain, spiky))
+    before, after = (rehearse_block(config, x, torch.float32) for x in settings)
     assert after - before > 60 << 20
 
 
@@ -215,5 +217,5 @@ def test_no_weights_are_made():
         num_key_value_heads=8, vocab_size=128256,
     )  # fmt: skip
     eviction = kvcap.load_policy("keydiff")
-    peak = rehearse_block(config, eviction, 1024, 128, torch.bfloat16, "compact")
+    peak = rehearse_block(config, CacheSettings(1024, 128, eviction), torch.bfloat16)
     assert 1 << 20 < peak < 1 << 28

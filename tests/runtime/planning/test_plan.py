@@ -27,7 +27,7 @@ CONFIG = tiny_config("llama")  # 2 layers, 2 KV heads of 16
 
 def test_bytes_by_hand():
     plan = MemoryPlan.of(
-        CONFIG, policy="h2o", kv_budget_tokens=100, block_size=28, dtype=torch.bfloat16
+        CONFIG, policy="h2o", budget_tokens=100, block_size=28, dtype=torch.bfloat16
     )
     slots = 2 * 2 * 128  # layers · KV heads · (N + T)
     assert plan.keys_values == slots * 2 * 16 * 2
@@ -36,7 +36,7 @@ def test_bytes_by_hand():
     assert plan.query_window == 0
     assert plan.rotation_table == 129 * 16 * 2
     assert plan.cache_bytes == slots * (64 + 8 + 4) + 129 * 32
-    window = MemoryPlan.of(CONFIG, policy="snapkv", kv_budget_tokens=100, dtype=torch.bfloat16)
+    window = MemoryPlan.of(CONFIG, policy="snapkv", budget_tokens=100, dtype=torch.bfloat16)
     assert window.query_window == 2 * (32 * 4 * 16 * 2 + 32 * 2 * 4)  # queries, a shift per KV head
 
 
@@ -63,7 +63,7 @@ def test_a_live_models_config_stays_as_it_is(family, options):
     config._attn_implementation, config.dtype = "eager", torch.float32
     before = values(config)
     dtype = torch.float32 if options.get("weights") else torch.bfloat16
-    MemoryPlan.of(config, kv_budget_tokens=24, block_size=8, dtype=dtype, **options)
+    MemoryPlan.of(config, budget_tokens=24, block_size=8, dtype=dtype, **options)
     BudgetCache(config, 24, 8)
     ModelShape.of(config.get_text_config(decoder=True))
     assert values(config) == before
@@ -88,11 +88,11 @@ def test_of_a_model_of_text_and_images_the_text_model_is_planned():
     assert (plan.weights, plan.weights_from) == (held_weights(model).nbytes, "safetensors headers")
 
 
-@given(cap=st.integers(20_000, 3_000_000), policy=st.sampled_from(["keydiff", "h2o", "snapkv"]))
+@given(cap=st.integers(21_000, 3_000_000), policy=st.sampled_from(["keydiff", "h2o", "snapkv"]))
 def test_a_byte_budget_takes_the_most_slots_that_fit(cap, policy):
     plan = MemoryPlan.of(CONFIG, policy=policy, kv_budget=cap, dtype=torch.float32)
     one_more = MemoryPlan.of(
-        CONFIG, policy=policy, kv_budget_tokens=plan.budget_tokens + 1,
+        CONFIG, policy=policy, budget_tokens=plan.budget_tokens + 1,
         block_size=plan.block_size, dtype=torch.float32,
     )  # fmt: skip
     assert plan.cache_bytes <= cap < one_more.cache_bytes
@@ -154,13 +154,13 @@ def test_pins_that_no_budget_holds_are_refused() -> None:
 
 def test_what_is_infeasible_names_what_is_not():
     with pytest.raises(PlanInfeasible, match="not both"):
-        MemoryPlan.of(CONFIG, kv_budget="1MiB", kv_budget_tokens=5)
+        MemoryPlan.of(CONFIG, kv_budget="1MiB", budget_tokens=5)
     with pytest.raises(PlanInfeasible, match="block_size=0"):
         MemoryPlan.of(CONFIG, block_size=0)
-    with pytest.raises(PolicyError, match="1 or more"):
-        MemoryPlan.of(CONFIG, kv_budget_tokens=0)
+    with pytest.raises(PlanInfeasible, match="budget_tokens=0"):
+        MemoryPlan.of(CONFIG, budget_tokens=0)
     with pytest.raises(PolicyError, match="at least 4"):
-        MemoryPlan.of(CONFIG, kv_budget_tokens=3, policy="streaming_llm")
+        MemoryPlan.of(CONFIG, budget_tokens=3, policy="streaming_llm")
     with pytest.raises(PlanInfeasible, match="positions='sideways'"):
         MemoryPlan.of(CONFIG, positions="sideways")
 
@@ -230,8 +230,8 @@ def test_the_index_of_evicted_text_is_planned_beside_the_cache(monkeypatch):
     assert fewer.budget_tokens < of(memory_cap=cap).budget_tokens
     with pytest.raises(PlanInfeasible, match=f"the index of recall {32 * mib:,}, "):
         of(memory_cap=cap, recall_store=32 * mib)
-    least = of(rehearse=True, kv_budget_tokens=8, block_size=4).least_memory_cap
-    more = of(rehearse=True, kv_budget_tokens=8, block_size=4, recall_store=32 * mib)
+    least = of(rehearse=True, budget_tokens=8, block_size=4).least_memory_cap
+    more = of(rehearse=True, budget_tokens=8, block_size=4, recall_store=32 * mib)
     assert more.least_memory_cap == least + 32 * mib
 
 

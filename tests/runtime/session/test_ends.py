@@ -91,7 +91,7 @@ def test_without_a_tokenizer_settings_are_all_that_is_known():
 @pytest.mark.parametrize("raw", [False, True])
 def test_an_answer_ends_at_the_token_that_no_settings_name(raw, tmp_path, monkeypatch):
     runtime = Runtime.from_pretrained(
-        saved(tmp_path, 7), kv_budget_tokens=32, block_size=8, device="cpu"
+        saved(tmp_path, 7), budget_tokens=32, block_size=8, device="cpu"
     )
     assert runtime.generation.eos_token_id == [7, 2, 3]
     drawn = iter([8, 9, 3, 8])

@@ -80,7 +80,7 @@ def test_a_loaded_session_goes_on_exactly(family, policy, positions, tokens, tmp
 
 def test_between_evictions(tokens, tmp_path):
     """With evict_every the cache holds more than its budget for a while."""
-    runtime = runtime_of(MODELS["llama"], evict_every=6)
+    runtime = runtime_of(MODELS["llama"], every=6)
     session, ids = runtime.session(), tokens(90)
     session.loop.prefill(ids[:, :60])
     for i in range(60, 64):
@@ -172,7 +172,7 @@ def test_another_policy(saved, loaded, takes, tokens, tmp_path):
 def chatting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tiny_chat.save(folder)
-    return kvcap.Runtime.from_pretrained(folder, kv_budget_tokens=32, block_size=16)
+    return kvcap.Runtime.from_pretrained(folder, budget_tokens=32, block_size=16)
 
 
 @pytest.fixture
@@ -426,7 +426,7 @@ def test_foreign(session, chatting, tmp_path, tmp_path_factory):
     session.save(tmp_path / "s")
     folder = tmp_path_factory.mktemp("other")
     tiny_chat.save(folder)
-    options = {"kv_budget_tokens": 32, "block_size": 16}
+    options = {"budget_tokens": 32, "block_size": 16}
 
     def load(message, **more):
         runtime = kvcap.Runtime.from_pretrained(folder, **{**options, **more})

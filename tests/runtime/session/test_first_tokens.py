@@ -40,13 +40,11 @@ def runtimes(tmp_path_factory):
         if backend == "onnxruntime":
             folder = tiny_decoder(tmp_path_factory) / "decoder"
             policy = PolicyRequest("keydiff", sink_tokens=sinks)
-            return OrtRuntime.from_directory(
-                folder, policy, kv_budget_tokens=BUDGET, block_size=BLOCK
-            )
+            return OrtRuntime.from_directory(folder, policy, budget_tokens=BUDGET, block_size=BLOCK)
         if backend not in made:
             made[backend] = tiny_chat.save(tmp_path_factory.mktemp("model"))
         return Runtime.from_pretrained(
-            made[backend], "keydiff", kv_budget_tokens=BUDGET, block_size=BLOCK, device="cpu",
+            made[backend], "keydiff", budget_tokens=BUDGET, block_size=BLOCK, device="cpu",
             dtype="float32", sink_tokens=sinks,
         )  # fmt: skip
 
@@ -174,7 +172,7 @@ def test_commands_keep_them(command, tmp_path, monkeypatch):
     plain = Session._begin
     monkeypatch.setattr(Session, "_begin", lambda self, *a: (seen.append(self), plain(self, *a))[1])
     prompt = [LONG] if command == "generate" else []
-    given = ["--kv-budget-tokens", str(BUDGET), "--block-size", str(BLOCK), "--system-prompt",
+    given = ["--budget-tokens", str(BUDGET), "--block-size", str(BLOCK), "--system-prompt",
              SYSTEM, "--max-new-tokens", "3", "-q"]  # fmt: skip
     folder = tiny_chat.save(tmp_path)
     for more, stay in (([], True), (["--sink-tokens", "0"], False)):

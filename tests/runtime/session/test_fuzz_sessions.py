@@ -48,7 +48,7 @@ def session(request: Any, model: Path) -> Session:
         return talked(OrtRuntime.from_directory(model / "decoder"))
     policy = load_policy(request.param, **OPTIONS.get(request.param, {"window": 4}))
     return talked(
-        kvcap.Runtime.from_pretrained(model / "model", policy, kv_budget_tokens=24, block_size=8)
+        kvcap.Runtime.from_pretrained(model / "model", policy, budget_tokens=24, block_size=8)
     )
 
 

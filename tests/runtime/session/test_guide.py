@@ -345,7 +345,7 @@ def test_a_tokenizer_that_the_library_cannot_read_is_refused():
 
 def test_rows_of_a_batch_are_held_to_schemas_of_their_own():
     runtime = kvcap.Runtime.from_pretrained(
-        "pocket", kv_budget_tokens=24, block_size=16, dtype="float32", device="cpu"
+        "pocket", budget_tokens=24, block_size=16, dtype="float32", device="cpu"
     )
     held: list[dict[str, Any]] = [
         {"json_schema": CODE},

@@ -21,6 +21,7 @@ from kvcap import pocket
 from kvcap.policies import policies
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.cache.query_window import QueryWindow
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import KvcapError
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.session.session import Session
@@ -59,11 +60,9 @@ def runtime_of(
     budget = 72 if policy == "full" else 32
     if eviction.corrector is not None:
         kv_dtype = None  # it keeps evicted tokens beside the slots, which are not quantised then
-    plan = MemoryPlan.of(
-        model.config, policy=eviction, kv_budget_tokens=budget, block_size=32, dtype=model.dtype,
-        positions=positions, kv_dtype=kv_dtype,
-    )  # fmt: skip
-    return kvcap.Runtime(model, tokenizer, plan, eviction, name="tiny", evict_every=every)
+    settings = CacheSettings(budget, 32, eviction, positions, every, kv_dtype)
+    plan = MemoryPlan.of(model.config, settings, dtype=model.dtype)
+    return kvcap.Runtime(model, tokenizer, plan, settings, name="tiny")
 
 
 def begun(runtime: Any) -> Session:

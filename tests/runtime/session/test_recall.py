@@ -20,7 +20,7 @@ BUDGET = 256
 
 @pytest.fixture(scope="module")
 def runtime():
-    return kvcap.Runtime.from_pretrained("pocket", "streaming_llm", kv_budget_tokens=BUDGET)
+    return kvcap.Runtime.from_pretrained("pocket", "streaming_llm", budget_tokens=BUDGET)
 
 
 def say(session, text, **options):

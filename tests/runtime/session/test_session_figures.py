@@ -162,7 +162,7 @@ def test_another_budget_of_the_same_model(torch_runtime, tmp_path):
     assert session.stats.held_tokens == 40
     assert session.stats.peak_bytes == other.cap_bytes
     for wrong in (0, -3, 2.5, True, "64", None):
-        with pytest.raises(PlanInfeasible, match="a whole number above 0"):
+        with pytest.raises(PlanInfeasible, match="a whole number of tokens from 1"):
             torch_runtime.with_budget(wrong)
     in_bytes = Runtime.from_pretrained(
         tiny_chat.save(tmp_path), kv_budget="48KiB", device="cpu", memory_cap="4GiB"

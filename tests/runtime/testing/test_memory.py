@@ -352,7 +352,7 @@ def _names(layer) -> str:
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
     folder = tiny_chat.save(tmp_path_factory.mktemp("chat"))
-    return kvcap.Runtime.from_pretrained(folder, kv_budget_tokens=48, block_size=16, device="cpu")
+    return kvcap.Runtime.from_pretrained(folder, budget_tokens=48, block_size=16, device="cpu")
 
 
 def turns(session, count: int, fault=None) -> None:

@@ -529,7 +529,7 @@ def test_the_page_on_memory(pytester, run):
     commands = re.findall(r"^(pytest --memory\S*[^#\n]*)", page, re.MULTILINE)
     assert len(commands) == 3
     # What a model needs cannot be imported twice either.
-    runtime = kvcap.Runtime.from_pretrained("pocket", kv_budget_tokens=64, device="cpu")
+    runtime = kvcap.Runtime.from_pretrained("pocket", budget_tokens=64, device="cpu")
     "".join(runtime.session().send("Hello!"))
     done = run("", *commands[0].split()[1:])
     done.assert_outcomes(passed=3)

@@ -105,7 +105,7 @@ def tiny(tmp_path_factory):
 def torch_run(model: str, policy: str, mode: str, budget: int, block: int, every: int) -> Any:
     """What PyTorch says, and which tokens each layer keeps, [K, N] in time order."""
     runtime = Runtime.from_pretrained(
-        model, policy, kv_budget_tokens=budget, block_size=block, dtype="float32",
+        model, policy, budget_tokens=budget, block_size=block, dtype="float32",
         positions=mode, device="cpu", evict_every=every,
     )  # fmt: skip
     session = said_by(runtime)
@@ -148,9 +148,9 @@ def test_decoders_say_and_keep_what_pytorch_does(exported, mode, budget):
     ("policy", "mode", "sizes"),
     [
         ("keydiff", "compact", {}),
-        ("keydiff", "true", {"kv_budget_tokens": 48, "block_size": BLOCK}),
+        ("keydiff", "true", {"budget_tokens": 48, "block_size": BLOCK}),
         ("streaming_llm", "true", {}),
-        ("random", "compact", {"kv_budget_tokens": 20, "block_size": 12}),
+        ("random", "compact", {"budget_tokens": 20, "block_size": 12}),
     ],
 )
 def test_policies_of_a_found_decoder(tiny, policy, mode, sizes):
@@ -304,7 +304,7 @@ def test_a_process_under_a_cap(tiny):
     assert least.total_bytes <= 4 << 30
     with pytest.raises(PlanInfeasible, match="raise it to"):
         OrtRuntime.from_directory(tiny / "decoder", memory_cap="1MiB")
-    runtime = OrtRuntime.from_directory(tiny / "decoder", memory_cap="8GiB", kv_budget_tokens=24)
+    runtime = OrtRuntime.from_directory(tiny / "decoder", memory_cap="8GiB", budget_tokens=24)
     runtime.memory_cap = 1 << 20  # as if the process had grown
     with pytest.raises(MemoryCapExceeded, match="above the cap"):
         list(runtime.session().send("Hello!"))
@@ -318,8 +318,8 @@ REFUSED = [
     (["--policy", "nonsense"], 2, "is not in this export"),
     (["--dtype", "float16"], 2, "--dtype fp32"),
     (["--kv-budget", "1KiB"], 3, "least that works"),
-    (["--kv-budget", "1KiB", "--kv-budget-tokens", "8"], 2, "not both"),
-    (["--policy", "streaming_llm", "--kv-budget-tokens", "3"], 3, "pins 4"),
+    (["--kv-budget", "1KiB", "--budget-tokens", "8"], 2, "not both"),
+    (["--policy", "streaming_llm", "--budget-tokens", "3"], 3, "pins 4"),
     (["--sink-tokens", "20", "--recent-tokens", "9"], 3, "pins 29"),
     (["--policy-option", "anchor=median"], 2, "anchor=median"),
 ]
@@ -337,7 +337,7 @@ def test_what_a_found_decoder_cannot_do_is_refused_by_name(tiny, capsys, options
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (["--kv-budget-tokens", "64"], 3, "--kv-budget-tokens 128"),
+        (["--budget-tokens", "64"], 3, "--budget-tokens 128"),
         (["--kv-budget", "64KiB"], 3, "more than 65,536"),
         (["--block-size", "33"], 3, "blocks of up to 32"),
         (["--positions", "true"], 2, "true positions is not in this export"),
@@ -669,7 +669,7 @@ def test_answers_are_held_to_a_schema_and_say_how_likely_tokens_were(exported, t
         "required": ["door", "code"],
         "additionalProperties": False,
     }
-    alike = {"kv_budget_tokens": 48, "block_size": 32, "evict_every": 32}
+    alike = {"budget_tokens": 48, "block_size": 32, "evict_every": 32}
     runtimes: list[Any] = [
         OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
         Runtime.from_pretrained("pocket", dtype="float32", **alike),
@@ -716,7 +716,7 @@ def test_a_saved_conversation_goes_on_to_the_bit(exported, tiny, tmp_path, kind)
 
 
 def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tmp_path):
-    sizes = {"kv_budget_tokens": 48, "block_size": 32, "evict_every": 32}
+    sizes = {"budget_tokens": 48, "block_size": 32, "evict_every": 32}
     runtimes: list[Any] = [
         OrtRuntime.from_directory(exported("compact", 48), evict_every=32),
         Runtime.from_pretrained("pocket", "keydiff", dtype="float32", device="cpu", **sizes),
@@ -767,7 +767,7 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
     session.set_generation(max_new_tokens=4)
     list(session.send(FACT))
     session.save(tmp_path / "mine")
-    torch_runtime = Runtime.from_pretrained(str(tiny / "model"), kv_budget_tokens=24, block_size=8)
+    torch_runtime = Runtime.from_pretrained(str(tiny / "model"), budget_tokens=24, block_size=8)
     other = torch_runtime.session()
     other.set_generation(max_new_tokens=4)
     list(other.send(FACT))
@@ -777,7 +777,7 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
         session.restore(tmp_path / "torch")
     with pytest.raises(SessionFileForeign, match="--backend onnxruntime"):
         other.restore(tmp_path / "mine")
-    smaller = OrtRuntime.from_directory(tiny / "decoder", kv_budget_tokens=20)
+    smaller = OrtRuntime.from_directory(tiny / "decoder", budget_tokens=20)
     with pytest.raises(SessionFileForeign, match="budget_tokens"):
         smaller.session().restore(tmp_path / "mine")
     shared = both(exported, tiny, "shared")

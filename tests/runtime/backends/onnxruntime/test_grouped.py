@@ -68,7 +68,7 @@ def test_nothing_held_is_copied(ready):
 def test_keys_in_float16_do_not_drift(ready):
     """A key that stays for 300 evictions is where one rotation brings it, in float32."""
     runtime = OrtRuntime.from_directory(
-        ready("float16") / "decoder", PolicyRequest("streaming_llm"), kv_budget_tokens=8,
+        ready("float16") / "decoder", PolicyRequest("streaming_llm"), budget_tokens=8,
         block_size=2,
     )  # fmt: skip
     loop, draws = runtime.loop(), np.random.default_rng(0)
@@ -91,7 +91,7 @@ def test_keys_in_float16_do_not_drift(ready):
 @pytest.mark.parametrize("kind", ["lfm2", "float16", "length", "llama"])
 def test_a_plan_is_what_is_allocated_and_sessions_go_on_to_the_bit(ready, kind, tmp_path):
     folder = ready(kind) / "decoder"
-    for sizes in ({"kv_budget": "60KiB"}, {"kv_budget_tokens": 30, "block_size": 5}):
+    for sizes in ({"kv_budget": "60KiB"}, {"budget_tokens": 30, "block_size": 5}):
         runtime = OrtRuntime.from_directory(folder, **sizes)
         plan = runtime.plan
         assert runtime.loop().cache.nbytes == plan.cache_bytes <= runtime.cap_bytes
@@ -121,9 +121,9 @@ def test_a_new_conversation_begins_without_a_state(ready):
 
 def test_the_commands(ready, capsys, tmp_path):
     folder = str(ready("llama") / "decoder")
-    assert run(["plan", folder, "--kv-budget-tokens", "40", "--json"]) == 0
+    assert run(["plan", folder, "--budget-tokens", "40", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
-    options = ["--kv-budget-tokens", "40", "--max-new-tokens", "60", "--temperature", "0"]
+    options = ["--budget-tokens", "40", "--max-new-tokens", "60", "--temperature", "0"]
     assert run(["generate", folder, TEXT, *options, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert "40" in str(planned)
@@ -137,7 +137,7 @@ def test_the_commands(ready, capsys, tmp_path):
 
 def test_more_slots_than_there_are_cosines_are_refused(ready):
     with pytest.raises(UnsupportedModel, match="cosines of"):
-        OrtRuntime.from_directory(ready("llama") / "decoder", kv_budget_tokens=1_000_000)
+        OrtRuntime.from_directory(ready("llama") / "decoder", budget_tokens=1_000_000)
     with pytest.raises(PlanInfeasible):
         OrtRuntime.from_directory(ready("llama") / "decoder", kv_budget="1KiB")
 

@@ -34,7 +34,7 @@ def runtime_of(
     policy: str | kvcap.Eviction = "keydiff", budget: int = 48, **more: Any
 ) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
-        "pocket", policy, kv_budget_tokens=budget, block_size=16, dtype="float32", device="cpu",
+        "pocket", policy, budget_tokens=budget, block_size=16, dtype="float32", device="cpu",
         **more,
     )  # fmt: skip
 
@@ -585,7 +585,7 @@ def test_a_row_left_behind_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 LEAVE = """
 import gc, kvcap
-runtime = kvcap.Runtime.from_pretrained("pocket", kv_budget_tokens=64)
+runtime = kvcap.Runtime.from_pretrained("pocket", budget_tokens=64)
 
 def leave():
     batch, sessions = runtime.batch(4), [runtime.session() for _ in range(4)]

@@ -365,7 +365,7 @@ def test_bytes_do_not_depend_on_the_prompt(model, tokens):
             model.generate(tokens(length), attention_mask=torch.ones(1, length), **OPTIONS)
             sizes.add(capped.cache.nbytes)
         plan = kvcap.MemoryPlan.of(
-            model.config, kv_budget_tokens=24, block_size=8, dtype=torch.float32
+            model.config, budget_tokens=24, block_size=8, dtype=torch.float32
         )
         assert sizes == {plan.cache_bytes}
 

@@ -61,9 +61,7 @@ def test_the_same_tokens_stay_as_on_the_cpu(policy, positions):
 @pytest.mark.parametrize("policy", ["snapkv", "calidrop"])
 def test_bytes_on_the_device_equal_the_plan(policy, tokens):
     model = tiny_model("llama", dtype=torch.bfloat16).cuda()
-    plan = kvcap.MemoryPlan.of(
-        model.config, policy=policy, kv_budget_tokens=512, dtype=torch.bfloat16
-    )
+    plan = kvcap.MemoryPlan.of(model.config, policy=policy, budget_tokens=512, dtype=torch.bfloat16)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     cache = kvcap.BudgetCache(model.config, 512, 128, policy)
@@ -375,7 +373,7 @@ def test_a_dropped_cache_frees_its_memory_and_its_graphs(policy, tokens):
 def test_a_runtime_whose_sessions_were_dropped_holds_nothing(positions):
     """Half-way through answers that share a pass, and after what the first one was given."""
     runtime = kvcap.Runtime.from_pretrained(
-        "pocket", kv_budget_tokens=64, block_size=16, device="cuda", positions=positions
+        "pocket", budget_tokens=64, block_size=16, device="cuda", positions=positions
     )
 
     def use() -> None:
@@ -404,7 +402,7 @@ def test_a_runtime_whose_sessions_were_dropped_holds_nothing(positions):
 def test_sessions_of_unequal_lengths_answer_together_as_alone(policy):
     """One is full, one fills, one becomes full among the others, and one has pins."""
     runtime = kvcap.Runtime.from_pretrained(
-        "pocket", small_policy(policy, None), kv_budget_tokens=96, block_size=16,
+        "pocket", small_policy(policy, None), budget_tokens=96, block_size=16,
         dtype="float32", device="cuda",
     )  # fmt: skip
     doors = enumerate(["blue", "red", "old", "green", "small", "north"])

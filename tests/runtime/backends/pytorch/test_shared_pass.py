@@ -22,6 +22,7 @@ from kvcap.runtime.backends.pytorch.shared_pass import (
     rehearse_pass,
     why_no_pass,
 )
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.session.batch import Answer, Batch
@@ -43,7 +44,7 @@ def runtime_of(policy: Any = "keydiff", budget: int = 48, **more: Any) -> kvcap.
     if isinstance(policy, str):
         config = kvcap.Runtime.from_pretrained("pocket", device="cpu").model.config
         policy = small_policy(policy, config)
-    return kvcap.Runtime.from_pretrained("pocket", policy, kv_budget_tokens=budget, **settings)
+    return kvcap.Runtime.from_pretrained("pocket", policy, budget_tokens=budget, **settings)
 
 
 def sessions_of(runtime: kvcap.Runtime, tokens: tuple[int, ...]) -> list[Session]:
@@ -280,15 +281,11 @@ def test_keys_that_stay_rotated_between_evictions_are_the_same(policy: str) -> N
 def test_the_rehearsed_pass_is_the_allocators_peak(policy: str) -> None:
     config = tiny_config("llama", hidden_size=128, intermediate_size=320, head_dim=32)
     # In float32 keys are rotated where they lie, which takes less than what is rehearsed.
-    eviction, dtype = small_policy(policy, config), torch.bfloat16
-    plan = kvcap.MemoryPlan.of(
-        config, policy=eviction, kv_budget_tokens=200, block_size=64, dtype=dtype
-    )
+    settings = CacheSettings(200, 64, small_policy(policy, config), evict_every=64)
+    dtype = torch.bfloat16
+    plan = kvcap.MemoryPlan.of(config, settings, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="kvcap", dtype=dtype)
-    caches = [
-        kvcap.BudgetCache(config, 200, 64, eviction, evict_every=64).allocate(1, dtype, "cpu")
-        for _ in range(8)
-    ]
+    caches = [kvcap.BudgetCache(config, settings).allocate(1, dtype, "cpu") for _ in range(8)]
     for cache in caches:
         BlockLoop(model.eval(), cache).prefill(torch.randint(3, 90, (1, 256)))
         for _ in range(63):
@@ -296,4 +293,4 @@ def test_the_rehearsed_pass_is_the_allocators_peak(policy: str) -> None:
     with torch.inference_mode():
         measured = allocator_peak(lambda: read_token_of_each(model, [5] * 8, caches))
     assert all(cache.held == 200 for cache in caches)  # it was the token that evicts
-    assert rehearse_pass(config, eviction, plan, 8, 64) == pytest.approx(measured, rel=0.05)
+    assert rehearse_pass(config, settings, plan, 8) == pytest.approx(measured, rel=0.05)
