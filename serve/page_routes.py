@@ -70,10 +70,11 @@ def _file(path: str, source: Path, kind: str) -> Route:
 
 
 async def _memory(request: Request) -> Response:
-    """Return the policy and the slots that every conversation has, as `{policy, budget}`."""
+    """Return the policy and the slots of every conversation, as `{policy, budget_tokens}`."""
     conversations: Conversations = request.app.state.conversations
     found = conversations.figures()
-    return JSONResponse({"policy": found.policy, "budget": found.budget_tokens})
+    slots = found.budget_tokens  # `budget` is its old name, for one release
+    return JSONResponse({"policy": found.policy, "budget_tokens": slots, "budget": slots})
 
 
 async def _strip(request: Request) -> Response:

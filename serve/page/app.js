@@ -23,7 +23,7 @@ let writing = null; // the answer that is being written: {stop, conversation, te
 /** Ask the server for its model, and for a key where it wants one. */
 async function greet() {
   try {
-    const { policy, budget, ...found } = await api.facts();
+    const { policy, budget_tokens: budget, ...found } = await api.facts();
     model = found.model;
     byId("lead").textContent = `${model.split("/").at(-1)}: ${policy} keeps ${number(budget)} slots`;
     byId("policy").replaceChildren(policy, html("small", {}, `budget ${number(budget)} slots`));
@@ -87,7 +87,7 @@ async function refresh() {
 }
 
 function showMemory(found) {
-  const { budget, held, waiting, evicted, tokens } = found;
+  const { budget_tokens: budget, held, waiting, evicted, tokens } = found;
   fill(held / budget);
   const waits = waiting ? ` + ${number(waiting)} waiting for the next eviction` : "";
   byId("held").replaceChildren(`${number(held)} slots`, html("small", {}, `of ${number(budget)}${waits}`));

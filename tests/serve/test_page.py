@@ -185,7 +185,8 @@ def test_a_strip_is_its_owners(client, runtime):
     assert client.get(strip).status_code == 404
     client.headers["Authorization"] = f"Bearer {KEYS[0]}"
     assert client.get(strip).json() == strip_of(runtime.session(), "ada").model_dump(mode="json")
-    assert client.get(memory).json() == {"policy": "keydiff-window", "budget": 128}
+    said = {"policy": "keydiff-window", "budget_tokens": 128, "budget": 128}
+    assert client.get(memory).json() == said
 
 
 def test_a_conversation_is_deleted_by_its_owner(client):
