@@ -77,7 +77,7 @@ def plan_command(
     kv_heads: Annotated[int | None, _count("By hand, in place of Llama-3.2-3B's.")] = None,
     heads: Annotated[int | None, _count("Query heads.")] = None,
     head_dim: Annotated[int | None, _count("Numbers of a key.")] = None,
-    block: Annotated[int | None, _count("Tokens that arrive at once.")] = None,
+    block_size: Annotated[int | None, _count("Tokens that arrive at once.")] = None,
     decoder: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Of kvcap export decoder: time the whole decoder too."),
@@ -104,7 +104,7 @@ def plan_command(
     )
     if threads:
         chosen = replace(chosen, threads=tuple(_numbers(threads)))
-    sizes_given = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "block": block}
+    sizes_given = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "block": block_size}
     given = {name: value for name, value in sizes_given.items() if value is not None}
     name = model or ("Llama-3.2-3B" if not given else "sizes by hand")
     work = DecoderWork(prompt_tokens, answer_tokens, long_tokens, sustained_minutes)

@@ -68,16 +68,11 @@ def scorer_command(
     batch: Annotated[int, _size("Sequences.")] = 1,
     window: Annotated[int | None, _size("Queries the policy looks at, where it has some.")] = None,
     block: Annotated[
-        int, typer.Option("--block", "--block-size", min=1, help="Tokens that arrive at once.")
+        int, typer.Option("--block-size", min=1, help="Tokens that arrive at once.")
     ] = 128,
     budget: Annotated[
         int,
-        typer.Option(
-            "--budget",
-            "--budget-tokens",
-            min=1,
-            help="Slots per KV head that an evict graph keeps.",
-        ),
+        typer.Option("--budget-tokens", min=1, help="Slots per KV head that an evict graph keeps."),
     ] = 512,
     sink_tokens: SinkTokens = None,
     static: Annotated[

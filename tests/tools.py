@@ -36,7 +36,7 @@ ARM_ROOT = TOOLS / "arm64"
 # h2o has every kind of output: values, chosen slots, their rows, and state by slot.
 SMALL = ["--preset", "full", "--policies", "h2o", "--dtypes", "fp16", "--sizes", "48",
          "--threads", "1", "--kv-heads", "2", "--heads", "4", "--head-dim", "16",
-         "--block", "16", "--min-runs", "6", "--min-seconds", "0",
+         "--block-size", "16", "--min-runs", "6", "--min-seconds", "0",
          "--warmup-seconds", "0"]  # fmt: skip
 PATIENCE = 1800  # seconds: what a test waits for comes at last, however slow or busy the machine
 CPU = "cortex-a76"  # has float16 arithmetic, as phones have since 2018

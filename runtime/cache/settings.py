@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # PyTorch stands behind them
     from kvcap.runtime.cache.slot_format import KvDtype
 
 BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # where neither is asked for and bytes are not few
-OLD_NAMES = {"kv_budget_tokens": "budget_tokens"}
+OLD_NAMES = {
+    "kv_budget_tokens": "budget_tokens", "budget": "budget_tokens", "block": "block_size",
+}  # fmt: skip
 """Old names of settings, which work with a warning for one release, and the names to use."""
 IN_BYTES = (
     "{}: use a whole number of tokens from 1, such as 1024; for a size in bytes give a Runtime or "

@@ -136,7 +136,7 @@ def test_the_python_runner_on_arm_is_emulated_whatever_getprop_says(tmp_path):
     plan, out = tmp_path / "plan", tmp_path / "result.json"
     assert run(["android", "plan", "-o", str(plan), "--policies", "knorm", "--preset", "full",
                 "--stages", "score", "--dtypes", "fp16", "--sizes", "48", "--kv-heads", "2",
-                "--heads", "4", "--head-dim", "16", "--block", "16", "--threads", "1",
+                "--heads", "4", "--head-dim", "16", "--block-size", "16", "--threads", "1",
                 "--min-runs", "3", "--min-seconds", "0", "--warmup-seconds", "0"]) == 0  # fmt: skip
     getprop = tmp_path / "bin" / "getprop"
     getprop.parent.mkdir()

@@ -42,7 +42,8 @@ from kvcap.runtime.errors import (
 
 ROOT = Path(__file__).parents[3]
 ODD = Shape(kv_heads=3, heads=9, head_dim=24, batch=3, block=10, budget=40)
-SMALL = ["--kv-heads", "2", "--heads", "4", "--head-dim", "16", "--budget", "40", "--block", "8"]
+SMALL = ["--kv-heads", "2", "--heads", "4", "--head-dim", "16", "--budget-tokens", "40",
+         "--block-size", "8"]  # fmt: skip
 OWN = sorted([*with_graphs_of_their_own(), "keydiff-window"])
 FORMS = ["naive", "stateless", "inverse_norms", "running_anchor"]
 
@@ -517,7 +518,7 @@ def test_exit_codes(copied, capsys, tmp_path):
     assert run(["export", "scorer", "tova", "--stage", "both"]) == 2
     assert run(["export", "scorer", "tova", "--heads", "9", "--kv-heads", "2"]) == 2
     assert run(["export", "scorer", "h2o", "--window", "8"]) == 2
-    assert run(["export", "scorer", "snapkv", "--stage", "evict", "--budget", "0"]) == 2
+    assert run(["export", "scorer", "snapkv", "--stage", "evict", "--budget-tokens", "0"]) == 2
     assert run(["export", "verify", str(tmp_path / "none")]) == 2
     model = onnx.load(copied)
     (mean,) = (n for n in model.graph.node if n.op_type == "ReduceMean")

@@ -26,7 +26,7 @@ from kvcap.runtime.errors import ExtraMissing, ManifestError, NotExportable, Tol
 
 SHAPE = Shape(kv_heads=2, heads=6, head_dim=32, block=8, budget=24, slots=32)
 COMMAND = ["export", "scorer", "keydiff", "--kv-heads", "2", "--heads", "6", "--head-dim", "32",
-           "--block", "8", "--budget", "24", "--quick"]  # fmt: skip
+           "--block-size", "8", "--budget-tokens", "24", "--quick"]  # fmt: skip
 STATIC = ["--static", "32", "--dtype", "fp16"]
 installed = pytest.mark.skipif(
     not find_spec("onnxruntime_qnn"), reason="needs onnxruntime-qnn: pip install '.[qnn]'"

@@ -16,6 +16,7 @@ from torch import float32
 import kvcap
 from kvcap.cli import app, run
 from kvcap.runtime.cache.settings import OLD_NAMES, CacheSettings, SettingNames
+from kvcap.runtime.cli.options import current_arguments
 from kvcap.runtime.errors import PlanInfeasible
 
 NAMES = [field.name for field in fields(CacheSettings)]
@@ -118,6 +119,13 @@ def test_old_names_work_with_a_warning_of_the_new_one():
         with pytest.warns(DeprecationWarning, match="use budget_tokens") as caught:
             assert make() == 24
         assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_every_old_option_is_read_as_the_new_one(old, new):
+    old, new = (f"--{name.replace('_', '-')}" for name in (old, new))
+    with pytest.warns(DeprecationWarning, match=f"use {new}"):
+        assert current_arguments([old, "3", f"{old}=4"]) == [new, "3", f"{new}=4"]
 
 
 def test_old_options_and_variables_work_with_a_warning(capsys, monkeypatch):
