@@ -252,10 +252,11 @@ def differing(sessions: list[Session], others: list[Session]) -> float:
 
 
 def runtime_of(
-    model, policy="keydiff", budget=24, block=8, positions="compact", every=1, memory_cap=None
-):
+    model, policy="keydiff", budget=24, block=8, positions="compact", every=1, memory_cap=None,
+    kv_dtype=None,
+):  # fmt: skip
     """A runtime around a model; a conversation in tokens needs no tokenizer."""
     eviction = small_policy(policy, model.config) if isinstance(policy, str) else policy
-    settings = CacheSettings(budget, block, eviction, positions, every)
+    settings = CacheSettings(budget, block, eviction, positions, every, kv_dtype)
     plan = MemoryPlan.of(model.config, settings, dtype=model.dtype)
     return kvcap.Runtime(model, None, plan, settings, name="tiny", memory_cap=memory_cap)

@@ -130,7 +130,7 @@ def test_first_tokens_that_are_pinned_stay_in_rows(policy):
     [
         ("adakv", {"block": 1}, "move between heads"),  # with every token
         ("cake", {}, "move between layers"),
-        ("keydiff", {"evict_every": 2}, "every few tokens"),
+        ("keydiff", {"every": 2}, "every few tokens"),
         ("keydiff", {"positions": "true"}, "true positions"),
     ],
 )
