@@ -191,6 +191,8 @@ def give_up(
 ) -> None:
     """Give up what each row has too much, any number of slots.
 
+    Where rows stay in place, their last slots move into the holes of those that go.
+
     Args:
         scores: as in `give_up_one`, like all that is not named here.
         pins: likewise.
@@ -200,18 +202,21 @@ def give_up(
         starts: [B·K + 1] int32, where rows begin from now on, and the last one ends; by default
             they stay. Each has room for what it may have and is the next one's neighbour.
     """
-    from kvcap.kernels.rows_triton import choose_rows, shift_rows
+    from kvcap.kernels.rows_triton import choose_rows, fill_holes, shift_rows
 
     (batch, heads, slots), positions = scores.shape, pool.buffers[2]
-    new = partial(torch.empty, dtype=torch.int32, device=positions.device)
-    ages, gone = new(len(positions)), new(batch * heads)
-    # What lies beside these rows stays, as what other layers hold in the same pool.
-    source = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+    new, count = partial(torch.empty, dtype=torch.int32, device=positions.device), batch * heads
+    ages, gone, moves = new(len(positions)), new(count), new(count)
+    source, holes = new(len(positions)), None
+    if starts is None:
+        holes = new(len(positions))
+    else:  # what lies beside these rows stays, as what other layers hold in the same pool
+        torch.arange(len(positions), out=source)
     with torch.cuda.device_of(positions):
         run(
-            choose_rows, (batch * heads,),
-            scores, positions, source, ages, gone, **_where(scores, pins, newer, pool),
-            left=left, new_starts=pool.rows.starts if starts is None else starts,
+            choose_rows, (count,),
+            scores, positions, source, holes, ages, gone, moves,
+            **_where(scores, pins, newer, pool), left=left, new_starts=starts,
             **tile_of_row(slots),
         )  # fmt: skip
         if pool.shift is not None:
@@ -220,7 +225,15 @@ def give_up(
                 ages, gone, positions, pool.shift, pool.rows.starts, pool.rows.lengths,
                 CHUNK=128, BLOCK=32, num_warps=4,
             )  # fmt: skip
-    _gather(pool.buffers, source)
+        if holes is not None:
+            keys, values, *rest = map(bits, pool.buffers)
+            run(
+                fill_holes, (16, count),
+                source, holes, moves, pool.rows.starts, keys, values, **aux(rest, MOST_AUX + 2),
+                SIZE=keys.shape[1], SIZE_PAD=power_of_two(keys.shape[1], 16), BLOCK=16, num_warps=4,
+            )  # fmt: skip
+    if holes is None:
+        _gather(pool.buffers, source)
 
 
 def _gather(buffers: Sequence[Tensor], source: Tensor) -> None:

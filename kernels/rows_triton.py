@@ -227,15 +227,31 @@ def evict_one(
         tl.store(aux_4 + at, x_4)
 
 
+@triton.jit
+def _rank(those):
+    """Return how many of `those` [BLOCK] come before each."""
+    return tl.cumsum(those.to(tl.int32), 0) - 1
+
+
+@triton.jit
+def _moved(x, origin, hole, there):
+    """Move numbers of slots [BLOCK] into holes, where `there` are any; x may be None."""
+    if x is not None:
+        tl.store(x + hole, tl.load(x + origin, there), there)
+
+
 @triton.jit(
-    do_not_specialize=[*PINS, *NEWER_AT, *ROWS, *_POINTERS, "targets", "left", "new_starts", "ages"]
-)
+    do_not_specialize=[*PINS, *NEWER_AT, *ROWS, *_POINTERS, "targets", "left", "new_starts", "ages",
+                       "source", "holes", "gone", "moves"]
+)  # fmt: skip
 def choose_rows(
     scores,  # [B, K, longest]
     positions,  # [slots]
-    source,  # [slots] int32, each its own: is written where another slot comes to this place
+    source,  # [slots] int32, is written: which slot comes to a place, or fills a row's i-th hole
+    holes,  # [slots] int32, likewise, from each row's first on; None: rows move to `new_starts`
     ages,  # [slots] int32, likewise from each row's first on: positions of slots that go
     gone,  # [B·K] int32, likewise: how many these are
+    moves,  # [B·K] int32, likewise: how many of their holes are filled
     heads,
     sinks, recents, seen, clock, spans,
     start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
@@ -247,7 +263,7 @@ def choose_rows(
     row_pins,  # as in `pins_of_row`
     targets,  # [B·K] int32, the slots that each row may have
     left,  # [B·K] int32, is written: those that it has after this
-    new_starts,  # [B·K + 1] int32, or what `starts` is of
+    new_starts,  # [B·K + 1] int32, or None
     NEWER: tl.constexpr,
     NEWER_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -269,8 +285,10 @@ def choose_rows(
         start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
         start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK, WHOLE,
     )  # fmt: skip
-    to = tl.load(new_starts + row).to(tl.int64)
     kept, went = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    filled, moved = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    if new_starts is not None:
+        to = tl.load(new_starts + row).to(tl.int64)
     for begin in range(0, slots, BLOCK):
         x, position = _part(
             scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
@@ -280,11 +298,52 @@ def choose_rows(
         slot = begin + tl.arange(0, BLOCK)
         goes = (slot < slots) & ((x < low) | ((x == low) & (position < oldest)))
         stays = (slot < slots) & ((x > low) | ((x == low) & (position >= oldest)))
-        place, hole = tl.cumsum(stays.to(tl.int32), 0) - 1, tl.cumsum(goes.to(tl.int32), 0) - 1
-        tl.store(source + to + kept + place, (first + slot).to(tl.int32), stays)
-        tl.store(ages + first + went + hole, position, goes)
-        kept += tl.sum(stays.to(tl.int32), 0)
+        tl.store(ages + first + went + _rank(goes), position, goes)
         went += tl.sum(goes.to(tl.int32), 0)
+        if new_starts is None:
+            is_hole, is_last = goes & (slot < slots - count), stays & (slot >= slots - count)
+            tl.store(holes + first + filled + _rank(is_hole), (first + slot).to(tl.int32), is_hole)
+            tl.store(source + first + moved + _rank(is_last), (first + slot).to(tl.int32), is_last)
+            filled += tl.sum(is_hole.to(tl.int32), 0)
+            moved += tl.sum(is_last.to(tl.int32), 0)
+        else:
+            tl.store(source + to + kept + _rank(stays), (first + slot).to(tl.int32), stays)
+            kept += tl.sum(stays.to(tl.int32), 0)
+    tl.store(moves + row, moved)
+
+
+@triton.jit(do_not_specialize=[*_AUX, "source", "holes", "moves", "starts"])
+def fill_holes(
+    source,  # [slots] int32, from each row's first on: slots that move
+    holes,  # [slots] int32, likewise: where they move to
+    moves,  # [B·K] int32, how many
+    starts,  # [B·K] int32
+    keys,  # [slots, SIZE] integers
+    values,  # likewise
+    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5, aux_6,  # [slots] integers, or None
+    SIZE: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Move some of a row's last slots into holes, of which none is among them."""
+    row, d = tl.program_id(1).to(tl.int64), tl.arange(0, SIZE_PAD)[None, :]
+    first, count = tl.load(starts + row), tl.load(moves + row)
+    for begin in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        there = i < count
+        origin = tl.load(source + first + i, there, 0).to(tl.int64)
+        hole = tl.load(holes + first + i, there, 0).to(tl.int64)
+        wide = there[:, None] & (d < SIZE)
+        at, to = origin[:, None] * SIZE + d, hole[:, None] * SIZE + d
+        tl.store(keys + to, tl.load(keys + at, wide), wide)
+        tl.store(values + to, tl.load(values + at, wide), wide)
+        _moved(aux_0, origin, hole, there)
+        _moved(aux_1, origin, hole, there)
+        _moved(aux_2, origin, hole, there)
+        _moved(aux_3, origin, hole, there)
+        _moved(aux_4, origin, hole, there)
+        _moved(aux_5, origin, hole, there)
+        _moved(aux_6, origin, hole, there)
 
 
 @triton.jit(do_not_specialize=[*_POINTERS, "ages", "gone", "shift"])

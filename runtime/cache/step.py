@@ -67,6 +67,11 @@ class SideStream:
         with torch.cuda.stream(stream):
             yield
 
+    def wait(self) -> None:
+        """Wait for what the layer in hand runs on its stream, if it runs anything."""
+        if self._kept:  # a capture may not wait for a stream that is no part of it
+            torch.cuda.current_stream().wait_stream(self._streams[0])
+
     def next_layer(self) -> None:
         """Begin another layer, on the stream of the layer that began the longest ago."""
         if self._kept:
@@ -125,13 +130,28 @@ class ForwardContext:
         """Whether the next block of the pass waits until the layer is done with this one."""
         return self.block + 1 < self.blocks
 
+    @property
+    def runs_attention_async(self) -> bool:
+        """Return whether attention runs beside evictions, for which the next block waits alone."""
+        return self.stream is not None and self.is_waited_for
+
+    def run_async_unless_last(self, kept: Any) -> AbstractContextManager[None]:
+        """Run attention on another stream, but that of the pass's last block.
+
+        `kept` as in `SideStream.run_async`. The last block waits for it.
+        """
+        if self.stream is None or not self.is_waited_for:
+            return nullcontext()
+        return self.stream.run_async(kept)
+
     def run_async_if_last(self, kept: Any) -> AbstractContextManager[None]:
-        """Run the body on another stream after the pass's last block, which no block waits for.
+        """Run an eviction on another stream after the pass's last block, which no block waits for.
 
         `kept` as in `SideStream.run_async`. After any other block the body runs at once.
         """
         if self.stream is None or self.is_waited_for:
             return nullcontext()
+        self.stream.wait()
         return self.stream.run_async(kept)
 
     def make_room(self) -> None:

@@ -144,7 +144,11 @@ class RowSlots:
                 self.storage.query_window.append(query, rows.whole.count)
         context.make_room()  # for a copy of all keys
         keys, values, shown = self._held_keys(rows)
-        out = attend_rows(query, keys, values, shown, call.scaling, call.softcap, call.sinks)
+        if context.runs_attention_async:  # which reads what evictions leave as it is
+            pool = ((keys, self.pool.keys), (values, self.pool.values))
+            keys, values = (x.clone() if x is its else x for x, its in pool)
+        with context.run_async_unless_last((query, keys, values)):
+            out = attend_rows(query, keys, values, shown, call.scaling, call.softcap, call.sinks)
         assert block.new_values is not None
         step = RowStep(
             block.total_tokens, block.length, rows, query, keys, values, shown, block.new_values,
