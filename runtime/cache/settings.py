@@ -22,17 +22,17 @@ BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # where neither is asked for and bytes are
 OLD_NAMES = {
     "kv_budget_tokens": "budget_tokens", "budget": "budget_tokens", "block": "block_size",
 }  # fmt: skip
-"""Old names of settings, which work with a warning for one release, and the names to use."""
+"""Maps old names, which work with a warning for one release, to the names to use."""
 IN_BYTES = (
     "{}: use a whole number of tokens from 1, such as 1024; for a size in bytes give a Runtime or "
     "a plan kv_budget='64MiB', and a cache kvcap.MemoryPlan.of(model.config, kv_budget='64MiB')"
     ".budget_tokens, with the policy and block_size that it gets"
 )
-"""Of a size in bytes where tokens are counted."""
+"""Refuses a size in bytes where tokens are counted."""
 
 
 class SettingNames(TypedDict, total=False):
-    """The settings of a cache as keyword arguments; see `CacheSettings`."""
+    """Names the settings of a cache for keyword arguments; see `CacheSettings`."""
 
     budget_tokens: int | None
     block_size: int | None
@@ -46,11 +46,11 @@ class SettingNames(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The settings of a cache: how much it keeps, what it evicts, and how it holds the rest.
+    """Says how much a cache keeps, what it evicts, and how it holds the rest.
 
-    `kvcap.cap`, `BudgetCache`, `MemoryPlan.of` and `Runtime.from_pretrained` take them whole, or by
+    `kvcap.cap`, `BudgetCache`, `MemoryPlan.of` and `Runtime.from_pretrained` take it whole, or by
     name: `cap(model, CacheSettings(budget_tokens=1024))` is `cap(model, budget_tokens=1024)`. The
-    command line has them as options of the same names, such as `--budget-tokens`.
+    command line has its fields as options of the same names, such as `--budget-tokens`.
 
     Args:
         budget_tokens: slots per KV head and layer that stay after every block (`N`); 256 where
@@ -128,12 +128,12 @@ class CacheSettings:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The slots per KV head and layer, and the tokens of a block, where no plan says them."""
+        """Return slots per KV head and layer, and tokens of a block, where no plan says them."""
         return self.budget_tokens or BUDGET_TOKENS, self.block_size or BLOCK_SIZE
 
     @cached_property
     def eviction(self) -> Eviction:
-        """The policy with all its parts, and the first tokens that are pinned besides.
+        """Return the policy with all its parts, and the first tokens that are pinned besides.
 
         Raises:
             PolicyError: unknown names, refused values.
