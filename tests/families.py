@@ -188,6 +188,8 @@ READERS: dict[str, dict[str, Any]] = {
 # With a sink logit per query head.
 SINKS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 24,
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "num_local_experts": 4,
@@ -198,12 +200,16 @@ SINKS: dict[str, dict[str, Any]] = {
         },
     },
     "granite_swa": {
+        "head_dim": 16,
+        "sliding_window": 24,
         "num_hidden_layers": 4,
         "layer_types": ["full_attention", "sliding_attention"] * 2,
         "layer_rope_theta": [5e5, 1e4, 0, 1e4],  # its third layer has no positions
         "attention_multiplier": 0.3,
     },
     "granitemoe_swa": {
+        "head_dim": 16,
+        "sliding_window": 24,
         "num_hidden_layers": 2,
         "layer_types": ["full_attention", "sliding_attention"],
         "num_local_experts": 4,
@@ -241,22 +247,31 @@ def model_type(name: str) -> str:
 def config_of(name: str, **changes: Any) -> Any:
     """The small config; a family that this transformers does not know skips the test."""
     family = model_type(name)
-    if family not in CONFIG_MAPPING or (OLD and family in (*SINCE_5, "gpt_neox", "persimmon")):
+    unknown = {*SINCE_5, "gpt_neox", "persimmon", *STATES}
+    if family not in CONFIG_MAPPING or (OLD and family in unknown):
         pytest.skip(f"this transformers has no {family}")
     sizes = {**SIZES, **(ALL | ELSEWHERE)[name], **changes}
     if family == "nemotron_h":  # counts its layers by their types
         del sizes["num_hidden_layers"]
+    if family == "gpt_oss" and OLD:
+        rope = dict(sizes.pop("rope_parameters"))
+        sizes |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     return AutoConfig.for_model(family, **sizes)
 
 
-def model_of(name: str, attention: str = "kvcap", **changes: Any) -> Any:
+def model_of(
+    name: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
+) -> Any:
     """A random model, whose weights are as those of `conftest.tiny_model`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        config_of(name, **changes), attn_implementation=attention, dtype=torch.float32
+        config_of(name, **changes), attn_implementation=attention, dtype=dtype
     )
     for part, weight in model.named_parameters():
-        flat = weight.dim() == 1
-        mean = 1.0 if flat and "norm" in part else 0.0
-        torch.nn.init.normal_(weight, mean, 0.1 if flat else 0.15)
+        if part.endswith("sinks"):  # which take a good part of attention
+            torch.nn.init.normal_(weight, 1.0, 1.0)
+        else:
+            flat = weight.dim() == 1
+            mean = 1.0 if flat and "norm" in part else 0.0
+            torch.nn.init.normal_(weight, mean, 0.1 if flat else 0.15)
     return model.eval()

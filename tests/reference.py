@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from conftest import as_cache
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 NAME = "slow_reference"
 # Families whose rotate_half is of neighbours.
 NEIGHBOURS = {"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"}
+# Families whose full layers have no positions where others slide.
+ONLY_SLIDING = {"afmoe", "cohere2", "exaone4"}
+STATE = getattr(cache_utils, "LinearAttentionLayer", tuple)  # transformers 4.57 has none
 
 
 @dataclass(eq=False)
@@ -46,6 +50,7 @@ class Setting:
     keeps: bool = False  # a single token leaves the division as it is
     trained: int = 0
     every: int = 1  # single tokens are evicted once so many wait
+    pins: list[tuple[int, int]] = field(default_factory=list)  # times that stay, from and to
 
 
 def rotate(
@@ -74,11 +79,16 @@ class ReferenceLayer(CacheLayerMixin):
         index: int,
         interleaved: bool = False,
         window: int | None = None,
+        readers: int = 1,
     ) -> None:
         super().__init__()
         self.index, self.target_length = index, list[int]()
         self.interleaved = interleaved
         self.window = window  # of a layer that slides: it sees the last tokens, whatever the policy
+        # Layers that attend to these slots, itself the first: the last of them evicts.
+        self.readers, self.attended, self.length = readers, 0, 0
+        self.sink_logits: list[float] | None = None  # of each query head
+        self.softcap: float | None = None
         self.gone: list[list[Slot]] = []  # evicted, where they are attended to
         self.setting, self.inv_freq, self.seen = setting, inv_freq, 0
         self.heads: list[list[Slot]] = []
@@ -110,10 +120,12 @@ class ReferenceLayer(CacheLayerMixin):
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         heads, length = query.shape[1], query.shape[2]
-        self.queries = self.queries or [[] for _ in range(heads)]
-        out = torch.zeros_like(query, dtype=torch.float64)
         group = heads // len(self.heads)
         start = self.seen - length
+        own = self.queries or [[] for _ in range(heads)]
+        # Of the layers that read these slots the policy sees the queries of the first.
+        self.queries = own if not self.attended else [x[:start] for x in own]
+        out = torch.zeros(*query.shape[:3], len(self.heads[0][0].value), dtype=torch.float64)
         for h in range(heads):
             for t in range(length):
                 self.queries[h].append(self.unrotate(query[0, h, t].double(), start + t))
@@ -124,7 +136,11 @@ class ReferenceLayer(CacheLayerMixin):
                 weights = self.row(h, h // group, start + t, scaling, slots)
                 weighted = (w * s.value for w, s in zip(weights, slots, strict=True) if w)
                 out[0, h, t] = sum(weighted)
-        self.evict(group, length, scaling)
+        if not self.attended:
+            self.length = length  # others may ask with the last tokens alone
+        self.queries, self.attended = own, (self.attended + 1) % self.readers
+        if not self.attended:
+            self.evict(group, self.length, scaling)
         return out.to(query.dtype)
 
     @property
@@ -154,11 +170,14 @@ class ReferenceLayer(CacheLayerMixin):
             if self.compact and s not in held:
                 position = sum(other.time < s.time for other in held)
             z = float(q @ self.key_at(s, position)) * scaling
+            z = z if self.softcap is None else self.softcap * math.tanh(z / self.softcap)
             seen = s.time <= time and (self.window is None or time - s.time < self.window)
             logits.append(z if seen else -math.inf)
+        if self.sink_logits is not None:
+            logits.append(self.sink_logits[h])
         top = max(logits)
         exps = [math.exp(z - top) for z in logits]
-        return [e / sum(exps) for e in exps]
+        return [e / sum(exps) for e in exps[: len(slots or held)]]
 
     def evict(self, group: int, length: int, scaling: float) -> None:
         if self.window is not None:
@@ -180,7 +199,12 @@ class ReferenceLayer(CacheLayerMixin):
                 rows[h] = [self.row(h, h // group, t, scaling) for t in times]
         scored = [self.score(k, group, rows) for k in range(len(self.heads))]
         pinned = [
-            [s.time < self.sinks() or s.time >= self.seen - self.recents() for s in slots]
+            [
+                s.time < self.sinks()
+                or s.time >= self.seen - self.recents()
+                or any(start <= s.time < stop for start, stop in self.setting.pins)
+                for s in slots
+            ]
             for slots in self.heads
         ]
         start = self.setting.start
@@ -264,46 +288,85 @@ class ReferenceLayer(CacheLayerMixin):
     get_max_length = get_max_cache_shape
 
 
+class BesideState(ReferenceLayer, STATE):  # type: ignore[misc, valid-type]
+    """Likewise, where a layer has a recurrent state too, which stays transformers' own."""
+
+    def __init__(self, *args: Any) -> None:
+        ReferenceLayer.__init__(self, *args)
+        STATE.__init__(self)
+
+    def lazy_initialization(self, *keys: Any, **states: Any) -> None:
+        if states:
+            STATE.lazy_initialization(self, **states)
+
+
 class ReferenceCache(Cache):
     def __init__(self, model: Any, setting: Setting) -> None:
-        config, inv_freq = model.config, model.model.rotary_emb.inv_freq.double()
+        config = model.config
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * 99
-        slides = [kind == "sliding_attention" for kind in kinds]
-        rotated = getattr(config, "no_rope_layers", None) or [1] * 99
-        if config.model_type in ("cohere2", "exaone4") and any(slides):
-            rotated = slides
-        super().__init__(
-            layers=[
-                ReferenceLayer(
-                    setting,
-                    inv_freq if rotated[i] else None,
-                    i,
-                    config.model_type in NEIGHBOURS,
-                    config.sliding_window if slides[i] else None,
-                )
-                for i in range(config.num_hidden_layers)
-            ]
-        )
+        kinds = kinds[: config.num_hidden_layers]
+        own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+        plain = DynamicCache(config=config).layers  # none, if all are to be made alike
+        layers = [plain[i] if plain else None for i in range(own)]
+        for i in range(own):
+            if type(layers[i]) is STATE:  # a recurrent layer: as it is
+                continue
+            slides = kinds[i] in ("sliding_attention", "hybrid_sliding")
+            last = kinds[i] not in kinds[i + 1 : own]
+            layers[i] = (BesideState if isinstance(layers[i], STATE) else ReferenceLayer)(
+                setting,
+                inv_freq_of(model, i),
+                i,
+                config.model_type in NEIGHBOURS,
+                config.sliding_window if slides else None,
+                1 + (kinds[own:].count(kinds[i]) if last else 0),
+            )
+        super().__init__(layers=layers)
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[slot.time for slot in slots] for slots in self.layers[layer].heads]
 
 
 def _forward(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> Any:
-    out = key.reference.attend(query, kwargs["scaling"])
+    layer = key.reference
+    sinks = getattr(module, "sinks", None)
+    layer.sink_logits = None if sinks is None else sinks.double().tolist()
+    layer.softcap = kwargs.get("softcap")
+    out = layer.attend(query, kwargs["scaling"])
     return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _forward)
+AttentionMaskInterface.register(NAME, eager_mask)
+
+
+def inv_freq_of(model: Any, layer: int) -> Tensor | None:
+    """The frequencies [R/2] by which the model rotates a layer; None: it has no positions."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * 99
+    if thetas := getattr(config, "layer_rope_theta", None):  # each theta has an embedding
+        each = dict(zip(sorted({*thetas} - {0}), model.model.rotary_embs, strict=True))
+        rotary = each.get(thetas[layer])
+        return None if rotary is None else rotary.inv_freq.double()
+    rotated = getattr(config, "no_rope_layers", None) or [1] * 99
+    if config.model_type in ONLY_SLIDING and "sliding_attention" in kinds:
+        rotated = [kind == "sliding_attention" for kind in kinds]
+    named = dict(model.named_modules())
+    found = [x for name, x in named.items() if name.split(".")[-1] in ("rotary_emb", "pos_emb")]
+    if not found or not rotated[layer]:
+        return None
+    own = (f"{kinds[layer]}_inv_freq", "hybrid_inv_freq", "inv_freq")
+    name = next(name for name in own if hasattr(found[0], name))
+    return getattr(found[0], name).double()
 
 
 STEPS = torch.tensor([[[60]], [[61]], [[62]], [[63]]])  # generation
 
 
 def run_reference(
-    model: Any, ids: torch.Tensor, block: int, setting: Setting
+    model: Any, ids: torch.Tensor, block: int | list[int], setting: Setting
 ) -> tuple[Any, torch.Tensor]:
     cache = ReferenceCache(model, setting)
     parts = [*ids.split(block, 1), *STEPS]

@@ -170,28 +170,10 @@ def test_the_log_sum_exp_comes_along(case, dtype, own):
         torch.testing.assert_close(out, each, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("case", [Case(1, 1, 1, 1, 4167, 64, processors=99)], ids=str)
+@pytest.mark.parametrize("case", [Case(1, 1, 1, 1, 8400, 64, processors=999)], ids=str)
 def test_more_parts_than_are_merged_at_once(case):
     inputs = Inputs(case, torch.float16)
     check(inputs.attend(), inputs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fault", ["the last slot", "causality", "the scaling", "the group"])
-def test_a_fault_is_noticed(fault, dtype):
-    inputs = Inputs(Case(1, 2, 2, 2, 70, 64), dtype)
-    check(inputs.attend(), inputs)
-    if fault == "the last slot":
-        out = inputs.attend(keys=inputs.keys[:, :, :69], values=inputs.values[:, :, :69])
-    elif fault == "causality":
-        first = inputs.attend(query=inputs.query[:, :, :1])
-        out = torch.cat((first, inputs.attend()[:, :, 1:]), dim=2)
-    elif fault == "the scaling":
-        out = inputs.attend(scaling=inputs.scaling * 1.1)
-    else:
-        out = inputs.attend(query=inputs.query[:, [0, 2, 1, 3]])
-    with pytest.raises(AssertionError):
-        check(out, inputs)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])

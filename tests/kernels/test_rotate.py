@@ -112,19 +112,3 @@ def glm(policy, config=None, positions="compact"):
     cache.allocate(1, torch.float32, DEVICE)
     ids = 3 + torch.randperm(90, generator=torch.Generator().manual_seed(0))[None, :40]
     return cache, BlockLoop(model, cache, graphs=False), ids.to(DEVICE)
-
-
-def test_a_wrong_shift_would_be_seen():
-    rotation = Rotation(1.0 / torch.arange(1, 17), SPAN, DEVICE)
-    x = torch.randn(1, 1, 5, 32, device=DEVICE)
-    shift = torch.arange(5, dtype=torch.int32, device=DEVICE).view(1, 1, 5)
-    a, b = (rotate_back(x, s, rotation.table) for s in (shift, shift + 1))
-    assert (a - b).abs().max() > 1e-2
-
-
-def test_the_other_layout_would_be_seen():
-    rotation = Rotation(1.0 / torch.arange(1, 17), SPAN, DEVICE)
-    x = torch.randn(1, 1, 5, 32, device=DEVICE)
-    shift = torch.arange(5, dtype=torch.int32, device=DEVICE).view(1, 1, 5)
-    a, b = (rotate_back(x, shift, rotation.table, interleaved=i) for i in (False, True))
-    assert (a - b).abs().max() > 1e-2

@@ -235,29 +235,6 @@ def test_scores_can_be_a_view(count):
         assert same_as_expected(layer, rows.give_up_one if count == 1 else rows.give_up)
 
 
-@pytest.mark.parametrize("fault", ["a pin", "a span", "the shift", "a buffer less"])
-@pytest.mark.parametrize("count", [1, 9])
-def test_a_fault_is_noticed(fault, count):
-    layer = Layer([60, 70], [60 - count, 70 - count], ((0, 900),), ((0, 2000),))
-    for k, segment in enumerate(layer.segments):  # the newest and oldest, were they not pinned
-        layer.scores[0, k, : layer.lengths[k]] = -(segment.positions[0, 0] - 2050.0).abs()
-    moved, give_up = layer.moved(), rows.give_up_one if count == 1 else rows.give_up
-
-    def broken(scores, pins, pool, left, newer):
-        if fault == "a pin":
-            moved.pins.zero_()
-        elif fault == "a span":
-            pins = pins._replace(spans=())
-        elif fault == "the shift":
-            pool = pool._replace(shift=None)
-        else:
-            pool = pool._replace(buffers=pool.buffers[:-2] + pool.buffers[-1:])
-        pins_of = moved.pins if fault == "a pin" else pool.pins
-        give_up(scores, pins, pool._replace(pins=pins_of), left, newer)
-
-    assert not same_as_expected(layer, broken)
-
-
 def test_what_is_covered(monkeypatch):
     kinds = {str(i): torch.float32 for i in range(6)}
     buffers = SlotPool(9, 8, torch.float32, DEVICE, kinds).buffers()

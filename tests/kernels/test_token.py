@@ -172,26 +172,6 @@ def test_two_runs_are_equal_to_the_bit(dtype):
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fault", ["a shift", "an angle", "a slot", "the scaling", "the group"])
-def test_a_fault_is_noticed(fault, dtype):
-    inputs = Inputs(Case(1, 2, 2, 70, 64), dtype)
-    check(inputs.attend()[0], inputs)
-    shift, table = inputs.pool.aux["shift"], inputs.rotation.table
-    if fault == "a shift":
-        out = inputs.attend(turn=(shift, table.roll(1, 0)))
-    elif fault == "an angle":
-        out = inputs.attend(angles=inputs.angles[::-1])
-    elif fault == "a slot":
-        out = inputs.attend(rows=inputs.rows(69))
-    elif fault == "the scaling":
-        out = inputs.attend(scaling=inputs.scaling * 1.1)
-    else:
-        out = inputs.attend(query=inputs.query[:, [0, 2, 1, 3]])
-    with pytest.raises(AssertionError):
-        check(out[0], inputs)
-
-
 @pytest.mark.parametrize("moved", [True, False])
 @pytest.mark.parametrize("how", [
     {"tile": decode.Tile(32, 5, 4, 2)}, {"tile": decode.Tile(128, 2, 8, 2)},

@@ -6,26 +6,23 @@ attention see its weights with the sink's share taken off.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from conftest import SIZES, as_cache, in_turn, small_policy
+from conftest import as_cache, small_policy
+from families import OLD
 from families import SINKS as FAMILIES
+from families import config_of as tiny_config
+from families import model_of as tiny_model
 from observations import attention_by_loops, observe, same
-from reference import NAME, STEPS, ReferenceLayer, Setting
+from reference import STEPS
 from safetensors.torch import load_file, save_file
-from tools import runtime_of
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-from transformers.cache_utils import Cache
 
 import kvcap
 from kvcap.evals.measure import allocator_peak
@@ -33,202 +30,26 @@ from kvcap.export.decoder.spec import layout_for
 from kvcap.export.graphs.shape import model_sizes
 from kvcap.kernels import use
 from kvcap.policies.saliencies.obcache import OBCache
-from kvcap.runtime.attention import functions
 from kvcap.runtime.attention.functions import attend, attend_with_lse, attention_forward, causal
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable, UnsupportedModel
-from kvcap.runtime.models.config import SINKS, ModelShape
+from kvcap.runtime.models.config import SINKS
 from kvcap.runtime.models.files import load_config, load_model
 from kvcap.runtime.models.fused.decoder import decoder_of
-from kvcap.runtime.models.rope import Rotation
 from kvcap.runtime.models.weights import held_weights, weigh
 from kvcap.runtime.planning.dry_run import rehearse_block
-from kvcap.runtime.session.session import Session
-
-OLD = transformers.__version__ < "5"
-WINDOW = 24
-POLICIES: dict[str, dict[str, Any]] = {
-    "keydiff": {},
-    "streaming_llm": {"sinks": 2},
-    "h2o": {},
-    "snapkv": {"window": 4, "kernel": 3, "pool": "avg"},
-    "dropkv": {"window": 4, "kernel": 3, "pool": "avg"},
-}
-
-
-def known(family: str) -> str:
-    """The family, where this transformers has it."""
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {family}")
-    return family
-
-
-def tiny_config(family: str, **changes: Any) -> Any:
-    changes = {**FAMILIES[known(family)], **changes}
-    sizes = {**SIZES, "head_dim": 16, "sliding_window": WINDOW, **changes}
-    if family == "gpt_oss" and "rope_scaling" in vars(CONFIG_MAPPING[family]()):  # 4.57
-        rope = dict(sizes.pop("rope_parameters"))
-        sizes |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoConfig.for_model(family, **sizes)
-
-
-def tiny_model(
-    family: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
-) -> Any:
-    """A random model whose sinks take a good part of attention."""
-    config = tiny_config(family, **changes)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    for name, weight in model.named_parameters():
-        if name.endswith("sinks"):
-            torch.nn.init.normal_(weight, 1.0, 1.0)
-        elif weight.dim() == 1:
-            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.1)
-        else:
-            torch.nn.init.normal_(weight, 0.0, 0.15)
-    return model.eval()
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> None:
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-# The reference, with a sink in the softmax and layers that slide ----------------------------------
-
-
-class SinkLayer(ReferenceLayer):
-    """Plain attention with a sink; where it slides, over its last tokens whatever the policy."""
-
-    def __init__(self, setting: Setting, inv_freq: Tensor | None, index: int, layer: Any) -> None:
-        super().__init__(setting, inv_freq, index)
-        self.window = getattr(layer, "sliding_window", None)
-        self.sink_logits = layer.sinks.double().tolist()
-
-    def position(self, slots: Any, time: int) -> int:
-        return time if self.window is not None else super().position(slots, time)
-
-    def row(self, h: int, k: int, time: int, scaling: float, slots: Any = None) -> list[float]:
-        held = self.heads[k]
-        q = self.place(self.queries[h][time], self.position(held, time))
-        logits = []
-        for s in held:
-            z = float(q @ self.place(s.key, self.position(held, s.time))) * scaling
-            far = self.window is not None and time - s.time >= self.window
-            logits.append(-math.inf if far or s.time > time else z)
-        top = max(*logits, self.sink_logits[h])
-        exps = [math.exp(z - top) for z in logits]
-        return [e / (sum(exps) + math.exp(self.sink_logits[h] - top)) for e in exps]
-
-    def evict(self, group: int, length: int, scaling: float) -> None:
-        if self.window is None:
-            self.scaling = scaling
-            super().evict(group, length, scaling)
-
-    def recents(self) -> int:
-        dropkv = self.setting.policy == "dropkv"
-        return self.setting.options["window"] if dropkv else super().recents()
-
-    def score(self, k: int, group: int, rows: Any) -> list[float]:
-        if self.setting.policy != "dropkv":
-            return super().score(k, group, rows)
-        slots, window = self.heads[k], self.setting.options["window"]
-        cost = [0.0] * len(slots)
-        for h in range(k * group, (k + 1) * group):
-            for time in range(max(0, self.seen - window), self.seen):
-                weights = self.row(h, k, time, self.scaling)
-                out = sum(p * s.value for p, s in zip(weights, slots, strict=True))
-                for j, (p, s) in enumerate(zip(weights, slots, strict=True)):
-                    moved = float((out - s.value).square().sum())
-                    cost[j] += (p / (1 - p + 1e-6)) ** 2 * moved / group
-        before = sum(s.time < self.seen - window for s in slots)
-        near = [cost[max(0, j - 1) : min(before, j + 2)] for j in range(before)]
-        return [sum(x) / len(x) for x in near] + cost[before:]
-
-
-class SinkCache(Cache):
-    def __init__(self, model: Any, setting: Setting) -> None:
-        super().__init__(
-            layers=[
-                SinkLayer(setting, frequencies(model, i), i, layer.self_attn)
-                for i, layer in enumerate(model.model.layers)
-            ]
-        )
-
-
-def rotary(model: Any, index: int) -> Any:
-    """The model's own rotary embedding of a layer; None: it has no positions."""
-    thetas = getattr(model.config, "layer_rope_theta", None)
-    if thetas is None:
-        return model.model.rotary_emb
-    return dict(zip(sorted({*thetas} - {0}), model.model.rotary_embs, strict=True)).get(
-        thetas[index]
-    )
-
-
-def frequencies(model: Any, index: int) -> Tensor | None:
-    own = rotary(model, index)
-    return None if own is None else own.inv_freq.double()
-
-
-def both(
-    family: str, policy: str, positions: str, block: int = 6, tokens: int = 30, **pins: int
-) -> tuple[Any, Any, Tensor, Tensor]:
-    """A capped cache and the reference that read the same, and their logits."""
-    options = POLICIES[policy] | pins
-    setting = Setting(policy, 12, positions, options)
-    ids = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(3))[None, :tokens]
-    model = tiny_model(family)
-    eviction = kvcap.load_policy(policy, **options).plain()
-    cache = kvcap.BudgetCache(model.config, 12, block, eviction, positions=positions)
-    loop, parts = BlockLoop(model, cache), [*ids.split(block, 1), *STEPS]
-    logits = torch.cat([loop.read(part) for part in parts])
-    slow = tiny_model(family, NAME)
-    reference = SinkCache(slow, setting)
-    with torch.no_grad():
-        expected = [slow(x, **as_cache(reference), logits_to_keep=1).logits for x in parts]
-    return cache, reference, logits, torch.cat(expected)[:, -1]
-
-
 def kept(cache: Any) -> dict[int, list[list[int]]]:
     places = [i for i, layer in enumerate(cache.layers) if layer in cache.capped_layers]
     held = [layer.segments[0].positions[0] for layer in cache.capped_layers]
     return {i: [sorted(head.tolist()) for head in x] for i, x in zip(places, held, strict=True)}
-
-
-def expected_kept(reference: Any, index: int) -> list[list[int]]:
-    return [[slot.time for slot in slots] for slots in reference.layers[index].heads]
-
-
-@pytest.mark.slow(keep=10)
-@pytest.mark.parametrize(("family", "positions", "policy"), in_turn(
-    [(family, positions) for family in FAMILIES for positions in ("compact", "true")], POLICIES, 3,
-))  # fmt: skip
-def test_logits_and_kept_tokens_past_the_budget(family, policy, positions):
-    cache, reference, logits, expected = both(family, policy, positions)
-    assert cache.held == 12
-    for index, held in kept(cache).items():
-        assert held == expected_kept(reference, index)
-    close(logits, expected)
-
-
-@pytest.mark.parametrize(("family", "positions", "policy"), in_turn(
-    FAMILIES, [("compact", "keydiff"), ("true", "h2o"), ("true", "keydiff")], 1,
-))  # fmt: skip
-def test_first_tokens_are_pinned_beside_the_sink_logits(family, positions, policy):
-    """Both a model's own sink and the first 4 tokens take part, as in the reference."""
-    cache, reference, logits, expected = both(family, policy, positions, sink_tokens=4)
-    assert cache.sinks == 4
-    for index, held in kept(cache).items():
-        assert held == expected_kept(reference, index)
-        assert all(head[:4] == [0, 1, 2, 3] for head in held)
-    close(logits, expected)
-    plain, _, others, _ = both(family, policy, positions, sink_tokens=0)
-    assert any(head[:4] != [0, 1, 2, 3] for held in kept(plain).values() for head in held)
-    assert (logits - others).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -242,57 +63,11 @@ def test_the_usual_first_tokens_are_pinned_in_models_with_sink_logits(family):
     assert all(head[:4] == [0, 1, 2, 3] for held in kept(cache).values() for head in held)
 
 
-def off(got: tuple[Any, Any, Tensor, Tensor]) -> bool:
-    cache, reference, logits, expected = got
-    differ = [held != expected_kept(reference, i) for i, held in kept(cache).items()]
-    return any(differ) or bool((logits - expected).abs().max() > 1e-2)
-
-
-@pytest.mark.parametrize("fault", ["zero", "ignored", "of capped layers", "another head's"])
-def test_faults_of_attention_are_seen(fault, monkeypatch):
-    right = functions.with_sinks
-    wrong = {
-        "zero": lambda out, lse, sinks: right(out, lse, 0 * sinks),
-        "ignored": lambda out, lse, sinks: out,
-        "another head's": lambda out, lse, sinks: right(out, lse, sinks.roll(1)),
-    }
-    if fault == "of capped layers":
-        whole = kvcap.runtime.cache.layer.BudgetLayer.attend
-        monkeypatch.setattr(
-            kvcap.runtime.cache.layer.BudgetLayer, "attend",
-            lambda self, *args: whole(self, *args[:-1], None),
-        )  # fmt: skip
-    else:
-        monkeypatch.setattr(functions, "with_sinks", wrong[fault])
-    assert off(both("gpt_oss", "keydiff", "compact"))
-
-
-@pytest.mark.parametrize("policy", ["h2o", "snapkv", "dropkv"])
-def test_a_sink_forgotten_in_the_denominator_of_scores_is_seen(policy, monkeypatch):
-    observe_layer = kvcap.runtime.cache.slots.eager.EagerSlots._observe
-    monkeypatch.setattr(
-        kvcap.runtime.cache.slots.eager.EagerSlots, "_observe",
-        lambda *args: replace(observe_layer(*args), sinks=None),
-    )  # fmt: skip
-    assert off(both("gpt_oss", policy, "compact", tokens=48))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_uncapped_calls_give_eagers_logits(family, tokens):
     ids = tokens(60, batch=2)
     with torch.no_grad():
         close(tiny_model(family)(ids).logits, tiny_model(family, "eager")(ids).logits, 5e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("block", [1, 7, 60])
-def test_logits_equal_the_uncapped_model_while_tokens_fit(family, block, tokens):
-    ids = tokens(60)
-    model = tiny_model(family)
-    cache = kvcap.BudgetCache(model.config, 64, block, "snapkv")
-    with torch.no_grad():
-        parts = [model(part, **as_cache(cache)).logits for part in ids.split(block, 1)]
-        close(torch.cat(parts, 1), tiny_model(family, "eager")(ids).logits)
 
 
 @pytest.mark.slow(keep=1)
@@ -332,24 +107,6 @@ def run(family: str, policy: str, ids: Tensor, device: str) -> Tensor:
 
 
 # Rotations ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_key_moves_exactly(family):
-    """A key read at p + 37 and moved back by 37 is the key read at p, in every layer."""
-    model = tiny_model(family)
-    shape = ModelShape.of(model.config)
-    apply = importlib.import_module(type(model).__module__).apply_rotary_pos_emb
-    keys, positions = torch.randn(1, 2, 50, 16), torch.arange(50)[None]
-    for i, layer in enumerate(shape.layers):
-        own = rotary(model, i)
-        assert (own is None) == (layer.rope is None)
-        if own is None:
-            continue
-        near, far = (apply(keys, keys, *own(keys, at))[1] for at in (positions, positions + 37))
-        torch.testing.assert_close(layer.rope.inv_freq, own.inv_freq)
-        moved = Rotation(layer.rope.inv_freq, 40, "cpu").back(far, torch.full((1, 2, 50), 37))
-        assert (moved - near).norm() <= 1e-5 * near.norm()
 
 
 def test_full_layers_of_several_frequencies_are_refused_by_name():
@@ -460,37 +217,6 @@ def test_obcache_weighs_by_attention_with_the_sink():
 # A cache's life -----------------------------------------------------------------------------------
 
 
-def test_evicted_tokens_that_are_recalled_share_one_sink(tokens):
-    """CaliDrop that recomputes always and forgets nothing is full attention."""
-    ids = tokens(50)
-    model = tiny_model("gpt_oss")
-    options = {"theta1": 1.0, "theta2": 1.0, "calibration_size": 64, "window": 4, "kernel": 3}
-    eviction = kvcap.load_policy("calidrop", **options)
-    cache = kvcap.BudgetCache(model.config, 12, 6, eviction, positions="true")
-    loop = BlockLoop(model, cache)
-    logits = torch.cat([loop.read(part) for part in ids.split(6, 1)])
-    with torch.no_grad():
-        expected = tiny_model("gpt_oss", "eager")(ids).logits[0]
-    ends = [min(i + 6, 50) - 1 for i in range(0, 50, 6)]
-    close(logits, expected[ends], 2e-4)
-
-
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_planned_bytes_are_held_bytes(family, positions, tokens):
-    model = tiny_model(family)
-    cache = kvcap.BudgetCache(model.config, 16, 8, "h2o", positions=positions)
-    loop = BlockLoop(model, cache)
-    loop.prefill(tokens(80))
-    plan = kvcap.MemoryPlan.of(
-        model.config, policy="h2o", budget_tokens=16, block_size=8, dtype=torch.float32,
-        positions=positions,
-    )  # fmt: skip
-    assert cache.nbytes == plan.cache_bytes
-    assert loop.peak_bytes <= plan.cache_bytes
-    assert plan.weights == held_weights(model).nbytes
-
-
 @pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -511,33 +237,6 @@ def test_the_workspace_is_found_by_a_dry_run(family, dtype, tokens):
         return
     expected = rehearse_block(model.config, CacheSettings(120, 40, eviction), dtype)
     assert expected == pytest.approx(peak, rel=0.05)
-
-
-@pytest.mark.slow(keep=3)
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "calidrop"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_loaded_session_goes_on_exactly(family, policy, tokens, tmp_path):
-    runtime = runtime_of(tiny_model(family), policy, 24, positions="compact")
-    session, ids = runtime.session(seed=1), tokens(84)
-    session.loop.prefill(ids[:, :66])
-    session.save(tmp_path / "s")
-    fork = Session.load(runtime, tmp_path / "s")
-    assert fork.cache.seen == 66
-    logits = [[one.loop.read(x) for x in ids[:, 66:].split(6, 1)] for one in (session, fork)]
-    assert torch.equal(torch.cat(logits[0]), torch.cat(logits[1]))
-
-
-@pytest.mark.parametrize("attention", ["kvcap", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generate_equals_the_uncapped_model_while_tokens_fit(family, attention, tokens):
-    ids = tokens(30)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2,
-               "attention_mask": torch.ones_like(ids)}  # fmt: skip
-    expected = tiny_model(family, "eager").generate(ids, **options)
-    model = tiny_model(family, attention)
-    cache = kvcap.BudgetCache(model.config, 64, 16)
-    got = model.generate(ids, **as_cache(cache), prefill_chunk_size=16, **options)
-    assert got.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

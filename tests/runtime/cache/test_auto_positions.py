@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import as_cache, in_turn, small_policy, tiny_model
-from families import ALL, ELSEWHERE, OLD, STATES, config_of, model_of
-from reference import NAME, STEPS, Setting, rotate, run_reference
+from conftest import as_cache, tiny_model
+from families import config_of, model_of
+from reference import NAME, Setting, run_reference
 from tools import runtime_of
 from torch import Tensor
 
@@ -19,14 +19,11 @@ import kvcap
 from kvcap import cli
 from kvcap.evals.measure import allocator_peak
 from kvcap.evals.quality.sweep import Sweep
-from kvcap.policies import policies
 from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest, find_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import layout
 from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.pool import SHIFT
-from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.errors import (
     BlockTooLarge,
     KvcapError,
@@ -67,144 +64,7 @@ def kept(cache: BudgetCache, layer: int) -> list[list[int]]:
 # Exactness ----------------------------------------------------------------------------------------
 
 
-def beside_the_reference(
-    policy: str, options: dict[str, Any], block: int = BLOCK
-) -> tuple[bool, float]:
-    """Whether the same tokens are kept, and the largest difference of logits."""
-    setting = Setting(policy, 12, "auto", options, trained=WINDOW)
-    model, ids = model_with_window(), text()
-    eviction = kvcap.load_policy(policy, **options).plain()
-    cache = BudgetCache(model.config, 12, block, eviction, positions="auto")
-    loop = BlockLoop(model, cache)
-    logits = [loop.read(part) for part in [*ids.split(block, 1), *STEPS]]
-    reference, expected = run_reference(model_with_window("llama", NAME), ids, block, setting)
-    same = all(kept(cache, layer) == reference.kept(layer) for layer in range(2))
-    return same, float((torch.cat(logits) - expected).abs().max())
-
-
-@pytest.mark.parametrize("fault", ["one block late", "too far", "not at all", "queries stay"])
-def test_planted_faults_are_seen(fault, monkeypatch):
-    moved = Rotation.moved
-    if fault == "one block late":
-        late = lambda self, tokens: self.seen > WINDOW and not self.allocation.compact  # noqa: E731
-        monkeypatch.setattr(BudgetCache, "leaves_window", late)
-    elif fault == "too far":
-        monkeypatch.setattr(Rotation, "moved", lambda self, x, by: moved(self, x, by - 1))
-    elif fault == "not at all":
-        monkeypatch.setattr(Rotation, "moved", lambda self, x, by: x)
-    else:
-        monkeypatch.setattr(QueryWindow, "become_compact", lambda *_: None)
-    options = {"window": 9, "kernel": 5, "pool": "avg"}
-    same, apart = beside_the_reference("snapkv", options)
-    assert not same or apart > 1e-2
-
-
-@pytest.mark.slow(keep=24)
-@pytest.mark.parametrize("family", sorted(ALL | ELSEWHERE))
-def test_every_family(family):
-    """Equal to the bit before the change. After it, only ranks of the newest tokens are held.
-
-    They lie as far apart as true positions, so that logits are those of these.
-    """
-    if OLD and family in STATES:
-        pytest.skip("this transformers keeps no states in a cache")
-    model, ids = model_of(family, max_position_embeddings=WINDOW), text()
-    newest = kvcap.load_policy("streaming_llm", sinks=0, sink_tokens=0)
-    if family == "hunyuan_v1_dense":
-        with pytest.raises(UnsupportedModel, match="'auto' are not exact here"):
-            auto(model, newest)
-        return
-    loops = [auto(model, newest, 14, positions=mode) for mode in ("auto", "true")]
-    for start in range(0, 30, BLOCK):
-        part = ids[:, start : start + BLOCK]
-        found, expected = (loop.read(part) for loop in loops)
-        compact = start + BLOCK > WINDOW
-        assert loops[0].cache.allocation.compact == compact
-        if not compact:
-            assert torch.equal(found, expected)
-        assert (found - expected).abs().max() <= 2e-4 * expected.abs().max().clamp(min=1)
-    found, expected = (loop.read(ids[:, 30:]) for loop in loops)
-    assert (found - expected).abs().max() <= 2e-4 * expected.abs().max().clamp(min=1)
-    assert loops[0].cache.held == 14
-
-
-def by_hand(cache: BudgetCache, config: Any, **more: Any) -> BudgetCache:
-    """A cache at compact positions that holds the same, its keys moved one by one in float64."""
-    own, batch = cache.layout, cache.allocation.batch
-    assert batch is not None
-    other = BudgetCache(
-        config, own.budget_tokens, own.block_size, cache.eviction, positions="compact", **more
-    ).allocate(batch, torch.float32, "cpu")
-    for name, buffer in other.allocation.buffers.items():
-        buffer.copy_(cache.allocation.buffers[name])
-    other.set_pins(cache.pinned_spans)
-    inv_freq = own.rope.inv_freq.double()  # type: ignore[union-attr]
-    for mine, its in zip(other.capped_layers, cache.capped_layers, strict=True):
-        for new, old in zip(mine.segments, its.segments, strict=True):
-            new.start, new.budget, new.held = old.start, old.budget, old.held
-            new.target_length = old.target_length
-            new.aux(SHIFT).zero_()
-            for b in range(old.batch):
-                for k in range(old.heads):
-                    row = new.positions[b, k].tolist()
-                    for slot, time in enumerate(row):
-                        key, rank = new.keys[b, k, slot], sum(t < time for t in row)
-                        key.copy_(rotate(key.double(), rank - time, inv_freq))
-            if mine.query_window is not None:
-                queries = new.rows_of(mine.query_window.queries).flatten(0, 2)
-                for query in queries:
-                    query.copy_(rotate(query.double(), old.held - cache.seen, inv_freq))
-                new.rows_of(mine.query_window.shift).zero_()
-    other.counters = cache.counters
-    if cache.balance is not None:
-        other.balance.preferences = cache.balance.preferences.copy()  # type: ignore[union-attr]
-    return other
-
-
-CASES: list[dict[str, Any]] = [{"batch": 2}, {"pins": [(3, 4)]}, {"evict_every": 3}]
 # Of correctors, evicted tokens count too, see below.
-KEPT = sorted(
-    name
-    for name, recipe in policies().items()
-    if name != "full" and "corrector" not in recipe.parts
-)
-
-
-@pytest.mark.slow(keep=10)
-@pytest.mark.parametrize(("policy", "case"), in_turn(KEPT, CASES, 2), ids=str)
-def test_what_was_moved_is_what_compact_positions_would_hold(policy, case):
-    """In generation: the token that would leave the window finds everything moved."""
-    model = model_with_window()
-    every = {"evict_every": case.get("evict_every", 1)}
-    batch = case.get("batch", 1)
-    ids = 3 + torch.stack([torch.randperm(90)[:33] for _ in range(batch)])
-    loop = auto(model, small_policy(policy, model.config), **every)
-    loop.prefill(ids[:, :18])
-    loop.cache.pin(case.get("pins", []))
-    for i in range(18, WINDOW):
-        loop.read(ids[:, i : i + 1])
-    assert not loop.cache.allocation.compact
-    other = BlockLoop(model, by_hand(loop.cache, model.config, **every))
-    for i in range(WINDOW, 27):
-        parts = ids[:, i : i + 1]
-        torch.testing.assert_close(loop.read(parts), other.read(parts), rtol=1e-4, atol=1e-4)
-        assert loop.cache.allocation.compact
-    parts = ids[:, 27:]
-    torch.testing.assert_close(loop.read(parts), other.read(parts), rtol=1e-4, atol=1e-4)
-    for mine, its in zip(loop.cache.capped_layers, other.cache.capped_layers, strict=True):
-        for one, two in zip(mine.segments, its.segments, strict=True):
-            assert torch.equal(one.positions, two.positions)
-
-
-def test_evicted_tokens_that_are_kept_aside_move_too():
-    """CaliDrop: they count behind the held ones older than them, as in compact positions."""
-    options = {"theta1": 1.0, "calibration_size": 1000, "sinks": 2}
-    model, ids = model_with_window(), text()
-    loop = auto(model, kvcap.load_policy("streaming_llm+calidrop", **options))
-    logits = [loop.read(part) for part in [*ids.split(BLOCK, 1), *STEPS]]
-    setting = Setting("streaming_llm", 12, "auto", {"sinks": 2}, recalls=True, trained=WINDOW)
-    _, expected = run_reference(model_with_window("llama", NAME), ids, BLOCK, setting)
-    torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-4, atol=1e-4)
 
 
 def logits_of(model: Any, ids: Tensor, **more: Any) -> Tensor:
@@ -298,17 +158,6 @@ def test_a_change_that_fails_half_way_is_no_state_to_go_on_from(error, monkeypat
 
 
 # What is kept of the state ------------------------------------------------------------------------
-
-
-def test_reset_begins_with_true_positions_again():
-    model, ids = model_with_window(), text()
-    loop = auto(model, small_policy("snapkv", model.config))
-    first = [loop.read(part) for part in ids.split(BLOCK, 1)]
-    assert loop.cache.allocation.compact
-    loop.cache.reset()
-    assert not loop.cache.allocation.compact
-    again = [loop.read(part) for part in ids.split(BLOCK, 1)]
-    assert all(map(torch.equal, first, again))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from conftest import as_cache, in_turn, small_policy, tiny_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcap
@@ -76,54 +76,6 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
         assert (pool.nbytes, pool.keys.data_ptr()) == (nbytes, pointer)
 
 
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("policy", EVICTING)
-@given(
-    budget=st.integers(8, 20),
-    block=st.integers(1, 12),
-    length=st.integers(1, 60),
-    evict_every=st.integers(1, 3),
-    compact=st.booleans(),
-)
-@settings(max_examples=6)  # of each policy
-def test_never_above_the_cap(policy, budget, block, length, evict_every, compact):
-    """After every block and generated token: held ≤ N, bytes as planned, positions unique."""
-    model = MODEL
-    eviction = small_policy(policy, model.config)
-    positions = "compact" if compact else "true"
-    cache = kvcap.BudgetCache(
-        model.config, budget, block, eviction,
-        positions=positions, evict_every=min(evict_every, block),
-    ).allocate(1, torch.float32, "cpu")  # fmt: skip
-    plan = kvcap.MemoryPlan.of(
-        model.config, policy=eviction, budget_tokens=budget,
-        block_size=block, dtype=torch.float32, positions=positions,
-    )  # fmt: skip
-    loop = BlockLoop(model, cache)
-    ids = torch.randint(3, 97, (1, length))
-
-    def check() -> None:
-        assert cache.held <= budget + cache.evict_every - 1
-        assert cache.nbytes == plan.cache_bytes == loop.peak_bytes
-        assert cache.used_bytes <= cache.nbytes
-        for layer in cache.capped_layers:
-            for segment in layer.segments:
-                for head in segment.positions[0]:
-                    assert len(set(head.tolist())) == segment.held
-                    assert head.max() == layer.seen - 1 or policy != "streaming_llm"
-                    assert head.max() < layer.seen
-
-    # A block never exceeds the room, also when generation has left tokens to evict.
-    loop.prefill(ids, lambda _: check())
-    for i in range(5):
-        loop.read(torch.tensor([[i + 5]]))
-        check()
-    loop.prefill(ids, lambda _: None)
-    assert cache.seen == 2 * length + 5
-    cache.reset()
-    assert (cache.seen, cache.held, cache.nbytes) == (0, 0, plan.cache_bytes)
-
-
 MODEL = tiny_model("llama")
 
 
@@ -142,30 +94,6 @@ def test_bytes_equal_the_plan_for_every_policy_and_dtype(policy, kv_heads):
         assert cache.layout.positions == plan.positions == "compact"
 
 
-def test_position_only_policies_do_not_depend_on_the_block(tokens):
-    ids = tokens(70)
-    for policy in ("streaming_llm", "random"):
-        kept = []
-        for block in (1, 5, 64, 70):
-            cache = kvcap.BudgetCache(MODEL.config, 24, block, policy)
-            BlockLoop(MODEL, cache).prefill(ids)
-            store = cache.layers[1].segments[0]
-            kept.append([sorted(head.tolist()) for head in store.positions[0]])
-        assert all(k == kept[0] for k in kept), policy
-
-
-def test_evict_every_keeps_the_same_tokens_for_position_only_policies(tokens):
-    kept = []
-    for every in (1, 4):
-        cache = kvcap.BudgetCache(MODEL.config, 16, 8, "streaming_llm", evict_every=every)
-        loop = BlockLoop(MODEL, cache)
-        loop.prefill(tokens(30))
-        for i in range(8):
-            loop.read(torch.tensor([[i + 5]]))
-        kept.append(sorted(cache.layers[0].segments[0].positions[0, 0].tolist()))
-    assert kept[0] == kept[1]
-
-
 def test_the_cache_layers_look_like_transformers_layers(tokens):
     cache = kvcap.BudgetCache(MODEL.config, 16, 8)
     assert cache.layers[0].keys is None
@@ -175,15 +103,6 @@ def test_the_cache_layers_look_like_transformers_layers(tokens):
     assert cache.get_seq_length() == 30
     assert cache.is_initialized
     assert len(cache) == 2
-
-
-def test_batches_of_equal_length(tokens):
-    ids = tokens(40, batch=3)
-    cache = kvcap.BudgetCache(MODEL.config, 16, 8)
-    together = BlockLoop(MODEL, cache).prefill(ids)
-    for row in range(3):
-        alone = BlockLoop(MODEL, kvcap.BudgetCache(MODEL.config, 16, 8)).prefill(ids[row : row + 1])
-        torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_counts_go_back_to_before_a_block_that_broke_off(tokens):
@@ -285,16 +204,6 @@ def test_a_gradient_is_refused_rather_than_wrong(attention, tokens):
     loss = model(tokens(8), **as_cache(cache), labels=tokens(8)).loss
     with pytest.raises(UnsupportedModel, match="keeps no gradients"):
         loss.backward()
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_a_reset_cache_reads_as_a_new_one(family, tokens):
-    model, ids = tiny_model(family), tokens(60)
-    cache = kvcap.BudgetCache(model.config, 16, 8)
-    loop = BlockLoop(model, cache)
-    expected = loop.prefill(ids)
-    cache.reset()
-    assert torch.equal(loop.prefill(ids), expected)
 
 
 # Tokens that wait for their eviction --------------------------------------------------------------

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
-from reference import NAME, STEPS, Setting, run_reference
-from tools import in_blocks, uncapped
 
 import kvcap
 from kvcap.runtime.attention.functions import attend_with_lse, causal, merge
@@ -22,7 +20,6 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import evicted_store as mapped_file
 from kvcap.runtime.errors import StoreFailed
 
-ALWAYS = {"theta1": 1.0, "calibration_size": 1000}
 BASES: dict[str, dict[str, Any]] = {
     "streaming_llm": {"sinks": 2},
     "h2o": {},
@@ -35,34 +32,6 @@ def loop_of(model: Any, base: str = "snapkv", **options: Any) -> BlockLoop:
     positions = options.pop("positions", "true")
     eviction = kvcap.load_policy(f"{base}+calidrop", **{**BASES[base], **options}).plain()
     return BlockLoop(model, kvcap.BudgetCache(model.config, 12, 6, eviction, positions=positions))
-
-
-@pytest.mark.slow(keep=13)
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "smollm3", "granite"])
-@pytest.mark.parametrize("base", BASES)
-def test_always_recomputing_gives_the_uncapped_logits(base, family, tokens):
-    """θ1 = 1 and a store that holds everything: nothing is lost, in blocks or one by one."""
-    ids = tokens(60)
-    model = tiny_model(family)
-    loop = loop_of(model, base, **ALWAYS)
-    logits = in_blocks(model, loop.cache, ids[:, :48], 6)
-    logits = torch.cat([logits, *(loop.read(t)[:, None] for t in ids[:, 48:].split(1, 1))], 1)
-    torch.testing.assert_close(logits, uncapped(family, ids), rtol=2e-4, atol=2e-4)
-    assert loop.cache.held == 12
-    assert loop.cache.recomputed == [1.0] * len(loop.cache.capped_layers)
-
-
-@pytest.mark.slow(keep=5)
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("base", BASES)
-def test_against_the_reference(base, positions):
-    """In compact positions an evicted token counts behind the held ones older than it."""
-    model, ids = tiny_model("llama"), 3 + torch.randperm(50)[None, :31]
-    loop = loop_of(model, base, **ALWAYS, positions=positions)
-    logits = [loop.read(part) for part in [*ids.split(6, 1), *STEPS]]
-    setting = Setting(base, 12, positions, BASES[base], recalls=True)
-    _, expected = run_reference(tiny_model("llama", NAME), ids, 6, setting)
-    torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_merge_is_attention_over_both():
@@ -217,13 +186,3 @@ def test_no_room_for_the_file_for_real(tmp_path):
     assert "StoreFailed" in done.stderr
     assert "1,048,576 bytes" in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-def test_with_heads_of_unequal_lengths(tokens):
-    """Composition: ragged heads evict different numbers of tokens, all of them recalled."""
-    ids, model = tokens(60), tiny_model("llama")
-    options = {**BASES["snapkv"], **ALWAYS}
-    eviction = kvcap.load_policy("snapkv+adakv+calidrop", **options)
-    cache = kvcap.BudgetCache(model.config, 12, 6, eviction, positions="true")
-    logits = in_blocks(model, cache, ids, 6)
-    torch.testing.assert_close(logits, uncapped("llama", ids), rtol=2e-4, atol=2e-4)

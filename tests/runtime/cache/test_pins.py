@@ -36,36 +36,6 @@ def held_everywhere(cache, spans):
                 assert wanted <= set(row.tolist()), (layer.index, segment.head)
 
 
-@pytest.mark.slow(keep=15)
-@pytest.mark.parametrize(
-    ("policy", "family", "positions"),
-    # Compact positions ask more of a cache; beside sliding layers they stand for both.
-    in_turn(sorted(set(policies()) - {"full"}), [
-        *((family, "compact") for family in sorted(MODELS)), ("llama", "true"), ("smollm3", "true"),
-    ], 2),
-)  # fmt: skip
-def test_pinned_tokens_survive(policy, family, positions, tokens):
-    model, ids = MODELS[family], tokens(200)
-    cache = cache_of(model, policy, positions=positions)
-    loop, spans = BlockLoop(model, cache), [(3, 6)]
-    cache.pin(spans)
-    loop.prefill(ids[:, :50])
-    more = [(50, 54)]
-    try:
-        cache.pin(more)
-        spans += more
-    except PinsTooLarge:
-        # Refused where slots are uneven: a layer or a head has become too small.
-        assert cache.layout.pooled or len({b for row in cache.layout.allotments for b in row}) > 1
-    for i in range(50, 110, 10):
-        loop.prefill(ids[:, i : i + 10])
-        held_everywhere(cache, [s for s in spans if s[1] <= cache.seen])
-    for i in range(110, 120):
-        loop.read(ids[:, i : i + 1])
-        held_everywhere(cache, spans)
-    assert cache.held <= 40
-
-
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(("policy", "positions", "first"), in_turn(
     ["adakv", "cake", "criticalkv-adakv", "h2o", "snapkv"],

@@ -8,12 +8,13 @@ many evictions later may be off by half a step of its own scale, and no more.
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import in_turn, small_policy, tiny_config, tiny_model
+from conftest import small_policy, tiny_config, tiny_model
 from families import OLD, STATES, config_of, model_of
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from kvcap.runtime.cache.pool import SHIFT, Segment
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.slot_format import NUMBERS, SlotFormat
 from kvcap.runtime.cache.slots import EagerSlots
-from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.errors import PlanInfeasible, SessionFileForeign, UnsupportedModel
 from kvcap.runtime.planning.dry_run import rehearse_block
 from kvcap.runtime.session.session import Session
@@ -191,7 +191,7 @@ class Truth:
             mean = layer.storage.key_mean
             centred = mean is not None
             if centred:
-                torch.testing.assert_close(mean.double(), self.means[layer.index])
+                torch.testing.assert_close(mean, self.means[layer.index].float())
             for s in layer.segments:
                 for b, k, n in torch.cartesian_prod(
                     *(torch.arange(x) for x in (s.batch, s.heads, s.held))
@@ -244,42 +244,30 @@ FAMILIES = ["llama", "gemma2", "gemma3_text", "smollm3", "phi3", "glm", "cohere"
 FAMILIES = [family for family in FAMILIES if not (OLD and family in STATES)]
 
 
-@pytest.mark.slow(keep=7)
-@pytest.mark.parametrize(("family", "kind"), in_turn(FAMILIES, KINDS, 2))
-def test_attention_is_that_over_the_numbers_in_the_slots(family, kind, tokens, monkeypatch):
-    """After many evictions, at compact positions, in every kind of layer."""
+EVICTIONS = sorted(  # a corrector is refused
+    name for name, x in policies().items() if not {"corrector", "full"} & {*x.parts, name}
+)
+
+
+@pytest.mark.slow(keep=14, ci=28)
+@pytest.mark.parametrize("seed", range(100))
+def test_random_combinations(seed, monkeypatch):
+    """After many evictions, in every kind of layer, under every policy."""
+    draw, kind = Random(seed), KINDS[seed % 3]
+    family, batch = draw.choice(FAMILIES) if seed % 2 else "llama", draw.choice([1, 2])
     model, truth = model_of(family), Truth(monkeypatch)
-    cache = kvcap.BudgetCache(
-        model.config, 12, 5, "keydiff", positions="compact", kv_dtype=kind
-    ).allocate(1, torch.float32, "cpu")
-    read(cache, model, tokens(49))
-    assert cache.held == 12
-    assert truth.attended
-    truth.check_slots(cache)
-
-
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_true_positions_hold_keys_as_the_model_rotated_them(kind, tokens, monkeypatch):
-    model, truth = tiny_model("llama"), Truth(monkeypatch)
-    cache = kvcap.BudgetCache(model.config, 12, 5, positions="true", kv_dtype=kind)
-    read(cache, model, tokens(49))
-    truth.check_slots(cache)
-    assert SHIFT not in cache.capped_layers[0].segments[0].pool.aux
-
-
-@pytest.mark.slow(keep=3)
-@pytest.mark.parametrize("policy", [p for p in policies() if p != "full"])
-def test_under_every_policy(policy, tokens, monkeypatch):
-    """Two sequences where the policy can, budgets that move between heads or layers with others."""
-    model, truth = tiny_model("llama"), Truth(monkeypatch)
+    policy = EVICTIONS[seed // 2 % len(EVICTIONS)] if family == "llama" else "keydiff"
     eviction = small_policy(policy, model.config)
-    if eviction.corrector is not None:
-        with pytest.raises(UnsupportedModel, match="without the corrector"):
-            kvcap.BudgetCache(model.config, 16, 6, eviction, kv_dtype="int8-int4")
-        return
-    batch = 1 if eviction.heads_move or eviction.layers_move else 2
-    cache = kvcap.BudgetCache(model.config, 16, 6, eviction, kv_dtype="int8-int4")
-    read(cache, model, tokens(40, batch))
+    modes = ["compact", *(["true"] if kind != "int4" and family == "llama" else [])]
+    positions = draw.choice(modes)
+    cache = kvcap.BudgetCache(
+        model.config, draw.randint(14, 24), draw.randint(3, 8), eviction, positions=positions,
+        kv_dtype=kind,
+    ).allocate(batch, torch.float32, "cpu")  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    read(cache, model, 3 + torch.randint(90, (batch, draw.randint(40, 60)), generator=generator))
+    assert cache.held <= cache.layout.budget_tokens
+    assert truth.attended
     truth.check_slots(cache)
 
 
@@ -290,44 +278,6 @@ def test_keys_read_by_generate_count_from_all_tokens_read(tokens, monkeypatch):
         model.generate(tokens(70), max_new_tokens=3, do_sample=False)
         truth.check_slots(capped.cache)
         assert capped.cache.held == 12
-
-
-def test_faults_are_seen(tokens, monkeypatch):
-    """A slot's scale given to another, or left behind by an eviction, and a mean left out."""
-    model = tiny_model("llama")
-
-    def after(change: Any = None) -> tuple[Truth, kvcap.BudgetCache]:
-        with monkeypatch.context() as patch:
-            if change is not None:
-                change(patch)
-            truth = Truth(patch)
-            cache = kvcap.BudgetCache(model.config, 12, 5, kv_dtype="int8")
-            read(cache, model, tokens(49))
-            return truth, cache
-
-    truth, cache = after()
-    truth.check_slots(cache)
-    scale = cache.capped_layers[0].segments[0].pool.sides["key_scale"]
-    scale.copy_(scale.roll(1))
-    with pytest.raises(AssertionError, match="key"):
-        truth.check_slots(cache)
-
-    compact, read_keys = Segment.compact, LayerStorage.read_keys
-
-    def left_behind(segment: Segment, evicted: Tensor) -> None:
-        before = segment.pool.sides["value_scale"].clone()
-        compact(segment, evicted)
-        segment.pool.sides["value_scale"].copy_(before)
-
-    truth, cache = after(lambda patch: patch.setattr(Segment, "compact", left_behind))
-    with pytest.raises(AssertionError, match="value"):
-        truth.check_slots(cache)
-
-    def without_mean(storage: LayerStorage, segment: Segment) -> Tensor:
-        return read_keys(replace(storage, key_mean=None), segment)
-
-    with pytest.raises(AssertionError, match="not close"):
-        after(lambda patch: patch.setattr(LayerStorage, "read_keys", without_mean))
 
 
 @pytest.mark.parametrize("kind", KINDS)

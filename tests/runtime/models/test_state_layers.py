@@ -7,22 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SIZES, as_cache, in_turn, small_policy
+from conftest import as_cache, small_policy
 from families import STATES as FAMILIES
+from families import model_of as tiny_model
 from tools import runtime_of
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     DynamicCache,
-    cache_utils,
 )
-from transformers.cache_utils import CacheLayerMixin
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvcap
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
@@ -40,10 +34,8 @@ from kvcap.runtime.errors import (
     SessionFileForeign,
     UnsupportedModel,
 )
-from kvcap.runtime.models import config as reading
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import load_config, load_model
-from kvcap.runtime.models.rope import Rotation
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
 from kvcap.runtime.planning.dry_run import rehearse_block
 from kvcap.runtime.session.session import Session
@@ -51,187 +43,6 @@ from kvcap.runtime.units import layers_named
 
 SOME = ["qwen3_5_text", "lfm2", "nemotron_h"]  # a delta net, a short convolution, Mamba 2
 BESIDE = ["falcon_h1", "zaya"]  # beside slots in one layer
-
-
-def tiny_model(
-    family: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
-) -> Any:
-    """A random model, of weights as `conftest.tiny_model`'s."""
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"this version of transformers has no {family}")
-    if not hasattr(DynamicCache, "get_conv_state"):
-        pytest.skip("this version of transformers keeps no states in a cache")
-    torch.manual_seed(0)
-    sizes = {**SIZES, **FAMILIES[family], **changes}
-    if family == "nemotron_h":
-        del sizes["num_hidden_layers"]
-    config = AutoConfig.for_model(family, **sizes)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    for name, weight in model.named_parameters():
-        if weight.dim() == 1:
-            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.1)
-        else:
-            torch.nn.init.normal_(weight, 0.0, 0.15)
-    return model.eval()
-
-
-# The reference: plain attention over exactly the tokens that a capped cache holds, in float64.
-
-KEPT = "attention_over_kept_tokens"
-
-
-class KeptLayer(CacheLayerMixin):
-    """Holds every key unrotated; attends to those of `held` [K, n] and to the block."""
-
-    is_sliding = False
-
-    def __init__(self, inv_freq: Tensor | None, compact: bool) -> None:
-        super().__init__()
-        self.inv_freq, self.compact, self.seen = inv_freq, compact, 0
-        self.held: Tensor | None = None
-
-    def lazy_initialization(self, *_: Any) -> None: ...
-
-    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """X [K, n, D], its halves (i, i + R/2) turned to positions [K, n]."""
-        if self.inv_freq is None:
-            return x
-        half = len(self.inv_freq)
-        angles = positions[..., None] * self.inv_freq.double()
-        cos, sin = angles.cos(), angles.sin()
-        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
-
-    def times(self, length: int) -> Tensor:
-        return torch.arange(self.seen - length, self.seen)[None]
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.seen += (length := keys.shape[2])
-        raw = self.rotated(keys[0].double(), -self.times(length))
-        before = (self.keys, self.values) if self.is_initialized else (raw[:, :0], raw[:, :0])
-        self.keys = torch.cat((before[0], raw), 1)
-        self.values = torch.cat((before[1], values[0].double()), 1)
-        self.is_initialized = True
-        keys = keys.clone()
-        keys.kept = self
-        return keys, values
-
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
-        heads, length = query.shape[1:3]
-        block = self.times(length).expand(len(self.keys), -1)
-        held = block[:, :0] if self.held is None else self.held.long().sort().values
-        times = torch.cat((held, block), 1)  # [K, n], in time order
-        places = torch.arange(times.shape[1]).expand_as(times) if self.compact else times
-        index = times[..., None].expand(-1, -1, self.keys.shape[-1])
-        keys = self.rotated(self.keys.gather(1, index), places)
-        values = self.values.gather(1, index)
-        group = heads // len(self.keys)
-        raw = self.rotated(query[0].double(), -self.times(length))
-        queries = self.rotated(raw, places[:, -length:].repeat_interleave(group, 0))
-        logits = queries @ keys.repeat_interleave(group, 0).mT * scaling  # [H, T, n]
-        later = torch.ones(length, times.shape[1]).tril(times.shape[1] - length) == 0
-        weights = logits.masked_fill(later, -torch.inf).softmax(-1)
-        return (weights @ values.repeat_interleave(group, 0))[None].to(query.dtype)
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, length: int) -> tuple[int, int]:
-        return self.seen + length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-STATE = getattr(cache_utils, "LinearAttentionLayer", object)  # transformers 4.57 has none
-
-
-class KeptBesideState(KeptLayer, STATE):  # type: ignore[misc, valid-type]
-    """Likewise, where a layer has a state too, which stays transformers' own."""
-
-    def __init__(self, inv_freq: Tensor | None, compact: bool) -> None:
-        KeptLayer.__init__(self, inv_freq, compact)
-        STATE.__init__(self)
-
-    def lazy_initialization(self, *keys: Any, **states: Any) -> None:
-        if states:
-            STATE.lazy_initialization(self, **states)
-
-
-def attend_to_kept(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-) -> Any:
-    if (layer := getattr(key, "kept", None)) is not None:
-        out = layer.attend(query, kwargs["scaling"])
-    else:  # a native sliding layer
-        alone = mask is None and query.shape[2] > 1
-        scale = kwargs["scaling"]
-        out = scaled_dot_product_attention(
-            query, key, value, mask, is_causal=alone, scale=scale, enable_gqa=True
-        )
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(KEPT, attend_to_kept)
-AttentionMaskInterface.register(KEPT, sdpa_mask)
-
-
-def beside_the_reference(
-    family: str,
-    policy: str,
-    positions: str,
-    ids: Tensor,
-    fault: Any = lambda cache: None,
-    block: int = 8,
-    budget: int = 16,
-) -> float:
-    """The largest difference of logits; `fault` may spoil the capped cache after every block."""
-    model, plain = tiny_model(family), tiny_model(family, KEPT)
-    eviction = small_policy(policy, model.config)
-    cache = kvcap.BudgetCache(model.config, budget, block, eviction, positions=positions)
-    loop, reference = BlockLoop(model, cache), DynamicCache(config=plain.config)
-    for index in cache.layout.shape.capped:
-        rope = cache.layout.shape.layers[index].rope
-        rotary = getattr(plain.model, "rotary_emb", None) or getattr(plain.model, "pos_emb", None)
-        names = ("inv_freq", "full_attention_inv_freq", "hybrid_inv_freq")  # LFM3, Zaya
-        name = next((name for name in names if hasattr(rotary, name)), "")
-        inv_freq = None if rope is None else getattr(rotary, name)
-        kind = KeptBesideState if index in cache.state_layers else KeptLayer
-        reference.layers[index] = kind(inv_freq, positions == "compact")
-    worst = 0.0
-    steps = ids.shape[1] - 4  # single tokens at the end, as in generation
-    for part in (*ids[:, :steps].split(block, 1), *ids[:, steps:].split(1, 1)):
-        for index in cache.layout.shape.capped:
-            if cache.seen:
-                reference.layers[index].held = cache.layers[index].segments[0].positions[0]
-        with torch.no_grad():
-            expected = plain(part, **as_cache(reference), logits_to_keep=1).logits[:, -1]
-        worst = max(worst, float((loop.read(part) - expected).abs().max()))
-        fault(cache)
-    assert cache.held == budget
-    return worst
-
-
-MODES = [(family, mode) for family in FAMILIES for mode in ("compact", "true")]
-
-
-@pytest.mark.slow(keep=9)
-@pytest.mark.parametrize(("family", "positions", "policy"), in_turn(
-    MODES, ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm"], 2,
-))  # fmt: skip
-def test_logits_are_those_of_attention_over_the_kept_tokens(family, positions, policy, tokens):
-    assert beside_the_reference(family, policy, positions, tokens(49)) <= 1e-4
-
-
-def zero_states(cache: Any) -> None:
-    for layer in cache.state_layers.values():
-        layer.named["conv"].zero_()
-        layer.named.get("recurrent", torch.zeros(1)).zero_()
-
-
-@pytest.mark.parametrize("family", SOME + BESIDE)
-def test_a_planted_loss_of_states_is_seen(family, tokens):
-    assert beside_the_reference(family, "keydiff", "compact", tokens(49), zero_states) > 1e-2
 
 
 def in_blocks(loop: BlockLoop, ids: Tensor, block: int = 8) -> Tensor:
@@ -258,27 +69,6 @@ def test_states_are_those_of_transformers_cache_to_the_bit(family, tokens):
         if "recurrent" in layer.named:
             torch.testing.assert_close(layer.named["recurrent"], theirs.recurrent_states[0])
     assert cache.consistent
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_moved_keys_are_those_read_there(family, tokens):
-    model = tiny_model(family)
-    shape = ModelShape.of(model.config)
-    rope = shape.layers[shape.capped[0]].rope
-    if rope is None or rope.inv_freq is None:
-        assert family in ("olmo_hybrid", "granitemoehybrid", "nemotron_h")
-        return
-    keys = []
-    for start in (5, 42):
-        cache = DynamicCache(config=model.config)
-        places = torch.arange(start, start + 12)[None]
-        with torch.no_grad():
-            model(tokens(12), position_ids=places, **as_cache(cache))
-        keys.append(cache.layers[shape.capped[0]].keys)
-    rotation = Rotation(rope.inv_freq, 40, "cpu")
-    moved = rotation.back(keys[1], torch.full(keys[1].shape[:3], 37, dtype=torch.int32))
-    assert (moved - keys[0]).norm() / keys[0].norm() <= 1e-5
-    assert (keys[1] - keys[0]).norm() / keys[0].norm() > 1e-2
 
 
 @pytest.mark.slow(keep=6)
@@ -319,38 +109,6 @@ def test_a_dry_run_finds_the_workspace(family):
     assert rehearse_block(config, CacheSettings(24, 8, "keydiff"), torch.float32) > 0
 
 
-@pytest.mark.slow(keep=4)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_loaded_session_goes_on_to_the_bit(family, tokens, tmp_path):
-    model, ids = tiny_model(family), tokens(80)
-    runtime = runtime_of(model, positions="compact")
-    session = runtime.session(seed=1)
-    in_blocks(session.loop, ids[:, :60])
-    session.save(tmp_path / "s")
-    loaded = Session.load(runtime, tmp_path / "s")
-    assert loaded.cache.consistent
-    expected = in_blocks(session.loop, ids[:, 60:])
-    assert torch.equal(in_blocks(loaded.loop, ids[:, 60:]), expected)
-
-
-@pytest.mark.parametrize("family", SOME + BESIDE)
-def test_a_planted_state_that_is_not_restored_is_seen(family, tokens, tmp_path, monkeypatch):
-    model, ids = tiny_model(family), tokens(80)
-    runtime = runtime_of(model)
-    session = runtime.session(seed=1)
-    in_blocks(session.loop, ids[:, :60])
-    session.save(tmp_path / "s")
-    from kvcap.runtime.cache.state_layer import StateLayer
-
-    def keep_out(layer: Any, _: Any, seen: int) -> None:
-        layer.seen, layer.has_previous_state[0] = seen, True
-
-    monkeypatch.setattr(StateLayer, "fill", keep_out)
-    loaded = Session.load(runtime, tmp_path / "s")
-    expected = in_blocks(session.loop, ids[:, 60:])
-    assert (in_blocks(loaded.loop, ids[:, 60:]) - expected).abs().max() > 1e-2
-
-
 def test_sessions_of_other_models_and_broken_states_are_refused(tokens, tmp_path):
     model = tiny_model("qwen3_5_text")
     session = runtime_of(model).session(seed=1)
@@ -377,25 +135,6 @@ def test_another_budget_takes_the_states_over(family, tokens, tmp_path):
             for name, state in layer.named.items():
                 assert torch.equal(loaded.cache.state_layers[index].named[name], state)
         assert in_blocks(loaded.loop, ids[:, 60:]).isfinite().all()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_generation_equals_the_uncapped_model(family, tokens):
-    ids = tokens(30)
-    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    expected = tiny_model(family, "sdpa").generate(ids, **settings)
-    model = tiny_model(family)
-    cache = kvcap.BudgetCache(model.config, 64, 32)
-    assert torch.equal(model.generate(ids, **as_cache(cache), **settings), expected)
-    assert (cache.seen, cache.consistent) == (41, True)
-    cache.reset()  # a new text, with nothing of the old one's states
-    assert torch.equal(model.generate(ids, **as_cache(cache), **settings), expected)
-    model = tiny_model(family, "sdpa")
-    cache = kvcap.BudgetCache(model.config, 64, 32)  # stock attention
-    assert torch.equal(model.generate(ids, **as_cache(cache), **settings), expected)
-    with kvcap.cap(model, 64, 8) as capped:
-        assert torch.equal(model.generate(ids, **settings), expected)
-    assert capped.cache.held == 41
 
 
 @pytest.mark.parametrize("family", SOME + BESIDE)
@@ -545,26 +284,6 @@ def test_what_cannot_work_is_refused_by_name(family, tokens):
     for what in ("crop", "reorder_cache", "activate_past_recording", "offload", "prefetch"):
         with pytest.raises(UnsupportedModel):
             getattr(cache.state_layers[shape.recurrent[0]], what)()
-
-
-@pytest.mark.slow(keep=3)
-@pytest.mark.parametrize(
-    # Not Zaya, a token of which takes one expert, where a trial's copy takes two.
-    "family",
-    [name for name in FAMILIES if name != "zaya"],
-)
-def test_a_trial_finds_what_the_list_says(family, monkeypatch):
-    config = tiny_model(family).config
-    listed = ModelShape.of(config)
-    monkeypatch.setattr(reading, "FAMILIES", ())
-    found = ModelShape.of(config)
-    assert [layer.kind for layer in found.layers] == [layer.kind for layer in listed.layers]
-    assert [layer.states for layer in found.layers] == [layer.states for layer in listed.layers]
-    for i in listed.capped:
-        mine, theirs = listed.layers[i].rope, found.layers[i].rope
-        assert (mine is None) == (theirs is None)
-        assert mine is None or mine.exact == theirs.exact
-        assert mine is None or mine.interleaved == theirs.interleaved
 
 
 def test_states_beside_a_window_and_states_alone_are_refused():

@@ -572,17 +572,6 @@ def test_messages_pinned_later_are_read_by_their_own_session() -> None:
     assert list(map(kept, sessions)) == list(map(kept, alone))
 
 
-def test_a_row_left_behind_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without counting as the rows do, other tokens would be kept."""
-    runtime = runtime_of("streaming_llm")
-    alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
-    for s in alone:
-        "".join(s.send("Go on."))
-    monkeypatch.setattr(SessionRows, "_move", lambda *_: None)
-    together(runtime.batch(2), [(s, s.send("Go on.")) for s in sessions])
-    assert kept(sessions[0]) != kept(alone[0])
-
-
 LEAVE = """
 import gc, kvcap
 runtime = kvcap.Runtime.from_pretrained("pocket", budget_tokens=64)
