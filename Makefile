@@ -12,7 +12,7 @@ DOCS := .docs
 PAIR := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 FOLDERS := runtime policies kernels export android_bench evals serve pocket tests src/kvcap/*.py scripts/reference.py scripts/check-genai-decoders scripts/draw-chat scripts/list-models scripts/plant-faults
 
-.PHONY: setup chat test test-ci test-all test-quantised test-lm-eval test-servers check build-check docs docs-build docs-setup format clean
+.PHONY: setup chat test test-ci test-phones test-all test-quantised test-lm-eval test-servers check build-check docs docs-build docs-setup format clean
 
 setup: $(VENV)/.ready ## the environment alone
 
@@ -28,6 +28,9 @@ test-ci: $(VENV)/.ready ## the fast tier and a part of the slow one; a part on t
 	@$(MAKE) $(PAIR) test-quantised test-lm-eval TIER=--ci
 	scripts/test-servers --ci
 	test ! -f .venv-newest/.ready || scripts/test-newest
+
+test-phones: $(VENV)/.ready ## of phones, decoders of others and QNN the tier that test-ci is of the rest
+	$(BIN)/pytest --ci tests/android_bench tests/export/adopted tests/export/qnn
 
 test-all: $(VENV)/.ready ## all tests, and all of these parts
 	$(BIN)/pytest --all --durations=40

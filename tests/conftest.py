@@ -7,6 +7,9 @@ each tier runs:
     slow                no set in the fast tier, one in `--ci`
     slow(keep=3)        three in both
     slow(ci=0)          none in either: a minute of processes, or a whole loop in an interpreter
+
+The folders of `APART` are a tier of their own: their tests run with `--all`, and where one of them,
+or a file in it, is named: `pytest --ci tests/android_bench` runs what `--ci` runs elsewhere.
 """
 
 from __future__ import annotations
@@ -68,11 +71,29 @@ LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/te
         "bench/test_weights.py")  # fmt: skip
 
 
+# What is only run by phones, by decoders that others exported, and by Qualcomm's processors.
+APART = tuple(Path(__file__).parent / name
+              for name in ("android_bench", "export/adopted", "export/qnn"))  # fmt: skip
+
+
+def apart(item: pytest.Item, config: pytest.Config) -> bool:
+    """Whether an item is of a tier of its own, of which nothing was named."""
+    asked = [*config.args, *config.getoption("--all-of")]
+    named = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in asked]
+    return any(
+        folder in item.path.parents and not any(folder in (x, *x.parents) for x in named)
+        for folder in APART
+    )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to `--all` what the tier does not run, unless it was asked for by its name."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if config.getoption("--all"):
         return
+    unnamed = {item for item in items if apart(item, config)}
+    config.hook.pytest_deselected(items=[*unnamed])
+    items[:] = [item for item in items if item not in unnamed]
     asked = [*config.getoption("--all-of"), *(a for a in config.args if "::" in a)]
     places = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in asked]
     sets: dict[str, list[pytest.Item]] = {}

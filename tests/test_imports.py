@@ -116,11 +116,6 @@ def test_no_modules_of_a_folder_import_each_other_in_a_circle(folder):
     assert not cycles(module_graph(folder))
 
 
-def test_a_cycle_would_be_seen():
-    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
-    assert cycles(graph) in ([["b", "c", "b"]], [["c", "b", "c"]])
-
-
 def test_nothing_of_the_runtime_imports_kvcap_itself():
     """Whose names import the runtime; what lies beside it in src/kvcap may be imported."""
     beside = {
@@ -147,12 +142,6 @@ def test_folders_import_what_the_table_allows(folder):
                 assert parts[1] in MAY_IMPORT[folder] | {folder}, f"{path} imports {name}"
             assert parts[0] not in MAY_IMPORT, f"{path}: import kvcap.{name}"
             assert folder in ONLY_IN.get(parts[0], {folder}), f"{path} imports {name}"
-
-
-def test_a_forbidden_import_would_be_seen(tmp_path):
-    file = tmp_path / "x.py"
-    file.write_text("from kvcap import evals\nimport triton\n")
-    assert {"kvcap.evals", "triton"} <= imports(file)
 
 
 def test_the_source_links_point_to_the_root_folders():
@@ -238,10 +227,6 @@ def test_a_command_imports_only_what_it_needs(command, tmp_path_factory):
     assert collections <= 1, "of all objects, while imports make them"
     if known is not None:
         assert known["hits"] > known["misses"] / 2, "most folders of transformers are read once"
-
-
-def test_what_a_command_may_import_is_heavy():
-    assert set[str]().union(*MAY_LOAD.values()) <= HEAVY
 
 
 @pytest.mark.slow(keep=1)

@@ -5,30 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import tiny_config
 
-from kvcap.android_bench.plan.presets import PRESETS
-from kvcap.android_bench.plan.write import _spec
 from kvcap.export.adopted.adopt import pins
-from kvcap.export.decoder.spec import layout_for
 from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.spec import Spec, recalled, recipe
-from kvcap.policies import PolicyError, load_policy
+from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.runtime import ExportedPolicy, PolicyRequest
 from kvcap.runtime.cache.settings import CacheSettings
 
 SHAPE = Shape(kv_heads=2, heads=4, head_dim=8, block=8, budget=64)
-
-
-def test_a_graph_that_evicts_has_them_in_it():
-    spec = Spec(load_policy("keydiff"), SHAPE, "evict")
-    assert spec.eviction.sinks() == 4
-    assert spec.recipe()["parameters"]["sink_tokens"] == 4
-    for sinks in (0, 9):
-        asked = Spec(load_policy("keydiff", sink_tokens=sinks), SHAPE, "evict")
-        assert asked.recipe()["parameters"]["sink_tokens"] == sinks
-    with pytest.raises(PolicyError, match="pins 65 sinks"):
-        Spec(load_policy("keydiff", sink_tokens=65), SHAPE, "evict")
 
 
 def test_a_graph_that_scores_has_none():
@@ -42,28 +27,6 @@ def test_a_manifest_says_what_its_graph_was_made_with():
     assert recalled(made.recipe(), shape, stage="evict").eviction.sinks() == 4
     earlier = {"parts": "keydiff", "parameters": {"sink_tokens": 0, "recent_tokens": 0}}
     assert recalled(earlier, shape, stage="evict").eviction.sinks() == 0
-
-
-def test_the_presets_for_phones_have_them():
-    for group in PRESETS["full"]().groups:
-        for variant, dtype, budget in group.models():
-            if group.stage == "evict":
-                spec = _spec(SHAPE, variant, group.stage, dtype, budget)
-                own = spec.eviction.policy.sinks_pinned()
-                assert spec.eviction.sinks() == max(4, own), variant
-
-
-def test_a_decoder_has_them():
-    config = tiny_config("llama")
-    for policy, options, budget, sinks in (
-        ("keydiff", {}, 64, 4), ("keydiff", {}, 16, 2), ("keydiff", {"sink_tokens": 0}, 64, 0),
-        ("streaming_llm", {"sinks": 6}, 64, 6), ("pyramidkv", {}, 64, 4),
-    ):  # fmt: skip
-        layout = layout_for(config, CacheSettings(budget, 8, load_policy(policy, **options)))
-        assert layout.eviction.sinks() == sinks
-        assert recipe(layout.eviction)["parameters"]["sink_tokens"] == max(
-            0 if policy == "streaming_llm" else sinks, layout.eviction.sink_tokens or 0
-        )
 
 
 @pytest.mark.parametrize(("exported", "asked", "budget", "found"), [

@@ -67,20 +67,6 @@ def test_the_table_is_as_exact_as_keys_of_the_type_need_it(dtype):
     assert (found.double() - truth).abs().mean() <= 1.1 * rounded.mean() + 1e-7
 
 
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv"])
-def test_models_that_rotate_neighbours(policy):
-    """Keys, and a window of queries, by the kernel and eagerly; half of a head rotates."""
-    found = []
-    for choice in ("eager", "triton"):
-        with kernels.use(choice):
-            cache, loop, ids = glm(policy)
-            logits = [loop.prefill(ids[:, :38]), loop.read(ids[:, 38:39]), loop.read(ids[:, 39:])]
-        kept = [sorted(row.tolist()) for x in cache.layers[0].segments for row in x.positions[0]]
-        found.append((torch.stack(logits), kept))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
-    assert found[1][1] == found[0][1]
-
-
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_the_kernel_of_one_token_takes_halves_alone(interleaved, positions):

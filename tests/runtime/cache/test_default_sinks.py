@@ -50,27 +50,6 @@ def test_a_cache_keeps_the_first_tokens_whatever_names_the_policy(policy, ids):
     assert not kept_first(plain, 4)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "olmo2"])
-@pytest.mark.parametrize("begins", [1, 5], ids=["bos", "no bos"])
-def test_models_with_and_without_norms_of_keys_keep_them(family, begins, ids):
-    """Pin the first tokens by their place alone: a text may begin without `<bos>`."""
-    model = tiny_model(family)
-    ids[:, 0] = begins
-    assert kept_first(read(kvcap.BudgetCache(model.config, 32, 8), model, ids), 4)
-    plain = kvcap.BudgetCache(model.config, 32, 8, sink_tokens=0)
-    assert not kept_first(read(plain, model, ids), 4)
-
-
-def test_the_number_can_be_set_and_a_policy_s_own_stays(ids):
-    model = tiny_model("llama")
-    own = kvcap.load_policy("keydiff", sink_tokens=2)
-    assert kvcap.BudgetCache(model.config, 32, 8, own).sinks == 2
-    assert kvcap.BudgetCache(model.config, 32, 8, own, sink_tokens=9).sinks == 9
-    assert kvcap.BudgetCache(model.config, 32, 8, "streaming_llm").sinks == 4
-    many = kvcap.load_policy("streaming_llm", sinks=8)
-    assert read(kvcap.BudgetCache(model.config, 32, 8, many), model, ids).sinks == 8
-
-
 @pytest.mark.parametrize("budget", [1, 7, 8, 15, 16, 31])
 def test_a_small_budget_is_never_refused_for_the_default(budget, ids):
     model = tiny_model("llama")
@@ -80,22 +59,6 @@ def test_a_small_budget_is_never_refused_for_the_default(budget, ids):
     assert kept_first(cache, budget // 8)
     with pytest.raises(PolicyError, match=f"pins {budget + 1} sinks.*at least {budget + 1} or"):
         kvcap.BudgetCache(model.config, budget, 4, sink_tokens=budget + 1)
-
-
-def test_a_plan_is_the_cache_s_bytes_with_the_default_too():
-    config = tiny_model("llama").config
-    for policy in ("keydiff", "snapkv", "pyramidkv", "adakv"):
-        plan = kvcap.MemoryPlan.of(config, policy=policy, budget_tokens=64, block_size=16)
-        cache = kvcap.BudgetCache(config, 64, 16, policy)
-        assert cache.allocate(1, torch.float32, "cpu").nbytes == plan.cache_bytes
-        assert cache.sinks == 4
-
-
-def test_the_layers_of_pyramidkv_all_hold_them(ids):
-    model = tiny_model("llama")
-    cache = read(kvcap.BudgetCache(model.config, 64, 16, "pyramidkv"), model, ids.repeat(1, 3))
-    assert cache.sinks == 4
-    assert kept_first(cache, 4)
 
 
 def test_a_capped_model_keeps_them(ids):

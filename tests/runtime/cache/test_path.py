@@ -74,10 +74,3 @@ def test_nothing_else_is_given_the_keys():
     names = {name for _, name in documented()}
     _, given = called("keydiff")
     assert given <= names | ASIDE, f"{given - names - ASIDE} are no stops of the page"
-
-
-def test_a_stop_that_is_not_made_would_be_seen():
-    log, _ = called("keydiff")
-    assert ("runtime/cache/evicted_store.py", "EvictedStore.take") not in log
-    log, _ = called("keydiff+calidrop")
-    assert ("runtime/cache/evicted_store.py", "EvictedStore.take") in log

@@ -188,11 +188,8 @@ def kept(cache: kvcap.BudgetCache, layer: int, row: int = 0) -> list[list[int]]:
     return [sorted(x.tolist()) for s in segments for x in s.positions[row - s.row]]
 
 
-@pytest.mark.slow(keep=24, ci=72)
-@pytest.mark.parametrize("seed", range(300))
-def test_random_combinations(seed):
-    """Any settings give the logits of the reference, and keep the tokens that it keeps."""
-    drawn = Drawn.by(seed)
+def check(drawn: Drawn) -> None:
+    """Hold a cache to the logits of the reference, and to the tokens that it keeps."""
     cache, logits, held = drawn.cached()
     pinned = {time for start, stop in cache.pinned_spans for time in range(start, stop)}
     for row in range(len(drawn.ids)):
@@ -202,6 +199,24 @@ def test_random_combinations(seed):
             assert all(pinned <= {*head} for head in kept(cache, layer, row)), drawn
         apart = (logits[:, row] - expected).abs().max()
         assert apart <= 2e-4 * expected.abs().max().clamp(min=1), drawn
+
+
+@pytest.mark.slow(keep=24, ci=56)
+@pytest.mark.parametrize("seed", range(300))
+def test_random_combinations(seed):
+    check(Drawn.by(seed))
+
+
+@pytest.mark.parametrize(("family", "policy"), [
+    ("gemma3n", ("h2o", {})), ("gemma4", POLICIES[-1]), ("gpt_oss", ("h2o", {})),
+    ("gpt_oss", POLICIES[-2]), ("granite_swa", POLICIES[-1]),
+], ids=str)  # fmt: skip
+def test_scores_by_attention_where_layers_share_slots_or_have_sinks(family, policy):
+    """By the queries of the layer whose slots they are, and with a sink's share taken off."""
+    check(replace(
+        Drawn.by(0), family=family, changes={}, policy=policy[0], options=policy[1], budget=BUDGET,
+        positions="compact", division="equal", recalls=False, pins=[], every=1,
+    ))  # fmt: skip
 
 
 @pytest.mark.slow(keep=12, ci=24)

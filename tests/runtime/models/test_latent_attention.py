@@ -23,7 +23,6 @@ import kvcap
 from kvcap.evals.measure import allocator_peak
 from kvcap.export.adopted import adopt
 from kvcap.export.decoder.spec import layout_for
-from kvcap.kernels import use
 from kvcap.policies import Observation
 from kvcap.policies.base import Expansion
 from kvcap.runtime.attention import latents
@@ -354,25 +353,6 @@ def test_a_dry_run_finds_the_allocators_peak(block):
     # Torch's fused attention has buffers of its own, of some 64 KiB a thread, which are not seen.
     peak = allocator_peak(lambda: loop.read(ids))
     assert planned == pytest.approx(peak, rel=0.05, abs=64 << 10)
-
-
-@pytest.mark.slow(keep=4)
-@pytest.mark.parametrize("block", [6, 24])
-@pytest.mark.parametrize("policy", ["keydiff", "snapkv", "h2o", "dropkv"])
-def test_kernels_give_what_eager_code_does(policy, block):
-    """Where they cover slots of latents; elsewhere eager code runs."""
-    pytest.importorskip("triton")
-    found = []
-    for choice in ("eager", "triton"):
-        model = model_of("deepseek_v2")
-        cache = kvcap.BudgetCache(model.config, 14, block, eviction_of(policy))
-        with use(choice):
-            logits = [BlockLoop(model, cache).prefill(text(40))]
-            logits += [BlockLoop(model, cache).read(x) for x in text(44)[:, 40:].split(1, 1)]
-        segment = cache.capped_layers[1].segments[0]
-        found.append((torch.cat(logits), segment.positions.sort(-1).values))
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-4)
-    assert torch.equal(found[0][1], found[1][1])
 
 
 # KeyDiff's two scores -----------------------------------------------------------------------------

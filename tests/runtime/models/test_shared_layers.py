@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import as_cache, small_policy
+from conftest import as_cache
 from families import READERS as FAMILIES
 from families import config_of as tiny_config
 from families import model_of as tiny_model
@@ -18,7 +18,6 @@ from tools import in_blocks
 from torch import Tensor
 
 import kvcap
-from kvcap import kernels
 from kvcap.export.adopted import adopt
 from kvcap.export.decoder.spec import layout_for
 from kvcap.policies import load_policy
@@ -27,7 +26,6 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import BlockTooLarge, NotExportable, SessionBroken, UnsupportedModel
 from kvcap.runtime.models import config as model_config
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.rope import rope_of
 
 SHARED = ["gemma3n", "gemma4"]
 
@@ -37,28 +35,6 @@ def worst(found: Tensor, expected: Tensor) -> float:
 
 
 IDS = 3 + torch.randperm(50, generator=torch.Generator().manual_seed(1))[None, :40]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["keydiff-window", "h2o", "adakv"])
-@pytest.mark.parametrize("family", SHARED)
-def test_kernels_and_batches_compute_the_same(family, policy):
-    pytest.importorskip("triton")
-    from interpreted import DEVICE
-
-    eviction = small_policy(policy, tiny_config(family))
-    ids = torch.cat((IDS[:, :27], IDS[:, :27].flip(1))).to(DEVICE)
-    found = []
-    for choice, batch in (("triton", ids), ("eager", ids), ("eager", ids[:1])):
-        model = tiny_model(family).to(DEVICE)
-        held = kvcap.BudgetCache(model.config, 12, 6, eviction)
-        with kernels.use(choice):
-            loop = BlockLoop(model, held)
-            logits = [loop.prefill(batch[:, :24])]
-            logits += [loop.read(batch[:, i : i + 1]) for i in range(24, 27)]
-        found.append(torch.stack(logits))
-    assert worst(found[0], found[1]) <= 1e-4
-    assert worst(found[2][:, :1], found[1][:, :1]) <= 1e-4
 
 
 # Stock attention; generate; cap -------------------------------------------------------------------
@@ -97,13 +73,6 @@ def test_a_cap_reads_long_inputs_block_by_block(family, tokens):
 # Positions ----------------------------------------------------------------------------------------
 
 
-def test_proportional_rope_leaves_most_of_a_head_where_it_is():
-    rope = rope_of(tiny_config("gemma4"))
-    assert rope.kind == "proportional"
-    assert rope.inv_freq is not None
-    assert (rope.inv_freq > 0).sum() == 4  # a quarter of 16 pairs
-
-
 # What the cache holds -----------------------------------------------------------------------------
 
 
@@ -119,27 +88,6 @@ def test_what_layers_are():
     shape = ModelShape.of(tiny_config("gemma4 k=v"))
     assert [(x.kv_heads, x.head_size) for x in shape.layers] == [(2, 16), (1, 32)] * 2
     assert (shape.kv_heads, shape.head_size, shape.groups) == (1, 32, 4)
-
-
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("positions", ["compact", "true"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_plan_is_what_is_held(family, positions, tokens):
-    model = tiny_model(family)
-    plan = kvcap.MemoryPlan.of(
-        model.config, policy=load_policy("snapkv", window=8), budget_tokens=16, block_size=8,
-        dtype=torch.float32, positions=positions, rehearse=True,
-    )  # fmt: skip
-    held = kvcap.BudgetCache(
-        model.config, 16, 8, load_policy("snapkv", window=8), positions=positions
-    )
-    loop = BlockLoop(model, held)
-    loop.prefill(tokens(96))
-    assert held.nbytes == plan.cache_bytes
-    own = [x for x in held.layout.shape.layers if x.kind != "shared"]
-    assert plan.token_bytes + plan.sliding_token_bytes == 8 * sum(
-        x.kv_heads * x.head_size for x in own
-    )
 
 
 @pytest.mark.parametrize("family", SHARED)

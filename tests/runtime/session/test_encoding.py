@@ -118,13 +118,6 @@ def test_a_text_is_cut_between_words_where_its_tokenizer_cuts_it(
     assert cuts(tokenizer, word * 20) == []  # too short
 
 
-def test_a_cut_that_was_not_tried_would_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "PIECE", 150)
-    monkeypatch.setattr(encoding, "_apart", lambda *_: True)
-    tokenizer, text = llama2(), text_of(1, 3000)
-    assert encode(tokenizer, text) != tokenizer.encode(text, add_special_tokens=False).ids
-
-
 @pytest.mark.parametrize("special", [False, True])
 def test_pocket_s_long_texts(special: bool) -> None:
     tokenizer = load_tokenizer(resolve("pocket"))

@@ -23,7 +23,6 @@ from tools import runtime_of
 import kvcap
 from kvcap import cli
 from kvcap.policies import policies
-from kvcap.runtime.backends.pytorch.snapshot import settings as settings_of
 from kvcap.runtime.cache.pool import SHIFT
 from kvcap.runtime.cli.chat import Chat
 from kvcap.runtime.cli.options import Output
@@ -76,22 +75,6 @@ def test_a_loaded_session_goes_on_exactly(family, policy, positions, tokens, tmp
         assert fork.cache.held == session.cache.held
         assert fork.cache.recomputed == session.cache.recomputed
         assert fork.rng.get_state().equal(session.rng.get_state())
-
-
-def test_between_evictions(tokens, tmp_path):
-    """With evict_every the cache holds more than its budget for a while."""
-    runtime = runtime_of(MODELS["llama"], every=6)
-    session, ids = runtime.session(), tokens(90)
-    session.loop.prefill(ids[:, :60])
-    for i in range(60, 64):
-        session.loop.read(ids[:, i : i + 1])
-    assert session.cache.held == 28
-    session.save(tmp_path / "s")
-    fork = Session.load(runtime, tmp_path / "s")
-    assert torch.equal(read_on(fork, ids[:, 64:]), read_on(session, ids[:, 64:]))
-    other = Session.load(runtime_of(MODELS["llama"]), tmp_path / "s")  # evicts after every token
-    assert read_on(other, ids[:, 64:65]).isfinite().all()
-    assert other.cache.held == 24
 
 
 @pytest.mark.slow(keep=2)
@@ -181,24 +164,6 @@ def session(chatting):
     session.set_generation(max_new_tokens=9, temperature=0.8)
     "".join(session.send("Hello there, how are you today? I am well."))
     return session
-
-
-def test_conversation_goes_on(session, chatting, tmp_path):
-    """Messages, settings, draws and the token not yet read: the same words follow."""
-    session.save(tmp_path / "s")
-    fork = Session.load(chatting, tmp_path / "s")
-    assert fork.messages == session.messages
-    assert settings_of(fork.generation) == settings_of(session.generation)
-    assert "".join(fork.send("And now?")) == "".join(session.send("And now?"))
-    assert fork.cache.seen == session.cache.seen
-    assert fork.stats.peak_bytes <= fork.stats.cap_bytes
-
-
-def test_nothing_said_yet(chatting, tmp_path):
-    one = chatting.session(seed=3)
-    one.save(tmp_path / "s")
-    two = Session.load(chatting, tmp_path / "s")
-    assert "".join(two.send("Hello")) == "".join(one.send("Hello"))
 
 
 def rewritten(source, target, change):

@@ -126,12 +126,6 @@ def test_the_first_tokens_of_the_conversation_stay(way, backend, runtimes, tmp_p
     assert first_kept(WAYS[way](say(session_of(runtimes(backend, None))), tmp_path))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_without_sinks_they_go(way, runtimes, tmp_path):
-    session = session_of(runtimes("torch", 0))
-    assert not first_kept(WAYS[way](say(session), tmp_path))
-
-
 @pytest.mark.parametrize("sinks", [None, 0])
 def test_a_template_without_bos_keeps_its_opening(sinks, runtimes):
     runtime = runtimes("torch", sinks)
