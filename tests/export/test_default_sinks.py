@@ -11,7 +11,6 @@ from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.spec import Spec, recalled, recipe
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.runtime import ExportedPolicy, PolicyRequest
-from kvcap.runtime.cache.settings import CacheSettings
 
 SHAPE = Shape(kv_heads=2, heads=4, head_dim=8, block=8, budget=64)
 

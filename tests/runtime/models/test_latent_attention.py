@@ -29,6 +29,7 @@ from kvcap.runtime.attention import latents
 from kvcap.runtime.backends.pytorch import snapshot
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable, UnsupportedModel
 from kvcap.runtime.models import trial
 from kvcap.runtime.models.config import ModelShape

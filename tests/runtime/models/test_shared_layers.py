@@ -23,6 +23,7 @@ from kvcap.export.decoder.spec import layout_for
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import BlockTooLarge, NotExportable, SessionBroken, UnsupportedModel
 from kvcap.runtime.models import config as model_config
 from kvcap.runtime.models.config import ModelShape
