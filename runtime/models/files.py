@@ -38,7 +38,15 @@ from kvcap.runtime.files import check_folder
 from kvcap.runtime.memory.free_memory import return_freed
 from kvcap.runtime.models.checkpoint import Checkpoint, empty_model, fill, fill_buffers
 from kvcap.runtime.models.config import FAMILIES, ModelShape
-from kvcap.runtime.models.gguf import forget, is_gguf, loading, parsed_once, read_gguf, source
+from kvcap.runtime.models.gguf import (
+    TOKENS,
+    header,
+    is_gguf,
+    loading,
+    read_gguf,
+    reading,
+    source,
+)
 from kvcap.runtime.models.names import ADAPTER, holds_adapter
 from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
@@ -118,7 +126,7 @@ def _config_in_gguf(where: str) -> Any:
     file = read_gguf(where)
     folder, options = source(where)
     try:
-        with parsed_once(where):
+        with reading(where):
             given, _ = PretrainedConfig.get_config_dict(folder, **options)
     except Exception as error:
         if "architecture" not in str(error):
@@ -127,6 +135,8 @@ def _config_in_gguf(where: str) -> Any:
             f"{where!r} holds a model of {file.architecture!r}, which transformers does not read "
             "from GGUF; give the repository or directory that it was made from, with safetensors"
         ) from error
+    if (tokens := header(where).fields.get(TOKENS)) is not None:
+        given.setdefault("vocab_size", len(tokens.values))
     try:
         config = _checked(where, given)
     except UnsupportedModel:
@@ -159,9 +169,10 @@ def _checked(where: str, given: dict[str, Any]) -> Any:
             raise ValueError(f"it asks for {layers:,} layers")
     if given.get("transformers_weights") is not None:
         raise ValueError("it names other files of weights, in transformers_weights")
-    folder, options = source(where)
-    with parsed_once(where):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
+    if is_gguf(where):
+        config: Any = CONFIG_MAPPING[kind].from_dict(given)
+    else:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
     if is_wrapper(config):
         config = _text_of(config)
     config._attn_implementation = ATTENTION  # it may name a kernel, which would be fetched and run
@@ -209,7 +220,7 @@ def load_tokenizer(where: str) -> Any:
         )
     try:
         place, options = source(where)
-        with parsed_once(where):
+        with reading(where, vocabulary=True):
             tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
         if not tokenizer("Hello", add_special_tokens=False).input_ids:
             raise ValueError("its vocabulary has no letters")
@@ -300,7 +311,7 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     if wrapped and transformers.__version__ < "5":
         _check_names(where)
     try:
-        with _quiet(wrapped), _without_peft(), parsed_once(where):
+        with _quiet(wrapped), _without_peft(), reading(where):
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -326,8 +337,6 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
         raise UnsupportedModel(
             f"weights quantised by {method!r} cannot be loaded here: {first_line(error)}"
         ) from error
-    finally:
-        forget()
     # transformers 4.57 forgets a tied parameter whose file has only its other name.
     lost = {name for name, parameter in model.named_parameters() if parameter.is_meta}
     wrong = [x if isinstance(x, str) else x[0] for x in report["mismatched_keys"]]  # 4.57: names

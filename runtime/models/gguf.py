@@ -1,19 +1,29 @@
-"""Reads what a GGUF file of llama.cpp says of itself, before transformers loads its model.
+"""Reads a GGUF file of llama.cpp: its fields, and where each of its tensors lies.
 
-Transformers unpacks its weights: what takes 4 or 8 bits in the file takes 16 or 32 in memory.
-Knows the file's own fields; needs the package `gguf`, and imports it when a file is read.
+The file is mapped and its header read once, as long as the file stays as it is: a vocabulary's
+strings are found and not decoded before somebody asks for them. Transformers, which makes a config,
+a tokenizer and a model of a file, is given this reader in the place of the package `gguf`'s, whose
+parse of 262,144 strings takes ten seconds. Knows no model.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import mmap
+import struct
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvcap.runtime.errors import (
     ExtraMissing,
@@ -26,10 +36,20 @@ from kvcap.runtime.units import format_bytes
 
 MAGIC = b"GGUF"
 NEEDED = ("gguf", "accelerate")  # by transformers, to load one
+VERSIONS = (2, 3)
+NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
+           10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
+"""The types of a field's numbers, by their number in a file."""
+STRING, ARRAY, COUNT = 8, 9, 4
+PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4",
+         "I64": "<i8"}  # fmt: skip
+"""The types of tensors that NumPy has; others are bytes."""
+LONG = 1024  # values; a longer list belongs to a vocabulary
+TOKENS = "tokenizer.ggml.tokens"
 
 
 class GgufFile(NamedTuple):
-    """What a GGUF file holds."""
+    """What a GGUF file says of itself."""
 
     architecture: str  # by llama.cpp's name, such as 'llama'
     numbers: str  # the type of most of its weights, such as 'Q8_0'
@@ -62,13 +82,234 @@ def source(where: str) -> tuple[str, dict[str, Any]]:
     return str(path.parent), {"gguf_file": path.name}
 
 
+class Field:
+    """A value of a header: `data` says which of its `parts` it consists of, as the package has it.
+
+    Args:
+        name: its key.
+        types: the number of its type; of a list `ARRAY` and its values' type.
+        values: its numbers, or the bytes of its strings.
+    """
+
+    def __init__(self, name: str, types: list[int], values: npt.NDArray[Any] | _Strings) -> None:
+        self.name, self.types, self.values = name, types, values
+
+    @cached_property
+    def parts(self) -> list[Any]:
+        """A string's bytes each, or an array of one number."""
+        return (
+            [self.values[i : i + 1] for i in range(len(self.values))]
+            if self._numeric
+            else [*self.values]
+        )
+
+    @property
+    def data(self) -> range:
+        """Which parts are the value."""
+        return range(len(self.values))
+
+    @property
+    def _numeric(self) -> bool:
+        return self.types[-1] != STRING
+
+    def contents(self) -> Any:
+        """The value as Python has it."""
+        found = self.values.tolist() if self._numeric else [str(x, "utf-8") for x in self.values]
+        return found if self.types[0] == ARRAY else found[0]
+
+
+class _Strings:
+    """Strings of a mapped file, each behind its length."""
+
+    def __init__(self, data: mmap.mmap, starts: array[int], end: int) -> None:
+        self.data, self.starts, self.end = data, starts, end
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[bytes]:
+        for start, after in pairwise((*self.starts, self.end + 8)):
+            yield self.data[start : after - 8]
+
+
+class GgufTensor(NamedTuple):
+    """A tensor of a file, with the names that the package has for its parts."""
+
+    name: str
+    tensor_type: Any  # of the package's GGMLQuantizationType
+    shape: tuple[int, ...]  # the other way round than PyTorch's
+    n_elements: int
+    n_bytes: int
+    data_offset: int
+    data: npt.NDArray[Any]  # mapped; rows of bytes, where the type packs numbers
+
+
+class Header:
+    """The fields and tensors of a file, by their names.
+
+    Raises:
+        ValueError, struct.error: it is damaged.
+        UnsupportedModel: its numbers are big-endian.
+    """
+
+    def __init__(self, path: str) -> None:
+        with open(path, "rb") as file:
+            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.place = len(MAGIC)
+        (version,) = self._unpack("<I")
+        if version & 0xFFFF == 0:
+            raise UnsupportedModel(
+                f"{path!r} is a big-endian GGUF file; get the file for other machines, or convert "
+                "it by llama.cpp's gguf_convert_endian.py"
+            )
+        if version not in VERSIONS:
+            raise ValueError(f"version {version} is not known")
+        tensors, fields = self._unpack("<QQ")
+        self.fields: dict[str, Field] = {}
+        for name, value in (("version", version), ("tensor_count", tensors), ("kv_count", fields)):
+            self._add(
+                Field(f"GGUF.{name}", [COUNT if name == "version" else 10], np.array([value]))
+            )
+        for _ in range(fields):
+            name = self._string()
+            (kind,) = self._unpack("<I")
+            self._add(self._field(name, kind))
+        entries = [self._entry() for _ in range(tensors)]
+        alignment = self.value("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"it is aligned to {alignment!r}")
+        start = self.place + -self.place % alignment
+        self.tensors = {name: self._tensor(start, name, *entry) for name, *entry in entries}
+        if len(self.tensors) < tensors:
+            raise ValueError("two of its tensors have the same name")
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """A field's value; `default` where there is none."""
+        return self.fields[name].contents() if name in self.fields else default
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(layout, self.data, self.place)
+        self.place += struct.calcsize(layout)
+        return found
+
+    def _string(self) -> str:
+        (length,) = self._unpack("<Q")
+        return str(self._take(length), "utf-8")
+
+    def _take(self, count: int) -> bytes:
+        if count > len(self.data) - self.place:
+            raise ValueError("it ends within its header")
+        self.place += count
+        return self.data[self.place - count : self.place]
+
+    def _add(self, field: Field) -> None:
+        if field.name in self.fields:
+            raise ValueError(f"it has {field.name} twice")
+        self.fields[field.name] = field
+
+    def _field(self, name: str, kind: int) -> Field:
+        types, count = [kind], 1
+        if kind == ARRAY:
+            kind, count = self._unpack("<IQ")
+            types = [ARRAY, kind]
+        if kind == STRING:
+            return Field(name, types, self._strings(count))
+        if kind not in NUMBERS:
+            raise ValueError(f"{name} is of an unknown type, {kind}")
+        numbers = np.dtype(NUMBERS[kind])
+        found = np.frombuffer(self._take(count * numbers.itemsize), numbers)
+        return Field(name, types, found)
+
+    def _strings(self, count: int) -> _Strings:
+        length, place, starts = struct.Struct("<Q").unpack_from, self.place, array("Q")
+        for _ in range(count):
+            starts.append(place + 8)
+            place += 8 + length(self.data, place)[0]
+        if place > len(self.data):
+            raise ValueError("it ends within its header")
+        self.place = place
+        return _Strings(self.data, starts, place)
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string()
+        (dimensions,) = self._unpack("<I")
+        return name, self._unpack(f"<{dimensions}Q"), *self._unpack("<IQ")
+
+    def _tensor(
+        self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int
+    ) -> GgufTensor:
+        constants: Any = importlib.import_module("gguf.constants")
+        known = constants.GGMLQuantizationType(kind)
+        numbers, nbytes = constants.GGML_QUANT_SIZES[known]
+        count, place, rows = prod(shape), start + offset, tuple(reversed(shape))
+        size = count // numbers * nbytes
+        if (rows and rows[-1] % numbers) or place + size > len(self.data):
+            raise ValueError(f"it ends before {name} does")
+        if known.name in PLAIN:
+            view = np.frombuffer(self.data, PLAIN[known.name], count, place).reshape(rows)
+        else:
+            rows = (*rows[:-1], rows[-1] // numbers * nbytes)
+            view = np.frombuffer(self.data, "u1", size, place).reshape(rows)
+        return GgufTensor(name, known, shape, count, size, place, view)
+
+
+class Reader:
+    """The face that transformers knows of a header.
+
+    Args:
+        header: of a file.
+        vocabulary: with the lists of tokens, which take a second to be gone through.
+    """
+
+    def __init__(self, header: Header, vocabulary: bool) -> None:
+        self.tensors = list(header.tensors.values())
+        self.fields = {
+            name: field
+            for name, field in header.fields.items()
+            if vocabulary or len(field.values) <= LONG
+        }
+        size = f"{header.value('general.architecture')}.vocab_size"
+        if not vocabulary and size not in self.fields and TOKENS in header.fields:
+            count = np.array([len(header.fields[TOKENS].values)])
+            self.fields[size] = Field(size, [COUNT], count)
+
+    def get_field(self, name: str) -> Field | None:
+        """A field; None where there is none."""
+        return self.fields.get(name)
+
+
+def header(where: str | Path) -> Header:
+    """The header of a file, which is read anew only once the file has changed.
+
+    Raises:
+        ModelFilesBroken: it is damaged or cut short.
+        UnsupportedModel: it is big-endian.
+    """
+    path = Path(where).resolve()
+    state = path.stat()
+    try:
+        return _header(str(path), state.st_mtime_ns, state.st_size)
+    except UnsupportedModel:
+        raise
+    except (ValueError, LookupError, OverflowError, OSError, struct.error) as error:
+        raise ModelFilesBroken(
+            f"{str(where)!r} is a damaged GGUF file or was cut short ({first_line(error)}); get it "
+            "again"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _header(path: str, changed: int, nbytes: int) -> Header:
+    return Header(path)
+
+
 def read_gguf(where: str) -> GgufFile:
-    """Read a GGUF file's fields and the list of its tensors; no weight is read.
+    """Read what a GGUF file says of itself; no weight is read.
 
     Raises:
         ExtraMissing: a package that reads it is not installed.
         ModelFilesBroken: it is damaged or cut short.
-        UnsupportedModel: it is one of several parts, or holds no language model.
+        UnsupportedModel: it is big-endian, one of several parts, or holds no language model.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -76,70 +317,46 @@ def read_gguf(where: str) -> GgufFile:
             f"{where!r} is a GGUF file, which {' and '.join(missing)} must read; "
             f"{how_to_install('gguf')}"
         )
-    try:
-        reader = _parsed(where)
-        architecture = _field(reader, "general.architecture")
-        parts = _field(reader, "split.count") or 0
-        tensors = [(x.tensor_type.name, int(x.n_bytes)) for x in reader.tensors]
-        scaling = _field(reader, f"{architecture}.rope.scaling.type") or "none"
-        factors = any(x.name.startswith(("rope_freqs", "rope_factors")) for x in reader.tensors)
-        ends = [_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    except Exception as error:  # of the package or of NumPy, whatever the bytes make of them
-        raise ModelFilesBroken(
-            f"{where!r} is a damaged GGUF file or was cut short ({first_line(error)}); get it again"
-        ) from error
-    if parts > 1:
+    found = header(where)
+    architecture = found.value("general.architecture")
+    if (parts := found.value("split.count", 0)) > 1:
         raise UnsupportedModel(
             f"{where!r} is one of {parts} parts of a model; join them, by llama.cpp's "
             "llama-gguf-split --merge"
         )
-    if not isinstance(architecture, str) or not tensors:
+    if not isinstance(architecture, str) or not found.tensors:
         raise UnsupportedModel(
             f"{where!r} holds no model, but a vocabulary, an adapter or settings alone; give the "
             "GGUF file of a whole language model"
         )
     sizes = Counter[str]()
-    for kind, nbytes in tensors:
-        sizes[kind] += nbytes
+    for tensor in found.tensors.values():
+        sizes[tensor.tensor_type.name] += tensor.n_bytes
+    scaling = found.value(f"{architecture}.rope.scaling.type", "none")
+    factors = any(name.startswith(("rope_freqs", "rope_factors")) for name in found.tensors)
+    ends = [found.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     known = list(dict.fromkeys(token for token in ends if token is not None))
     numbers, scaled = max(sizes, key=lambda kind: sizes[kind]), factors or scaling != "none"
     return GgufFile(architecture, numbers, sizes.total(), known, scaled)
 
 
 @contextmanager
-def parsed_once(where: str) -> Iterator[None]:
-    """Give transformers a GGUF file as it was parsed before, if `where` is one.
+def reading(where: str, *, vocabulary: bool = False) -> Iterator[None]:
+    """Give transformers this reader of a file, if `where` is a GGUF file.
 
-    It parses the file anew for every config, tokenizer and model, and each time takes some ten
-    seconds for a vocabulary of 262,144 tokens. What was parsed is held until `forget`.
+    Args:
+        where: of a model.
+        vocabulary: a tokenizer is made, so that lists of tokens are needed, too.
     """
     if not is_gguf(where):
         yield
         return
     package: Any = importlib.import_module("gguf")
-    package.GGUFReader = _parsed  # called as the class is
+    package.GGUFReader = lambda path: Reader(header(path), vocabulary)
     try:
         yield
     finally:
         package.GGUFReader = package.gguf_reader.GGUFReader
-
-
-def forget() -> None:
-    """Give back the memory of the file that was parsed last."""
-    _reader.cache_clear()
-
-
-def _parsed(path: str | Path, mode: str = "r") -> Any:
-    """The package's reader of a file that has not changed since it was parsed."""
-    assert mode == "r", "nobody writes to a model's file"
-    state = Path(path).resolve().stat()
-    return _reader(str(Path(path).resolve()), state.st_mtime_ns, state.st_size)
-
-
-@lru_cache(maxsize=1)
-def _reader(path: str, changed: int, nbytes: int) -> Any:
-    package: Any = importlib.import_module("gguf")
-    return package.gguf_reader.GGUFReader(path)
 
 
 def loading() -> dict[str, Any]:
@@ -148,9 +365,3 @@ def loading() -> dict[str, Any]:
 
     settings = getattr(transformers, "GgufConfig", None)  # not in older ones, which always unpack
     return {} if settings is None else {"quantization_config": settings(dequantize=True)}
-
-
-def _field(reader: Any, name: str) -> Any:
-    """A field's value; None where there is none."""
-    field = reader.get_field(name)
-    return None if field is None else field.contents()

@@ -8,6 +8,7 @@ import shutil
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -122,26 +123,86 @@ def test_its_logits_are_those_of_transformers_own_load(file):
 
 
 @needs_gguf
-def test_it_is_parsed_once_until_its_model_is_loaded(file, tmp_path, monkeypatch):
+def test_it_is_parsed_once_while_it_stays_as_it_is(file, tmp_path, monkeypatch):
     import gguf
 
     parsed = []
-    begin = gguf.GGUFReader.__init__
+    begin = gguf_files.Header.__init__
 
-    def noted(reader, path, *given):
+    def noted(header, path):
         parsed.append(Path(path).name)
-        begin(reader, path, *given)
+        begin(header, path)
 
-    monkeypatch.setattr(gguf.GGUFReader, "__init__", noted)
+    monkeypatch.setattr(gguf_files.Header, "__init__", noted)
+    own = gguf.GGUFReader
     copied = tmp_path / "a.gguf"
     shutil.copyfile(file, copied)
     load_tokenizer(str(copied))
     Runtime.from_pretrained(copied, budget_tokens=32, block_size=16, device="cpu")
     assert parsed == ["a.gguf"]
-    assert gguf.GGUFReader is gguf.gguf_reader.GGUFReader
+    assert gguf.GGUFReader is own
     write(copied, eos=7)  # another file of that name
     assert load_config(str(copied)).eos_token_id == 7
     assert parsed == ["a.gguf"] * 2
+
+
+def write_fields(path: Path, endian: str = "<", version: int = 3, alignment: int = 64) -> None:
+    """A file with a field of every type that there is, and tensors of several."""
+    import gguf
+
+    order = gguf.GGUFEndian.LITTLE if endian == "<" else gguf.GGUFEndian.BIG
+    writer = gguf.GGUFWriter(path, "llama", endianess=order)
+    kinds = gguf.GGUFValueType
+    values = {
+        kinds.UINT8: 200, kinds.INT8: -100, kinds.UINT16: 60_000, kinds.INT16: -30_000,
+        kinds.UINT32: 4_000_000_000, kinds.INT32: -2_000_000_000, kinds.FLOAT32: 0.1,
+        kinds.BOOL: True, kinds.STRING: "caf\u00e9", kinds.UINT64: 1 << 63, kinds.INT64: -(1 << 62),
+        kinds.FLOAT64: 0.1,
+    }  # fmt: skip
+    for kind, value in values.items():
+        writer.add_key_value(f"one.{kind.name}", value, kind)
+        several = [value] * 3 if kind != kinds.STRING else ["", "\u6f22", "z" * 300]
+        writer.add_key_value(f"list.{kind.name}", several, kinds.ARRAY, sub_type=kind)
+    writer.add_custom_alignment(alignment)
+    numbers = np.arange(3 * 256, dtype=np.float32).reshape(3, 256) / 100
+    for kind in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q5_0):
+        writer.add_tensor(kind.name, gguf.quantize(numbers, kind), raw_dtype=kind)
+    writer.add_tensor("half", numbers.astype(np.float16))
+    writer.add_tensor("vector", numbers[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + struct.pack(f"{endian}I", version) + whole[8:])
+
+
+@needs_gguf
+@pytest.mark.parametrize("version", [2, 3])
+def test_fields_and_tensors_are_those_that_the_package_reads(tmp_path, version):
+    import gguf
+    from transformers.integrations.ggml import _gguf_parse_value as parse
+
+    path = tmp_path / "x.gguf"
+    write_fields(path, version=version)
+    own, true = gguf_files.header(path), gguf.GGUFReader(path)
+    assert list(own.fields) == list(true.fields)
+    for name, field in true.fields.items():
+        found = own.fields[name]
+        assert found.contents() == field.contents()
+        assert found.types == field.types
+        mine, theirs = (
+            [parse(x.parts[i], [int(kind) for kind in x.types]) for i in x.data]
+            for x in (found, field)
+        )
+        assert mine == theirs
+    for found, tensor in zip(own.tensors.values(), true.tensors, strict=True):
+        for name in ("name", "tensor_type", "n_elements", "n_bytes", "data_offset"):
+            assert getattr(found, name) == getattr(tensor, name)
+        assert list(found.shape) == list(tensor.shape)
+        assert found.data.dtype == tensor.data.dtype
+        assert (found.data == tensor.data).all()
+    assert {x.data_offset % 64 for x in own.tensors.values()} == {0}
 
 
 @needs_gguf
@@ -213,6 +274,12 @@ def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
             load_config(str(path))
         assert run(["plan", str(path)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+    write_fields(path, endian=">")
+    with pytest.raises(UnsupportedModel, match="big-endian"):
+        load_config(str(path))
+    write_fields(path, alignment=48)
+    with pytest.raises(ModelFilesBroken, match="aligned to 48"):
+        load_config(str(path))
     write(path, architecture="sonnet")
     with pytest.raises(UnsupportedModel, match="'sonnet', which transformers does not read"):
         load_config(str(path))
