@@ -27,8 +27,16 @@ SETTINGS = 32 << 20  # JSON, which is turned into Python's objects
 VOCABULARY = 256 << 20  # a tokenizer's files
 TEMPLATE = 1 << 20  # a chat template
 TEXT = 4 << 20  # a text for the model: a million tokens of English
+KEPT_FROM = "made.json"  # in a folder of the cache: of what it was made
 PART = ".part"  # how the name of a file ends that is still being written
 Name = str | os.PathLike[str]
+
+
+def cache_home() -> Path:
+    """Return the folder of all that is kept: `kvcap` in XDG_CACHE_HOME, by default ~/.cache."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    return base / "kvcap"
 
 
 def check_plain(path: Name, most: int | None = None) -> None:

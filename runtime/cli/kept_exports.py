@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from kvcap.runtime.errors import (
     PlanInfeasible,
     first_line,
 )
-from kvcap.runtime.files import locked, read_text
+from kvcap.runtime.files import KEPT_FROM, cache_home, locked, read_text
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, MANIFEST
@@ -42,9 +41,7 @@ SNAPSHOTS = "snapshots"  # the hub's cache has a folder for every revision in it
 
 def cache_folder() -> Path:
     """Return where exports are kept: `kvcap/exports` in XDG_CACHE_HOME, by default ~/.cache."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
-    return base / "kvcap" / "exports"
+    return cache_home() / "exports"
 
 
 def kept_export(
@@ -216,10 +213,10 @@ def _make(
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code != 0:
         raise typer.Exit(code if code > 0 else 1)
-    (folder / "made.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / KEPT_FROM).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     if not quiet:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        dim(f"kept in {folder} ({format_bytes(size)}); to free the space, delete that directory")
+        dim(f"kept in {folder} ({format_bytes(size)}); kvcap cache clear frees the space")
 
 
 def _left_over(folder: Path) -> Iterator[Path]:

@@ -17,6 +17,7 @@ from kvcap.android_bench.commands import android
 from kvcap.evals import commands as evals
 from kvcap.export.commands import export
 from kvcap.runtime.cli import commands
+from kvcap.runtime.cli.cache import cache
 from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
 from kvcap.runtime.cli.options import current_arguments, variables
 from kvcap.serve.commands import serve_command
@@ -51,6 +52,7 @@ policies.callback(invoke_without_command=True)(commands.policies_command)
 policies.command("show")(commands.policy_command)
 policies.command("calibrate")(evals.calibrate_command)
 app.add_typer(policies, name="policies")
+app.add_typer(cache, name="cache")
 app.add_typer(evals.memory, name="memory")
 app.add_typer(export, name="export")
 app.add_typer(android, name="android")
