@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcap import dtypes
-from kvcap.runtime.cli.console import INFEASIBLE, complain, styled, visible
+from kvcap.runtime.cli.console import INFEASIBLE, complain, dim, styled, visible
 from kvcap.runtime.cli.importing import large_imports
 from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import (
@@ -38,7 +38,7 @@ from kvcap.runtime.cli.options import (
     policy_names,
 )
 from kvcap.runtime.errors import ExtraMissing, NotExportable, PlanInfeasible
-from kvcap.runtime.files import as_text
+from kvcap.runtime.files import as_text, cache_home
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.models.gguf import GgufFile, is_gguf, read_gguf
 from kvcap.runtime.models.names import CONFIG, REPOSITORY, locate, resolve
@@ -373,9 +373,9 @@ def load(
         model = str(
             kept_export(model, backend.weights, budget, output.quiet, calibrate=backend.calibrate)
         )
-    if not output.quiet and not exported and (stored := _in_gguf(model)) is not None:
-        dtype, nbytes = _unpacked(model, budget, backend.weights)
-        print(f"{model}: {stored.becomes(nbytes, dtype)}", file=sys.stderr)
+    stored = None if exported or output.quiet else _in_gguf(model)
+    if stored is not None:
+        _note_conversion(model)
     note = not output.quiet and styled()
     if note:
         sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
@@ -383,11 +383,17 @@ def load(
     try:
         if exported:
             return _load_export(model, budget, running, recall_store)
-        return _load_model(model, budget, running, backend.weights, recall_store)
+        runtime = _load_model(model, budget, running, backend.weights, recall_store)
     finally:
         if note:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
+    if stored is not None:
+        becomes = stored.becomes(
+            runtime.plan.weights, runtime.plan.weights_dtype or runtime.plan.dtype
+        )
+        print(f"{model}: {becomes}", file=sys.stderr)
+    return runtime
 
 
 def _load_model(
@@ -419,16 +425,27 @@ def _in_gguf(model: str) -> GgufFile | None:
     return read_gguf(str(found)) if found is not None and found.is_file() else None
 
 
-def _unpacked(model: str, budget: Budget, weights: PackedDtype | None) -> tuple[str, int]:
-    """Return the type of numbers that a GGUF file's weights become, and their bytes."""
+def _note_conversion(model: str) -> None:
+    """Say on stderr that a GGUF file is converted, where that was not done before."""
     quiet_libraries()
-    from kvcap.runtime.models.files import load_config
-    from kvcap.runtime.models.weights import weigh
+    from kvcap.runtime.models.kept import is_kept
 
-    config = load_config(resolve(model))
-    dtype = dtypes.of_model(budget.dtype, config)
-    nbytes = weigh(config, dtype, packed=weights).nbytes
-    return weights or str(dtype).removeprefix("torch."), nbytes
+    if not is_kept(model):
+        dim(
+            f"converting {model}, once; what is made of it is kept in {cache_home() / 'gguf'} "
+            "(kvcap cache list)"
+        )
+
+
+def _usual_weights(config: Any, budget: Budget, device: str | None) -> PackedDtype | None:
+    """Return how weights are held without --weights: a GGUF file's may stay as they are."""
+    if not hasattr(config, "gguf_blocks"):
+        return None
+    from kvcap.runtime.backends.pytorch.runtime import best_device, usable
+    from kvcap.runtime.models.packed import usual_packing
+
+    dtype, device_ = dtypes.of_model(budget.dtype, config), usable(device) or best_device()
+    return usual_packing(config, dtype, device_, budget.eviction().observes)
 
 
 def _load_export(model: str, budget: Budget, running: Running, recall_store: int | None) -> Engine:
@@ -457,7 +474,13 @@ def _load_export(model: str, budget: Budget, running: Running, recall_store: int
 
 
 @large_imports()
-def planned(model: str, backend: Backend, budget: Budget, recall_store: int = 0) -> MemoryPlan:
+def planned(
+    model: str,
+    backend: Backend,
+    budget: Budget,
+    recall_store: int = 0,
+    device: str | None = None,
+) -> MemoryPlan:
     """Plan a run, without reading weights.
 
     Args:
@@ -465,6 +488,7 @@ def planned(model: str, backend: Backend, budget: Budget, recall_store: int = 0)
         backend: that runs it.
         budget: of its cache.
         recall_store: bytes of the index of a conversation's text.
+        device: of the run; by default the best there is.
 
     Raises:
         PlanInfeasible: nothing fits, naming what would.
@@ -478,14 +502,15 @@ def planned(model: str, backend: Backend, budget: Budget, recall_store: int = 0)
     from kvcap.runtime.models.weights import read_headers
 
     where, settings = resolve(model), budget.settings(policy=budget.eviction())
+    config = Sizes(settings, budget.memory_cap).config_for(load_config(where))
     return MemoryPlan.of(
-        Sizes(settings, budget.memory_cap).config_for(load_config(where)),
+        config,
         settings,
         dtype=dtypes.parse(budget.dtype),
         memory_cap=budget.memory_cap,
         headers=read_headers(where),
         rehearse=True,
-        weights=backend.weights,
+        weights=backend.weights or _usual_weights(config, budget, device),
         recall_store=recall_store,
     )
 
@@ -510,6 +535,8 @@ def planned_ends(model: str, backend: Backend, budget: Budget) -> list[End]:
     from kvcap.runtime.models.files import find_tokenizer, load_config, load_generation
 
     where = resolve(model)
+    if _in_gguf(model) is not None:
+        _note_conversion(model)
     config = load_config(where)
     return ends_of(find_tokenizer(where), load_generation(where, config), config)
 
@@ -544,7 +571,8 @@ def planned_serving(
     """
     given = budget.memory_cap or (AUTO if free else None)
     cap = None if given is None else parse_cap(given)
-    one = planned(model, backend, replace(budget, memory_cap=None))
+    wanted = None if running is None else running.device
+    one = planned(model, backend, replace(budget, memory_cap=None), device=wanted)
     one = replace(one, baseline=process_bytes() + LOADING)
     if backend.exported(model):
         return ServingPlan.of(

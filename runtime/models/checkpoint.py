@@ -7,18 +7,20 @@ its sizes and its tables of angles; its parameters are on the meta device until 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from kvcap.runtime.models.gguf import is_gguf
+from kvcap.runtime.models.gguf import header, is_gguf, name_in_file
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.weights import folder_of, locations, read_headers
 from kvcap.runtime.models.wrappers import text_name
@@ -63,18 +65,15 @@ class Checkpoint(Mapping[str, Tensor]):
         if folder is None or headers is None:
             return None
         files, stored = locations(folder), {text_name(name): name for name in headers}
-        names: dict[Tensor, list[str]] = defaultdict(list)
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            names[tensor].append(name)
-        places = dict[str, tuple[Path, str]]()
-        for tensor, known in names.items():  # a file may have another of a tied weight's names
-            prefix = f"{model.base_model_prefix}."
-            found = [n for name in known for n in (name, name.removeprefix(prefix)) if n in stored]
-            if not found or headers[stored[found[0]]].shape != tuple(tensor.shape):
-                return None
-            name = stored[found[0]]
-            places |= dict.fromkeys((within + n for n in known), (files[name], name))
-        return cls(places, dtype)
+        prefix = f"{model.base_model_prefix}."
+
+        def names(name: str) -> list[str]:
+            return [stored[n] for n in (name, name.removeprefix(prefix)) if n in stored]
+
+        found = _stored(model, names, {name: x.shape for name, x in headers.items()})
+        if found is None:
+            return None
+        return cls({within + name: (files[there], there) for name, there in found.items()}, dtype)
 
     def __getitem__(self, name: str) -> Tensor:
         path, stored = self.places[name]
@@ -96,12 +95,120 @@ class Checkpoint(Mapping[str, Tensor]):
         return len(self.places)
 
 
+class GgufCheckpoint(Checkpoint):
+    """The weights of a GGUF file, whose rows are read as numbers or as the file's blocks."""
+
+    def __init__(
+        self, places: Mapping[str, tuple[Path, str]], dtype: torch.dtype, processor: Any
+    ) -> None:
+        super().__init__(places, dtype)
+        self.processor = processor  # what transformers changes about a tensor
+        self._last: tuple[str, Any, Any] | None = None
+
+    @classmethod
+    def of(
+        cls, where: str, model: Any, dtype: torch.dtype, within: str = ""
+    ) -> GgufCheckpoint | None:
+        """The weights of a file; None where transformers must load them."""
+        architecture = model.config.gguf_blocks["architecture"]
+        processor = row_processor(architecture, model.config)
+        if processor is None:
+            return None
+        tensors, layers = header(where).tensors, model.config.num_hidden_layers
+
+        def names(name: str) -> list[str]:
+            there = name_in_file(architecture, layers, name)
+            return [there] if there in tensors else []
+
+        found = _stored(model, names, {k: tuple(reversed(x.shape)) for k, x in tensors.items()})
+        if found is None:
+            return None
+        places = {within + name: (Path(where), there) for name, there in found.items()}
+        return cls(places, dtype, processor)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.rows(name, 0, None).to(self.dtype)
+
+    def rows(self, name: str, start: int, stop: int | None) -> Tensor:
+        """Some rows of a weight as numbers."""
+        kind, data = self._tensor(name)
+        package: Any = importlib.import_module("gguf")
+        numbers = package.dequantize(data[start:stop], kind)
+        return torch.from_numpy(np.array(self._processed(name, numbers), np.float32))
+
+    def blocks(self, name: str, start: int, stop: int) -> Tensor:
+        """Some rows of a weight as the bytes of the file."""
+        return torch.from_numpy(self._tensor(name)[1][start:stop].copy())
+
+    def _tensor(self, name: str) -> tuple[Any, Any]:
+        """The type of a tensor and its rows, in the order in which the model has them."""
+        if self._last is None or self._last[0] != name:
+            path, stored = self.places[name]
+            tensor = header(path).tensors[stored]
+            rows = tensor.data
+            if rows.ndim > 1:
+                rows = self.processor.process(weights=rows, name=stored).weights
+            self._last = name, tensor.tensor_type, rows
+        return self._last[1:]
+
+    def _processed(self, name: str, numbers: Any) -> Any:
+        """A vector as the model has it, such as a norm's weights."""
+        if numbers.ndim > 1:
+            return numbers
+        return self.processor.process(weights=numbers, name=self.places[name][1]).weights
+
+
+ROW_BY_ROW = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor",
+              "NemotronTensorProcessor")  # fmt: skip
+"""What transformers does to tensors where a matrix keeps its rows, though in another order."""
+
+
+def row_processor(architecture: str, config: Any) -> Any:
+    """What transformers changes about the tensors of a family; None where it changes rows."""
+    try:
+        old: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+        kind = old.TENSOR_PROCESSORS.get(architecture, old.TensorProcessor)
+    except (ImportError, AttributeError):
+        return None
+    with contextlib.suppress(ImportError, AttributeError):  # families that are loaded another way
+        new: Any = importlib.import_module("transformers.integrations.gguf.gguf_conversion_mapping")
+        if architecture in new.GGUF_ARCHS:
+            return None
+    heads = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads")}
+    return kind(config=heads) if kind.__name__ in ROW_BY_ROW else None
+
+
+def _stored(
+    model: Any, names: Callable[[str], list[str]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str] | None:
+    """The name in a file of each of the model's tensors; None where one is not there as it is.
+
+    Args:
+        model: without weights.
+        names: those that a file may have for one of the model's.
+        shapes: of the file's tensors.
+    """
+    known: dict[Tensor, list[str]] = defaultdict(list)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        known[tensor].append(name)
+    found = dict[str, str]()
+    for tensor, own in known.items():  # a file may have another of a tied weight's names
+        there = [stored for name in own for stored in names(name)]
+        if not there or shapes[there[0]] != tuple(tensor.shape):
+            return None
+        found |= dict.fromkeys(own, there[0])
+    return found
+
+
 def empty_model(where: str, config: Any, dtype: torch.dtype) -> Any:
     """The model that a config describes, with its buffers and settings, without weights."""
     with _weightless():
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION, trust_remote_code=False, dtype=dtype
         )
+    if is_gguf(where):
+        model.generation_config = GenerationConfig.from_model_config(config)
+        return model
     with contextlib.suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(where)
     return model

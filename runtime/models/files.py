@@ -36,7 +36,14 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.files import check_folder
 from kvcap.runtime.memory.free_memory import return_freed
-from kvcap.runtime.models.checkpoint import Checkpoint, empty_model, fill, fill_buffers
+from kvcap.runtime.models.checkpoint import (
+    Checkpoint,
+    GgufCheckpoint,
+    empty_model,
+    fill,
+    fill_buffers,
+    row_processor,
+)
 from kvcap.runtime.models.config import FAMILIES, ModelShape
 from kvcap.runtime.models.gguf import (
     TOKENS,
@@ -47,6 +54,7 @@ from kvcap.runtime.models.gguf import (
     reading,
     source,
 )
+from kvcap.runtime.models.kept import keep_weights, kept_tokenizer, map_weights, weights_file
 from kvcap.runtime.models.names import ADAPTER, holds_adapter
 from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
@@ -149,6 +157,11 @@ def _config_in_gguf(where: str) -> Any:
             "transformers does not read from GGUF, so that its logits would be wrong; give the "
             "repository or directory that it was made from, with safetensors"
         )
+    if row_processor(file.architecture, config) is not None:
+        types = {name: x.tensor_type.name for name, x in header(where).tensors.items()}
+        config.gguf_blocks = {"architecture": file.architecture, "types": types}
+    if getattr(config, "dtype", None) is None and file.numbers != "F32":
+        config.dtype = torch.bfloat16
     if file.ends:
         config.eos_token_id = file.ends if len(file.ends) > 1 else file.ends[0]
     return config
@@ -218,10 +231,14 @@ def load_tokenizer(where: str) -> Any:
             f"{where!r} has no tokenizer: there is no tokenizer.json; copy the tokenizer's files "
             "there from where the model comes from (in Python: tokenizer.save_pretrained)"
         )
-    try:
-        place, options = source(where)
+    place, options = source(where)
+
+    def made() -> Any:
         with reading(where, vocabulary=True):
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+
+    try:
+        tokenizer = kept_tokenizer(where, made) if options else made()
         if not tokenizer("Hello", add_special_tokens=False).input_ids:
             raise ValueError("its vocabulary has no letters")
         if not tokenizer.is_fast:
@@ -363,7 +380,7 @@ def load_packed(
         where: its directory, GGUF file or repository.
         config: from `load_config`, with which `check_packing` agreed.
         dtype: of all else.
-        kind: int8 or int4.
+        kind: int8 or int4, or gguf for the bits of a GGUF file.
         room: bytes that weights may take meanwhile, where the process has a cap.
 
     Raises:
@@ -373,7 +390,14 @@ def load_packed(
     download(where)
     config = untie(where, config)  # its files may have come by this download
     model = empty_model(where, config, dtype)
-    checkpoint = Checkpoint.of(where, model, dtype)
+    if is_gguf(where):
+        checkpoint: Checkpoint | None = GgufCheckpoint.of(where, model, dtype)
+    else:
+        checkpoint = Checkpoint.of(where, model, dtype)
+    if kind == "gguf" and isinstance(checkpoint, GgufCheckpoint):
+        _fill_blocks(where, model, checkpoint)
+        return_freed()
+        return model
     if checkpoint is None:
         whole = 0 if room is None else weigh(config, dtype).nbytes
         if room is not None and whole > room:
@@ -383,6 +407,11 @@ def load_packed(
                 "it, or save the model once by save_pretrained"
             )
         model = load_model(where, config, dtype)
+        if kind == "gguf":
+            raise UnsupportedModel(
+                f"weights of {where!r} cannot stay in their bits, as the model's are others; "
+                "unpack them by --dtype float32"
+            )
         pack(model, kind)
         return_freed()
         return model
@@ -393,6 +422,20 @@ def load_packed(
     fill_buffers(model, checkpoint)
     return_freed()
     return model
+
+
+def _fill_blocks(where: str, model: Any, weights: GgufCheckpoint) -> None:
+    """Give an empty model the blocks of a GGUF file, which are packed once."""
+    kept = weights_file(where)
+    if kept.is_file():
+        pack(model, "gguf")
+    else:
+        pack(model, "gguf", lambda name: partial(weights.blocks, name))
+        fill(model, weights)
+        keep_weights(where, model)
+    if kept.is_file():
+        map_weights(kept, model)
+    fill_buffers(model, weights)
 
 
 def _kind(where: str) -> Any:

@@ -20,10 +20,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcap.runtime.errors import (
     ExtraMissing,
@@ -33,6 +30,9 @@ from kvcap.runtime.errors import (
     how_to_install,
 )
 from kvcap.runtime.units import format_bytes
+
+if TYPE_CHECKING:  # imported where a file is read, as commands that read none import this
+    import numpy.typing as npt
 
 MAGIC = b"GGUF"
 NEEDED = ("gguf", "accelerate")  # by transformers, to load one
@@ -58,11 +58,11 @@ class GgufFile(NamedTuple):
     scaled: bool  # its rotary embedding is stretched to longer contexts
 
     def becomes(self, nbytes: int, dtype: str) -> str:
-        """Words for what its weights take once they are loaded."""
-        return (
-            f"{format_bytes(self.nbytes)} of {self.numbers} in the file become "
-            f"{format_bytes(nbytes)} of {dtype} in memory"
-        )
+        """Words for what its weights take once they are loaded, as a type or in their bits."""
+        there = f"{format_bytes(self.nbytes)} of {self.numbers} in the file"
+        if dtype == "gguf":
+            return f"{there} stay in their bits, {format_bytes(nbytes)} in memory"
+        return f"{there} become {format_bytes(nbytes)} of {dtype} in memory"
 
 
 def is_gguf(where: str | Path) -> bool:
@@ -91,17 +91,15 @@ class Field:
         values: its numbers, or the bytes of its strings.
     """
 
-    def __init__(self, name: str, types: list[int], values: npt.NDArray[Any] | _Strings) -> None:
-        self.name, self.types, self.values = name, types, values
+    def __init__(self, name: str, types: list[int], values: Any) -> None:
+        self.name, self.types, self.values = name, types, values  # an array, or `_Strings`
 
     @cached_property
     def parts(self) -> list[Any]:
         """A string's bytes each, or an array of one number."""
-        return (
-            [self.values[i : i + 1] for i in range(len(self.values))]
-            if self._numeric
-            else [*self.values]
-        )
+        if self._numeric:
+            return [self.values[i : i + 1] for i in self.data]
+        return list(self.values)
 
     @property
     def data(self) -> range:
@@ -153,6 +151,8 @@ class Header:
     """
 
     def __init__(self, path: str) -> None:
+        import numpy as np
+
         with open(path, "rb") as file:
             self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.place = len(MAGIC)
@@ -179,7 +179,7 @@ class Header:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"it is aligned to {alignment!r}")
         start = self.place + -self.place % alignment
-        self.tensors = {name: self._tensor(start, name, *entry) for name, *entry in entries}
+        self.tensors = {entry[0]: self._tensor(start, *entry) for entry in entries}
         if len(self.tensors) < tensors:
             raise ValueError("two of its tensors have the same name")
 
@@ -208,6 +208,8 @@ class Header:
         self.fields[field.name] = field
 
     def _field(self, name: str, kind: int) -> Field:
+        import numpy as np
+
         types, count = [kind], 1
         if kind == ARRAY:
             kind, count = self._unpack("<IQ")
@@ -238,6 +240,8 @@ class Header:
     def _tensor(
         self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int
     ) -> GgufTensor:
+        import numpy as np
+
         constants: Any = importlib.import_module("gguf.constants")
         known = constants.GGMLQuantizationType(kind)
         numbers, nbytes = constants.GGML_QUANT_SIZES[known]
@@ -262,9 +266,11 @@ class Reader:
     """
 
     def __init__(self, header: Header, vocabulary: bool) -> None:
+        import numpy as np
+
         self.tensors = list(header.tensors.values())
         self.fields = {
-            name: field
+            name: Field(name, field.types, field.values)  # whose parts are not held for longer
             for name, field in header.fields.items()
             if vocabulary or len(field.values) <= LONG
         }
@@ -365,3 +371,22 @@ def loading() -> dict[str, Any]:
 
     settings = getattr(transformers, "GgufConfig", None)  # not in older ones, which always unpack
     return {} if settings is None else {"quantization_config": settings(dequantize=True)}
+
+
+def name_in_file(architecture: str, layers: int, name: str) -> str | None:
+    """The name of a tensor in a GGUF file, by a parameter's name; None where it has none.
+
+    >>> name_in_file("llama", 2, "model.layers.1.mlp.up_proj.weight")
+    'blk.1.ffn_up.weight'
+    """
+    stem, _, end = name.rpartition(".")
+    found = _names(architecture, layers).get_name(stem)
+    return None if found is None else f"{found}.{end}"
+
+
+@lru_cache(maxsize=1)
+def _names(architecture: str, layers: int) -> Any:
+    constants: Any = importlib.import_module("gguf.constants")
+    package: Any = importlib.import_module("gguf")
+    known = {name: number for number, name in constants.MODEL_ARCH_NAMES.items()}
+    return package.get_tensor_name_map(known[architecture], layers)

@@ -39,7 +39,7 @@ from kvcap.runtime.models.files import (
     load_tokenizer,
 )
 from kvcap.runtime.models.names import resolve
-from kvcap.runtime.models.packed import PackedDtype, check_packing
+from kvcap.runtime.models.packed import PackedDtype, check_packing, usual_packing
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
 from kvcap.runtime.planning.plan import (
@@ -146,7 +146,7 @@ class Runtime:
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
             weights: 'int8' or 'int4' to round matrices as they are loaded, for a CPU, which is then
-                the device.
+                the device. A GGUF file's stay in their bits ('gguf') there, in bfloat16.
             recall_store: bytes of the index by which a conversation finds its evicted text, at
                 most; 8 MiB by default, less under a small `memory_cap`; 0: nothing is recalled.
             named: settings of a session's cache by their names, as in `CacheSettings`.
@@ -160,6 +160,7 @@ class Runtime:
         chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
         precision = dtypes.of_model(dtype, config)
+        weights = weights or usual_packing(config, precision, chosen, eviction.observes)
         plan_for = partial(
             MemoryPlan.of,
             config,

@@ -1,4 +1,4 @@
-"""GGUF files: read through transformers, planned as what they become, damaged ones named."""
+"""GGUF files: read as transformers reads them, planned as what they become, damaged ones named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,9 @@ from kvcap.cli import run
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, UnsupportedModel
 from kvcap.runtime.models import gguf as gguf_files
-from kvcap.runtime.models.files import load_config, load_model, load_tokenizer
+from kvcap.runtime.models.blocks import BLOCKS
+from kvcap.runtime.models.files import load_config, load_model, load_packed, load_tokenizer
+from kvcap.runtime.models.packed import TILE, BlockMatrix, PackedEmbedding, PackedLinear
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
 from kvcap.runtime.session.settings import end_tokens
 
@@ -85,6 +88,15 @@ def write(path: Path, *, architecture: str = "llama", parts: int = 0, vocabulary
     writer.close()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What is made of files is kept apart from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        cache = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        yield cache / "kvcap" / "gguf"
+
+
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
@@ -146,7 +158,7 @@ def test_it_is_parsed_once_while_it_stays_as_it_is(file, tmp_path, monkeypatch):
     assert parsed == ["a.gguf"] * 2
 
 
-def write_fields(path: Path, endian: str = "<", version: int = 3, alignment: int = 64) -> None:
+def write_fields(path: Path, endian: str = "<", version: int = 3) -> None:
     """A file with a field of every type that there is, and tensors of several."""
     import gguf
 
@@ -163,7 +175,7 @@ def write_fields(path: Path, endian: str = "<", version: int = 3, alignment: int
         writer.add_key_value(f"one.{kind.name}", value, kind)
         several = [value] * 3 if kind != kinds.STRING else ["", "\u6f22", "z" * 300]
         writer.add_key_value(f"list.{kind.name}", several, kinds.ARRAY, sub_type=kind)
-    writer.add_custom_alignment(alignment)
+    writer.add_custom_alignment(64)
     numbers = np.arange(3 * 256, dtype=np.float32).reshape(3, 256) / 100
     for kind in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q5_0):
         writer.add_tensor(kind.name, gguf.quantize(numbers, kind), raw_dtype=kind)
@@ -209,15 +221,22 @@ def test_fields_and_tensors_are_those_that_the_package_reads(tmp_path, version):
 def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     assert run(["plan", file, "--budget-tokens", "32", "--dtype", "bfloat16"]) == 0
     said = capsys.readouterr().out
+    assert "of Q8_0 in the file stay in their bits" in said
+    plan = ["plan", file, "--budget-tokens", "32", "--dtype", "float32"]
+    assert run(plan) == 0
+    said = capsys.readouterr().out
     assert "of Q8_0 in the file become" in said
-    assert "of bfloat16 in memory" in said
-    assert run(["plan", file, "--budget-tokens", "32", "--json"]) == 0
+    assert "of float32 in memory" in said
+    assert run([*plan, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["file_type"] == "Q8_0"
     assert planned["file_bytes"] < planned["weights"] / 3
-    assert run(["generate", file, "one two three", "--max-new-tokens", "4"]) == 0
-    assert "of Q8_0 in the file become" in capsys.readouterr().err
+    command = ["generate", file, "one two three", "--max-new-tokens", "4", "--device", "cpu"]
+    for options, said in (([], "stay in their bits"), (["--dtype", "float32"], "become")):
+        assert run([*command, *options]) == 0
+        assert f"of Q8_0 in the file {said}" in capsys.readouterr().err
     runtime = Runtime.from_pretrained(file, budget_tokens=32, block_size=16, device="cpu")
+    assert runtime.plan.weights_dtype == "gguf"
     assert runtime.plan.weights == held_weights(runtime.model).nbytes
     own = AutoTokenizer.from_pretrained(pocket.path())
     text = "Please remember: the code for the blue door is 4821."
@@ -232,6 +251,138 @@ def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     session.save(tmp_path / "session.kvcap")
     again = type(session).load(runtime, tmp_path / "session.kvcap")
     assert "".join(session.send("more")) == "".join(again.send("more"))
+
+
+def random_rows(kind: str, rows: int, columns: int) -> np.ndarray:
+    """Rows of blocks of random bits, whose scales are numbers of a common size."""
+    blocks, random = BLOCKS[kind], np.random.default_rng(0)
+    raw = random.integers(0, 256, (rows, columns // blocks.numbers * blocks.nbytes), np.uint8)
+    each = raw.reshape(-1, blocks.nbytes)
+    places = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}.get(kind, (0, 2))
+    for place in places:
+        numbers = random.normal(0, 0.01, (len(each), 1)).astype(np.float16)
+        each[:, place : place + 2] = numbers.view(np.uint8)
+    return raw
+
+
+@needs_gguf
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_stay_in_their_bits(kind, dtype):
+    """Numbers are the file's, but for the rounding of scales to the type of the run."""
+    import gguf
+
+    rows = random_rows(kind, TILE + 3, 512)
+    true = torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]))
+    matrix = BlockMatrix(*true.shape, dtype, kind=kind)
+    matrix.fill(lambda start, stop: torch.from_numpy(rows[start:stop]))
+    ids = torch.tensor([[TILE + 2, 0], [5, 6]])
+    weights = matrix.lookup(torch.arange(len(true)))
+    error = 1e-6 if dtype == torch.float32 else 2**-7
+    assert (weights.float() - true).abs().max() <= error * true.abs().max()
+    assert torch.equal(matrix.lookup(ids), weights[ids])
+    for tokens in (1, matrix.few, matrix.few + 1):
+        x = torch.randn(tokens, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
+        far = (matrix(x).float() - x.float() @ weights.float().T).abs().max()
+        assert far <= error / 2 * (x.float().abs() @ weights.float().abs().T).max()
+    bits = 8 * sum(x.nbytes for x in matrix.parameters()) / (2 * TILE * 512)
+    assert bits <= (12 if dtype == torch.float32 else 10)
+
+
+@needs_gguf
+@pytest.mark.parametrize("tied", [True, False])
+def test_its_weights_are_the_files_however_they_are_held(tmp_path, own_cache, tied):
+    path = tmp_path / "x.gguf"
+    write(path, without="lm_head" if tied else "none")
+    config = load_config(str(path))
+    true = load_model(str(path), config, torch.float32).state_dict()
+    for _ in range(2):  # packed, then as it was kept
+        model = load_packed(str(path), config, torch.bfloat16, "gguf")
+        assert weigh(config, torch.bfloat16, packed="gguf") == held_weights(model)._replace(
+            source="config"
+        )
+        assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
+        for name, module in model.named_modules():
+            if isinstance(module, PackedLinear | PackedEmbedding):
+                held, own = module.matrix, true[f"{name}.weight"]
+                assert isinstance(held, BlockMatrix)
+                found = held.lookup(torch.arange(held.rows)).float()
+                assert (found - own).abs().max() <= 2**-7 * own.abs().max()
+            elif "norm" in name:
+                assert torch.equal(module.weight, true[f"{name}.weight"].bfloat16())
+        assert (model.lm_head.matrix is model.model.embed_tokens.matrix) == tied
+        [kept] = own_cache.glob("x-weights-*/*.safetensors")
+        written = kept.stat().st_mtime_ns
+    assert kept.stat().st_mtime_ns == written
+    eight = load_packed(str(path), config, torch.float32, "int8")
+    scale = eight.model.layers[1].self_attn.q_proj.matrix
+    own = true["model.layers.1.self_attn.q_proj.weight"]
+    assert (scale.lookup(torch.arange(scale.rows)) - own).abs().max() <= own.abs().max() / 127
+    shutil.rmtree(kept.parent)
+
+
+@needs_gguf
+def test_who_needs_numbers_gets_them(file):
+    given = {"budget_tokens": 32, "block_size": 16, "device": "cpu"}
+    critical = Runtime.from_pretrained(file, "snapkv+criticalkv", **given)
+    assert critical.plan.weights_dtype is None
+    assert critical.model.dtype == torch.bfloat16
+    with pytest.raises(UnsupportedModel, match="keeps the bits of a GGUF file"):
+        Runtime.from_pretrained(weights="gguf", **given)
+
+
+@needs_gguf
+def test_a_kept_tokenizer_is_the_one_that_was_converted(file, own_cache):
+    given = {"gguf_file": Path(file).name}
+    true = AutoTokenizer.from_pretrained(Path(file).parent, **given)
+    load_tokenizer(file)
+    assert len(list(own_cache.glob("tiny-tokenizer-*"))) == 1
+    kept = load_tokenizer(file)
+    text = f"Please  remember:\n{true.eos_token}4821 \u6f22{true.bos_token} <|x|>"
+    for settings in ({}, {"add_special_tokens": False}):
+        assert kept(text, **settings).input_ids == true(text, **settings).input_ids
+    ids = true(text).input_ids
+    for skip in (False, True):
+        assert kept.decode(ids, skip_special_tokens=skip) == true.decode(
+            ids, skip_special_tokens=skip
+        )
+    for name in ("chat_template", "special_tokens_map", "all_special_ids", "model_max_length",
+                 "padding_side", "bos_token_id", "vocab_size"):  # fmt: skip
+        assert getattr(kept, name) == getattr(true, name)
+    assert len(kept) == len(true)
+
+
+@needs_gguf
+def test_what_cannot_be_kept_is_made_each_time(file, tmp_path, monkeypatch):
+    (tmp_path / "kvcap").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="nothing is kept in"):
+            assert load_tokenizer(file)("one").input_ids
+
+
+@needs_gguf
+def test_what_is_kept_is_listed_and_removed(file, tmp_path, own_cache, capsys):
+    path = tmp_path / "other.gguf"
+    write(path)
+    command = ["generate", str(path), "one two", "--max-new-tokens", "1", "--device", "cpu"]
+    assert run(command) == 0
+    assert "converting" in capsys.readouterr().err
+    assert run(command) == 0
+    assert "converting" not in capsys.readouterr().err
+    assert run(["cache", "list", "--json"]) == 0
+    listed = [x for x in json.loads(capsys.readouterr().out) if x["model"] == str(path)]
+    assert len(listed) == 2
+    assert all(Path(x["path"]).parent == own_cache and x["nbytes"] > 9_999 for x in listed)
+    assert run(["cache", "list"]) == 0
+    assert str(path) in capsys.readouterr().out
+    load_tokenizer(file)
+    assert run(["cache", "clear", str(path)]) == 0
+    assert "removed 2 folders" in capsys.readouterr().out
+    assert not list(own_cache.glob("other-*"))
+    assert list(own_cache.glob("tiny-*"))
+    assert run(["cache", "clear"]) == 0
+    assert not list(own_cache.iterdir())
 
 
 @needs_gguf
@@ -277,7 +428,9 @@ def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
     write_fields(path, endian=">")
     with pytest.raises(UnsupportedModel, match="big-endian"):
         load_config(str(path))
-    write_fields(path, alignment=48)
+    write_fields(path)
+    data = path.read_bytes().split(b"general.alignment")
+    path.write_bytes(b"general.alignment".join((data[0], data[1][:4] + b"\x30" + data[1][5:])))
     with pytest.raises(ModelFilesBroken, match="aligned to 48"):
         load_config(str(path))
     write(path, architecture="sonnet")
