@@ -290,18 +290,37 @@ class BlockMatrix(PackedMatrix):
         return found[:, : self.rows]
 
     def _product_of_many(self, x: Tensor) -> Tensor:
-        out = x.new_empty(len(x), self.rows)
-        order, wide = row_order(), 2 * self.numbers.shape[1]
+        out, order = x.new_empty(len(x), self.rows), row_order()
         for start, stop in self.pieces(SPREAD):
-            part = slice(start, stop + -stop % TILE)
-            packed = self.numbers[part].view(-1, wide, order.size // 2)
-            q = torch.stack((packed & 15, packed >> 4), 1)  # [blocks, 2, 2K, half]
-            q = q.transpose(2, 3).reshape(-1, order.size, wide)
+            found = x @ self._columns(start, stop)  # [blocks, T, rows of a block]
             if not order.is_sorted:
-                q = q[:, order.places]
-            weight = self._weights(q.flatten(0, 1), self.scale[:, part])
-            out[:, start:stop] = x @ weight[: stop - start].t()
+                found = found[..., order.places]
+            out[:, start:stop] = found.transpose(0, 1).flatten(1)[:, : stop - start]
         return out
+
+    def _columns(self, start: int, stop: int) -> Tensor:
+        """Weights of some rows as columns [blocks, K, rows of a block], in the order of blocks."""
+        order, part = row_order(), slice(start, stop + -stop % TILE)
+        low, size, half = self.kind.low, self.kind.size, order.size // 2
+        packed = self.numbers[part].view(torch.int8)
+        packed = packed.view(-1, self.columns // size, 1 if low == 1 else 2, size, half)
+        q = torch.empty(*packed.shape[:2], size, 2, half, dtype=torch.int8, device=packed.device)
+        middle = 8 * low + 8 * (size < GROUP)  # what numbers of 4 bits have above the file's
+        for i, digits in enumerate((packed & 15, (packed >> 4) & 15)):
+            whole = digits[:, :, 0]
+            if low > 1:
+                whole = whole * low + digits[:, :, 1]
+            torch.sub(whole, middle if middle < 128 else middle - 256, out=q[..., i, :])
+        scale, zero = self.scale[:, part].unbind(-1)  # [groups, n]
+        if low > 1 and size == GROUP:
+            scale, zero = scale[1::2], zero[::2]
+        both = torch.stack((scale, zero)).unflatten(-1, (-1, order.size))
+        if not order.is_sorted:
+            both = both[..., order.rows]
+        scale, zero = both.transpose(1, 2).unflatten(-1, (1, 2, half))  # [blocks, g, 1, 2, half]
+        weights = q.to(scale.dtype)
+        torch.addcmul(zero, weights, scale, out=weights)
+        return weights.view(len(q), self.columns, -1)
 
     def lookup(self, ids: Tensor) -> Tensor:
         """The weights of some rows [..., K]."""
