@@ -162,6 +162,7 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
         block_size=sweep.block_size,
         dtype=sweep.dtype,
         device=sweep.device,
+        weights="unpacked",  # as numbers, which every policy may read
     )
     model, device = runtime.model, runtime.model.device
     truth = BlockLoop(model, _new_cache(model.config, None, longest, sweep.block_size))

@@ -327,6 +327,7 @@ class CellJob:
             dtype=self.sweep.dtype,
             device=self.sweep.device,
             positions=self.first.positions,
+            weights="unpacked",  # as numbers, which every policy may read
         )
 
     def run(self, setting: Setting) -> Cell:

@@ -220,6 +220,7 @@ def tune(
         plan.sized(request.sizes.cache),
         dtype=request.dtype,
         device=request.device,
+        weights="unpacked",  # as numbers, which every policy may read
     )
     run = _Run(request, runtime, sides, opening, ids, clock, report)
     facts_length = max(_least_length(sides), min(LEAST_FACTS_LENGTH, trained))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import shutil
 import tempfile
 import warnings
@@ -66,12 +67,20 @@ def keep_weights(where: str, model: nn.Module) -> None:
     _keep(where, entry, lambda folder: save_file(state, folder / WEIGHTS), nbytes)
 
 
-def map_weights(path: Path, model: nn.Module) -> None:
+def map_weights(path: Path, model: nn.Module, *, resident: bool = False) -> None:
     """Give a model its weights as a kept file has them.
 
     They are mapped: the system reads what is used, and can take its memory back.
+
+    Args:
+        path: from `weights_file`.
+        model: with packed matrices.
+        resident: read all of them now, so that the process is as large as it will be.
     """
-    model.load_state_dict(load_file(path), strict=False, assign=True)
+    weights = load_file(path)
+    for weight in weights.values() if resident else ():
+        weight.view(torch.uint8).flatten()[:: mmap.PAGESIZE].sum()
+    model.load_state_dict(weights, strict=False, assign=True)
     model.requires_grad_(False)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import finalize
 
 import numpy as np
@@ -130,7 +130,7 @@ class Runtime:
         device: str | torch.device | None = None,
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
-        weights: PackedDtype | None = None,
+        weights: PackedDtype | Literal["unpacked"] | None = None,
         recall_store: str | int | None = None,
         **named: Unpack[SettingNames],
     ) -> Runtime:
@@ -146,7 +146,8 @@ class Runtime:
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
             weights: 'int8' or 'int4' to round matrices as they are loaded, for a CPU, which is then
-                the device. A GGUF file's stay in their bits ('gguf') there, in bfloat16.
+                the device. A GGUF file keeps its bits there, in bfloat16, where this is left out;
+                'unpacked' makes floats of them.
             recall_store: bytes of the index by which a conversation finds its evicted text, at
                 most; 8 MiB by default, less under a small `memory_cap`; 0: nothing is recalled.
             named: settings of a session's cache by their names, as in `CacheSettings`.
@@ -157,10 +158,14 @@ class Runtime:
         """
         where, settings = resolve(model), CacheSettings.of(given, named, "policy")
         config = Sizes(settings, memory_cap).config_for(load_config(where))
-        chosen = usable(device) or (best_device() if weights is None else "cpu")
+        floats = weights in (None, "unpacked")
+        chosen = usable(device) or (best_device() if floats else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
         precision = dtypes.of_model(dtype, config)
-        weights = weights or usual_packing(config, precision, chosen, eviction.observes)
+        if weights is None:
+            weights = usual_packing(config, precision, chosen, settings.eviction.observes)
+        elif weights == "unpacked":
+            weights = None
         plan_for = partial(
             MemoryPlan.of,
             config,

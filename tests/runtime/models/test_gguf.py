@@ -18,6 +18,7 @@ from kvcap import BudgetCache, Runtime, pocket
 from kvcap.cli import run
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, UnsupportedModel
+from kvcap.runtime.models import files, kept
 from kvcap.runtime.models import gguf as gguf_files
 from kvcap.runtime.models.blocks import BLOCKS
 from kvcap.runtime.models.files import load_config, load_model, load_packed, load_tokenizer
@@ -311,14 +312,30 @@ def test_its_weights_are_the_files_however_they_are_held(tmp_path, own_cache, ti
             elif "norm" in name:
                 assert torch.equal(module.weight, true[f"{name}.weight"].bfloat16())
         assert (model.lm_head.matrix is model.model.embed_tokens.matrix) == tied
-        [kept] = own_cache.glob("x-weights-*/*.safetensors")
-        written = kept.stat().st_mtime_ns
-    assert kept.stat().st_mtime_ns == written
+        [there] = own_cache.glob("x-weights-*/*.safetensors")
+        written = there.stat().st_mtime_ns
+    assert there.stat().st_mtime_ns == written
     eight = load_packed(str(path), config, torch.float32, "int8")
     scale = eight.model.layers[1].self_attn.q_proj.matrix
     own = true["model.layers.1.self_attn.q_proj.weight"]
     assert (scale.lookup(torch.arange(scale.rows)) - own).abs().max() <= own.abs().max() / 127
-    shutil.rmtree(kept.parent)
+    shutil.rmtree(there.parent)
+
+
+@needs_gguf
+def test_a_cap_counts_weights_that_are_mapped(file, monkeypatch):
+    seen, own = [], kept.map_weights
+    monkeypatch.setattr(
+        files,
+        "map_weights",
+        lambda *x, resident: seen.append(resident) or own(*x, resident=resident),
+    )
+    for cap in (None, "8GiB"):
+        runtime = Runtime.from_pretrained(
+            file, kv_budget_tokens=32, block_size=16, device="cpu", memory_cap=cap
+        )
+        assert runtime.plan.weights_dtype == "gguf"
+    assert seen == [False, True]
 
 
 @needs_gguf
@@ -327,6 +344,12 @@ def test_who_needs_numbers_gets_them(file):
     critical = Runtime.from_pretrained(file, "snapkv+criticalkv", **given)
     assert critical.plan.weights_dtype is None
     assert critical.model.dtype == torch.bfloat16
+    unpacked = Runtime.from_pretrained(file, weights="unpacked", **given)
+    assert unpacked.plan.weights_dtype is None
+    assert unpacked.plan.weights == held_weights(unpacked.model).nbytes
+    runtime = Runtime.from_pretrained(file, **given)
+    with pytest.raises(UnsupportedModel, match=r"gguf do not have as numbers.*--dtype float32"):
+        runtime.with_policy("snapkv+criticalkv")
     with pytest.raises(UnsupportedModel, match="keeps the bits of a GGUF file"):
         Runtime.from_pretrained(weights="gguf", **given)
 
@@ -337,19 +360,19 @@ def test_a_kept_tokenizer_is_the_one_that_was_converted(file, own_cache):
     true = AutoTokenizer.from_pretrained(Path(file).parent, **given)
     load_tokenizer(file)
     assert len(list(own_cache.glob("tiny-tokenizer-*"))) == 1
-    kept = load_tokenizer(file)
+    again = load_tokenizer(file)
     text = f"Please  remember:\n{true.eos_token}4821 \u6f22{true.bos_token} <|x|>"
     for settings in ({}, {"add_special_tokens": False}):
-        assert kept(text, **settings).input_ids == true(text, **settings).input_ids
+        assert again(text, **settings).input_ids == true(text, **settings).input_ids
     ids = true(text).input_ids
     for skip in (False, True):
-        assert kept.decode(ids, skip_special_tokens=skip) == true.decode(
+        assert again.decode(ids, skip_special_tokens=skip) == true.decode(
             ids, skip_special_tokens=skip
         )
     for name in ("chat_template", "special_tokens_map", "all_special_ids", "model_max_length",
                  "padding_side", "bos_token_id", "vocab_size"):  # fmt: skip
-        assert getattr(kept, name) == getattr(true, name)
-    assert len(kept) == len(true)
+        assert getattr(again, name) == getattr(true, name)
+    assert len(again) == len(true)
 
 
 @needs_gguf
