@@ -305,12 +305,13 @@ class BlockMatrix(PackedMatrix):
         packed = self.numbers[part].view(torch.int8)
         packed = packed.view(-1, self.columns // size, 1 if low == 1 else 2, size, half)
         q = torch.empty(*packed.shape[:2], size, 2, half, dtype=torch.int8, device=packed.device)
-        middle = 8 * low + 8 * (size < GROUP)  # what numbers of 4 bits have above the file's
         for i, digits in enumerate((packed & 15, (packed >> 4) & 15)):
-            whole = digits[:, :, 0]
-            if low > 1:
-                whole = whole * low + digits[:, :, 1]
-            torch.sub(whole, middle if middle < 128 else middle - 256, out=q[..., i, :])
+            if low == 1:
+                q[..., i, :] = digits[:, :, 0]
+            else:  # modulo 256
+                torch.add(digits[:, :, 1], digits[:, :, 0], alpha=low, out=q[..., i, :])
+        middle = 8 * low + 8 * (size < GROUP)  # what numbers of 4 bits have above the file's
+        q -= middle if middle < 128 else middle - 256
         scale, zero = self.scale[:, part].unbind(-1)  # [groups, n]
         if low > 1 and size == GROUP:
             scale, zero = scale[1::2], zero[::2]
