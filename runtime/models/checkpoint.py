@@ -134,11 +134,15 @@ class GgufCheckpoint(Checkpoint):
         kind, data = self._tensor(name)
         package: Any = importlib.import_module("gguf")
         numbers = package.dequantize(data[start:stop], kind)
-        return torch.from_numpy(np.array(self._processed(name, numbers), np.float32))
+        found = torch.from_numpy(np.array(self._processed(name, numbers), np.float32))
+        header(self.places[name][0]).release()
+        return found
 
     def blocks(self, name: str, start: int, stop: int) -> Tensor:
         """Some rows of a weight as the bytes of the file."""
-        return torch.from_numpy(self._tensor(name)[1][start:stop].copy())
+        found = torch.from_numpy(self._tensor(name)[1][start:stop].copy())
+        header(self.places[name][0]).release()
+        return found
 
     def _tensor(self, name: str) -> tuple[Any, Any]:
         """The type of a tensor and its rows, in the order in which the model has them."""

@@ -183,6 +183,11 @@ class Header:
         if len(self.tensors) < tensors:
             raise ValueError("two of its tensors have the same name")
 
+    def release(self) -> None:
+        """Let go of the pages that were read; they are read again when they are asked for."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED)
+
     def value(self, name: str, default: Any = None) -> Any:
         """A field's value; `default` where there is none."""
         return self.fields[name].contents() if name in self.fields else default

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from kvcap.dtypes import SAFETENSORS
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.files import KEPT_FROM, VOCABULARY, cache_home, read_json
 
@@ -64,7 +65,22 @@ def keep_weights(where: str, model: nn.Module) -> None:
     """Write the packed weights of a GGUF file that a model has, if there is room."""
     state: dict[str, torch.Tensor] = dict(model.named_parameters())
     nbytes, entry = sum(x.nbytes for x in state.values()), weights_file(where).parent
-    _keep(where, entry, lambda folder: save_file(state, folder / WEIGHTS), nbytes)
+    _keep(where, entry, lambda folder: _write_weights(state, folder / WEIGHTS), nbytes)
+
+
+def _write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Write tensors as safetensors one by one; its own `save_file` holds a copy of all of them."""
+    header, end = dict[str, Any](), 0
+    for name, weight in weights.items():
+        start, end = end, end + weight.nbytes
+        kind = SAFETENSORS[str(weight.dtype).removeprefix("torch.")]
+        header[name] = {"dtype": kind, "shape": weight.shape, "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-(len(head) + 8) % 64)  # tensors begin where vectors do
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for weight in weights.values():
+            file.write(weight.detach().flatten().view(torch.uint8).numpy())
 
 
 def map_weights(path: Path, model: nn.Module, *, resident: bool = False) -> None:
