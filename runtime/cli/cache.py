@@ -72,6 +72,7 @@ def clear_command(
     """Remove what is kept; it is made again when it is needed."""
     names = {model, str(Path(model).resolve())} if model is not None else None
     gone = [one for one in kept() if names is None or one.model in names]
-    for one in gone:
-        shutil.rmtree(one.path, ignore_errors=True)
+    unfinished = cache_home().glob("*/.kvcap-*") if names is None else ()  # of who was killed
+    for path in (*(one.path for one in gone), *unfinished):
+        shutil.rmtree(path, ignore_errors=True)
     print(f"removed {len(gone)} folders, {format_bytes(sum(x.nbytes for x in gone))}")

@@ -80,7 +80,7 @@ def _write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for weight in weights.values():
-            file.write(weight.detach().flatten().view(torch.uint8).numpy())
+            file.write(weight.detach().flatten().view(torch.uint8).numpy().data)
 
 
 def map_weights(path: Path, model: nn.Module, *, resident: bool = False) -> None:

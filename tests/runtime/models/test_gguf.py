@@ -404,6 +404,7 @@ def test_what_is_kept_is_listed_and_removed(file, tmp_path, own_cache, capsys):
     assert "removed 2 folders" in capsys.readouterr().out
     assert not list(own_cache.glob("other-*"))
     assert list(own_cache.glob("tiny-*"))
+    (own_cache / ".kvcap-cut").mkdir()
     assert run(["cache", "clear"]) == 0
     assert not list(own_cache.iterdir())
 
