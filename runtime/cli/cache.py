@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
 
 def kept() -> Iterator[Kept]:
-    """All that is kept, in the order of its names."""
+    """Return all that is kept, in the order of its names."""
     for kind in KINDS:
         for path in sorted((cache_home() / kind).glob("[!.]*")):
             nbytes = sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
@@ -40,7 +40,7 @@ def kept() -> Iterator[Kept]:
 
 
 def _model(path: Path) -> str:
-    """The model that a folder was made of; '' where it does not say so."""
+    """Return the model that a folder was made of; '' where it does not say so."""
     try:
         model: Any = read_json(path / KEPT_FROM)["model"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -24,7 +24,7 @@ class Digits(NamedTuple):
 
 
 class BlockKind(NamedTuple):
-    """How a type of tensors packs its numbers."""
+    """A description of how a type of tensors packs its numbers."""
 
     numbers: int  # of a block
     nbytes: int  # of it
@@ -42,7 +42,7 @@ class BlockKind(NamedTuple):
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """A float16 of every block [b, 1] as float32."""
+    """Return a float16 of every block [b, 1] as float32."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
@@ -52,7 +52,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """A bit for every number [b, 32] of four bytes."""
+    """Return a bit for every number [b, 32] of four bytes."""
     bits = blocks[:, start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)
     return ((bits & 1) << 4).flatten(1)
 
@@ -81,7 +81,7 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, None]:
 
 
 def _k_scales(blocks: Tensor, middle: int) -> tuple[Tensor, Tensor]:
-    """Scales and offsets [b, 8] of the groups of 32, around a `q` of 0 that was `middle`."""
+    """Return scales and offsets [b, 8] of the groups of 32, around a `q` of 0 that was `middle`."""
     one, two, both = blocks[:, 4:16].unflatten(1, (3, 4)).unbind(1)
     scale = torch.cat((one & 63, (both & 15) | ((one >> 2) & 48)), -1) * _half(blocks, 0)
     least = torch.cat((two & 63, (both >> 4) | ((two >> 2) & 48)), -1) * _half(blocks, 2)
@@ -117,4 +117,4 @@ BLOCKS = {
     "Q5_K": BlockKind(K_BLOCK, 176, 32, 2, _q5_k),
     "Q6_K": BlockKind(K_BLOCK, 210, 16, 4, _q6_k),
 }
-"""By llama.cpp's names of the types."""
+"""Holds how each type packs its numbers, by llama.cpp's names."""

@@ -40,7 +40,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
     @classmethod
     def of(cls, where: str, model: Any, dtype: torch.dtype, within: str = "") -> Checkpoint | None:
-        """The weights in the safetensors of a directory or a finished download.
+        """Return the weights in the safetensors of a directory or a finished download.
 
         Args:
             where: the directory or repository.
@@ -82,7 +82,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return found.to(self.dtype) if found.is_floating_point() else found
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows of a weight, in the type that they have in the file; no others are read."""
+        """Return some rows of a weight in the type that the file has; no others are read."""
         path, stored = self.places[name]
         with safe_open(path, framework="pt") as file:
             found: Tensor = file.get_slice(stored)[start:stop]
@@ -109,7 +109,7 @@ class GgufCheckpoint(Checkpoint):
     def of(
         cls, where: str, model: Any, dtype: torch.dtype, within: str = ""
     ) -> GgufCheckpoint | None:
-        """The weights of a file; None where transformers must load them."""
+        """Return the weights of a file; None where transformers must load them."""
         architecture = model.config.gguf_blocks["architecture"]
         processor = row_processor(architecture, model.config)
         if processor is None:
@@ -130,7 +130,7 @@ class GgufCheckpoint(Checkpoint):
         return self.rows(name, 0, None).to(self.dtype)
 
     def rows(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Some rows of a weight as numbers."""
+        """Return some rows of a weight as numbers."""
         kind, data = self._tensor(name)
         package: Any = importlib.import_module("gguf")
         numbers = package.dequantize(data[start:stop], kind)
@@ -139,13 +139,13 @@ class GgufCheckpoint(Checkpoint):
         return found
 
     def blocks(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows of a weight as the bytes of the file."""
+        """Return some rows of a weight as the bytes of the file."""
         found = torch.from_numpy(self._tensor(name)[1][start:stop].copy())
         header(self.places[name][0]).release()
         return found
 
     def _tensor(self, name: str) -> tuple[Any, Any]:
-        """The type of a tensor and its rows, in the order in which the model has them."""
+        """Return the type of a tensor and its rows, in the order in which the model has them."""
         if self._last is None or self._last[0] != name:
             path, stored = self.places[name]
             tensor = header(path).tensors[stored]
@@ -156,7 +156,7 @@ class GgufCheckpoint(Checkpoint):
         return self._last[1:]
 
     def _processed(self, name: str, numbers: Any) -> Any:
-        """A vector as the model has it, such as a norm's weights."""
+        """Return a vector as the model has it, such as a norm's weights."""
         if numbers.ndim > 1:
             return numbers
         return self.processor.process(weights=numbers, name=self.places[name][1]).weights
@@ -164,11 +164,11 @@ class GgufCheckpoint(Checkpoint):
 
 ROW_BY_ROW = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor",
               "NemotronTensorProcessor")  # fmt: skip
-"""What transformers does to tensors where a matrix keeps its rows, though in another order."""
+"""Lists what transformers does to tensors by which a matrix keeps its rows, in any order."""
 
 
 def row_processor(architecture: str, config: Any) -> Any:
-    """What transformers changes about the tensors of a family; None where it changes rows."""
+    """Return what transformers changes about a family's tensors; None where it changes rows."""
     try:
         old: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
         kind = old.TENSOR_PROCESSORS.get(architecture, old.TensorProcessor)
@@ -185,7 +185,7 @@ def row_processor(architecture: str, config: Any) -> Any:
 def _stored(
     model: Any, names: Callable[[str], list[str]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str] | None:
-    """The name in a file of each of the model's tensors; None where one is not there as it is.
+    """Return the name in a file of each of the model's tensors; None if one is not there.
 
     Args:
         model: without weights.
@@ -205,7 +205,7 @@ def _stored(
 
 
 def empty_model(where: str, config: Any, dtype: torch.dtype) -> Any:
-    """The model that a config describes, with its buffers and settings, without weights."""
+    """Return the model that a config describes, with its buffers and settings, without weights."""
     with _weightless():
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION, trust_remote_code=False, dtype=dtype
@@ -291,7 +291,7 @@ def streaming(
 
 @contextmanager
 def _weightless() -> Iterator[None]:
-    """Modules that are made have their parameters on the meta device, and real buffers."""
+    """Return modules that are made have their parameters on the meta device, and real buffers."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

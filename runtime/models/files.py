@@ -70,7 +70,7 @@ MOST_LAYERS = 10_000  # a config with more would fill the memory before it could
 
 
 def load_config(where: str) -> Any:
-    """The model's config, checked; of a wrapper, that of its text model.
+    """Return the model's config, checked; of a wrapper, that of its text model.
 
     Its `tie_word_embeddings` says what transformers makes of the files, if they are here.
 
@@ -130,7 +130,7 @@ def _check_adapter(where: str) -> None:
 
 
 def _config_in_gguf(where: str) -> Any:
-    """The config that transformers makes of a GGUF file's fields."""
+    """Return the config that transformers makes of a GGUF file's fields."""
     file = read_gguf(where)
     folder, options = source(where)
     try:
@@ -168,7 +168,7 @@ def _config_in_gguf(where: str) -> Any:
 
 
 def _checked(where: str, given: dict[str, Any]) -> Any:
-    """The config, if it is of a known kind of model and its values are usable."""
+    """Return the config, if it is of a known kind of model and its values are usable."""
     kind = given.get("model_type")
     if not kind:
         raise ValueError("it names no model_type")
@@ -197,7 +197,7 @@ def _checked(where: str, given: dict[str, Any]) -> Any:
 
 
 def _text_of(wrapper: Any) -> Any:
-    """The config of a wrapper's text model.
+    """Return the config of a wrapper's text model.
 
     Raises:
         UnsupportedModel: it does not run, saying which wrapper it is of.
@@ -220,7 +220,7 @@ def _text_of(wrapper: Any) -> Any:
 
 
 def load_tokenizer(where: str) -> Any:
-    """The model's tokenizer, which was tried on a word.
+    """Return the model's tokenizer, which was tried on a word.
 
     Raises:
         ModelFilesBroken: its files are missing or broken, or need code of their own.
@@ -250,7 +250,7 @@ def load_tokenizer(where: str) -> Any:
 
 
 def find_tokenizer(where: str) -> Any:
-    """The tokenizer of a model, if its files are here; None where they would be downloaded.
+    """Return the tokenizer of a model, if its files are here; None where they would be downloaded.
 
     Raises:
         ModelFilesBroken: they are broken, or need code of their own.
@@ -264,7 +264,7 @@ def find_tokenizer(where: str) -> Any:
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """The opening token, if the tokenizer sets one before a text, and the text's tokens."""
+    """Return the opening token, if the tokenizer sets one before a text, and the text's tokens."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     opening: list[int] = tokenizer("")["input_ids"][:1]
     sets_one = opening == [tokenizer.bos_token_id] != ids[:1]
@@ -293,7 +293,7 @@ def check_generation(where: str) -> None:
 
 
 def load_generation(where: str, config: Any) -> Any:
-    """The model's settings of generation, as `load_model` gives them to it.
+    """Return the model's settings of generation, as `load_model` gives them to it.
 
     Raises:
         ModelFilesBroken: as `check_generation`.
@@ -306,7 +306,7 @@ def load_generation(where: str, config: Any) -> Any:
 
 
 def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
-    """The model with kvcap's attention, all its tensors from safetensors files or a GGUF file.
+    """Return the model with kvcap's attention, its tensors from safetensors files or a GGUF file.
 
     Args:
         where: its directory, GGUF file or repository.
@@ -372,7 +372,7 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
 def load_packed(
     where: str, config: Any, dtype: torch.dtype, kind: PackedDtype, room: int | None = None
 ) -> Any:
-    """The model with its matrices in 8 or 4 bits, on a CPU.
+    """Return the model with its matrices in 8 or 4 bits, on a CPU.
 
     Weights are rounded as they are read, piece by piece, where files have the model's own; else
     the whole model is loaded first.
@@ -440,7 +440,7 @@ def _fill_blocks(where: str, model: Any, weights: GgufCheckpoint, resident: bool
 
 
 def _kind(where: str) -> Any:
-    """The type of model that the files' config names."""
+    """Return the type of model that the files' config names."""
     return PretrainedConfig.get_config_dict(where)[0].get("model_type")
 
 

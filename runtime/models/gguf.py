@@ -39,17 +39,17 @@ NEEDED = ("gguf", "accelerate")  # by transformers, to load one
 VERSIONS = (2, 3)
 NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
            10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
-"""The types of a field's numbers, by their number in a file."""
+"""Holds the types of a field's numbers, by their number in a file."""
 STRING, ARRAY, COUNT = 8, 9, 4
 PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4",
          "I64": "<i8"}  # fmt: skip
-"""The types of tensors that NumPy has; others are bytes."""
+"""Holds the types of tensors that NumPy has; others are bytes."""
 LONG = 1024  # values; a longer list belongs to a vocabulary
 TOKENS = "tokenizer.ggml.tokens"
 
 
 class GgufFile(NamedTuple):
-    """What a GGUF file says of itself."""
+    """A record of what a GGUF file says of itself."""
 
     architecture: str  # by llama.cpp's name, such as 'llama'
     numbers: str  # the type of most of its weights, such as 'Q8_0'
@@ -58,7 +58,7 @@ class GgufFile(NamedTuple):
     scaled: bool  # its rotary embedding is stretched to longer contexts
 
     def becomes(self, nbytes: int, dtype: str) -> str:
-        """Words for what its weights take once they are loaded, as a type or in their bits."""
+        """Say what its weights take once they are loaded, as a type or in their bits."""
         there = f"{format_bytes(self.nbytes)} of {self.numbers} in the file"
         if dtype == "gguf":
             return f"{there} stay in their bits, {format_bytes(nbytes)} in memory"
@@ -66,7 +66,7 @@ class GgufFile(NamedTuple):
 
 
 def is_gguf(where: str | Path) -> bool:
-    """Whether `where` is a GGUF file, by its first bytes."""
+    """Return whether `where` is a GGUF file, by its first bytes."""
     path = Path(where)
     if not path.is_file():
         return False
@@ -75,7 +75,7 @@ def is_gguf(where: str | Path) -> bool:
 
 
 def source(where: str) -> tuple[str, dict[str, Any]]:
-    """What transformers' `from_pretrained` is given for a model: its place, and options."""
+    """Return what transformers' `from_pretrained` is given for a model: its place, and options."""
     if not is_gguf(where):
         return where, {}
     path = Path(where)
@@ -96,14 +96,14 @@ class Field:
 
     @cached_property
     def parts(self) -> list[Any]:
-        """A string's bytes each, or an array of one number."""
+        """Return a string's bytes each, or an array of one number."""
         if self._numeric:
             return [self.values[i : i + 1] for i in self.data]
         return list(self.values)
 
     @property
     def data(self) -> range:
-        """Which parts are the value."""
+        """Return which parts are the value."""
         return range(len(self.values))
 
     @property
@@ -111,7 +111,7 @@ class Field:
         return self.types[-1] != STRING
 
     def contents(self) -> Any:
-        """The value as Python has it."""
+        """Return the value as Python has it."""
         found = self.values.tolist() if self._numeric else [str(x, "utf-8") for x in self.values]
         return found if self.types[0] == ARRAY else found[0]
 
@@ -189,7 +189,7 @@ class Header:
             self.data.madvise(mmap.MADV_DONTNEED)
 
     def value(self, name: str, default: Any = None) -> Any:
-        """A field's value; `default` where there is none."""
+        """Return a field's value; `default` where there is none."""
         return self.fields[name].contents() if name in self.fields else default
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
@@ -285,12 +285,12 @@ class Reader:
             self.fields[size] = Field(size, [COUNT], count)
 
     def get_field(self, name: str) -> Field | None:
-        """A field; None where there is none."""
+        """Return a field; None where there is none."""
         return self.fields.get(name)
 
 
 def header(where: str | Path) -> Header:
-    """The header of a file, which is read anew only once the file has changed.
+    """Return the header of a file, which is read anew only once the file has changed.
 
     Raises:
         ModelFilesBroken: it is damaged or cut short.
@@ -371,7 +371,7 @@ def reading(where: str, *, vocabulary: bool = False) -> Iterator[None]:
 
 
 def loading() -> dict[str, Any]:
-    """Options by which transformers unpacks a GGUF file, and fetches no kernels for packed ones."""
+    """Return options by which transformers unpacks a GGUF file and fetches no kernels."""
     import transformers
 
     settings = getattr(transformers, "GgufConfig", None)  # not in older ones, which always unpack
@@ -379,7 +379,7 @@ def loading() -> dict[str, Any]:
 
 
 def name_in_file(architecture: str, layers: int, name: str) -> str | None:
-    """The name of a tensor in a GGUF file, by a parameter's name; None where it has none.
+    """Return the name of a tensor in a GGUF file, by a parameter's name; None where it has none.
 
     >>> name_in_file("llama", 2, "model.layers.1.mlp.up_proj.weight")
     'blk.1.ffn_up.weight'

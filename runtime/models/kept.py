@@ -32,7 +32,7 @@ TOKENIZER, SETTINGS, WEIGHTS = "tokenizer.json", "settings.json", "weights.safet
 
 
 def kept_tokenizer(where: str, make: Callable[[], Any]) -> Any:
-    """The tokenizer of a GGUF file, which is converted by `make` once."""
+    """Return the tokenizer of a GGUF file, which is converted by `make` once."""
     entry = _entry(where, "tokenizer", ("transformers", "tokenizers"))
     if not entry.is_dir():
         made = make()
@@ -56,7 +56,7 @@ def _text(token: Any) -> Any:
 
 
 def weights_file(where: str) -> Path:
-    """The safetensors file of a GGUF file's packed weights, which is there once they were kept."""
+    """Return the safetensors file of a GGUF file's packed weights, there once they were kept."""
     how = (torch.backends.cpu.get_cpu_capability(),)  # by which four bits lie in their order
     return _entry(where, "weights", ("transformers", "torch"), how) / WEIGHTS
 
@@ -101,12 +101,12 @@ def map_weights(path: Path, model: nn.Module, *, resident: bool = False) -> None
 
 
 def is_kept(where: str) -> bool:
-    """Whether the tokenizer of a GGUF file was converted before."""
+    """Return whether the tokenizer of a GGUF file was converted before."""
     return _entry(where, "tokenizer", ("transformers", "tokenizers")).is_dir()
 
 
 def _entry(where: str, what: str, packages: tuple[str, ...], also: tuple[str, ...] = ()) -> Path:
-    """The folder in which something that was made of a file is kept, or would be."""
+    """Return the folder in which something that was made of a file is kept, or would be."""
     path = Path(where).resolve()
     state = path.stat()
     facts = [str(path), state.st_size, state.st_mtime_ns, FORMAT, *map(version, packages), *also]

@@ -62,7 +62,7 @@ class PackedMatrix(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """The products [T, N] of tokens [T, K]."""
+        """Return the products [T, N] of tokens [T, K]."""
         if len(x) == 0:
             return x.new_empty(0, self.rows)
         x = self._padded(x.contiguous())
@@ -74,21 +74,21 @@ class PackedMatrix(nn.Module):
 
     @property
     def padded(self) -> int:
-        """The numbers of a token with zeros behind them; PyTorch's products read whole vectors."""
+        """Return a token's numbers with zeros behind: PyTorch's products read whole vectors."""
         return self.columns + -self.columns % GROUP
 
     def pieces(self, weights: int) -> Iterator[tuple[int, int]]:
-        """Where pieces of about so many weights begin and end, in rows."""
+        """Return where pieces of about so many weights begin and end, in rows."""
         step = max(TILE, weights // self.padded // TILE * TILE)
         for start in range(0, self.rows, step):
             yield start, min(start + step, self.rows)
 
     def product_of_few(self, x: Tensor) -> Tensor:
-        """The products [T, N] with packed numbers as they are, of tokens that are not rounded."""
+        """Return products [T, N] with packed numbers as they are, of unrounded tokens."""
         raise NotImplementedError
 
     def integers(self, start: int, stop: int) -> Tensor:
-        """Rows in 8 bits, times `row_scale` the weights, as columns [K, stop - start].
+        """Return rows in 8 bits, times `row_scale` the weights, as columns [K, stop - start].
 
         Args:
             start: a multiple of `TILE`.
@@ -98,11 +98,11 @@ class PackedMatrix(nn.Module):
 
     @property
     def row_scales(self) -> Tensor:
-        """What an integer of each row is worth [N]."""
+        """Return what an integer of each row is worth [N]."""
         raise NotImplementedError
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """The weights of some rows [..., K]."""
+        """Return the weights of some rows [..., K]."""
         raise NotImplementedError
 
     def _product_of_many(self, x: Tensor) -> Tensor:
@@ -137,20 +137,20 @@ class Int8Matrix(PackedMatrix):
             self.numbers[part] = rounded.to(torch.int8)
 
     def product_of_few(self, x: Tensor) -> Tensor:
-        """The products [T, N] with packed numbers as they are, of tokens that are not rounded."""
+        """Return products [T, N] with packed numbers as they are, of unrounded tokens."""
         return torch._weight_int8pack_mm(x, self.numbers, self.scale)
 
     def integers(self, start: int, stop: int) -> Tensor:
-        """Rows as columns [K, stop - start]."""
+        """Return rows as columns [K, stop - start]."""
         return self.numbers[start:stop].t()
 
     @property
     def row_scales(self) -> Tensor:
-        """What an integer of each row is worth [N]."""
+        """Return what an integer of each row is worth [N]."""
         return self.scale
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """The weights of some rows [..., K]."""
+        """Return the weights of some rows [..., K]."""
         return (self.numbers[ids] * self.scale[ids][..., None])[..., : self.columns]
 
 
@@ -185,13 +185,13 @@ class Int4Matrix(PackedMatrix):
             self.numbers[part] = _pack(q.flatten(-2).int())
 
     def product_of_few(self, x: Tensor) -> Tensor:
-        """The products [T, N] with packed numbers as they are, of tokens that are not rounded."""
+        """Return products [T, N] with packed numbers as they are, of unrounded tokens."""
         product = torch.ops.aten._weight_int4pack_mm_for_cpu
         found: Tensor = product(x, self.numbers, GROUP, self.scale)
         return found[:, : self.rows]
 
     def integers(self, start: int, stop: int) -> Tensor:
-        """Rows in 8 bits as columns [K, stop - start]."""
+        """Return rows in 8 bits as columns [K, stop - start]."""
         order, end = row_order(), stop + -stop % TILE
         half = order.size // 2
         packed = self.numbers[start:end].view(-1, self.padded // GROUP, GROUP, half)
@@ -207,7 +207,7 @@ class Int4Matrix(PackedMatrix):
         return found[:, : stop - start]
 
     def _multipliers(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """`m` and `-m · z` of every group, rows as they are packed: [blocks, groups, 2, half]."""
+        """Return `m` and `-m · z` of every group, rows as packed: [blocks, groups, 2, half]."""
         order = row_order()
         scale, zero = self.scale[:, start:end].float().unbind(-1)  # [groups, n]
         m = (scale / self.row[start:end].float()).round_()
@@ -221,11 +221,11 @@ class Int4Matrix(PackedMatrix):
 
     @property
     def row_scales(self) -> Tensor:
-        """What an integer of each row is worth [N]."""
+        """Return what an integer of each row is worth [N]."""
         return self.row[: self.rows]
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """The weights of some rows [..., K]."""
+        """Return the weights of some rows [..., K]."""
         q = _nibbles(self.numbers, ids)
         scale, zero = self.scale[:, ids].movedim(0, -2).unsqueeze(-2).unbind(-1)  # [..., g, 1]
         found = (q.to(torch.int8) - 8).unflatten(-1, (-1, GROUP))
@@ -280,7 +280,7 @@ class BlockMatrix(PackedMatrix):
             self.numbers[start : stop + more] = _pack(functional.pad(q + 8, (0, 0, 0, more)))
 
     def product_of_few(self, x: Tensor) -> Tensor:
-        """The products [T, N] with packed numbers as they are, of tokens that are not rounded."""
+        """Return products [T, N] with packed numbers as they are, of unrounded tokens."""
         if self.kind.low > 1:
             x = x.unflatten(-1, (-1, 1, self.kind.size))
             high = x if self.kind.size == GROUP else x * self.kind.low
@@ -299,7 +299,7 @@ class BlockMatrix(PackedMatrix):
         return out
 
     def _columns(self, start: int, stop: int) -> Tensor:
-        """Weights of some rows as columns [blocks, K, rows of a block], in the order of blocks."""
+        """Return weights of some rows as columns [blocks, K, rows of a block], in blocks' order."""
         order, part = row_order(), slice(start, stop + -stop % TILE)
         low, size, half = self.kind.low, self.kind.size, order.size // 2
         packed = self.numbers[part].view(torch.int8)
@@ -324,11 +324,11 @@ class BlockMatrix(PackedMatrix):
         return weights.view(len(q), self.columns, -1)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """The weights of some rows [..., K]."""
+        """Return the weights of some rows [..., K]."""
         return self._weights(_nibbles(self.numbers, ids), self.scale[:, ids])
 
     def _weights(self, q: Tensor, scales: Tensor) -> Tensor:
-        """Weights [..., K] of packed numbers [..., 2K] and scales with zeros [2g, ..., 2]."""
+        """Return weights [..., K] of packed numbers [..., 2K], scales and zeros [2g, ..., 2]."""
         q, (scale, zero) = q.to(torch.int8) - 8, scales.movedim(0, -2).unbind(-1)
         low, size = self.kind.low, self.kind.size
         if low > 1:
@@ -350,14 +350,14 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = matrix.columns, matrix.rows
 
     def forward(self, x: Tensor) -> Tensor:
-        """Products [..., N] of [..., K]."""
+        """Return products [..., N] of [..., K]."""
         found: Tensor = self.matrix(x.reshape(-1, x.shape[-1]))
         if self.bias is not None:
             found = found + self.bias
         return found.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Its sizes."""
+        """Return its sizes."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
@@ -375,7 +375,7 @@ class PackedEmbedding(nn.Module):
             self.embed_scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows [..., K] of ids [...]."""
+        """Return rows [..., K] of ids [...]."""
         found: Tensor = self.matrix.lookup(ids)
         scale = self.embed_scale
         if isinstance(scale, Tensor):
@@ -439,7 +439,7 @@ def pack(model: nn.Module, kind: PackedDtype, rows_of: Callable[[str], Rows] | N
 def _matrix(
     kind: PackedDtype, model: Any, names: list[str], weight: Tensor, device: Any
 ) -> PackedMatrix | None:
-    """The matrix that holds a weight, empty; None where its numbers are in no known blocks."""
+    """Return an empty matrix that can hold a weight; None if its blocks are of no known type."""
     rows, columns = weight.shape
     if kind != "gguf":
         return KINDS[kind](rows, columns, weight.dtype, device)
@@ -502,7 +502,7 @@ def check_packing(config: Any, dtype: torch.dtype, device: Any, kind: PackedDtyp
 
 @functools.cache
 def _fault(kind: str, dtype: torch.dtype) -> str | None:
-    """What is wrong with products on this CPU; None: they are right.
+    """Return what is wrong with products on this CPU; None: they are right.
 
     Extreme numbers are among those tried, as some CPUs sum pairs of products in 16 bits.
     """
@@ -532,7 +532,7 @@ def _fault(kind: str, dtype: torch.dtype) -> str | None:
 
 
 class RowOrder(NamedTuple):
-    """How rows lie in a block: those of its bytes' low halves, then those of the high ones."""
+    """A list of how rows lie in a block: those of its bytes' low halves, then of the high ones."""
 
     rows: Tensor  # the row at each place
     places: Tensor  # the place of each row
@@ -540,13 +540,13 @@ class RowOrder(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Rows of a block."""
+        """Return rows of a block."""
         return len(self.rows)
 
 
 @functools.cache
 def row_order() -> RowOrder:
-    """How this build packs rows: in blocks of as many as its vectors hold, found by a trial.
+    """Return how this build packs rows: in blocks of as many as its vectors hold, found by a trial.
 
     A block is, for each column, as many bytes as half its rows, each with two rows' numbers.
 
@@ -566,7 +566,7 @@ def row_order() -> RowOrder:
 
 
 def _nibbles(numbers: Tensor, ids: Tensor) -> Tensor:
-    """The numbers [..., K] of some rows of what is packed [N, K / 2]."""
+    """Return the numbers [..., K] of some rows of what is packed [N, K / 2]."""
     order = row_order()
     size, place = order.size, order.places[ids % order.size]
     blocks = numbers.view(-1, 2 * numbers.shape[1], size // 2)
@@ -575,7 +575,7 @@ def _nibbles(numbers: Tensor, ids: Tensor) -> Tensor:
 
 
 def _pack(numbers: Tensor) -> Tensor:
-    """Numbers [n, K] from 0 to 15 as PyTorch's product of few tokens reads them, [n, K / 2]."""
+    """Pack numbers [n, K] from 0 to 15 as PyTorch's product of few tokens reads them: [n, K/2]."""
     packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1)
     return packed
 
@@ -604,7 +604,7 @@ def _round_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in the type that they are held in, 1 where there is nothing to scale."""
+    """Return scales in the type that they are held in, 1 where there is nothing to scale."""
     scale = scale.to(dtype)
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
@@ -622,7 +622,7 @@ def _is_packable(name: str, module: nn.Module) -> bool:
 
 
 def _embedding_scale(module: nn.Module) -> Tensor | float | None:
-    """What an embedding that scales multiplies its rows by, as in Gemma 3."""
+    """Return what an embedding that scales multiplies its rows by, as in Gemma 3."""
     if not isinstance(module, nn.Embedding) or "ScaledWordEmbedding" not in type(module).__name__:
         return None
     scale: Tensor | float | None = getattr(module, "embed_scale", None)

@@ -31,7 +31,7 @@ _INSTALLED_AS = {"awq": "autoawq"}
 
 
 def quantisation(config: Any) -> str | None:
-    """The kind of a model's quantised weights, such as 'bitsandbytes'; None where they are plain.
+    """Return the kind of a model's quantised weights, such as 'bitsandbytes'; None if plain.
 
     Args:
         config: the model's transformers config.
@@ -62,7 +62,7 @@ def check_packages(config: Any) -> None:
 
 
 def unpacking(config: Any) -> Any:
-    """A copy of the config, with which a model of an `UNPACKED` kind is loaded as plain floats."""
+    """Copy the config so that a model of an `UNPACKED` kind is loaded as plain floats."""
     old = _OLD and quantisation(config) != "mxfp4"
     settings = {"run_compressed": False} if old else {"dequantize": True}
     config = copy.deepcopy(config)
@@ -71,7 +71,7 @@ def unpacking(config: Any) -> Any:
 
 
 def is_plain(module: Any) -> TypeGuard[nn.Linear]:
-    """Whether a module is a linear layer of ordinary floating-point numbers.
+    """Return whether a module is a linear layer of ordinary floating-point numbers.
 
     Quantised layers are other modules, or have a tensor type of their library's own.
     """
@@ -82,7 +82,7 @@ def is_plain(module: Any) -> TypeGuard[nn.Linear]:
 
 
 def name_of(module: Any) -> str:
-    """A module's type and that of its weights, for messages about one that is not plain."""
+    """Return a module's type and that of its weights, for messages about one that is not plain."""
     if module is None:
         return "missing"
     weight = getattr(module, "weight", None)
@@ -94,7 +94,7 @@ def name_of(module: Any) -> str:
 
 
 def parts(tensor: Any) -> Iterator[Tensor]:
-    """The ordinary tensors of which a tensor of a library's own type consists."""
+    """Return the ordinary tensors of which a tensor of a library's own type consists."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         names, _ = flatten()

@@ -70,7 +70,7 @@ class Weights(NamedTuple):
 
 
 def read_headers(where: str) -> Headers | None:
-    """The headers of all tensors in a model's safetensors files.
+    """Return the headers of all tensors in a model's safetensors files.
 
     Args:
         where: a directory, a GGUF file, or a repository of the hub, whose headers are taken from
@@ -89,7 +89,7 @@ def read_headers(where: str) -> Headers | None:
 
 
 def folder_of(where: str) -> Path | None:
-    """The directory of a model's files: its own, or that of a download of all its weights."""
+    """Return the directory of a model's files: its own, or that of a whole download."""
     if Path(where).is_dir():
         return Path(where)
     for name in (SINGLE, INDEX):
@@ -110,7 +110,7 @@ def download(where: str) -> None:
 
 
 def locations(folder: Path) -> dict[str, Path]:
-    """The safetensors file in `folder` that each tensor of a model is in, by the tensor's name.
+    """Return the safetensors file in `folder` that has each tensor, by the tensor's name.
 
     Raises:
         ModelFilesBroken: as `read_headers`.
@@ -166,7 +166,7 @@ def weigh(
     headers: Headers | None = None,
     packed: PackedDtype | None = None,
 ) -> Weights:
-    """The bytes that a model's weights take once they are loaded; tied parameters count once.
+    """Return the bytes that a model's weights take once loaded; tied parameters count once.
 
     Quantised weights count as they are in their files, except those that are `UNPACKED`. Of a
     wrapper's files only the text model's tensors count, as no others are loaded.
@@ -227,7 +227,7 @@ def weigh(
 
 
 def _packed_bytes(config: Any, dtype: torch.dtype, kind: PackedDtype) -> int:
-    """The bytes that a model holds once its matrices are packed."""
+    """Return the bytes that a model holds once its matrices are packed."""
     model = _on_meta(config, dtype)
     pack(model, kind)
     held = {tensor: name for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -235,7 +235,7 @@ def _packed_bytes(config: Any, dtype: torch.dtype, kind: PackedDtype) -> int:
 
 
 def _ignored(name: str, config: Any) -> bool:
-    """Whether the model leaves a tensor of its files out, such as a vision tower's.
+    """Return whether the model leaves a tensor of its files out, such as a vision tower's.
 
     Its class says which it does not expect, by patterns that transformers searches names for.
     """
@@ -264,7 +264,7 @@ def refuse_misfits(missing: Iterable[str], wrong: Iterable[str] = ()) -> None:
 
 
 def held_weights(model: nn.Module) -> Weights:
-    """The bytes of a loaded model's weights, with the scales of quantised ones."""
+    """Return the bytes of a loaded model's weights, with the scales of quantised ones."""
     tensors = [part for tensor in model.state_dict().values() for part in parts(tensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     return Weights(sum(storages.values()), "loaded model")
@@ -277,13 +277,13 @@ class _Parameter(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What files have for a parameter."""
+    """A record of what files have for a parameter."""
 
     tensors: list[Tensor]
     how: Literal["whole", "joined", "cut"]  # transformers may join tensors, or cut one up
 
     def gives(self, shape: tuple[int, ...]) -> bool:
-        """Whether a parameter of that shape can be made of it."""
+        """Return whether a parameter of that shape can be made of it."""
         if any(tensor.dtype not in FLOATS for tensor in self.tensors):
             return False
         if self.how == "whole":
@@ -292,7 +292,7 @@ class _Source(NamedTuple):
 
 
 def _sources(model: Any, headers: Headers, known: set[str]) -> dict[str, _Source]:
-    """What files have for every parameter, by its name.
+    """Return what files have for every parameter, by its name.
 
     Other names and parts, such as a matrix for each expert, are put together as transformers does
     when it loads them; its 4.57 loads everything as it is.
@@ -324,7 +324,7 @@ def _sources(model: Any, headers: Headers, known: set[str]) -> dict[str, _Source
 
 
 def _on_meta(config: Any, dtype: torch.dtype) -> Any:
-    """The model that the config describes, without data."""
+    """Return the model that the config describes, without data."""
     try:
         with torch.device("meta"):
             # The attention is given, as a config may name a kernel that would be fetched and run.
@@ -338,7 +338,7 @@ def _on_meta(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _parameters(model: Any) -> list[_Parameter]:
-    """The parameters of a model; tied ones are one."""
+    """Return the parameters of a model; tied ones are one."""
     names: dict[Any, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         # Files of a model without its head lack the prefix, and are loaded all the same.
@@ -350,7 +350,7 @@ def _parameters(model: Any) -> list[_Parameter]:
 
 
 def _loaded_bytes(model: Any, name: str, tensor: torch.Tensor) -> int:
-    """The bytes of a parameter or buffer once it is loaded, of a model made in its type."""
+    """Return the bytes of a parameter or buffer once it is loaded, of a model made in its type."""
     wide = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     named = any(re.search(pattern.replace("*", ".*"), name) for pattern in wide)
     if named and tensor.is_floating_point():
@@ -380,7 +380,7 @@ def _header(path: Path) -> Headers:
 
 
 def _files(folder: Path) -> list[str]:
-    """The names of the files of weights in `folder`, in the order in which they are loaded."""
+    """Return the names of the files of weights in `folder`, in the order of loading."""
     # Newer transformers prefer these, which other programs write, to the files that are read here.
     if any(folder.glob("shard-*-model-*-of-*.safetensors")):
         raise ModelFilesBroken(
@@ -396,7 +396,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _shards(index: Path) -> list[str]:
-    """The names of the files that an index lists, all of which lie beside it."""
+    """Return the names of the files that an index lists, all of which lie beside it."""
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
         foreign = [name for name in names if not re.fullmatch(r"[^/\\]+\.safetensors", name)]
@@ -425,7 +425,7 @@ def _on_the_hub(repository: str) -> Headers | None:
 
 
 def _nbytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
-    """The bytes of a tensor once loaded: plain floats become `dtype`, all else keeps its type."""
+    """Return a tensor's bytes once loaded: plain floats become `dtype`, others keep their type."""
     bits = re.search(r"\d+", tensor.dtype)  # as in I8, F8_E4M3; BOOL has none
     stored = int(bits[0]) if bits else 8
     if dtype is not None and tensor.dtype in FLOATS:

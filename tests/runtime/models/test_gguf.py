@@ -332,7 +332,7 @@ def test_a_cap_counts_weights_that_are_mapped(file, monkeypatch):
     )
     for cap in (None, "8GiB"):
         runtime = Runtime.from_pretrained(
-            file, kv_budget_tokens=32, block_size=16, device="cpu", memory_cap=cap
+            file, budget_tokens=32, block_size=16, device="cpu", memory_cap=cap
         )
         assert runtime.plan.weights_dtype == "gguf"
     assert seen == [False, True]
