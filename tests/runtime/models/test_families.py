@@ -158,16 +158,6 @@ def test_models_that_slide_everywhere(tokens):
     close(in_blocks(model, cache, ids, 16), uncapped("mistral", ids, sliding_window=80))
 
 
-def test_padded_batches_are_refused(tokens):
-    model = tiny_model("llama")
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[0, :3] = 0
-    cache = kvcap.BudgetCache(model.config, 64, 20)
-    with pytest.raises(ValueError, match="padded"):
-        model(tokens(20, batch=2), attention_mask=mask, **as_cache(cache))
-    assert cache.seen == 0
-
-
 def test_wrong_positions_are_refused(tokens):
     model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 24, 8)

@@ -103,16 +103,6 @@ def test_a_message_stopped_at_any_block(session, blocks):
     goes_on(session)
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-def test_a_first_message_stopped_at_any_block(runtime, blocks):
-    session = session_of(runtime)
-    stopping(session, blocks)
-    interrupted(lambda: session.send(LONG))
-    assert session.cache.seen == session.turn.read_tokens == blocks * BLOCK
-    sound(session)
-    goes_on(session)
-
-
 @pytest.mark.parametrize("blocks", range(1, 4))
 def test_another_answer_stopped_while_it_is_read_keeps_the_former(session, blocks):
     list(session.send(LONG, pin=False))

@@ -9,7 +9,6 @@ import pytest
 import kvcap
 from kvcap import Session
 from kvcap.runtime.errors import SessionFileCorrupt, SessionNotSaved
-from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session import file as session_file
 
 FACT = "The secret code of the vault is 7421. Remember it."
@@ -181,13 +180,6 @@ def test_a_session_recalls_in_the_bytes_that_were_planned(runtime):
         kvcap.Runtime.from_pretrained("pocket", recall_store=1024)
 
 
-def test_settings_follow_a_limit(runtime):
-    one = runtime.session().recall
-    assert one.settings == RecallSettings()
-    one.limit = 96
-    assert one.settings == RecallSettings(96)
-
-
 def test_a_file_whose_recalled_tokens_cannot_be_is_refused(runtime, tmp_path):
     session = told(runtime)
     session.recall.spans = [(9, 4)]
@@ -220,17 +212,6 @@ def test_a_cleared_conversation_recalls_nothing_of_the_former_one(runtime):
     assert not session.recall.passages
 
 
-def test_a_conversation_never_recalls_anothers_text(runtime):
-    one, other = told(runtime), told(runtime)
-    say(one, "My dog is called Bello.")
-    say(one, filler(300))
-    say(other, filler(300))
-    assert one.search("Bello")
-    assert not other.search("Bello")
-    say(other, "What is my dog called?")
-    assert all("Bello" not in passage.text for passage in other.recall.passages)
-
-
 def test_a_pinned_message_stays_pinned_around_what_was_recalled(runtime):
     session = told(runtime)
     say(session, QUESTION, pin=True)
@@ -246,13 +227,6 @@ def test_a_pinned_message_stays_pinned_around_what_was_recalled(runtime):
     pinned = {i for a, b in session.cache.pinned_spans for i in range(a, b)}
     assert pinned <= set(kept)
     assert not set(range(start, stop)) & set(kept)
-
-
-def test_pins_that_leave_no_slots_do_not_keep_text_from_being_read(runtime):
-    session = told(runtime, turns=1)
-    say(session, filler(190), pin=True)
-    say(session, filler(100))
-    assert "7421" in say(session, QUESTION) or session.turn.recalled_tokens
 
 
 def test_stopping_while_recalled_text_is_read_leaves_a_conversation_that_goes_on(runtime):

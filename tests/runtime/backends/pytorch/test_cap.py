@@ -358,26 +358,6 @@ def test_padding_on_the_right_that_nobody_reads(model, tokens):
     torch.testing.assert_close(together[:1, :30], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_bytes_do_not_depend_on_the_prompt(model, tokens):
-    with kvcap.cap(model, 24, 8) as capped:
-        sizes = set()
-        for length in (3, 40, 200):
-            model.generate(tokens(length), attention_mask=torch.ones(1, length), **OPTIONS)
-            sizes.add(capped.cache.nbytes)
-        plan = kvcap.MemoryPlan.of(
-            model.config, budget_tokens=24, block_size=8, dtype=torch.float32
-        )
-        assert sizes == {plan.cache_bytes}
-
-
-def test_a_cache_goes_when_nobody_holds_it(model, tokens):
-    with kvcap.cap(model, 24, 8) as capped:
-        model(tokens(30), use_cache=False)
-        first = weakref.ref(capped.cache)
-        model(tokens(30), use_cache=False)
-        assert first() is None
-
-
 def test_undone_it_leaves_no_trace(model, tokens):
     ids = tokens(40)
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
