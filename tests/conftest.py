@@ -64,25 +64,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Files that take a minute and more: processes that share out files begin with these, lest one of
 # them is left alone with one at the end.
 LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/test_memory.py",
-        "testing/test_pytest_plugin.py", "kernels/test_loop.py", "onnxruntime/test_backend.py",
+        "testing/test_pytest_plugin.py", "onnxruntime/test_backend.py",
         "export/decoder/test_decoder.py", "export/decoder/test_repeat.py",
         "devices/test_adb.py", "android_bench/test_browser.py", "adopted/test_adopt.py",
         "memory/test_cap_guard.py", "planning/test_dry_run.py",
         "bench/test_weights.py")  # fmt: skip
 
 
-# What is only run by phones, by decoders that others exported, and by Qualcomm's processors.
-APART = tuple(Path(__file__).parent / name
-              for name in ("android_bench", "export/adopted", "export/qnn"))  # fmt: skip
+# Tests of phones, of decoders that others exported, and of Qualcomm's processors.
+OWN_TIER = tuple(Path(__file__).parent / name
+                 for name in ("android_bench", "export/adopted", "export/qnn"))  # fmt: skip
 
 
-def apart(item: pytest.Item, config: pytest.Config) -> bool:
-    """Whether an item is of a tier of its own, of which nothing was named."""
+def is_of_own_tier(item: pytest.Item, config: pytest.Config) -> bool:
+    """Return whether an item is of a tier of its own, of which nothing was named."""
     asked = [*config.args, *config.getoption("--all-of")]
     named = [(config.invocation_params.dir / a.partition("::")[0]).resolve() for a in asked]
     return any(
         folder in item.path.parents and not any(folder in (x, *x.parents) for x in named)
-        for folder in APART
+        for folder in OWN_TIER
     )
 
 
@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if config.getoption("--all"):
         return
-    unnamed = {item for item in items if apart(item, config)}
+    unnamed = {item for item in items if is_of_own_tier(item, config)}
     config.hook.pytest_deselected(items=[*unnamed])
     items[:] = [item for item in items if item not in unnamed]
     asked = [*config.getoption("--all-of"), *(a for a in config.args if "::" in a)]
