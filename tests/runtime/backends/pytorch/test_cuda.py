@@ -278,7 +278,12 @@ def test_other_families_answer_as_on_the_cpu(name, policy):
     logits = []
     for device, graphs in (("cpu", False), ("cuda", False), ("cuda", True)):
         model = model_of(name).to(device)
-        cache = kvcap.BudgetCache(model.config, 24, 8, small_policy(policy, model.config))
+        try:
+            cache = kvcap.BudgetCache(model.config, 24, 8, small_policy(policy, model.config))
+        except kvcap.UnsupportedModel as error:
+            if "this version of transformers" not in str(error):
+                raise
+            pytest.skip(str(error))
         loop = BlockLoop(model, cache, graphs=graphs)
         found = [loop.prefill(ids[:, :70].to(device))]
         found += [loop.read(ids[:, i : i + 1].to(device)) for i in range(70, 90)]
