@@ -17,6 +17,7 @@ from kvcap.policies import policies
 from kvcap.runtime.backends.pytorch import cuda_graphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import enforce_limit
+from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.fused.decoder import FAMILIES as OWN
 from kvcap.runtime.session.session import Session
 from kvcap.testing import cuda_peak
@@ -280,7 +281,7 @@ def test_other_families_answer_as_on_the_cpu(name, policy):
         model = model_of(name).to(device)
         try:
             cache = kvcap.BudgetCache(model.config, 24, 8, small_policy(policy, model.config))
-        except kvcap.UnsupportedModel as error:
+        except UnsupportedModel as error:
             if "this version of transformers" not in str(error):
                 raise
             pytest.skip(str(error))
