@@ -286,7 +286,7 @@ def choose_rows(
         start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK, WHOLE,
     )  # fmt: skip
     kept, went = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    filled, moved = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    moved = tl.full([], 0, tl.int32)
     if new_starts is not None:
         to = tl.load(new_starts + row).to(tl.int64)
     for begin in range(0, slots, BLOCK):
@@ -299,16 +299,16 @@ def choose_rows(
         goes = (slot < slots) & ((x < low) | ((x == low) & (position < oldest)))
         stays = (slot < slots) & ((x > low) | ((x == low) & (position >= oldest)))
         tl.store(ages + first + went + _rank(goes), position, goes)
-        went += tl.sum(goes.to(tl.int32), 0)
         if new_starts is None:
-            is_hole, is_last = goes & (slot < slots - count), stays & (slot >= slots - count)
-            tl.store(holes + first + filled + _rank(is_hole), (first + slot).to(tl.int32), is_hole)
+            # As many of the first holes are filled as slots stay behind the row's new end.
+            tl.store(holes + first + went + _rank(goes), (first + slot).to(tl.int32), goes)
+            is_last = stays & (slot >= slots - count)
             tl.store(source + first + moved + _rank(is_last), (first + slot).to(tl.int32), is_last)
-            filled += tl.sum(is_hole.to(tl.int32), 0)
             moved += tl.sum(is_last.to(tl.int32), 0)
         else:
             tl.store(source + to + kept + _rank(stays), (first + slot).to(tl.int32), stays)
             kept += tl.sum(stays.to(tl.int32), 0)
+        went += tl.sum(goes.to(tl.int32), 0)
     tl.store(moves + row, moved)
 
 
