@@ -19,9 +19,9 @@ from kvcap.policies.base import Rows
 
 
 def covers(keys: Tensor, values: Tensor, buffers: Sequence[Tensor]) -> bool:
-    """Whether the kernel can do this here: on CUDA, or on a CPU in triton's interpreter.
+    """Return whether the kernel covers these tensors, on CUDA or on a CPU in Triton's interpreter.
 
-    Arguments as in `append`, `buffers` being all that is written.
+    Arguments are those of `append`; `buffers` are all tensors that it writes to.
     """
     alike = all(x.dtype == buffers[0].dtype and x.stride(-1) == 1 for x in (keys, values))
     alike = alike and keys.shape == values.shape and keys.device == buffers[0].device
@@ -35,7 +35,7 @@ def append(
     buffers: Sequence[Tensor],
     rows: Rows,
 ) -> None:
-    """Write a block behind the slots of rows of a pool.
+    """Write a block's keys, values and positions behind the slots in use of rows of a pool.
 
     Args:
         keys: [b, k, T, D], any strides but of the last dimension.
@@ -43,7 +43,7 @@ def append(
         positions: [T] int32.
         buffers: the pool's: keys and values [slots, D], positions [slots] int32, and [slots] of
             auxiliary tensors, which become 0.
-        rows: where heads lie that may hold unequally many slots, the block not among them.
+        rows: first slot and length of each of the B·K rows, without the block.
     """
     from kvcap.kernels.append_triton import write
 

@@ -10,7 +10,7 @@ _PLACES = ["to_positions", *(f"aux_{i}" for i in range(6)), "length", "starts", 
 
 @triton.jit
 def clear(slot, inside, aux_0, aux_1, aux_2, aux_3, aux_4, aux_5):
-    """Zero into auxiliary tensors, integers or None, at slots [N] that are `inside`."""
+    """Store zeros into auxiliary tensors, integers or None, at slots [N] that are `inside`."""
     zero = tl.zeros(slot.shape, tl.int8)
     if aux_0 is not None:
         tl.store(aux_0 + slot, zero.to(aux_0.dtype.element_ty), inside)
@@ -45,7 +45,7 @@ def write(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,  # what reads the slots may be launched before this ends
 ):  # fmt: skip
-    """Some tokens of one KV head."""
+    """Write some tokens of one KV head into the slots behind those in use."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Attention of a token or a block over the slots of a cache, on a GPU.
+"""Computes attention of a token or a block over the slots of a cache, on a GPU.
 
 With few KV heads a decode step gives a GPU too little to do at once: the slots of every head are
 cut into parts, attended side by side and merged in a fixed order, so that two runs are equal to
@@ -36,13 +36,13 @@ LOG2_E = math.log2(math.e)
 
 
 def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = None) -> bool:
-    """Whether the kernel can attend these here: on CUDA, or on a CPU in triton's interpreter.
+    """Return whether the kernel covers these tensors, on CUDA or on a CPU in Triton's interpreter.
 
     Args:
         query: [B, H, T, D].
         keys: as in `attend` or `attend_ragged`.
         values: likewise.
-        kv_heads: K; needed where the keys are a pool.
+        kv_heads: K; needed where the keys are a pool [slots, D].
     """
     (_, heads, tokens, size), item = query.shape, query.element_size()
     kv_heads = keys.shape[1] if kv_heads is None else kv_heads
@@ -66,7 +66,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the newest T tokens over n slots, the last T of them their own.
+    """Compute attention of the newest T tokens over n slots, the last T of them their own.
 
     All older slots are visible, the block is causal. Views may have any strides but of the last
     dimension.
@@ -97,16 +97,18 @@ def attend_with_lse(
     softcap: float | None = None,
     own: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`attend`, and the log-sum-exp of its logits [B, H, T] float32.
+    """Compute attention as `attend` does, and return the log-sum-exp of its logits, too.
+
+    Returns the outputs [B, H, T, D] and the log-sum-exp [B, H, T] in float32.
 
     Args:
-        query: as in `attend`, with what follows.
+        query: as in `attend`, like the next four.
         keys: likewise.
         values: likewise.
         scaling: likewise.
         softcap: likewise.
-        own: the last T slots are the tokens' own, of which none sees those of later tokens; else
-            all are older.
+        own: the last T slots are the tokens' own, and no token sees the slots of newer ones; else
+            all slots are older than the tokens.
     """
     kv_heads, slots = keys.shape[1:3]
     strides, rows = keys.stride()[:3] + values.stride()[:3], keys.shape[0] * kv_heads
@@ -127,7 +129,7 @@ def attend_ragged(
     max_length: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend` where heads hold unequally many slots, side by side in a pool.
+    """Compute attention as `attend` does, over heads of unequal lengths side by side in a pool.
 
     Args:
         query: [B, H, T, D].
@@ -166,7 +168,11 @@ def _attend(
     lse: Tensor | None = None,
     own: bool = True,
 ) -> Tensor:
-    """Launches the kernel over `longest` slots of every row, `slots` of all rows."""
+    """Launch the kernel over at most `longest` slots of every row, `slots` of all rows together.
+
+    Arguments that `attend` and `attend_ragged` do not have: `strides` are the first three of keys
+    and of values, `lse` is written if it is given.
+    """
     from kvcap.kernels.decode_triton import attend_part
 
     batch, heads, tokens, size = query.shape
@@ -223,15 +229,15 @@ def merge(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """Attention of every query row from that over parts of the slots, in their order.
+    """Merge every query row's attention over parts of the slots into one, in a fixed order.
 
     Args:
         part_out: [B·K, S, G·T, D] float32.
         part_lse: [B·K, S, G·T] float32, log-sum-exp in base 2.
         out: [B, T, H, D], is written.
-        lengths: of the slots, on the device; None: `length`.
-        length: of all rows.
-        lengths_step: from a row's length to the next one's.
+        lengths: slots of each row, integers on the device; None: every row has `length`.
+        length: slots of every row where `lengths` is None.
+        lengths_step: from a row's length to the next one's; 0: all rows share one.
         chunk: slots of a part.
         more: parts besides those of slots.
         overlap: options as of `overlapping`.
@@ -257,7 +263,7 @@ def merge(
 
 
 class Tile(NamedTuple):
-    """How slots are read, see `tile_of`."""
+    """A choice of how a program reads slots; see `tile_of`."""
 
     block: int  # slots read at once
     stages: int  # blocks under way, one more than are fetched ahead
@@ -266,29 +272,32 @@ class Tile(NamedTuple):
 
 
 def tile_of(row_bytes: int) -> Tile:
-    """How slots are read: what was fastest on an H200, from 512 to 32,768 slots of 8 heads.
+    """Return how to read slots: what was fastest on an H200, from 512 to 32,768 slots of 8 heads.
 
     Args:
-        row_bytes: of a key.
+        row_bytes: bytes of one key.
     """
     return Tile(32, 2, 4, 2) if row_bytes > 256 else Tile(64, 3, 4, 2)
 
 
 def blocks_in_part(blocks: int, tiles: float, tile: Tile, device: torch.device) -> int:
-    """How many blocks of slots a program reads: such that all programs are done the soonest.
+    """Return how many blocks of slots a program should read for all programs to end the soonest.
 
     Args:
-        blocks: that a tile of query rows reads.
-        tiles: of all rows, of which some may read less.
+        blocks: blocks of slots that a tile of query rows reads.
+        tiles: tiles of all rows; not whole where some rows read less than others.
         tile: how slots are read.
-        device: with so many multiprocessors.
+        device: where the programs run, whose multiprocessors count.
     """
     return _soonest(max(1, blocks), tiles, tile.programs * multiprocessors(device))
 
 
 @lru_cache(maxsize=4096)
 def _soonest(blocks: int, tiles: float, at_once: int) -> int:
-    """As above; programs run in rounds, each as long as one of them takes, be it full or not."""
+    """Choose for `blocks_in_part`, where `at_once` programs run at the same time.
+
+    Programs run in rounds, and a round takes as long as one program, be it full or not.
+    """
 
     def takes(parts: int) -> int:
         rounds = math.ceil(tiles * parts / at_once)

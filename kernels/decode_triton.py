@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions of `kernels/decode.py`: attention over parts of the slots, and their merge.
+"""Defines the Triton functions of `kernels/decode.py`, which attend to slots and merge parts.
 
 Importing this imports triton; `decode.py` does so when the kernel is first needed. Arguments have
-no annotations: newer versions of triton look names in them up.
+no annotations, as newer versions of Triton look up the names in them.
 """
 
 import math
@@ -15,7 +15,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def dot(a, b, c, WIDEN: tl.constexpr):
-    """`a @ b + c` in float32."""
+    """Return `a @ b + c` in float32."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, c, input_precision="ieee")
@@ -33,7 +33,7 @@ def _fold(
     MASKED: tl.constexpr,  # some rows do not see some of these slots, or there are fewer
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attention over one block of slots more."""
+    """Attend to one block of slots more; returns the new `top`, `total` and `acc`."""
     d = tl.arange(0, SIZE_PAD)
     slot = first + tl.arange(0, BLOCK)
     held = (slot < end)[:, None] if MASKED else True
@@ -87,7 +87,7 @@ def attend_part(
     OVERLAP: tl.constexpr,  # launched before what it reads is there, and the merge before it ends
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
 ):  # fmt: skip
-    """Attention of some of a KV head's query rows over one part of its slots."""
+    """Attend with some of a KV head's query rows to one part of its slots."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -178,7 +178,7 @@ def merge_parts(
     STEP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One query row's attention from its parts, in their order."""
+    """Merge one query row's attention over parts of the slots, in their order."""
     m, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()

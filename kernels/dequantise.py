@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Reads keys or values of 8 or 4 bits from rows of slots, rotating keys on, in one launch.
+"""Reads keys or values of 8 or 4 bits from rows of slots and rotates keys, in one launch.
 
 The format is that of `runtime/cache/slot_format.py`. Knows tensors only.
 """
@@ -28,16 +28,16 @@ def read(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """Return numbers `q · scale + low + mean`, of keys rotated on by minus their shifts.
+    """Return numbers `q · scale + low + mean`; keys are rotated on by minus their shifts.
 
     Args:
         parts: a pool's buffers: bytes under '' and side tensors by name. In 8 bits [slots, D] and
             `scale` [slots]; in 4 bits [slots, D/2], number i in the low half of byte i and i + D/2
             in its high half, and `scale` and `low` [slots, D/g] of g neighbours each.
         size: `D`.
-        dtype: of the result.
-        rows: where the rows lie that are read.
-        to: [B·K] int32, where each begins in the result.
+        dtype: type of the result.
+        rows: first slot and length of each row that is read.
+        to: [B·K] int32, where each row begins in the result.
         room: slots of the result.
         mean: [B, K, D] float32, contiguous, added to every slot of a row.
         turn: shifts [slots] int32, from minus a table's span up to 0, and that table, contiguous,

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""The triton functions of `kernels/dequantise.py`, which imports this when it is first needed."""
+"""Defines the Triton functions of `kernels/dequantise.py`, which imports it when first needed."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,9 @@ import triton.language as tl
 @triton.jit
 def _numbers(q, scale, low, mean, d, used, SIZE: tl.constexpr, BITS: tl.constexpr,
              GROUP: tl.constexpr):  # fmt: skip
-    """The numbers `d` [1, P] of some slots, float32 [N, P], where `used` [N, P].
+    """Return the numbers `d` [1, P] of some slots where `used` [N, P]; float32 [N, P].
 
-    `q`, `scale` and `low` point at the slots [N, 1], `mean` at the head's.
+    `q`, `scale` and `low` point at the slots [N, 1], `mean` at the mean of their row.
     """
     if BITS == 8:
         x = tl.load(q + d, used, 0).to(tl.float32)
@@ -48,7 +48,7 @@ def read_slots(
     GROUP: tl.constexpr,  # numbers that share a scale
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Read a block of slots of one row."""
+    """Dequantise a block of slots of one row into `out`, and rotate what rotates."""
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = n < tl.load(lengths + row)

@@ -75,7 +75,7 @@ def _has_triton() -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many a GPU has; in the interpreter, enough to cut the slots into parts."""
+    """Return a GPU's number of multiprocessors; in the interpreter, a stand-in for several."""
     found = target(device)
     return 8 if found is None else found.multiprocessors
 
@@ -93,9 +93,10 @@ def overlapping(device: torch.device, wanted: bool = True) -> dict[str, bool]:
 
 
 def told(seen: int | Tensor, device: torch.device) -> tuple[int, Tensor]:
-    """Return the tokens read as kernels take them: a number, or -1 and where it is on the device.
+    """Return the number of tokens read as two arguments of a kernel, a number and a tensor [].
 
-    Both have the same types, so that what a CUDA graph replays was compiled before it, by a number.
+    One of them counts: the number, or, where that is -1, the tensor on the device. Their types are
+    always the same, so a kernel that a CUDA graph captures was compiled before, by a plain number.
     """
     return (-1, seen) if isinstance(seen, Tensor) else (seen, _no_clock(device))
 
@@ -113,7 +114,7 @@ _clocks: dict[torch.device, Tensor] = {}
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Holds the integers of so many bytes."""
+"""Holds the integer type of each size in bytes."""
 
 
 def bits(x: Tensor) -> Tensor:

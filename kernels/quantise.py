@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
 """Writes a block into slots of 8 or 4 bits: rotates keys to position 0 and quantises, in one pass.
 
-Eagerly that is some forty launches. The format is that of `runtime/cache/slot_format.py`. Knows
-tensors only.
+Eager code takes some forty launches for that. The format is that of
+`runtime/cache/slot_format.py`. Knows tensors only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcap.kernels.device import power_of_two
 from kvcap.kernels.launch import run
 from kvcap.policies.base import Rows
 
-MOST_STATE = 2  # further tensors of a number a slot
+MOST_STATE = 2  # tensors of policies that have one number a slot
 SIDES = ("key_scale", "key_low", "value_scale", "value_low")
 
 
@@ -42,12 +42,13 @@ def append(
         slots: the pool's buffers [slots, ...], by the names of `SlotFormat.shapes`, with
             'positions' and where there is one 'shift', which becomes minus a token's rank among
             those of its row. Every other becomes 0.
-        rows: where the rows lie, the block not among their slots.
-        mean: [B, K, D] float32, contiguous, what keys are written without. That of a row without
-            slots becomes the block's own.
+        rows: first slot and length of each row, without the block.
+        mean: [B, K, D] float32, contiguous, subtracted from keys before they are written. In a row
+            without slots it is first set to the mean of the block's keys.
         turn: where tokens are read first, [B] int32, and a table [span, 2, R/2], contiguous, of
             cosines and sines, by which keys are rotated back to position 0; None: they are not.
-        count: how many tokens of the block are no fillers, int32 [] on the device; None: all.
+        count: how many tokens of the block are real and no fillers, int32 [] on the device; None:
+            all.
         interleaved: neighbours (2i, 2i + 1) are pairs; else halves (i, i + R/2) are.
     """
     from kvcap.kernels.quantise_triton import take_mean, write_slots

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""The triton functions of `kernels/quantise.py`, which imports this when it is first needed."""
+"""Defines the Triton functions of `kernels/quantise.py`, which imports it when first needed."""
 
 import triton
 import triton.language as tl
@@ -9,9 +9,10 @@ NEAREST = tl.constexpr(12582912.0)  # 1.5 · 2²³: added and taken off, it roun
 
 @triton.jit
 def _unrotated(x, turn, d, inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The numbers `d` [1, P] of some tokens where `inside` [N, P], at position 0; float32 [N, P].
+    """Return the numbers `d` [1, P] of some tokens, rotated back to position 0; float32 [N, P].
 
-    `x` points at the tokens [N, 1], `turn` at cosines of their positions, sines behind.
+    They are read where `inside` [N, P]. `x` points at the tokens [N, 1], `turn` at the cosines of
+    their positions, behind which the sines lie.
     """
     own = tl.load(x + d, inside, 0.0).to(tl.float32)
     if HALF > 0:
@@ -47,7 +48,7 @@ def take_mean(
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Take the mean of one KV head's keys, at position 0, where its row has no slots yet."""
+    """Store the mean of one KV head's keys at position 0, if its row has no slots yet."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
     if tl.load(lengths + row) == 0:
@@ -71,21 +72,22 @@ def take_mean(
 
 @triton.jit
 def _nearest(x):
-    """The nearest whole number; of two the even one."""
+    """Return the nearest whole number; of two equally near ones, the even one."""
     return (x + NEAREST) - NEAREST
 
 
 @triton.jit
 def _divisor(scale):
-    """A scale to divide by: of equal numbers it is 0, and what is divided is 0 too."""
+    """Return a scale that can be divided by: 1 for 0, where all that is divided is 0, too."""
     return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
 def _store_groups(x, scale, low, first, inside, GROUP: tl.constexpr):
-    """Least numbers and steps of groups of 4 bits of x [N, P], whose `first` [N] are known.
+    """Store the least number and the step of every group of x [N, P], to be held in 4 bits.
 
-    Both are stored, and returned for every number: [N, P] float32.
+    `first` [N] says where a token's groups begin in `scale` and `low`. Both numbers are returned
+    for every number of x, too: [N, P] float32.
     """
     COUNT: tl.constexpr = x.shape[1] // GROUP
     each = tl.reshape(x, [x.shape[0], COUNT, GROUP])
@@ -102,9 +104,9 @@ def _store_groups(x, scale, low, first, inside, GROUP: tl.constexpr):
 
 @triton.jit
 def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Quantise numbers i and i + SIZE/2 [N, P] of tokens, of which i < SIZE/2 are real.
+    """Quantise and store the numbers i and i + SIZE/2 of tokens, `a` and `b` [N, P].
 
-    In an odd SIZE, which 8 bits alone have, `b` has one more than `a`.
+    Those of i < SIZE/2 are real. Where SIZE is odd, which needs 8 bits, `b` has one more than `a`.
     """
     LOW: tl.constexpr = SIZE // 2
     in_a = inside[:, None] & (i < LOW)
@@ -190,7 +192,7 @@ def write_slots(
     VALUE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantise some tokens of one KV head."""
+    """Quantise some tokens of one KV head, and write them behind the slots in use."""
     LOW: tl.constexpr = SIZE // 2
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // HEADS, row % HEADS

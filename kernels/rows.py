@@ -2,10 +2,10 @@
 """Evicts slots of heads that hold unequally many, side by side in a pool, all in one launch each.
 
 Where each head's row lies, how many slots it has and how many it may have are numbers on the
-device, so that one CUDA graph serves while they change. Of a token at most one slot of a row goes;
-of a block as many as are too many. The eager code takes dozens of small kernels a layer, most of
-what generation costs besides matrix products. Knows tensors only; triton is imported when first
-needed.
+device, so that one CUDA graph serves while they change. After a token at most one slot of a row
+goes; after a block, as many as are too many. Eager code takes dozens of small kernels a layer for
+that, which is most of what generation costs besides matrix products. Knows tensors only; Triton is
+imported when first needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_AUX = 5  # auxiliary tensors: a number a slot, besides positions and shifts
 
 
 class Pool(NamedTuple):
-    """What moves with a slot, and what else is known of the rows."""
+    """A pool of slots that move: its buffers, where rows lie, what is pinned and what may stay."""
 
     buffers: Sequence[Tensor]  # [slots, D] keys and values, [slots] int32 positions and others
     shift: Tensor | None  # int32, one of these
@@ -60,7 +60,12 @@ def _as_number(x: Tensor) -> Tensor:
 
 
 def covers(buffers: Sequence[Tensor], spans: Spans = ()) -> bool:
-    """Whether the kernels can do this here: on CUDA, or on a CPU in triton's interpreter."""
+    """Return whether the kernels cover these tensors, on CUDA or on a CPU in Triton's interpreter.
+
+    Args:
+        buffers: as `moving` returns them.
+        spans: of tokens that are pinned.
+    """
     dims = [x.dim() for x in buffers]
     alike = dims[:2] == [2, 2] and dims.count(2) == 2 and dims.count(1) <= MOST_AUX + 2
     contiguous = all(x.is_contiguous() for x in buffers)
@@ -68,7 +73,7 @@ def covers(buffers: Sequence[Tensor], spans: Spans = ()) -> bool:
 
 
 def padded_positions(positions: Tensor, rows: Rows, batch: int) -> Tensor:
-    """A copy [B, K, longest] of positions [slots], above all tokens' behind a row's slots."""
+    """Copy positions [slots] to [B, K, longest], with numbers above all of them behind a row."""
     from kvcap.kernels.rows_triton import copy_positions
 
     count, block = len(rows.lengths), 512
@@ -82,7 +87,7 @@ def padded_positions(positions: Tensor, rows: Rows, batch: int) -> Tensor:
 
 
 def padded(x: Tensor, rows: Rows, batch: int) -> Tensor:
-    """A copy [B, K, longest] of a number a slot [slots], 0 behind a row's slots."""
+    """Copy one number a slot, `x` [slots], to [B, K, longest]; behind a row's slots it is 0."""
     from kvcap.kernels.rows_triton import copy_rows
 
     count, block = len(rows.lengths), 512
@@ -103,11 +108,11 @@ def copied(
     *,
     interleaved: bool = False,
 ) -> Tensor:
-    """A copy [B·K · longest, D] of keys or values [slots, D]; behind a row's slots it is arbitrary.
+    """Copy keys or values [slots, D] to [B·K · longest, D], arbitrary behind a row's slots.
 
     Args:
-        x: of a pool.
-        rows: of one layer.
+        x: keys or values of a pool.
+        rows: the rows of one layer.
         shift: [slots] int32, by which keys are rotated back, as in `rotate.rotate_back`.
         table: likewise.
         interleaved: likewise.
@@ -128,7 +133,7 @@ def copied(
 
 
 def put(new: Tensor, x: Tensor, rows: Rows, before: Tensor | None = None) -> None:
-    """Write numbers of slots into `x` [slots]: of all, or of those behind `before`.
+    """Write one number a slot into `x` [slots], of all slots of a row or of those behind `before`.
 
     Args:
         new: [B, K, n] of the type of `x`, contiguous; what lies behind a row is left out.
@@ -151,19 +156,19 @@ def put(new: Tensor, x: Tensor, rows: Rows, before: Tensor | None = None) -> Non
 def give_up_one(
     scores: Tensor, pins: Pins, pool: Pool, left: Tensor, newer: Tensor | None = None
 ) -> None:
-    """Give up one slot of each row that has more than it may have, in place.
+    """Evict one slot of each row that has more than it may have, in place.
 
-    It is that of the lowest score that nothing pins. The shifts of slots that are newer grow by
-    one, and the row's last slot moves into the hole. Scores are made finite as `torch.nan_to_num`
-    does it, NaN as the lowest; of equal scores the older tokens go.
+    The slot of the lowest score goes, of those that are not pinned; of equal scores, the older
+    token. Scores are made finite as by `torch.nan_to_num`, NaN as the lowest. The shifts of newer
+    slots grow by one, and the row's last slot moves into the hole.
 
     Args:
         scores: [B, K, longest], those of a row's slots first.
         pins: `seen` and `spans`; how many first and newest tokens stay each row says for itself.
         pool: the rows.
         left: [B·K] int32, is written: the slots that each has after this.
-        newer: [B, K, w] int32, the last stride 1: shifts of tokens that are newer than all which
-            go, or pinned with them, and so grow by as many as these.
+        newer: [B, K, w] int32, the last stride 1: shifts that grow by as many as go, as those of
+            an observation window's queries: tokens newer than all that go, or pinned with them.
     """
     from kvcap.kernels.rows_triton import evict_one
 
@@ -189,18 +194,18 @@ def give_up(
     newer: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> None:
-    """Give up what each row has too much, any number of slots.
+    """Evict as many slots of each row as it has more than it may have.
 
     Where rows stay in place, their last slots move into the holes of those that go.
 
     Args:
-        scores: as in `give_up_one`, like all that is not named here.
+        scores: as in `give_up_one`, like the next four.
         pins: likewise.
-        pool: the rows.
+        pool: likewise.
         left: likewise.
         newer: likewise.
-        starts: [B·K + 1] int32, where rows begin from now on, and the last one ends; by default
-            they stay. Each has room for what it may have and is the next one's neighbour.
+        starts: [B·K + 1] int32, where rows begin afterwards, and the last one ends; by default
+            they stay. Rows are neighbours, each with room for what it may have.
     """
     from kvcap.kernels.rows_triton import choose_rows, fill_holes, shift_rows
 
@@ -237,7 +242,7 @@ def give_up(
 
 
 def _gather(buffers: Sequence[Tensor], source: Tensor) -> None:
-    """Have every slot of all buffers be what was at its source [slots], by way of copies."""
+    """Move to every slot of all buffers what is at its `source` [slots], by way of copies."""
     from kvcap.kernels.rows_triton import carry
 
     keys, values, *rest = (bits(x) for x in buffers)
@@ -262,10 +267,10 @@ def _gather(buffers: Sequence[Tensor], source: Tensor) -> None:
 
 
 def tile_of_row(slots: int) -> dict[str, Any]:
-    """How a program that chooses among a row's slots reads them: all at once where they fit.
+    """Return how a program that chooses among a row's slots reads them: all at once if they fit.
 
     Args:
-        slots: of the longest row.
+        slots: slots of the longest row.
     """
     whole = power_of_two(slots, 32) <= MOST_AT_ONCE
     block = power_of_two(slots, 32) if whole else 2048
@@ -273,14 +278,14 @@ def tile_of_row(slots: int) -> dict[str, Any]:
 
 
 def _where(scores: Tensor, pins: Pins, newer: Tensor | None, pool: Pool) -> dict[str, Any]:
-    """Where rows lie and what stays of them, as the kernels take it."""
+    """Return where rows lie and what stays of them, as arguments of the kernels."""
     rows = {"starts": pool.rows.starts, "lengths": pool.rows.lengths, "row_pins": pool.pins}
     given = {**pins.arguments(scores.device), **_newer_at(newer), **strides("bhn", score=scores)}
     return {"heads": scores.shape[1], **given, **rows, "targets": pool.targets}
 
 
 def _newer_at(newer: Tensor | None) -> dict[str, Any]:
-    """Shifts of tokens that are newer than all which go, as `grow` takes them."""
+    """Return the shifts `newer` of `give_up_one` as arguments of the kernels, for `grow`."""
     length = 0 if newer is None else newer.shape[-1]
     sizes = {"NEWER": length, "NEWER_PAD": power_of_two(length)}
     return {"newer": newer, **strides("bh", newer=newer), **sizes}

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Triton functions of `kernels/rows.py`, which imports this when one is first needed.
+"""Defines the Triton functions of `kernels/rows.py`, which imports it when one is first needed.
 
 A row is a head's slots in a pool. Programs loop over as many as it has, and where it has none they
 end at once.
@@ -34,7 +34,7 @@ def copy_positions(
     longest,
     BLOCK: tl.constexpr,
 ):
-    """Some of a row's positions; behind its slots numbers above all of them."""
+    """Copy some of a row's positions; behind its slots, write numbers above all of them."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = slot < tl.load(lengths + row)
@@ -50,7 +50,7 @@ def _part(
     start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some of a row's slots: their worth as ordered integers, and positions."""
+    """Return the worth of some of a row's slots as ordered integers, and their positions."""
     worth, position = worth_of(
         scores, positions, begin + tl.arange(0, BLOCK), slots, score_n, sinks, recents, seen,
         clock, spans, start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
@@ -67,7 +67,10 @@ def cut(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # no row has more slots than BLOCK
 ):  # fmt: skip
-    """Below which worth a row's `count` lowest are, and of those worth as much, which position."""
+    """Return a worth and a position such that a row's `count` lowest slots are below them.
+
+    Slots of less worth go, and of those of exactly that worth the ones before the position.
+    """
     if WHOLE:
         x, position = _part(
             scores, positions, 0, slots, score_n, sinks, recents, seen, clock, spans,
@@ -155,7 +158,7 @@ def evict_one(
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A whole row: find its slot of least worth, and put its last one there."""
+    """Evict the slot of least worth of a whole row, and put the row's last slot there."""
     row = tl.program_id(0).to(tl.int64)
     first, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
     sinks, recents = pins_of_row(row_pins, row)
@@ -269,7 +272,7 @@ def choose_rows(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # as in `cut`
 ):  # fmt: skip
-    """A whole row: which of its slots go, of equal ones the older; the others move up."""
+    """Choose which slots of a whole row go, of equal ones the older, and where the others move."""
     row = tl.program_id(0).to(tl.int64)
     first, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
     count = tl.maximum(slots - tl.load(targets + row), 0)
@@ -325,7 +328,7 @@ def fill_holes(
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move some of a row's last slots into holes, of which none is among them."""
+    """Move some of a row's last slots into the holes before them."""
     row, d = tl.program_id(1).to(tl.int64), tl.arange(0, SIZE_PAD)[None, :]
     first, count = tl.load(starts + row), tl.load(moves + row)
     for begin in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
@@ -356,7 +359,7 @@ def shift_rows(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some of a row's slots: each moves down by as many as go and are older."""
+    """Raise the shifts of some of a row's slots, each by the number of older slots that go."""
     row = tl.program_id(1).to(tl.int64)
     first, slots, count = tl.load(starts + row), tl.load(lengths + row), tl.load(gone + row)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -380,7 +383,7 @@ def copy_rows(
     longest,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some of a row's numbers, 0 behind its slots."""
+    """Copy some of a row's numbers, one a slot; behind its slots, write 0."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(x + tl.load(starts + row).to(tl.int64) + slot, slot < tl.load(lengths + row), 0)
@@ -397,7 +400,7 @@ def copy_wide(
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some of a row's keys or values; what is behind its slots stays as it is."""
+    """Copy some of a row's keys or values; nothing is written behind its slots."""
     row = tl.program_id(1).to(tl.int64)
     slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE_PAD)[None, :]
     inside = (slot < tl.load(lengths + row))[:, None] & (d < SIZE)
@@ -408,7 +411,7 @@ def copy_wide(
 
 @triton.jit
 def _carried(x, copy, origin, slot, moves, BACK: tl.constexpr):
-    """Numbers of slots [BLOCK] into a copy from where they come, or back from it; or None."""
+    """Copy one number a slot [BLOCK] from its origin, or put the copies back; `x` may be None."""
     if x is not None:
         if BACK:
             tl.store(x + slot, tl.load(copy + slot, moves), moves)
@@ -435,7 +438,7 @@ def carry(
     BACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Slots that come from elsewhere: some columns and all else into copies, or `BACK`."""
+    """Copy slots that move, some columns of keys and values and all numbers; or put them `BACK`."""
     slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
     there = slot < slots
     origin = tl.load(source + slot, there, 0)
@@ -470,7 +473,7 @@ def put_rows(
     count,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some of the numbers of a row's slots."""
+    """Write one number a slot for some of a row's slots."""
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = i

@@ -1,10 +1,9 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
 """Rotates one more token to its position, appends it and attends to all slots in one launch.
 
-Between the product that makes its query and the one that reads what it attends to, a GPU's memory
-would idle: slots that are held do not depend on the query, and their first block is read and
-rotated to today's positions while that product still runs. Knows tensors only; triton is imported
-when first needed.
+A GPU's memory would idle while the matrix product that makes the query runs. Held slots do not
+depend on the query, so their first block is read and rotated to its present positions meanwhile.
+Knows tensors only; Triton is imported when first needed.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from kvcap.policies.base import Rows
 
 MOST_GROUP = 16
 ROOMY = 224 * 1024  # bytes of shared memory, of which a program with five stages takes 105 K
-# Of a thread, so that a multiprocessor begins one of these beside five programs of the product
-# before it (kernels/linear.py): 65,536 less 5 · 128 threads · 64, by 128.
+# Registers of a thread, few enough for a multiprocessor to begin one of these programs beside five
+# of the product before it (kernels/linear.py): (65,536 - 5 · 128 threads · 64) / 128.
 REGISTERS = 192
 
 
 def covers(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor]) -> bool:
-    """Whether the kernel can do this here: on CUDA, or on a CPU in triton's interpreter.
+    """Return whether the kernel covers these tensors, on CUDA or on a CPU in Triton's interpreter.
 
-    Arguments as in `attend`.
+    Arguments are those of `attend`.
     """
     group, size = query.shape[1] // key.shape[1], query.shape[3]
     if query.shape[2] != 1 or group > MOST_GROUP or size % 2:
@@ -40,11 +39,11 @@ def covers(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor])
 
 
 def tile_of(row_bytes: int, device: torch.device) -> decode.Tile:
-    """How slots are read: more blocks are under way where two programs have the memory for it.
+    """Return how to read slots: with more blocks under way if two programs have memory for it.
 
     Args:
-        row_bytes: of a key.
-        device: of the slots.
+        row_bytes: bytes of one key.
+        device: where the slots are.
     """
     found, gpu = decode.tile_of(row_bytes), target(device)
     roomy = gpu is not None and gpu.shared_memory >= ROOMY
@@ -54,9 +53,9 @@ def tile_of(row_bytes: int, device: torch.device) -> decode.Tile:
 def blocks_of(
     slots: int, tiles: float, tile: decode.Tile, most_parts: int | None, device: torch.device
 ) -> int:
-    """How many blocks of its `slots` a part of a row has, as `decode.blocks_in_part` says.
+    """Return how many blocks of slots a part of a row has, as `decode.blocks_in_part` chooses.
 
-    Or as few as leave `most_parts` of them, where that is given.
+    With `most_parts`, as few blocks as cut a row's `slots` into at most so many parts.
     """
     blocks = -(-slots // tile.block)
     if most_parts is None:
@@ -96,19 +95,19 @@ def attend(
         scaling: factor of the logits.
         turn: one of the auxiliary tensors, int32: how far each key is rotated back, and a
             contiguous table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
-        rows: where heads lie that may hold unequally many slots, the token not among them.
+        rows: first slot and length of each of the B·K rows, without the token.
         summed: the keys' sums are wanted.
-        read_at: with `turn`, integers on the device [B]: the position that a sequence's
-            angles turn to. The token counts as its row's next, so far before that.
-        tile: how slots are read, where it is tried out (`kvcap bench token`), as are those below;
-            by default as `tile_of` says.
-        most_parts: into how many parts the slots are cut at most; by default those that are done
-            the soonest.
+        read_at: with `turn`, integers on the device [B]: the position that a sequence's angles
+            stand for. In each row the token counts as the next one instead, so that its query and
+            key are rotated back by the difference.
+        tile: how slots are read; by default as `tile_of` says. `kvcap bench token` tries others.
+        most_parts: into how many parts the slots are cut at most, likewise; by default into as
+            many as are done the soonest.
 
     Returns:
-        What it attends to, [B, H, 1, D], the rotated query, likewise, and sums of parts of the
-        keys as they are attended to, [B, K, parts, D] float32, or None. Of parts that a row does
-        not have they are 0.
+        The attention's output [B, H, 1, D], the rotated query, likewise, and, if `summed`, sums of
+        the keys in each part as they are attended to, [B, K, parts, D] float32, else None. For
+        parts that a row does not have, sums are 0.
     """
     from kvcap.kernels.token_triton import attend_part
 

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""The triton function of `kernels/token.py`, which imports this when it is first needed."""
+"""Defines the Triton function of `kernels/token.py`, which imports it when first needed."""
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ def _held(
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Some slots: halves of keys where they count now [BLOCK, HALF_PAD], and values."""
+    """Load some slots: both halves of their rotated keys [BLOCK, HALF_PAD], and their values."""
     slot = first + tl.arange(0, BLOCK)
     held = slot < end
     d = tl.arange(0, 2 * HALF_PAD)[None, :]
@@ -40,7 +40,7 @@ def _held(
 
 @triton.jit
 def added(k, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Keys [BLOCK, SIZE] added up to 16 rows [16, SIZE] float32, each within a thread."""
+    """Add keys [BLOCK, SIZE] up to 16 rows [16, SIZE] float32, each sum within a thread."""
     return tl.sum(tl.reshape(k.to(tl.float32), [BLOCK // 16, 16, SIZE]), 0)
 
 
@@ -50,7 +50,7 @@ def _fold(
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attention over one block of slots more, the first of which are before `end`."""
+    """Attend to one block of slots more, of which those before `end` count."""
     z = tl.zeros([top.shape[0], BLOCK], tl.float32)
     z = dot(q_b, k_b.T, dot(q_a, k_a.T, z, WIDEN), WIDEN) * factor
     z = tl.where((first + tl.arange(0, BLOCK) < end)[None, :], z, float("-inf"))
@@ -98,7 +98,7 @@ def attend_part(
     OVERLAP: tl.constexpr,  # launched before the query is there, and what follows before it ends
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
 ):  # fmt: skip
-    """A token's queries of one KV head over a part of its slots; the first part is the token."""
+    """Attend with a token's queries of one KV head to a part of its slots; part 0 is the token."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     part, parts, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
