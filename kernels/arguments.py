@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import bits, told
+from kvcap.kernels.device import bits, seen_and_clock
 
 MOST_AUX = 6  # auxiliary tensors: a number a slot, besides positions
 MOST_SPANS = 8
@@ -31,7 +31,7 @@ class Pins(NamedTuple):
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Return `sinks` to `stop_7` as `worth_of` takes them; missing spans are empty."""
-        seen, clock = told(self.seen, device)
+        seen, clock = seen_and_clock(self.seen, device)
         ends = {f"{end}_{i}": 0 for i in range(MOST_SPANS) for end in ("start", "stop")}
         for i, (start, stop) in enumerate(self.spans):
             ends |= {f"start_{i}": start, f"stop_{i}": stop}

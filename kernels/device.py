@@ -92,7 +92,7 @@ def overlapping(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
 
-def told(seen: int | Tensor, device: torch.device) -> tuple[int, Tensor]:
+def seen_and_clock(seen: int | Tensor, device: torch.device) -> tuple[int, Tensor]:
     """Return the number of tokens read as two arguments of a kernel, a number and a tensor [].
 
     One of them counts: the number, or, where that is -1, the tensor on the device. Their types are

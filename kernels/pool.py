@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcap.kernels.device import able, power_of_two, told
+from kvcap.kernels.device import able, power_of_two, seen_and_clock
 
 LOG_TILE = 9
 """Holds the logarithm of a tile's 512 slots.
@@ -120,7 +120,8 @@ def _in_time(
         launch(
             rank_slots, (whole // block, rows, 1), (device, highest, padded, log_tile),
             (wide, tiles, whose, ranks, lent, in_order, slots, heads, groups,
-             *wide.stride(), *told(seen, device), window, highest, padded, block, chunk, log_tile),
+             *wide.stride(), *seen_and_clock(seen, device), window,
+             highest, padded, block, chunk, log_tile),
             num_warps=4,
         )  # fmt: skip
     return ranks, lent, in_order

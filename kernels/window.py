@@ -10,7 +10,7 @@ no policy; triton is imported when first needed.
 Letters as in `Observation`, and of a tile: `N` slots, `R = GP·WB` rows, the `WB` queries of a block
 in time of each of `GP` query heads (both padded to powers of two). Where the query heads are added
 up and there are many queries, all heads of a time are rows side by side instead, and none is
-padded. Where attention has told its output, the first pass makes none.
+padded. Where attention's output is at hand, the first pass makes none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvcap.kernels.device import Target, multiprocessors, power_of_two, target, told
+from kvcap.kernels.device import Target, multiprocessors, power_of_two, seen_and_clock, target
 from kvcap.policies.base import Group, Observation
 
 OF_HEADS = ("cake", "variance")
@@ -183,7 +183,7 @@ def scores(
     out = empty(B, K, n, device=device) if group else empty(B, K, G, n, device=device)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *positions.stride()[:2])
     shape, scale = (
-        (K, G, w, n, *told(obs.num_tokens, device)),
+        (K, G, w, n, *seen_and_clock(obs.num_tokens, device)),
         (float(obs.scaling), float(obs.softcap or 0)),
     )
     sizes, options = (D, t.DP, t.heads, t.GP), {"num_warps": t.warps, "num_stages": t.stages}
