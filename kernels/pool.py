@@ -65,14 +65,14 @@ def pool_in_time(
 
     wide = scores if scores.dim() == 4 else scores[:, :, None]
     batch, heads, groups, slots = wide.shape
-    ranks, lent, in_order = _in_time(wide, positions, seen, window)
+    ranks, counted, in_order = _in_time(wide, positions, seen, window)
     out = empty(*scores.shape, device=scores.device)
     block, maximum = 128, pool == "max"
     with torch.cuda.device_of(scores):
         launch(
             pool_ranks, (-(-slots // block), batch * heads * groups, 1),
             (scores.device, kernel, maximum),
-            (ranks, lent, in_order, out, slots, groups, kernel, maximum, block), num_warps=4,
+            (ranks, counted, in_order, out, slots, groups, kernel, maximum, block), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -105,7 +105,7 @@ def _in_time(
     tiles = torch.empty((rows, whole), dtype=positions.dtype, device=device)
     whose = torch.empty((rows, whole), dtype=torch.int32, device=device)
     ranks = torch.empty((rows, slots), dtype=torch.int32, device=device)
-    lent = torch.empty((rows, slots), dtype=torch.int8, device=device)
+    counted = torch.empty((rows, slots), dtype=torch.int8, device=device)
     in_order = empty(*wide.shape, device=device)
     highest, padded = torch.iinfo(positions.dtype).max, power_of_two(groups)
     with torch.cuda.device_of(wide):
@@ -119,9 +119,9 @@ def _in_time(
         block, chunk = min(128, 1 << log_tile), 8
         launch(
             rank_slots, (whole // block, rows, 1), (device, highest, padded, log_tile),
-            (wide, tiles, whose, ranks, lent, in_order, slots, heads, groups,
+            (wide, tiles, whose, ranks, counted, in_order, slots, heads, groups,
              *wide.stride(), *seen_and_clock(seen, device), window,
              highest, padded, block, chunk, log_tile),
             num_warps=4,
         )  # fmt: skip
-    return ranks, lent, in_order
+    return ranks, counted, in_order

@@ -9,7 +9,7 @@ outside of one, and a row that grows compiles nothing once it is longer than a t
 import triton
 import triton.language as tl
 
-_TENSORS = ["scores", "tiles", "whose", "ranks", "lent", "in_time"]
+_TENSORS = ["scores", "tiles", "whose", "ranks", "counted", "in_time"]
 _SIZES = ["slots", "heads", "groups"]
 _STRIDES = ["score_b", "score_h", "score_g", "score_n"]
 
@@ -72,7 +72,7 @@ def rank_slots(
     tiles,  # of `sort_tiles`
     whose,  # likewise
     ranks,  # [B·K, n] int32
-    lent,  # [B·K, n] int8, in time order: 1, or 0 for a token that is left out
+    counted,  # [B·K, n] int8, in time order: 1, or 0 for a token that is left out
     in_time,  # [B·K, G, n] float32
     slots,  # n
     heads,  # K
@@ -98,7 +98,7 @@ def rank_slots(
     rank = _bisect(mine, tiles, slots, HIGHEST, BLOCK, CHUNK, LOG_TILE)
     tl.store(ranks + row * slots + slot, rank, held)
     now = tl.where(seen < 0, tl.load(clock, seen < 0, 0), seen)
-    tl.store(lent + row * slots + rank, (mine < now - window).to(tl.int8), held)
+    tl.store(counted + row * slots + rank, (mine < now - window).to(tl.int8), held)
     g = tl.arange(0, GROUPS_PAD)[:, None]
     inside = held[None, :] & (g < groups)
     source = scores + batch * score_b + head * score_h + g * score_g + slot[None, :] * score_n
@@ -106,10 +106,10 @@ def rank_slots(
     tl.store(target, tl.load(source, inside, 0.0), inside)
 
 
-@triton.jit(do_not_specialize=["ranks", "lent", "in_time", "out", "slots", "groups"])
+@triton.jit(do_not_specialize=["ranks", "counted", "in_time", "out", "slots", "groups"])
 def pool_ranks(
     ranks,  # [B·K, n] int32
-    lent,  # [B·K, n] int8
+    counted,  # [B·K, n] int8
     in_time,  # [B·K, G, n] float32
     out,  # likewise
     slots,  # n
@@ -124,23 +124,23 @@ def pool_ranks(
     held = slot < slots
     rank = tl.load(ranks + row // groups * slots + slot, held, 0)
     first = rank - KERNEL // 2
-    lent += row // groups * slots
+    counted += row // groups * slots
     in_time += row * slots
     pooled = tl.full([BLOCK], float("-inf") if MAXIMUM else 0.0, tl.float32)
-    lenders = tl.zeros([BLOCK], tl.int32)
+    neighbours = tl.zeros([BLOCK], tl.int32)
     for i in tl.static_range(KERNEL):  # in time order
         place = first + i
-        lends = tl.load(lent + place, held & (place >= 0) & (place < slots), 0) != 0
+        counts = tl.load(counted + place, held & (place >= 0) & (place < slots), 0) != 0
         if MAXIMUM:
-            x = tl.load(in_time + place, lends, float("-inf"))
+            x = tl.load(in_time + place, counts, float("-inf"))
             pooled = tl.where((x > pooled) | (x != x), x, pooled)  # NaN stays, as in torch
         else:
-            pooled += tl.load(in_time + place, lends, 0.0)
-            lenders += lends.to(tl.int32)
+            pooled += tl.load(in_time + place, counts, 0.0)
+            neighbours += counts.to(tl.int32)
     if not MAXIMUM:  # rounded as eager code does it
         size = tl.full([BLOCK], KERNEL, tl.float32)
-        share = tl.div_rn(tl.maximum(lenders, 1).to(tl.float32), size)
+        share = tl.div_rn(tl.maximum(neighbours, 1).to(tl.float32), size)
         pooled = tl.div_rn(tl.div_rn(pooled, size), share)
-    apart = tl.load(lent + rank, held, 0) == 0
-    pooled = tl.where(apart, tl.load(in_time + rank, held, 0.0), pooled)
+    left_out = tl.load(counted + rank, held, 0) == 0
+    pooled = tl.where(left_out, tl.load(in_time + rank, held, 0.0), pooled)
     tl.store(out + row * slots + slot, pooled, held)
