@@ -15,14 +15,14 @@ from kvcap.runtime.models.rope import Rotation
 
 
 @dataclass
-class LentKeys:
-    """Memory for a layer's keys as they count now, which it has while its answer is written.
+class RotatedKeys:
+    """A copy of a layer's keys, rotated to their present positions, for as long as it answers.
 
-    Without it a token has all keys rotated anew, though between evictions none of them moves.
+    Without it every token rotates all keys anew, though none of them moves between evictions.
     """
 
     keys: Tensor  # [B, K, slots, D]
-    count: int = 0  # slots, from the first on, that are as they count now
+    count: int = 0  # slots, from the first on, whose copies are up to date
 
 
 @dataclass
@@ -46,8 +46,8 @@ class LayerStorage:
     """Says that a slot was given up, so that tokens count elsewhere than they were read."""
     settled: bool = False
     """Says that all keys are rotated to where they count nevertheless: see `settle`."""
-    lent: LentKeys | None = None
-    """Keeps them rotated between evictions; None: a copy is made of them each time."""
+    rotated_keys: RotatedKeys | None = None
+    """Keeps a copy of rotated keys between evictions; None: every token makes a copy."""
 
     @property
     def excess(self) -> int:
@@ -127,20 +127,21 @@ class LayerStorage:
                 rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
 
-    def read_lent(self, segment: Segment) -> Tensor | None:
-        """A segment's keys [b, k, held, D] at today's positions, from memory that is lent.
+    def read_rotated(self, segment: Segment) -> Tensor | None:
+        """Return a segment's keys [b, k, held, D] at their present positions from `rotated_keys`.
 
-        None where none is, they do not fit, or none of them moved.
+        Brings the copy up to date. None where there is no such memory, the keys do not fit into it,
+        or none of them moved.
         """
-        lent, rotation, held = self.lent, self.pending_rotation, segment.held
-        if lent is None or rotation is None or held > lent.keys.shape[2]:
+        copy, rotation, held = self.rotated_keys, self.pending_rotation, segment.held
+        if copy is None or rotation is None or held > copy.keys.shape[2]:
             return None
-        if not lent.count:
-            lent.keys[:, :, :held] = rotation.back(segment.keys, segment.aux(SHIFT))
-        elif lent.count < held:  # what came since then did not move
-            lent.keys[:, :, lent.count : held] = segment.keys[:, :, lent.count :]
-        lent.count = held
-        return lent.keys[:, :, :held]
+        if not copy.count:
+            copy.keys[:, :, :held] = rotation.back(segment.keys, segment.aux(SHIFT))
+        elif copy.count < held:  # newer tokens have not moved yet
+            copy.keys[:, :, copy.count : held] = segment.keys[:, :, copy.count :]
+        copy.count = held
+        return copy.keys[:, :, :held]
 
     @property
     def settles(self) -> bool:
@@ -213,8 +214,8 @@ class LayerStorage:
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
         self.needs_rotation, self.settled = self.rotation is not None, False
-        if self.lent is not None:
-            self.lent.count = 0
+        if self.rotated_keys is not None:
+            self.rotated_keys.count = 0
 
     def reset(self) -> None:
         """Forget everything; the buffers stay.
@@ -230,8 +231,8 @@ class LayerStorage:
         if self.evicted_store is not None:
             self.evicted_store.reset()
         self.needs_rotation = self.settled = False
-        if self.lent is not None:
-            self.lent.count = 0
+        if self.rotated_keys is not None:
+            self.rotated_keys.count = 0
         if self.rotation_later is not None:
             self.rotation = None
             if self.evicted_store is not None:

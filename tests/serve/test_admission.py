@@ -113,7 +113,7 @@ def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
     assert found["total_bytes"] <= found["cap"] == 4 << 30
     assert found["places"] > 100
     assert found["index_bytes"] == MIB
-    assert (found["rows_bytes"] > 0) is (best_device() != "cpu")  # where nothing is lent
+    assert (found["rows_bytes"] > 0) is (best_device() != "cpu")  # a CPU rotates in place
     assert run([*given, "64MiB", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["least_memory_cap"] > 64 * MIB
     assert run([*given, "auto"]) == 0
@@ -122,7 +122,7 @@ def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
 
 @pytest.mark.parametrize(("every", "dtype"), [(None, "float32"), (None, "bfloat16"), (1, None)])
 def test_rows_are_planned_to_the_byte(folder: str, every: int | None, dtype: str | None) -> None:
-    """And what is lent to conversations that share passes, as on a CPU they usually do."""
+    """And the rotated keys of conversations that share passes, as on a CPU they usually do."""
     budget = Budget(budget_tokens=64, dtype=dtype)
     running = Running(device="cpu", evict_every=every)
     opened = open_conversations(

@@ -22,9 +22,9 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.sampler import draw_each
 from kvcap.runtime.backends.pytorch.shared_pass import (
     SharedPass,
-    lent_shapes,
     passes_on,
     rehearse_pass,
+    rotated_key_shapes,
     why_no_pass,
 )
 from kvcap.runtime.cache.cache import BudgetCache
@@ -299,8 +299,8 @@ def plan_shared(
     if passes_on(device):
         if why_no_pass(cache):
             return Shared()
-        lent = sum(math.prod(shape) for shape in lent_shapes(cache, dtype)) * dtype.itemsize
-        return Shared(size * lent, rehearse_pass(text, settings, plan, size))
+        keys = sum(math.prod(shape) for shape in rotated_key_shapes(cache, dtype)) * dtype.itemsize
+        return Shared(size * keys, rehearse_pass(text, settings, plan, size))
     if why_no_rows(cache) or not kernels.covers_rows(cache.eviction):
         return Shared()
     longest = plan.budget_tokens + plan.block_size - 1  # rows are copied with what lies behind

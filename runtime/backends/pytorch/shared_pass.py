@@ -27,7 +27,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import BudgetLayer, refuse_moving, refuse_reordering
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.step import ForwardContext
-from kvcap.runtime.cache.storage import LentKeys
+from kvcap.runtime.cache.storage import RotatedKeys
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.arguments import cache_argument
@@ -40,8 +40,8 @@ from kvcap.runtime.session.batch import Answer
 class SharedPass:
     """Reads a token of each of several sessions in one pass: the `SharedRows` of a CPU.
 
-    A session's tokens stay in its own cache. While it answers it is lent memory for its keys as
-    they are rotated to where they count, where they are not kept so anyway.
+    A session's tokens stay in its own cache. While it answers, it uses memory of this object for a
+    copy of its keys that is rotated to their present positions, where its slots have no such keys.
 
     Args:
         model: of the sessions.
@@ -51,23 +51,25 @@ class SharedPass:
 
     def __init__(self, model: Any, cache: BudgetCache, size: int) -> None:
         self.model = model
-        shapes = lent_shapes(cache, model.dtype)
-        self._lent = [
-            [LentKeys(torch.empty(x, dtype=model.dtype)) for x in shapes] for _ in range(size)
+        shapes = rotated_key_shapes(cache, model.dtype)
+        self._rotated_keys = [
+            [RotatedKeys(torch.empty(x, dtype=model.dtype)) for x in shapes] for _ in range(size)
         ]
         self._free = list(range(size))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are lent, beside the sessions' own."""
-        return sum(x.keys.nbytes for lent in self._lent for x in lent)
+        """Return the bytes of rotated keys of all sessions, which are not part of their caches."""
+        return sum(x.keys.nbytes for layers in self._rotated_keys for x in layers)
 
     def fits(self, answer: Answer) -> bool:
         """Whether a session's token can be read in such a pass: any can."""
         return True
 
     def join(self, answer: Answer) -> None:
-        """Check that a session can read a token, and lend it memory until `Session.fetch_cache`.
+        """Check that a session can read a token, and give it memory for its rotated keys.
+
+        It has that memory until `Session.fetch_cache`.
 
         Raises:
             MemoryCapExceeded, SessionBroken: it cannot; nothing is changed.
@@ -76,16 +78,16 @@ class SharedPass:
         loop.make_room(1)
         if session.cache_away is None:
             row = self._free.pop()
-            for layer, lent in zip(loop.cache.capped_layers, self._lent[row], strict=False):
+            for layer, copy in zip(loop.cache.capped_layers, self._rotated_keys[row], strict=False):
                 assert layer.storage is not None
-                lent.count, layer.storage.lent = 0, lent
+                copy.count, layer.storage.rotated_keys = 0, copy
             session.cache_away = partial(self._leave, loop.cache, row)
 
     def _leave(self, cache: BudgetCache, row: int) -> None:
-        """Take back what was lent."""
+        """Take back the memory for rotated keys."""
         for layer in cache.capped_layers:
             assert layer.storage is not None
-            layer.storage.lent = None
+            layer.storage.rotated_keys = None
         self._free.append(row)
 
     asynchronous = False
@@ -140,10 +142,10 @@ def read_token_of_each(model: Any, tokens: Sequence[int], caches: Sequence[Budge
     return found.flatten(0, 1)
 
 
-def lent_shapes(cache: BudgetCache, dtype: torch.dtype) -> list[tuple[int, ...]]:
-    """Shapes [1, K, slots, D] of what a session is lent while it answers, for each capped layer.
+def rotated_key_shapes(cache: BudgetCache, dtype: torch.dtype) -> list[tuple[int, ...]]:
+    """Return the shapes [1, K, slots, D] of a session's rotated keys, one of each capped layer.
 
-    None where keys never move, are moved where they lie (float32), or are read in another way.
+    The list is empty where keys never move, are rotated in place (float32) or are read otherwise.
     """
     layout, eviction = cache.layout, cache.eviction
     still = dtype == torch.float32 or not (eviction.policy.evicts and all(layout.rotates))

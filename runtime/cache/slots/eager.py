@@ -194,8 +194,8 @@ class EagerSlots:
         # Quantised values are weighed where they lie by a CPU's single token, and never copied.
         weighs = self._quantised and length == 1 and not ready(pool.keys)
         values = None if weighs else [segment.read_values() for segment in segments]
-        if length == 1 and (lent := storage.read_lent(segments[0])) is not None:
-            return HeldKeys([lent], values)
+        if length == 1 and (rotated := storage.read_rotated(segments[0])) is not None:
+            return HeldKeys([rotated], values)
         return HeldKeys([storage.read_keys(segment) for segment in segments], values)
 
     def _over(

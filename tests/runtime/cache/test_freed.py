@@ -345,7 +345,7 @@ def through(steps: int | None) -> Callable[[kvcap.Runtime], None]:
     return use
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # the latter is lent memory for keys
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # the latter copies its keys
 @pytest.mark.parametrize("steps", [None, 1, 6])  # the first reads a block
 @pytest.mark.parametrize("policy", ["keydiff", "adakv"])
 def test_a_batch_is_freed_when_it_is_dropped(policy, steps, dtype, folder, alive):

@@ -247,33 +247,33 @@ def test_a_pass_over_the_cap_is_refused_before_it_begins() -> None:
     assert [s.cache.seen for s in sessions] == before
 
 
-def kept_rotated(runtime: kvcap.Runtime, *, lends: bool) -> list[torch.Tensor]:
+def kept_rotated(runtime: kvcap.Runtime, *, keeps: bool) -> list[torch.Tensor]:
     """Logits of a session's tokens, read in passes of its own, and its keys at the end."""
     (session,), batch = sessions_of(runtime, (2,)), runtime.batch(2)
     "".join(session.send(TEXTS[2]))
     answer, found, passes = Answer(session, iter(())), list[torch.Tensor](), batch._rows  # type: ignore[arg-type]
     assert isinstance(passes, SharedPass)
     assert passes.nbytes > 0
-    if not lends:
-        passes._lent = [[]] * 2
+    if not keeps:
+        passes._rotated_keys = [[]] * 2
     for token in range(30, 58):
         if token == 45:  # a block comes in between, and evicts
             session.loop.read(torch.tensor([[5, 6, 7]]))
         answer.asked = Step(token=token)
         passes.join(answer)
         found += passes.begin([answer], [token])()
-    lent = session.loop.cache.capped_layers[0].storage.lent
-    assert (lent is not None and lent.count > 0) is lends
+    copy = session.loop.cache.capped_layers[0].storage.rotated_keys
+    assert (copy is not None and copy.count > 0) is keeps
     found += [segment.keys for layer in session.cache.capped_layers for segment in layer.segments]
-    assert session.loop.cache.capped_layers[0].storage.lent is None
+    assert session.loop.cache.capped_layers[0].storage.rotated_keys is None
     return found
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "snapkv", "pyramidkv"])
 def test_keys_that_stay_rotated_between_evictions_are_the_same(policy: str) -> None:
     runtime = runtime_of(policy, dtype="bfloat16")
-    found = kept_rotated(runtime, lends=True)
-    expected = kept_rotated(runtime, lends=False)
+    found = kept_rotated(runtime, keeps=True)
+    expected = kept_rotated(runtime, keeps=False)
     assert all(map(torch.equal, found, expected))
 
 
