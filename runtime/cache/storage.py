@@ -44,8 +44,8 @@ class LayerStorage:
     or of those held when positions became compact; see `mean`."""
     needs_rotation: bool = False
     """Says that a slot was given up, so that tokens count elsewhere than they were read."""
-    settled: bool = False
-    """Says that all keys are rotated to where they count nevertheless: see `settle`."""
+    rotated_in_place: bool = False
+    """Says that all keys are rotated to where they count nevertheless: see `rotate_in_place`."""
     rotated_keys: RotatedKeys | None = None
     """Keeps a copy of rotated keys between evictions; None: every token makes a copy."""
 
@@ -62,7 +62,7 @@ class LayerStorage:
     @property
     def pending_rotation(self) -> Rotation | None:
         """Rotates keys before they are used, if anything must yet."""
-        return self.rotation if self.needs_rotation and not self.settled else None
+        return self.rotation if self.needs_rotation and not self.rotated_in_place else None
 
     @property
     def window_rotation(self) -> Rotation | None:
@@ -144,8 +144,8 @@ class LayerStorage:
         return copy.keys[:, :, :held]
 
     @property
-    def settles(self) -> bool:
-        """Says whether `settle` may take place before a token is attended to.
+    def can_rotate_in_place(self) -> bool:
+        """Says whether `rotate_in_place` may take place before a token is attended to.
 
         Not in a dry run, whose tensors have no data to show what moved; a copy takes more memory.
         """
@@ -153,7 +153,7 @@ class LayerStorage:
         one = len(self.segments) == 1 and keys.dtype == torch.float32
         return one and type(keys) is Tensor and keys.device.type == "cpu" and not ready(keys)
 
-    def settle(self) -> None:
+    def rotate_in_place(self) -> None:
         """Rotate keys that moved where they lie to where they count, so that nobody else need.
 
         Those that did not move are not read. Each time rounds the others once more: for float32,
@@ -168,7 +168,7 @@ class LayerStorage:
             back = rotation.back(keys.index_select(0, moved), shift.index_select(0, moved))
             keys.index_copy_(0, moved, back)
         shift.zero_()
-        self.settled = True
+        self.rotated_in_place = True
 
     def become_compact(self, seen: int) -> None:
         """Move all that is held from true positions to compact ones, where it counts from now on.
@@ -213,7 +213,7 @@ class LayerStorage:
 
     def enable_rotation(self) -> None:
         """Have keys rotated from now on, though by nothing before a slot was given up."""
-        self.needs_rotation, self.settled = self.rotation is not None, False
+        self.needs_rotation, self.rotated_in_place = self.rotation is not None, False
         if self.rotated_keys is not None:
             self.rotated_keys.count = 0
 
@@ -230,7 +230,7 @@ class LayerStorage:
             self.key_mean.zero_()
         if self.evicted_store is not None:
             self.evicted_store.reset()
-        self.needs_rotation = self.settled = False
+        self.needs_rotation = self.rotated_in_place = False
         if self.rotated_keys is not None:
             self.rotated_keys.count = 0
         if self.rotation_later is not None:

@@ -330,7 +330,7 @@ class Refill:
         """Restore a layer: its slots, its window of queries and its evicted tokens."""
         index, saved = layer.index, self.saved.layers[layer.index]
         assert layer.storage is not None
-        layer.seen, layer.storage.settled = self.seen, False
+        layer.seen, layer.storage.rotated_in_place = self.seen, False
         layer.storage.needs_rotation = bool(saved["moved"])
         if layer.storage.key_mean is not None:
             layer.storage.key_mean.copy_(self.saved.tensor(index, "mean"))

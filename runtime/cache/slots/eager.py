@@ -189,8 +189,8 @@ class EagerSlots:
     def _held_keys(self, length: int) -> HeldKeys:
         """Return all keys, rotated to where they count, and all values."""
         storage, segments, pool = self.storage, self.segments, self.segments[0].pool
-        if length == 1 and storage.pending_rotation is not None and storage.settles:
-            storage.settle()
+        if length == 1 and storage.pending_rotation is not None and storage.can_rotate_in_place:
+            storage.rotate_in_place()
         # Quantised values are weighed where they lie by a CPU's single token, and never copied.
         weighs = self._quantised and length == 1 and not ready(pool.keys)
         values = None if weighs else [segment.read_values() for segment in segments]

@@ -263,11 +263,13 @@ def test_keys_rotated_in_place_are_those_rotated_at_attention(
     """As tokens are on a CPU, in float32; a key moves by no more than its rank."""
     model, ids = tiny_model("llama", dtype=dtype), tokens(300)
     eviction = kvcap.load_policy(policy, **options)
-    caches, logits, settle, settled = [], [], LayerStorage.settle, []
-    monkeypatch.setattr(LayerStorage, "settle", lambda self: settled.append(settle(self)))
-    for settles in (True, False):
-        if not settles:
-            monkeypatch.setattr(LayerStorage, "settles", False)
+    caches, logits, rotations, rotate = [], [], [], LayerStorage.rotate_in_place
+    monkeypatch.setattr(
+        LayerStorage, "rotate_in_place", lambda self: rotations.append(rotate(self))
+    )
+    for in_place in (True, False):
+        if not in_place:
+            monkeypatch.setattr(LayerStorage, "can_rotate_in_place", False)
         cache = kvcap.BudgetCache(model.config, 24, 8, eviction, evict_every=every)
         loop, found = BlockLoop(model, cache), []
         loop.prefill(ids[:, :40])
@@ -276,7 +278,7 @@ def test_keys_rotated_in_place_are_those_rotated_at_attention(
         found += [loop.read(ids[:, i : i + 1]) for i in range(220, 300)]
         caches.append(cache)
         logits.append(torch.cat(found))
-    assert bool(settled) == (dtype == torch.float32)
+    assert bool(rotations) == (dtype == torch.float32)
     assert kept(caches[0], 1) == kept(caches[1], 1)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)
     keys = [

@@ -62,7 +62,7 @@ def test_which_families_it_stands_for(family):
 @pytest.mark.parametrize("choice", ["triton", "eager"])
 @pytest.mark.parametrize("family", fused.FAMILIES)
 def test_it_answers_as_the_model_through_blocks_tokens_and_evictions(family, choice, monkeypatch):
-    monkeypatch.setattr(LayerStorage, "settles", False)  # keys lie as on a GPU
+    monkeypatch.setattr(LayerStorage, "can_rotate_in_place", False)  # keys lie as on a GPU
     model, found = tiny_model(family).to(DEVICE), []
     with kernels.use("eager"):
         cache = cache_of(model)
