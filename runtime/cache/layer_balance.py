@@ -101,7 +101,7 @@ class LayerBalance:
         return kept, Shares(budgets, later)
 
     @property
-    def settled(self) -> bool:
+    def is_balanced(self) -> bool:
         """Whether every layer holds what it should, so that nothing is to be moved."""
         return self.keeps and all(s.held == s.target_length for s in self.segments)
 

@@ -108,7 +108,7 @@ class RowTable:
             self._download()
         self._agree(seen)
         balance = self.balance
-        if balance is not None and evicted and not balance.settled and balance.rebalance(seen):
+        if balance is not None and evicted and not balance.is_balanced and balance.rebalance(seen):
             self.seen = None  # the host gave layers slots that others no longer hold
 
     def _download(self) -> None:

@@ -271,7 +271,7 @@ class EagerSlots:
             self._give_up_all(self._evictions(observed))
         # Tokens that are generated change nothing about what layers want.
         last = self.policy.index == len(self.policy.layout.budgets) - 1
-        if balance is not None and last and (step.length > 1 or not balance.settled):
+        if balance is not None and last and (step.length > 1 or not balance.is_balanced):
             balance.rebalance(step.tokens)
 
     def shrink_to_budget(self, segment: Segment, step: AttentionStep) -> None:

@@ -37,19 +37,19 @@ def test_where_little_is_empty_each_layer_is_to_have_what_it_holds() -> None:
     assert [s.target_length for s in balance.segments] == [33, 64]
     balance = balanced([64, 56], [1.0, 3.0])  # 8 are: 1/16
     assert balance.keeps
-    assert balance.settled
+    assert balance.is_balanced
     assert [s.target_length for s in balance.segments] == [64, 56]
     assert sum(s.budget for s in balance.segments) == 128
     # The next block says again what it wants.
     balance.prefer(0, 1.0, 10_016)
     assert balance.segments[0].target_length == 33
-    assert not balance.settled
+    assert not balance.is_balanced
 
 
 def test_tokens_fill_what_is_empty_until_it_is_little() -> None:
     balance = balanced([33, 64], [1.0, 3.0])
     targets = []
-    while not balance.settled:
+    while not balance.is_balanced:
         balance.segments[1].held += 1  # a token each; the first holds what it should
         balance.rebalance(seen=10_001)
         targets.append([s.target_length for s in balance.segments])
@@ -146,7 +146,7 @@ def test_no_layer_grows_or_shrinks_in_an_answer(positions: str) -> None:
     assert cache.balance is not None
     for i in range(200, 205):  # fill what the last block left empty
         loop.read(ids[:, i : i + 1])
-    assert cache.balance.settled
+    assert cache.balance.is_balanced
     held = [layer.held for layer in cache.capped_layers]
     assert len(set(held)) > 1
     for i in range(205, 230):
