@@ -146,7 +146,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(shape.layers)} layers "
             f"capped, {shape.kv_heads} KV heads of {shape.head_size}; policy "
             f"{self.eviction.name!r}, "
-            f"{self.counted} positions{layout.slot_format.told}; {self.seen:,} tokens read, "
+            f"{self.counted} positions{layout.slot_format.summary}; {self.seen:,} tokens read, "
             f"{SlotUse.of(self.held, layout.budget_tokens)}, blocks of {self.block_size:,}; "
             f"{allocated})"
         )

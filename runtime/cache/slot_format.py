@@ -74,7 +74,7 @@ class SlotFormat:
         return self.name is not None
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """For summaries: ', int8 slots' and its like."""
         return f", {self.name} slots" if self.name else ""
 
