@@ -45,7 +45,7 @@ class Begun:
 
     rows: list[int]  # of its answers
     drawing: set[int]  # rows whose next tokens are drawn at once
-    untold: set[int]  # rows of sessions whose caches do not know yet that their token is read
+    uncounted: set[int]  # rows whose sessions' caches have not counted the token yet
     logits: torch.Tensor | None = None  # [rows, V]
     wait: Callable[[], object] = lambda: None  # until it is computed
     error: Exception | None = None  # why it is not
@@ -150,8 +150,8 @@ class SessionRows:
         begun = self._begun
         assert begun is not None
         with interrupts_deferred():
-            for row in list(begun.untold):
-                self._tell(row)
+            for row in list(begun.uncounted):
+                self._count(row)
             self._begun = None
             if begun.error is not None:
                 self.cache.reset()
@@ -166,11 +166,11 @@ class SessionRows:
         assert logits is not None
         return [drawn[i] if i in begun.drawing else logits[i : i + 1] for i in begun.rows]
 
-    def _tell(self, row: int) -> None:
-        """Have a session's cache know that its token is read; without a row if that failed."""
+    def _count(self, row: int) -> None:
+        """Count the token in a session's cache; if the pass failed, reset it and free its row."""
         begun = self._begun
         assert begun is not None
-        begun.untold.remove(row)
+        begun.uncounted.remove(row)
         if begun.error is None:
             for layer in self._taken[row].capped_layers:
                 layer.advance(1)
@@ -189,8 +189,8 @@ class SessionRows:
         SessionRows know caches and no sessions, which know how to have theirs back.
         """
         with interrupts_deferred():
-            if self._begun is not None and row in self._begun.untold:
-                self._tell(row)
+            if self._begun is not None and row in self._begun.uncounted:
+                self._count(row)
             if self._taken.get(row) is not own:
                 return
             self._move(row, -self._ahead[row])
