@@ -1,1 +1,1 @@
-"""The fixed cache: slots, layers, eviction, and what is kept beside them."""
+"""Implements the fixed cache: slots, layers, eviction, and what is kept beside them."""

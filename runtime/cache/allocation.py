@@ -1,4 +1,4 @@
-"""Allocates what a cache has, once: exactly the buffers that its layout lists."""
+"""Allocates all memory of a cache, once: exactly the buffers that its layout lists."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvcap.runtime.models.rope import Rotation, table_dtype
 
 
 class Allocation:
-    """The storage of one cache, allocated layer by layer as their first tokens arrive.
+    """A record of one cache's storage, which it allocates as the first tokens of layers arrive.
 
     Args:
-        layout: of the cache.
+        layout: sizes of the cache.
         evict_every: in generation, evict every so many tokens.
         stock: attention is transformers' own, which reads slots by itself.
     """
@@ -35,9 +35,9 @@ class Allocation:
         """Says that layers have `RowSlots`; decided when the first one is allocated."""
         self._evict_every, self._stock = evict_every, stock
         self.compact = layout.positions == "compact"
-        """Whether tokens count at compact positions now."""
+        """Says whether tokens count at compact positions; 'auto' positions switch it on later."""
         self.batch: int | None = None
-        """Sequences that it is for; None: nothing is allocated yet."""
+        """Holds the number of sequences; None: nothing is allocated yet."""
         self._named: dict[str, Callable[[], Mapping[str, Tensor]]] = {}  # what was made, by place
         self.balance: LayerBalance | None = None  # of layers that share one pool
         self._file: MappedFile | None = None  # of evicted tokens
@@ -51,7 +51,7 @@ class Allocation:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Every tensor of it, by the name that the layout gives it."""
+        """Return every allocated tensor, by the name that the layout gives it."""
         return {
             f"{place}.{name}": buffer
             for place, named in self._named.items()
@@ -60,13 +60,13 @@ class Allocation:
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all buffers."""
+        """Return the exact bytes of all buffers."""
         held = (x for named in self._named.values() for x in named().values())
         return sum(x.untyped_storage().nbytes() for x in held)  # asked for after every token
 
     @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
     def layer(self, index: int, like: Tensor) -> LayerStorage:
-        """Allocate what a capped layer will ever hold. `like`: its keys [B, K, T, D].
+        """Allocate all memory of a capped layer, for keys such as `like` [B, K, T, D].
 
         Raises:
             StoreFailed: the file of evicted tokens cannot be made.
@@ -89,14 +89,14 @@ class Allocation:
         return LayerStorage(segments, ring, store, rotation, later, mean)
 
     def engine(self, storage: LayerStorage, policy: LayerPolicy) -> EagerSlots | RowSlots:
-        """Make the engine that works on what a layer holds."""
+        """Make the engine that appends to, attends to and evicts from a layer's slots."""
         if not self.by_rows:
             return EagerSlots(storage, policy, self._evict_every, self.balance)
         rows = QuantisedRowSlots if self.layout.slot_format.quantised else RowSlots
         return rows(storage, policy, self.balance)
 
     def rotation(self, like: Tensor) -> Rotation:
-        """The table of rotations that all capped layers share, for keys such as these."""
+        """Return the table of rotations that all capped layers share, for keys such as `like`."""
         if self._rotation is None:
             rope = self.layout.rope
             assert rope is not None
@@ -123,7 +123,7 @@ class Allocation:
     def _register(
         self, place: str, named: Callable[[], Mapping[str, Tensor]], like: Tensor
     ) -> None:
-        """Note buffers that were made; they must be what the layout has under their names."""
+        """Register new buffers, which must have the shapes and types that the layout lists."""
         asked = like.shape[0], like.dtype
         if asked not in self._specs:
             self._specs[asked] = self.layout.buffers(*asked)
@@ -134,7 +134,7 @@ class Allocation:
         self._named[place], self.batch = named, like.shape[0]
 
     def _segments(self, index: int, like: Tensor) -> list[Segment]:
-        """The segments of a capped layer."""
+        """Return the segments of a capped layer, from a new pool or from one that layers share."""
         if self.balance is None:
             return self._pool(index, [index], like)[0]
         if not self.balance.segments:
@@ -143,7 +143,7 @@ class Allocation:
         return [self.balance.segments[index]]
 
     def _pool(self, number: int, layers: list[int], like: Tensor) -> list[list[Segment]]:
-        """One pool for some layers, cut into segments: one a layer, or one a head."""
+        """Allocate one pool for some layers; return each one's segments: one, or one a head."""
         layout, (batch, heads, _, size) = self.layout, like.shape
         slots = sum(layout.slots(index, batch) for index in layers)
         latent, aux = layout.shape.latent, layout.aux(layers)
@@ -172,9 +172,10 @@ class Allocation:
         return found
 
     def _in_file(self, place: str, like: Tensor) -> Callable[..., Tensor]:
-        """What makes buffers of evicted tokens: in memory, or in one file of all layers.
+        """Return a function that makes buffers of evicted tokens, as `torch.zeros` does.
 
-        Tensors of a dry run have no data and need no file.
+        It makes them in memory, or in one file of all layers if `place` is a directory. Tensors of
+        a dry run have no data and need no file.
         """
         if place in ("device", "host") or isinstance(like, FakeTensor):
             return torch.zeros

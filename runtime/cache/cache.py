@@ -1,4 +1,4 @@
-"""The cache that transformers models write to: fixed bytes, evicting after every block."""
+"""Holds the cache that transformers models write to: fixed bytes, evicting after every block."""
 
 from __future__ import annotations
 
@@ -111,15 +111,17 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.eviction = self.layout.eviction
         self.eviction.check(tokens, len(shape.capped), shape.kv_heads)
         self.context = ForwardContext()
-        """The forward pass in hand."""
+        """Describes the forward pass that is running."""
         self.pinned_spans: list[tuple[int, int]] = []
-        """Tokens read, [start, stop), that are never evicted; see `pin`."""
+        """Holds the spans [start, stop) of tokens read that are never evicted; see `pin`."""
         self.unread: tuple[int, int] | None = None
-        """The last token said, to be read before what follows, and the tokens read before it."""
+        """Holds an answer's last token and the number of tokens before it, until it is read.
+
+        It is read in front of what comes next; None: everything was read."""
         self.reused = False
-        """Says that it was another session's, so that only the block loop may read into it."""
+        """Says that another session had it, so that only the block loop may read into it."""
         self.guard: CapGuard | None = None
-        """Holds the process to a cap; the block loop asks it before every block."""
+        """Holds the process to a memory cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
         self._mask = MaskNote(self._attends)  # of the pass that begins
         self._reading = 0  # tokens of the pass in hand
@@ -131,15 +133,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.allocation = Allocation(self.layout, self.evict_every, stock=not self._attends)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
         self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}
-        """The recurrent layers, or halves of layers, by their index in the model."""
+        """Holds the recurrent layers, or halves of layers, by their index in the model."""
         own = [i for i, layer in enumerate(shape.layers) if layer.kind != "shared"]
         layers = [self._layer(i) for i in own]  # no cache is asked for the others
         self.capped_layers = [layer for layer in layers if isinstance(layer, BudgetLayer)]
-        """The layers kvcap caps, without native sliding and recurrent ones."""
+        """Holds the layers that kvcap caps, without native sliding and recurrent ones."""
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
-        """What it is for, and how full it is."""
+        """Return a line for people: the model, the settings, and how full the cache is."""
         shape, layout = self.layout.shape, self.layout
         allocated = f"{self.nbytes:,} bytes" if self._segments else "not allocated yet"
         return (
@@ -152,7 +154,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         )
 
     def _layer(self, index: int) -> Any:
-        """A new layer for the model's layer of that index."""
+        """Make a new cache layer for the model's layer of that index."""
         shape = self.layout.shape
         layer = shape.layers[index]
         if layer.kind == "sliding":
@@ -167,7 +169,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return BudgetLayer(place, self.allocation, spans, self._mask)
 
     def _state_layer(self, index: int) -> StateLayer:
-        """A new state for the model's layer of that index."""
+        """Make a new state for the model's recurrent layer of that index."""
         from kvcap.runtime.cache.state_layer import StateLayer  # transformers 4.57 has none
 
         return StateLayer(index, self.allocation)
@@ -198,12 +200,14 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return found
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a recurrent layer's convolution, by which the layer begins each pass.
+        """Return the state of a recurrent layer's convolution; None before the first token.
+
+        A recurrent layer begins each pass by this call.
 
         Raises:
             PaddingUnsupported: as `update`.
             BlockTooLarge, MemoryCapExceeded, UnsupportedModel: the capped layers could not read
-                the pass. As states cannot go back, the first layer says so, and nothing is changed.
+                the pass. The first layer raises them, as states cannot go back. Nothing is changed.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         if layer_idx == self._first:
@@ -219,7 +223,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return self.state_layers[layer_idx].update_conv_state(conv_states, state_idx, **kwargs)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """What a recurrent layer summed up; None before the first token."""
+        """Return a layer's recurrent state; None before the first token."""
         layer = self.state_layers[layer_idx]
         found: Tensor | None = layer.recurrent_states[state_idx]
         return found if layer.has_previous_state[state_idx] else None
@@ -227,15 +231,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        """Have a recurrent layer hold what it summed up."""
+        """Write a layer's new recurrent state."""
         layer = self.state_layers[layer_idx]
         found: Tensor = layer.update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return found
 
     def _begin(self) -> int:
-        """Begin a pass, whose mask must have been checked; returns its tokens.
+        """Begin a pass whose mask was checked before; returns its number of tokens.
 
-        All layers will cut its block alike.
+        All layers cut its block in the same way.
         """
         if self._mask.length is None:
             raise PaddingUnsupported(READY_MADE)
@@ -274,7 +278,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return layer.read_token(query, key, value, angles, module, scaling, self.context)
 
     def check_mask(self, asked: MaskRequest) -> None:
-        """Take note of the mask that a pass asks transformers for.
+        """Check and note the mask that a pass asks transformers for.
 
         Raises:
             PaddingUnsupported, PositionMismatch: it hides tokens, or does not reach all.
@@ -285,17 +289,17 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def balance(self) -> LayerBalance | None:
-        """What moves slots between layers, if they move."""
+        """Return the object that moves slots between layers; None where they do not move."""
         return self.allocation.balance
 
     @property
     def seen(self) -> int:
-        """Tokens read so far."""
+        """Return the number of tokens read so far."""
         return self.capped_layers[0].seen
 
     @property
     def held(self) -> int:
-        """Slots in use per KV head and layer, on average (rounded up).
+        """Return the slots in use per KV head and layer, on average (rounded up).
 
         Until the next eviction they may be more than the budget; see `SlotUse`.
         """
@@ -305,39 +309,39 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def longest(self) -> int:
-        """The most slots any head of any layer holds."""
+        """Return the most slots in use by any head of any layer."""
         return max(layer.held for layer in self.capped_layers)
 
     @property
     def next_position(self) -> int:
-        """Where the block loop reads the next token."""
+        """Return the position at which the block loop reads the next token."""
         return self.longest if self.compact_positions else self.seen
 
     @property
     def compact_positions(self) -> bool:
-        """Whether blocks are read at compact positions."""
+        """Return whether blocks are read at compact positions."""
         return self.allocation.compact and not self.layout.shape.slides
 
     @property
     def counted(self) -> str:
-        """How tokens are counted, in a word, and which way now."""
+        """Return how positions count for people, such as 'compact' or 'auto (true now)'."""
         if self.layout.positions != "auto":
             return self.layout.positions
         return f"auto ({'compact' if self.allocation.compact else 'true'} now)"
 
     def leaves_window(self, tokens: int) -> bool:
-        """Whether so many tokens more would leave the trained window at positions that are 'auto'.
+        """Return whether so many more tokens would leave the trained window at 'auto' positions.
 
-        False once they are compact, at which nothing leaves it.
+        False once positions are compact, where nothing leaves it.
         """
         if self.layout.positions != "auto" or self.allocation.compact:
             return False
         return self.seen + tokens > self.layout.shape.trained_window
 
     def become_compact(self) -> None:
-        """Have tokens whose positions are 'auto' count at compact ones from now on.
+        """Switch 'auto' positions from true to compact ones; do nothing in other modes.
 
-        Every held key is moved from its true position to its rank. If that fails half-way, the
+        Every held key is rotated from its true position to its rank. If that fails half-way, the
         cache is not `consistent`, and must be reset.
         """
         if self.layout.positions == "auto" and not self.allocation.compact:
@@ -348,7 +352,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def counters(self) -> list[tuple[int, list[int]]]:
-        """Of every layer, the tokens read and the slots each segment holds."""
+        """Return the tokens read and the slots in use of each segment, for every layer."""
         return [(layer.seen, [s.held for s in layer.segments]) for layer in self.capped_layers]
 
     @counters.setter
@@ -358,24 +362,24 @@ class BudgetCache(Cache):  # type: ignore[misc]
             layer.restore_counters(seen, held)
 
     def advance(self, tokens: int) -> None:
-        """Count tokens that a CUDA graph has read, and evicted down to the budget after."""
+        """Count tokens that a CUDA graph has read, after which it evicted down to the budget."""
         for layer in self.capped_layers:
             layer.advance(tokens)
         if self._table is not None:
             self._table.agreed(self.seen, tokens, self.layout.shares_out(tokens))
 
     def enable_rotation(self) -> None:
-        """Have keys rotated from now on, though by nothing before a slot was given up."""
+        """Have keys rotated whenever they are read, by 0 as long as no token has moved."""
         for layer in self.capped_layers:
             layer.enable_rotation()
 
     @property
     def by_rows(self) -> bool:
-        """Says whether kernels work on all rows of a layer at once; chosen as it is allocated."""
+        """Return whether kernels work on all rows of a layer at once; chosen as it is allocated."""
         return self.allocation.by_rows
 
     def by_sequence(self) -> None:
-        """Divide segments by sequence, so that each sequence holds as many as it has read."""
+        """Divide segments by sequence, so that sequences may hold unequally many tokens."""
         for layer in self.capped_layers:
             layer.segments[:] = [part for s in layer.segments for part in s.by_sequence()]
         self.changed_by_host()
@@ -386,7 +390,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             self._table.seen = None
 
     def row_table(self) -> RowTable:
-        """Return where rows lie, which the device knows; see `by_rows`."""
+        """Return the table of rows on the device, brought up to date; see `by_rows`."""
         if self._table is None:
             engines = [x.engine for x in self.capped_layers if isinstance(x.engine, RowSlots)]
             self._table = RowTable(engines, self._recents(), self.balance)
@@ -404,8 +408,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Begin a pass over rows; see `RowPass`.
 
         Args:
-            length: of its longest block.
-            counts_on: at compact positions, its tokens were read behind all those read before, as
+            length: tokens of its longest block.
+            counts_on: at compact positions, its tokens have positions behind all tokens read, as
                 transformers counts; else behind the longest row of each sequence.
             always: as in `RowPass`.
             count: likewise.
@@ -420,7 +424,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def only_captured(self) -> Iterator[None]:
-        """Within it passes are captured and none is run: counters are as before afterwards."""
+        """Restore all counters after a block that captures passes and runs none."""
         before = self.counters
         agreed = None if self._table is None else self._table.seen
         try:
@@ -431,19 +435,19 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 self._table.seen = agreed
 
     def _recents(self) -> list[int]:
-        """How many newest tokens stay, by the slots that a head may ever have, where they move."""
+        """Return how many newest tokens stay in a head of 0, 1, 2, ... slots; [] if none move."""
         if not self.eviction.heads_move and not self.layout.pooled:
             return []
         return [self.eviction.recents(slots) for slots in range(self.layout.longest + 1)]
 
     def places(self, tokens: Tensor) -> Tensor:
-        """How far behind `next_position` the tokens [T] of a pass are read."""
+        """Return how far behind `next_position` the tokens [T] of a pass are read."""
         several = self.context.blocks > 1 and self.compact_positions
         return tokens % self.block_size if several else tokens
 
     @property
     def room(self) -> int:
-        """Tokens the next block may have."""
+        """Return how many tokens the next block may have."""
         free = [segment.budget - segment.held for segment in self._segments]
         if not self.eviction.policy.evicts:
             return min(self.block_size, self.layout.budget_tokens, *free)
@@ -451,19 +455,19 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def spare(self) -> int:
-        """Tokens that fit before any head must evict."""
+        """Return how many tokens fit before any head must evict."""
         if not self._segments:
             return min(min(kept) for kept in self.layout.allotments)
         return max(0, min(segment.budget - segment.held for segment in self._segments))
 
     @property
     def consistent(self) -> bool:
-        """Whether all layers have read the same tokens; false after a pass failed half-way."""
+        """Return whether all layers have read the same tokens; not so if a pass failed half-way."""
         seen = self.seen
         for layer in self.capped_layers:  # asked before every token
             if layer.seen != seen or layer.half_read:
                 return False
-            # kvcap's attention leaves no block pending after a pass; stock attention tells nothing.
+            # kvcap's attention leaves no block pending after a pass; stock attention always does.
             if layer.pending is not None and self._attends:
                 return False
         states = self.state_layers.values()
@@ -473,14 +477,14 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of all storage this cache holds, of native sliding layers and states too."""
+        """Return the exact bytes of all storage, native sliding layers and states included."""
         native = [layer for layer in self.sliding_layers.values() if layer.is_initialized]
         sliding = [x for layer in native for x in (layer.keys, layer.values)]
         return self.allocation.nbytes + sum(int(x.untyped_storage().nbytes()) for x in sliding)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the slots in use, and of what is held whatever is in use."""
+        """Return the bytes of all storage but free slots."""
         free = sum(
             s.pool.slot_bytes * s.batch * s.heads * (s.capacity - s.held)
             for s in (*self._segments, *self._evicted)
@@ -489,11 +493,14 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def sinks(self) -> int:
-        """First tokens of the conversation that are never evicted."""
+        """Return how many first tokens of the conversation are never evicted."""
         return self.eviction.sinks()
 
     def kept_tokens(self) -> list[KeptTokens]:
-        """Which tokens of the first sequence every layer holds that keeps any, in no order."""
+        """Return the tokens of the first sequence that each layer holds, in no order.
+
+        Layers that hold no keys are left out.
+        """
         found = []
         for number, layer in zip(self.layout.shape.capped, self.capped_layers, strict=True):
             own = sorted((s for s in layer.segments if s.row == 0), key=lambda s: s.head)
@@ -520,20 +527,20 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @property
     def recomputed(self) -> list[float]:
-        """Share of (query head, generated token) that attended to evicted tokens anew, by layer.
+        """Return how often queries of generated tokens attended to evicted tokens anew, by layer.
 
-        Empty where evicted tokens are not kept.
+        A share from 0 to 1 over all query heads; empty where evicted tokens are not kept.
         """
         counts = [store.counts for store in self._stores]
         return [recomputed / max(1, steps) for steps, recomputed in counts]
 
     @property
     def stores_full(self) -> bool:
-        """Whether all that is kept of evicted tokens is as much as may be, or nothing is kept."""
+        """Return whether the stores of evicted tokens are full in all layers, or there are none."""
         return all(store.full for store in self._stores)
 
     def count_stores_full(self) -> None:
-        """Count all that may be kept of evicted tokens as kept; it is not touched."""
+        """Count the stores of evicted tokens as full, without writing into them."""
         for store in self._stores:
             store.count_full()
 
@@ -550,7 +557,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def passing(self, context: ForwardContext) -> Iterator[ForwardContext]:
-        """Within it, that is the forward pass in hand."""
+        """Make `context` the running forward pass within a `with` block."""
         self.context = context
         try:
             yield context
@@ -558,20 +565,24 @@ class BudgetCache(Cache):  # type: ignore[misc]
             self.context = ForwardContext()
 
     def pin(self, spans: Sequence[Span]) -> None:
-        """Never evict these tokens, as [start, stop) in tokens read; those to come, too.
+        """Pin these tokens, [start, stop) in tokens read, so that they are never evicted.
+
+        Spans may lie among tokens that are yet to be read.
 
         Raises:
-            PinsTooLarge: a head cannot hold them beside those pinned before; nothing is changed.
+            PinsTooLarge: a head cannot hold them beside those pinned already; nothing is changed.
         """
         self.set_pins(self.pinned_with(spans))
 
     def pinned_with(self, spans: Sequence[Span], *, emptied: bool = False) -> list[Span]:
-        """What is pinned once `spans` are; `emptied`, after a reset. Nothing is changed.
+        """Return all spans that would be pinned with these, without pinning them.
+
+        With `emptied`, as after a reset.
 
         Raises:
             PinsTooLarge: a head cannot hold them.
         """
-        # What was announced and then not read, as after a Ctrl-C, is not pinned.
+        # Pins of tokens that were announced and then not read, as after a Ctrl-C, are dropped.
         seen = 0 if emptied else self.seen
         found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
         budgets = fresh = self.layout.allotments
@@ -584,7 +595,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         return found
 
     def set_pins(self, spans: Sequence[Span]) -> None:
-        """Pin exactly these spans, which are known to fit."""
+        """Replace all pinned spans by these, which must fit; see `pinned_with`."""
         self.pinned_spans[:] = spans
         self.changed_by_host()  # first tokens may yield to them
         if self.balance is not None:
@@ -593,24 +604,24 @@ class BudgetCache(Cache):  # type: ignore[misc]
     activate_past_recording = refuse_reordering  # with which assisted decoding begins
 
     def prefetch(self, *_: Any, **__: Any) -> None:
-        """Refused by name, as `offload`: the buffers stay on the model's device."""
+        """Refuse to move keys ahead of their use: the buffers stay on the model's device."""
         self.capped_layers[0].prefetch()
 
     @property
     def sliding_layers(self) -> dict[int, DynamicSlidingWindowLayer]:
-        """The native sliding layers by their index in the model."""
+        """Return the native sliding layers by their index in the model."""
         shape = self.layout.shape
         return {i: self.layers[i] for i in shape.of_kind("sliding")} if shape.slides else {}
 
     def refill_sliding(self, index: int, keys: Tensor, values: Tensor, seen: int) -> None:
-        """Let a native sliding layer hold these after `seen` tokens."""
+        """Replace what a native sliding layer holds by keys and values, after `seen` tokens."""
         layer = DynamicSlidingWindowLayer(self.sliding_layers[index].sliding_window)
         layer.update(keys, values)
         layer.cumulative_length = seen
         self.layers[index] = layer
 
     def reset(self) -> None:
-        """Forget everything; the buffers stay."""
+        """Forget all tokens and pins; the buffers stay allocated."""
         for index, layer in self.sliding_layers.items():
             # Transformers before 5 would fill them with zeros, which count as tokens.
             self.layers[index] = DynamicSlidingWindowLayer(layer.sliding_window)
@@ -630,7 +641,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             resize([segment for _, segment in mine], kept)
 
     def buffers(self) -> list[Tensor]:
-        """Every tensor of capped and recurrent layers, which live as long as the cache."""
+        """Return every tensor of capped and recurrent layers; they live as long as the cache."""
         return list(self.allocation.buffers.values())
 
     def _check_whole(self, length: int) -> None:
@@ -648,11 +659,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
             )
 
     def check_factors(self, tokens: int) -> None:
-        """Refuse a pass whose keys are rotated by other frequencies than those that are held.
+        """Refuse a pass whose keys RoPE would rotate by other frequencies than the held ones.
 
         Raises:
-            UnsupportedModel: it counts true positions, and beyond some of them longrope takes other
-                factors. Nothing is changed.
+            UnsupportedModel: RoPE of type longrope changes its frequencies at the positions that
+                the pass reaches. Nothing is changed.
         """
         most, last = self.layout.shape.longest_compact, self.seen + tokens
         if most is None or last <= most:
@@ -673,7 +684,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             )
 
     def _check_attention(self, config: Any, shape: ModelShape, positions: Positions | None) -> bool:
-        """Whether the model's attention is stock, refusing what that cannot do."""
+        """Return whether the model's attention is stock; refuse settings that need kvcap's."""
         attention = getattr(config, "_attn_implementation", None)
         stock = attention not in (None, ATTENTION)
         if stock and shape.latent is not None:

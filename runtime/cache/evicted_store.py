@@ -1,12 +1,13 @@
-"""One layer's evicted tokens, off the cache but in memory, and what they add to attention.
+"""Keeps one layer's evicted tokens outside its cache, and adds their share to its attention.
 
 The tokens lie in slots of their own, where the corrector says: on the model's device, on the host
-or in a mapped file. What a query would have got from them is remembered per query head: the query,
-the output, the log-sum-exp (CaliDrop, Alg. 1). Tokens evicted since are merged into it as they go,
-since their keys are at hand then; those dropped from a full store stay in it until it is made anew.
+or in a mapped file. Per query head one query is remembered, with its output and log-sum-exp over
+the evicted tokens (CaliDrop, Alg. 1), and corrects later queries that are like it. A token that is
+evicted is merged into them at once, while its key is at hand. A token that is dropped from a full
+store stays in them until they are computed anew.
 
-On a device nothing is decided by what tensors hold, so that a CUDA graph replays it once the store
-is full.
+On a device no decision depends on the contents of tensors, so that a CUDA graph can replay it once
+the store is full.
 """
 
 from __future__ import annotations
@@ -35,20 +36,21 @@ from kvcap.runtime.models.rope import Rotation
 
 PIECE = 1 << 20  # bytes of a file that are written at once
 Remembered = tuple[Tensor, Tensor, Tensor]
-"""A query [b, h, 1, D], what it got from evicted tokens [b, h, 1, D], its log-sum-exp [b, h, 1]."""
+"""Holds queries [b, h, 1, D], their outputs over evicted tokens, likewise, and log-sum-exps."""
 
 
 class EvictedStore:
-    """The evicted tokens of a layer's `segments`, and what they add to its attention.
+    """A store of the tokens evicted from a layer's `segments`, which attends to them, too.
 
-    The cache calls `attend` in the place of its own attention, and `take` with every slot that is
-    about to be given up; it knows no more of it than that.
+    The layer calls `attend` in place of its own attention, and `take` with every slot that it is
+    about to evict.
 
     Args:
-        corrector: what decides, how many tokens are kept, and where.
-        segments: of the layer; each gets its own place for what it evicts.
+        corrector: decides when attention is computed anew or corrected; says how many tokens are
+            kept, and where.
+        segments: those of the layer; each gets its own slots for what it evicts.
         heads: query heads of the layer.
-        rotation: moves keys, where positions are compact from the first token.
+        rotation: rotates keys, where positions are compact from the first token.
         new: makes the slots, as `torch.zeros`.
     """
 
@@ -84,7 +86,10 @@ class EvictedStore:
 
     @property
     def counts(self) -> list[int]:
-        """Tokens generated per query head and sequence, and how many of them attended anew."""
+        """Return how many queries generated tokens had, and how many of them attended anew.
+
+        Both are summed over query heads and sequences.
+        """
         found: list[int] = self._counts.sum((0, 1)).tolist()
         return found
 
@@ -95,16 +100,16 @@ class EvictedStore:
 
     @property
     def full(self) -> bool:
-        """Whether all slots are in use, so that as many go as come."""
+        """Return whether all slots are in use, so that as many tokens are dropped as come."""
         return all(place.held == place.budget for place in self.evicted)
 
     @property
     def remembered(self) -> dict[str, Tensor]:
-        """What queries got from the evicted tokens, by name."""
+        """Return the remembered queries, outputs and log-sum-exps, by name; see `Remembered`."""
         return {"query": self._query, "out": self._out, "lse": self._lse}
 
     def named(self) -> dict[str, Tensor]:
-        """Its buffers by name."""
+        """Return its buffers by name."""
         return {**self.pool.named(), **self.remembered, "counts": self._counts}
 
     def attend(
@@ -117,17 +122,18 @@ class EvictedStore:
         softcap: float | None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over what is held and what the evicted tokens add. Shape [b, h, T, D].
+        """Attend to a segment's held tokens, and add the share of its evicted ones.
 
-        And the log-sum-exp of the logits of what is held alone, [b, h, T] float32.
+        Returns outputs [b, h, T, D], and the log-sum-exp of the logits of held tokens alone,
+        [b, h, T] float32.
 
         Args:
-            index: of the segment.
-            segment: what is held, the block in hand included.
+            index: index of the segment.
+            segment: held tokens, the block that is being read included.
             query: [b, h, T, D], at the positions of the segment.
-            keys: [b, k, n, D] of what is held, likewise.
-            scaling: of the logits.
-            softcap: of the logits.
+            keys: [b, k, n, D] of held tokens, likewise.
+            scaling: factor of the logits.
+            softcap: logits = softcap · tanh(logits / softcap); None: as they are.
             sinks: [h], sink logits; they take their share once, of held and evicted tokens.
         """
         out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, own=True)
@@ -165,15 +171,15 @@ class EvictedStore:
         return corrected_out.to(out.dtype), lse
 
     def _known(self, segment: Segment) -> Remembered:
-        """What a segment's query heads remember, as views."""
+        """Return what a segment's query heads remember, as views."""
         query, out, lse = (segment.rows_of(x) for x in (self._query, self._out, self._lse))
         return query, out, lse
 
     def _looks_first(self, query: Tensor) -> bool:
-        """Whether the host looks if any query attends anew, before all do.
+        """Return whether the host checks first if any query attends anew, before all of them do.
 
-        That saves copies of what lies elsewhere; on a CPU, where nothing waits for it, work. What
-        has no data, as in a rehearsal, cannot be looked at.
+        That saves copies if the store lies on another device, and work on a CPU, where the check
+        does not make anything wait. Tensors of a dry run have no data to check.
         """
         if type(query) is not Tensor:
             return False
@@ -183,7 +189,7 @@ class EvictedStore:
     def _recompute(
         self, evicted: Segment, query: Tensor, scaling: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Attention of `query` over the evicted tokens: all are older, so no mask."""
+        """Attend with `query` to the evicted tokens; all are older, so there is no mask."""
         keys, values = evicted.keys.to(query.device), evicted.values.to(query.device)
         if self.rotation is not None:
             # An evicted token counts behind the held ones that are older than it.
@@ -193,15 +199,15 @@ class EvictedStore:
     def take(
         self, index: int, segment: Segment, slots: Tensor, scores: Tensor, obs: Observation
     ) -> None:
-        """Take in the tokens of a segment's slots [b, k, e], about to be given up.
+        """Take in the tokens of a segment's slots [b, k, e] that are about to be evicted.
 
         Args:
-            index: of the segment.
-            segment: still whole; where positions are compact, its shifts have grown by those that
-                go, whose own then are as far as they moved among what stays.
-            slots: which go.
-            scores: [b, k, n] of all slots.
-            obs: of the segment, whose keys [b, k, n, D] are as attention saw them.
+            index: index of the segment.
+            segment: still with these slots; at compact positions its shifts have grown already, by
+                the number of older slots that go.
+            slots: indices of the slots that go.
+            scores: [b, k, n], those of all slots.
+            obs: observation of the segment, with keys [b, k, n, D] as attention saw them.
         """
         place, known, count = self.evicted[index], self._known(segment), slots.shape[-1]
         slots = slots.long()
@@ -219,7 +225,7 @@ class EvictedStore:
     def _remember(
         self, known: Remembered, segment: Segment, slots: Tensor, obs: Observation
     ) -> None:
-        """Merge tokens that go now into what is remembered, where something is."""
+        """Merge tokens that are evicted into what is remembered, where something is."""
         query, out, lse = known
         keys, values = _of_slots(obs.keys, slots), _of_slots(segment.values, slots)
         added, added_lse = attend_with_lse(query, keys, values, obs.scaling, obs.softcap)
@@ -229,13 +235,13 @@ class EvictedStore:
         lse.copy_(torch.where(some, merged_lse, lse))
 
     def _grow_older(self, place: Segment, gone: Tensor) -> None:
-        """Note that held tokens at positions `gone` [b, k, e], ascending, are given up."""
+        """Raise stored tokens' shifts by how many positions `gone` [b, k, e], sorted, are older."""
         if self.rotation is not None and place.held:
             gone, positions = gone.to(place.positions.device), place.positions.contiguous()
             place.aux(SHIFT).add_(torch.searchsorted(gone, positions, out_int32=True))
 
     def _copy(self, place: Segment, segment: Segment, slots: Tensor, scores: Tensor) -> None:
-        """Copy slots behind those in use."""
+        """Copy a segment's slots [b, k, e] and their scores behind the store's slots in use."""
         source = {**segment.named(0, segment.held), "score": scores}
         for name, target in place.behind(slots.shape[-1]).items():
             if name in source:  # where positions stay true there is no shift
@@ -244,9 +250,10 @@ class EvictedStore:
                     target.nan_to_num_(nan=LOWEST)
 
     def made_at(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """The positions to which the keys are rotated, [b, k, held] of each segment; true ones: 0.
+        """Return the positions that keys are rotated to, [b, k, held] of each segment.
 
-        As a session's file has it, which may be read into a cache whose shifts differ.
+        At true positions they are the shifts, all 0. A session's file saves positions and not
+        shifts, as it may be read into a cache whose shifts differ.
         """
         if self.rotation is None:
             return [place.aux(SHIFT) for place in self.evicted]
@@ -258,9 +265,9 @@ class EvictedStore:
         return found
 
     def become_compact(self, segments: Sequence[Segment], rotation: Rotation) -> None:
-        """Have evicted tokens count at compact positions from now on, as `segments` do.
+        """Move evicted tokens from true positions to compact ones, as `segments` are moved.
 
-        What queries got from them is forgotten: nobody noted at which position they asked.
+        Remembered outputs are forgotten, as the positions of their queries are not known.
         """
         for segment, place in zip(segments, self.evicted, strict=True):
             for row in segment.each_row():
@@ -274,17 +281,17 @@ class EvictedStore:
         self.rotation = rotation
 
     def count_full(self) -> None:
-        """Count all slots as in use; what they hold is not touched."""
+        """Count all slots as in use, without writing into them."""
         for place in self.evicted:
             place.held = place.budget
 
     def forget_excess(self) -> None:
-        """Hold what fits, as before a `take` that was begun and never came to be."""
+        """Forget tokens beyond the budget, which a `take` that failed half-way left."""
         for place in self.evicted:
             place.held = min(place.held, place.budget)
 
     def reset(self) -> None:
-        """Forget everything; the buffers stay."""
+        """Forget all evicted tokens; the buffers stay allocated."""
         for place in self.evicted:
             place.held = 0
         self._query.zero_()
@@ -294,7 +301,7 @@ class EvictedStore:
 
 
 def _of_slots(x: Tensor, slots: Tensor) -> Tensor:
-    """What `x` [b, k, n, ...] has of slots [b, k, e]; [b, k, e, ...]."""
+    """Return the entries [b, k, e, ...] of `x` [b, k, n, ...] for slots [b, k, e]."""
     if x.dim() == 4:
         slots = slots[..., None].expand(*slots.shape, x.shape[-1])
     return x.gather(2, slots)
@@ -337,7 +344,7 @@ class MappedFile:
             ) from error
 
     def new(self, *shape: int, dtype: torch.dtype, **_: Any) -> Tensor:
-        """The next tensor of the file, as `torch.zeros` makes one."""
+        """Return the next tensor of the file, of zeros, as `torch.zeros` makes one."""
         length = int(np.prod(shape)) * dtype.itemsize
         assert self._next + length <= self.nbytes, "the file was made too small"
         mapped = np.memmap(self._file, np.uint8, "r+", offset=self._next, shape=(length,))

@@ -1,4 +1,4 @@
-"""One capped layer of the cache: a block arrives, is appended, attended, and evicted after.
+"""Holds one capped layer of the cache, which appends a block, attends to it and then evicts.
 
 Positions. `true`: keys keep the rotation they were read with. `compact`: the survivors count as
 the tokens 0..held-1 in time order and the next block is read behind the longest head, so nothing
@@ -59,16 +59,16 @@ def refuse_moving(*_: Any, **__: Any) -> None:
 
 
 class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One capped layer of a `BudgetCache`.
+    """A capped layer of a `BudgetCache`, which never holds more slots than it allocated at first.
 
-    Its whole state is how many tokens it has read, what its storage holds, and the block that is
-    pending; it knows nothing of the cache, so that a cache ends as soon as nobody holds it.
+    Its whole state is how many tokens it has read, its storage, and the block that is pending. It
+    has no reference to the cache, so that a cache is freed as soon as nobody holds it.
 
     Args:
-        index: among the capped layers.
-        allocation: of the cache.
-        pinned_spans: of the cache, which changes them in place.
-        mask: of the cache, takes note of the mask that a pass asks transformers for.
+        index: its index among the capped layers.
+        allocation: allocates the cache's memory.
+        pinned_spans: those of the cache, which changes them in place.
+        mask: the cache's note of the mask that a pass asks transformers for.
     """
 
     is_sliding = False
@@ -106,12 +106,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def on_device(self) -> tuple[Any, ...]:
-        """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
+        """Return small tensors besides the buffers that a CUDA graph must keep alive."""
         return () if self.engine is None else (self.engine.on_device,)
 
     @property
     def keys(self) -> Tensor | None:
-        """The held keys [B, K, held, D] as they are stored (a view), or None before the first.
+        """Return the held keys [B, K, held, D] as they are stored (a view); None before the first.
 
         Heads that hold unequally many have no such tensor, nor have quantised slots: read their
         `segments`.
@@ -124,7 +124,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def values(self) -> Tensor | None:
-        """The held values [B, K, held, D] (a view), as `keys`."""
+        """Return the held values [B, K, held, D] (a view), as `keys` does."""
         return self.segments[0].values if self._in_one else None
 
     @values.setter
@@ -133,38 +133,38 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def _in_one(self) -> bool:
-        """Whether one tensor is all that is held, in the model's type."""
+        """Return whether one tensor holds all keys, in the model's type."""
         return len(self.segments) == 1 and not self.layout.slot_format.quantised
 
     @property
     def held(self) -> int:
-        """The most slots in use by a head."""
+        """Return the most slots in use by a head."""
         return max((segment.held for segment in self.segments), default=0)
 
     @property
     def excess(self) -> int:
-        """The most slots that a head holds above what stays."""
+        """Return by how many slots the fullest head exceeds the number that an eviction leaves."""
         return 0 if self.storage is None else self.storage.excess
 
     def get_seq_length(self) -> int:
-        """Tokens read so far: the logical length, which positions and masks count in."""
+        """Return the number of tokens read so far, by which positions and masks count."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """(slots visible, offset) for the next block, should a mask be built for it."""
+        """Return the visible slots of the next block, and the offset of the first, for a mask."""
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
         held = self.held - self._overdue(length)
         check = partial(self._mask.check, self.seen, self._allocation.batch)
         return Slots.of(held + length, check), self.seen - held
 
     def get_max_cache_shape(self) -> int:
-        """-1: a conversation may be of any length."""
+        """Return -1: a conversation may be of any length."""
         return -1
 
     get_max_length = get_max_cache_shape
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        """Allocate everything this layer will ever hold."""
+        """Allocate all memory of this layer, for keys such as `key_states` [B, K, T, D]."""
         given, shape = (key_states.shape[1], key_states.shape[3]), self.layout.shape
         if given != (own := (shape.kv_heads, shape.head_size)):
             raise CacheMismatch(
@@ -181,14 +181,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append a block [B, K, T, D] but for its fillers; returns what is held (views).
+        """Append a block [B, K, T, D] without its fillers; returns held keys and values (views).
 
-        In latent attention it is latents [B, 1, T, R] and rotated parts [B, 1, T, r], which become
-        slots `[k_rot, c]`; a `LatentBlock` of each is returned.
+        In latent attention the block is latents [B, 1, T, R] and rotated parts [B, 1, T, r], which
+        become slots `[k_rot, c]`; a `LatentBlock` of each is returned.
 
         Where heads hold unequally many, slots are quantised or several blocks come in one pass,
-        the block is returned: only the registered attention function, which does not read what is
-        returned, runs then. No gradient flows through either.
+        the block itself is returned: only the registered attention function runs then, which does
+        not read what is returned. No gradient flows through either.
 
         Raises:
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
@@ -225,7 +225,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, without_gradient(values, value_states)
 
     def _check_like(self, keys: Tensor) -> None:
-        """Refuse keys that the buffers are not for."""
+        """Refuse keys of another batch size, type or device than the buffers have."""
         like = keys.shape[0], keys.dtype, keys.device
         if like != self._like:
             assert self._like is not None
@@ -236,10 +236,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             )
 
     def _sizes(self, length: int, context: ForwardContext) -> list[int]:
-        """The lengths of the blocks in which so many tokens are appended: one after the other.
+        """Return the lengths of the blocks in which so many tokens are appended, one by one.
 
-        Several come in one pass of the block loop; and a block is read in two where tokens are held
-        that wait for their eviction. With stock attention a block is never cut.
+        One pass of the block loop may have several. A block is read in two if tokens that wait for
+        their eviction take its room. With stock attention a block is never cut.
         """
         size, room = self.layout.block_size, context.room
         first = size
@@ -255,14 +255,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         return sizes
 
     def _append(self, block: PendingBlock) -> None:
-        """Write a block into the slots behind those in use, for which room is made."""
+        """Make room for a block, and write it into the slots behind those in use."""
         assert self.engine is not None
         self._make_room(block)
         self.engine.append(block)
         self.seen = block.total_tokens
 
     def _make_room(self, block: PendingBlock) -> None:
-        """Check a block, and evict what stock attention left."""
+        """Check that a block fits, and evict slots that stock attention left over the budget."""
         self._check(block.length)
         if self.pending is not None and self._overdue(block.length):
             assert isinstance(self.engine, EagerSlots)
@@ -320,16 +320,16 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         position_ids: Tensor | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the pending block, then eviction. [B, H, T, D] -> [B, H, T, D].
+        """Attend with the pending block's queries [B, H, T, D], then evict; returns [B, H, T, D].
 
-        In latent attention queries are `[q_nope, q_rot]` [B, H, T, nope + r], and outputs those of
+        In latent attention queries are `[q_nope, q_rot]` [B, H, T, nope + r], and outputs are of
         the heads' own values [B, H, T, v].
 
-        Called once for every layer that reads these slots, first for the one whose they are. All
-        see the same keys, and the last call evicts.
+        It is called once for every layer that reads these slots, first for the layer that owns
+        them. All see the same keys, and the last call evicts.
 
-        Of several blocks in one pass each is appended when those before it are through: what a
-        block attends to is what they left, as in passes of their own.
+        Of several blocks in one pass, each is appended after those before it were attended to and
+        evicted, as if it came in a pass of its own.
 
         Raises:
             PositionMismatch: where the caller's `position_ids` do not follow what was read.
@@ -363,7 +363,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def _attend(self, query: Tensor, block: PendingBlock, call: AttentionCall, own: bool) -> Tensor:
-        """Attention of a block or of its parts, and the eviction that is due."""
+        """Attend with a block or with its parts one by one, and evict where that is due."""
         engine = self.engine
         assert engine is not None
         if not own:
@@ -379,16 +379,20 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def half_read(self) -> bool:
-        """Whether some but not all layers that read these slots attended to the pending block.
+        """Return whether a pass through this layer ended half-way, which makes its slots useless.
 
-        Or one of them was interrupted as it did, so that slots may be evicted or moved in part.
+        Some but not all layers that read these slots attended to the pending block, or one of them
+        was interrupted, so that slots may be evicted or moved in part.
         """
         if self.pending is None:  # asked before every token
             return self._attending
         return self._attending or self.pending.readers < self.readers
 
     def _overdue(self, length: int) -> int:
-        """Slots above the budget that stock attention left, to go before a block of `length`."""
+        """Return how many slots stock attention left over the budget that must go first.
+
+        That is before a block of `length` is appended.
+        """
         if self.pending is None or not isinstance(self.engine, EagerSlots):
             return 0
         due = self.engine.due(self.pending.length)
@@ -400,7 +404,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises:
             BlockTooLarge, MemoryCapExceeded, UnsupportedModel: as `update`.
         """
-        if len(self._sizes(length, context)) == 1:  # of a cut one each part is checked
+        if len(self._sizes(length, context)) == 1:  # else each part is checked as it is appended
             self._check(length)
 
     def _check(self, length: int) -> None:
@@ -452,7 +456,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def take_back(self) -> None:
-        """Forget the pending block, which is refused."""
+        """Forget the pending block, as it is refused."""
         block, self.pending = self.pending, None
         if block is not None and block.appended:
             self.seen -= block.length
@@ -460,26 +464,26 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
                 segment.held -= block.length
 
     def advance(self, tokens: int) -> None:
-        """Count tokens that a CUDA graph has read, and evicted down to the budget after."""
+        """Count tokens that a CUDA graph has read, after which it evicted down to the budget."""
         self.seen += tokens
         for segment in self.segments:
             segment.held = min(segment.held + tokens, segment.target_length)
         self.enable_rotation()
 
     def become_compact(self) -> None:
-        """Move all that is held to compact positions; if that fails, the layer is `half_read`."""
+        """Move all held keys to compact positions; if that fails, the layer is `half_read`."""
         if self.storage is not None:
             self._attending = True
             self.storage.become_compact(self.seen)
             self._attending = False
 
     def enable_rotation(self) -> None:
-        """Have keys rotated from now on, though by nothing before a slot was given up."""
+        """Have keys rotated whenever they are read, by 0 as long as no token has moved."""
         assert self.storage is not None
         self.storage.enable_rotation()
 
     def restore_counters(self, seen: int, held: list[int]) -> None:
-        """Count as before a block that was begun and never came to be, as in a failed capture."""
+        """Set the tokens read and each segment's slots in use, as before a block that failed."""
         self.seen, self.pending, self._attending = seen, None, False
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
@@ -487,7 +491,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self.evicted_store.forget_excess()
 
     def reset(self) -> None:
-        """Forget everything; the buffers stay."""
+        """Forget all tokens; the buffers stay allocated."""
         if self.storage is not None:
             self.storage.reset()
         self.seen, self.pending, self._attending = 0, None, False

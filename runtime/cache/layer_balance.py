@@ -18,7 +18,7 @@ EMPTY = 16  # at most one of so many slots, where layers keep what they hold
 
 
 class Shares(NamedTuple):
-    """What layers have from now on, int64 [L] each."""
+    """A division of slots between layers, int64 [L] each."""
 
     budgets: Tensor  # the slots of a head
     targets: Tensor  # how many of them it may hold
@@ -27,8 +27,8 @@ class Shares(NamedTuple):
 class LayerBalance:
     """Collects how many slots layers should have, and moves slots between them.
 
-    Layers that evict one by one tell the host what they prefer. Those that evict together, after a
-    block that a CUDA graph may replay, have the device compute the same; see `after_block`.
+    Layers that evict one by one give the host their preferences. For layers that evict together,
+    after a block that a CUDA graph may replay, the device computes the same; see `after_block`.
 
     Args:
         budget: says what the layers should have by their preferences.
@@ -44,25 +44,25 @@ class LayerBalance:
         self.floor = 0  # slots that no layer goes below, where tokens of the text are pinned
 
     def prefer(self, index: int, preference: float, seen: int) -> None:
-        """Note a layer's preference; from now on it evicts down to the slots it should have."""
+        """Note a layer's preference, and set the slots that its next eviction leaves by it."""
         self.preferences[index] = preference
         if (wanted := self._wanted(seen)) is not None:
             segment = self.segments[index]
             segment.target_length = min(segment.budget, wanted[index])
 
     def rebalance(self, seen: int) -> bool:
-        """After a block of all layers, give those that want more what others no longer hold.
+        """Give layers that should have more the slots that others have freed, after a block.
 
-        Where little is empty, each is to have what it holds until the next block says what it
-        wants: tokens that are generated tell nothing, and change the lengths of no layer then.
+        If few slots are empty, each layer keeps the number that it holds until the next block:
+        generated tokens say nothing about preferences, and change no layer's length then.
 
         Returns:
-            Whether there was need.
+            Whether slots are divided by preferences: all are known, and not all tokens fit.
         """
         wanted = self._wanted(seen)
         if wanted is None:
             return False
-        # The rest lies in a block's slots. No layer has fewer slots than the floor before, either.
+        # Tokens over the budget lie in a block's slots. No layer had fewer slots than the floor.
         held = [max(self.floor, min(s.held, s.budget)) for s in self.segments]
         shares = [max(0, w - h) for w, h in zip(wanted, held, strict=True)]
         more = apportion(shares, self.average * len(held) - sum(held))
@@ -75,24 +75,24 @@ class LayerBalance:
     def after_block(
         self, old: Tensor, new: Tensor, held: Tensor, had: Shares, seen: Tensor
     ) -> tuple[Tensor, Shares]:
-        """What `prefer` and `rebalance` say where all layers evict after the block, together.
+        """Compute on the device what `prefer` and `rebalance` do, if all layers evict together.
 
         Args:
-            old: preferences before the block [L] float32, NaN where a layer has told none.
-            new: those after it.
-            held: slots of a head [L] int64, the block's included.
-            had: what layers have.
+            old: preferences before the block [L] float32, NaN where a layer has none yet.
+            new: preferences after it, likewise.
+            held: slots in use by a head of each layer [L] int64, the block's included.
+            had: the layers' slots before.
             seen: tokens read [].
 
         Returns:
-            The slots of a head that stay [L], and what layers have then.
+            The slots of a head that stay [L], and the layers' slots after it.
         """
         below = torch.ones(len(new), len(new), dtype=torch.bool, device=new.device).tril()
-        each = torch.where(below, new, old)  # [L, L], what is known when a layer has told its own
+        each = torch.where(below, new, old)  # [L, L], preferences known as each layer evicts
         wanted = self._wanted_on_device(each.nan_to_num(nan=0.0), seen)
         due = seen > self.average
-        told = due & ~each.isnan().any(-1)
-        targets = torch.where(told, wanted.diagonal().minimum(had.budgets), had.targets)
+        known = due & ~each.isnan().any(-1)
+        targets = torch.where(known, wanted.diagonal().minimum(had.budgets), had.targets)
         kept = held.minimum(targets)
         shares = self._rebalanced(wanted[-1], kept, had.budgets)
         budgets, later = torch.where(
@@ -102,21 +102,24 @@ class LayerBalance:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether every layer holds what it should, so that nothing is to be moved."""
+        """Return whether every layer holds as many slots as it should, so that none has to move."""
         return self.keeps and all(s.held == s.target_length for s in self.segments)
 
     @property
     def keeps(self) -> bool:
-        """Whether so few slots are empty that layers keep what they hold during an answer."""
+        """Return whether so few slots are empty that layers keep their lengths during an answer."""
         empty = sum(max(0, s.budget - s.held) for s in self.segments)
         return EMPTY * empty <= self.average * len(self.segments)
 
     def reset(self) -> None:
-        """Forget what was preferred."""
+        """Forget all preferences and the floor."""
         self.preferences, self.floor = [None] * len(self.preferences), 0
 
     def _wanted(self, seen: int) -> list[int] | None:
-        """Slots of every layer by today's preferences, once all are known and there is need."""
+        """Return the slots of a head of every layer by the present preferences.
+
+        None as long as some are unknown or all tokens fit.
+        """
         known = [p for p in self.preferences if p is not None]
         if len(known) < len(self.preferences) or seen <= self.average:
             return None  # while everything fits everywhere, nobody gives anything up
@@ -128,11 +131,11 @@ class LayerBalance:
 
     @property
     def least(self) -> int:
-        """Slots of a head that every layer has in any case."""
+        """Return the slots of a head that every layer has in any case."""
         return self.budget.least(self.average, max(self.pinned, self.floor))
 
     def _wanted_on_device(self, preferences: Tensor, seen: Tensor) -> Tensor:
-        """`_wanted` after `seen` [] tokens, by rows of preferences [R, L] one by one; [R, L]."""
+        """Compute `_wanted` [R, L] for each row of preferences [R, L], after `seen` [] tokens."""
         total = preferences.shape[-1] * self.average
         most = seen.clamp(max=total)
         sure = most.clamp(max=self.least)
@@ -142,7 +145,7 @@ class LayerBalance:
         )
 
     def _rebalanced(self, wanted: Tensor, held: Tensor, budgets: Tensor) -> Shares:
-        """`rebalance` of layers that want, hold and had so many slots of a head, [L] each."""
+        """Compute `rebalance` from the slots of a head that layers want, hold and had [L]."""
         sure = held.minimum(budgets).clamp(min=self.floor)
         total = self.average * len(held)
         rest = (total - sure.sum()).view(1, 1)
@@ -153,7 +156,9 @@ class LayerBalance:
 
 
 def _whole(shares: Tensor, total: int) -> Tensor:
-    """Whole numbers in proportion to shares [R, L] float32, as large as `apportion_rows` takes.
+    """Return whole numbers in proportion to shares [R, L] float32, for `apportion_rows`.
+
+    They are as large as it can take.
 
     Shares far below their row's largest lose the bits that would stand behind its last one.
     """

@@ -1,4 +1,4 @@
-"""Which buffers a cache has and how many bytes they take. Sizes only; nothing is allocated here.
+"""Lists a cache's buffers with their shapes and bytes; nothing is allocated here.
 
 `CacheLayout.buffers` is the one list: `MemoryPlan` adds it up, `Allocation` allocates by it.
 """
@@ -25,17 +25,17 @@ from kvcap.runtime.types import DEFAULT_POSITIONS, Positions
 PARTS = ("keys_values", "slot_positions", "policy_state", "evicted_store", "query_window",
          "rotation_table", "sliding_layers", "state_layers")  # fmt: skip
 EVICTED = {"score": torch.float32, SHIFT: torch.int32}
-"""What evicted tokens have besides: their score, and their shift as held ones have it."""
+"""Lists the auxiliary tensors of kept evicted tokens, by type: their score and their shift."""
 
 UNREAD = (
     "kv_dtype={!r}: stock attention reads slots as the model's own numbers; load the model with "
     "attn_implementation='kvcap', or leave kv_dtype out"
 )
-"""Of quantised slots with another attention function than kvcap's."""
+"""Refuses quantised slots with another attention function than kvcap's."""
 
 
 class BufferSpec(NamedTuple):
-    """A buffer that a cache has."""
+    """A buffer of a cache: its shape, its type and the part of a plan that it belongs to."""
 
     part: str  # of the plan, under which it counts
     shape: tuple[int, ...]
@@ -43,13 +43,13 @@ class BufferSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of its storage."""
+        """Return the exact bytes of its storage."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The sizes of a cache for a model, an eviction and a budget.
+    """A description of a cache's sizes for a model, an eviction and a budget.
 
     Raises:
         PlanInfeasible: more slots than compact positions can be counted for.
@@ -66,7 +66,7 @@ class CacheLayout:
     slot_format: SlotFormat = field(default_factory=SlotFormat)
 
     def __post_init__(self) -> None:
-        # Frozen: here budget and heads are known, and all that run a model come by.
+        # Whatever runs a model makes a layout, and it knows the budget and the heads.
         run = self.eviction.with_sinks(
             self.budget_tokens, len(self.shape.capped), self.shape.kv_heads
         )
@@ -101,7 +101,7 @@ class CacheLayout:
             )
 
     def _check_quantised(self) -> None:
-        """Refuse what slots of fewer bits cannot be combined with."""
+        """Refuse models, policies and positions that quantised slots do not work with."""
         name, size = self.slot_format.name, self.shape.head_size
         if self.shape.latent is not None:
             raise UnsupportedModel(
@@ -126,44 +126,44 @@ class CacheLayout:
 
     @cached_property
     def budgets(self) -> list[int]:
-        """Slots per KV head kept in each capped layer, on average over its heads."""
+        """Return the slots per KV head kept in each capped layer, on average over its heads."""
         return self.eviction.split(self.budget_tokens, len(self.shape.capped))
 
     @cached_property
     def allotments(self) -> list[list[int]]:
-        """Slots kept by each KV head of each capped layer before anything is read."""
+        """Return the slots kept by each KV head of each capped layer, before anything is read."""
         layers, heads = len(self.shape.capped), self.shape.kv_heads
         return self.eviction.allot(self.budget_tokens, layers, heads)
 
     @property
     def ragged(self) -> bool:
-        """Whether the heads of a layer may hold unequally many slots."""
+        """Return whether the heads of a layer may hold unequally many slots."""
         return self.eviction.head_budget is not None
 
     def divides(self, tokens: int) -> bool:
-        """Whether heads share slots out anew after so many tokens: not after a single one.
+        """Return whether heads share slots out anew after a pass of so many tokens.
 
-        But where blocks are single tokens.
+        After a single token they do not, unless blocks have one token.
         """
         return self.eviction.heads_move and (tokens > 1 or self.block_size == 1)
 
     def shares_out(self, tokens: int) -> bool:
-        """Return whether slots move between heads or layers after so many tokens."""
+        """Return whether slots move between heads or layers after a pass of so many tokens."""
         return self.divides(tokens) or (self.pooled and tokens > 1)
 
     @property
     def pooled(self) -> bool:
-        """Whether slots move between layers, so that all layers share one pool."""
+        """Return whether slots move between layers, so that all layers share one pool."""
         return self.eviction.layers_move
 
     @cached_property
     def one_shape(self) -> bool:
-        """Says that all layers hold slots of their own keys and values, so one engine may do."""
+        """Return whether all layers hold slots of their own keys and values, for one engine."""
         return self.shape.all_capped and self.shape.latent is None
 
     @property
     def longest(self) -> int:
-        """The most slots a head can ever keep."""
+        """Return the most slots that a head can ever keep."""
         layers, heads = len(self.shape.capped), self.shape.kv_heads
         if self.pooled:
             return layers * self.budget_tokens
@@ -173,60 +173,63 @@ class CacheLayout:
 
     @cached_property
     def rotates(self) -> list[bool]:
-        """Whether the keys of each capped layer are moved to other positions, at once or later."""
+        """Return for each capped layer whether its keys are ever moved to other positions."""
         moves = self.positions != "true"
         return [moves and self.shape.layers[i].rope is not None for i in self.shape.capped]
 
     def centred(self, index: int) -> bool:
-        """Whether a capped layer can hold what keys have beyond a mean: quantised, unrotated ones.
+        """Return whether a capped layer holds its keys without their mean: quantised, unrotated.
 
-        The channels of unrotated keys keep to values of their own; those of rotated ones turn.
+        Each channel of unrotated keys stays near a value of its own, which rotation mixes.
         """
         rope = self.shape.layers[self.shape.capped[index]].rope
         return self.slot_format.quantised and (rope is None or self.rotates[index])
 
     def slots(self, index: int, batch: int) -> int:
-        """Slots of a capped layer, over all heads of `batch` sequences."""
+        """Return the slots of a capped layer, over all heads of `batch` sequences."""
         kept = self.allotments[index]
         return batch * (sum(kept) + len(kept) * self.block_size)
 
     def shifts(self, layers: list[int]) -> bool:
-        """Whether the slots of capped layers that share a pool remember how far they moved."""
+        """Return whether slots of these layers, which share a pool, store how far they moved."""
         return any(self.rotates[index] for index in layers)
 
     @property
     def window_length(self) -> int:
-        """Queries kept per layer between blocks."""
+        """Return how many queries a layer keeps between blocks; 0: none."""
         observed = self.eviction.policy.queries_observed
         return observed if observed is not None and observed > 1 else 0
 
     @property
     def rotation_span(self) -> int:
-        """Shifts that can occur: a key's within the slots, a kept query's by the window more."""
+        """Return how many different shifts can occur, which is the table's length; 0: no table.
+
+        A key's shift is within its head's slots; a kept query's may exceed that by the window.
+        """
         if not any(self.rotates):
             return 0
         return self.longest + self.window_length + self.block_size + 1
 
     @property
     def rope(self) -> Rope | None:
-        """The rotary embedding that capped layers share."""
+        """Return the rotary embedding that capped layers share; None: they have none."""
         return next((r for i in self.shape.capped if (r := self.shape.layers[i].rope)), None)
 
     @property
     def pools(self) -> list[list[int]]:
-        """The capped layers that share a pool of slots, pool by pool."""
+        """Return the indices of the capped layers that share a pool of slots, pool by pool."""
         layers = list(range(len(self.budgets)))
         return [layers] if self.pooled else [[index] for index in layers]
 
     def aux(self, layers: list[int]) -> dict[str, torch.dtype]:
-        """What slots of these layers, which share a pool, have besides key, value and position."""
+        """Return the types of the auxiliary tensors of these layers' pool, by name."""
         moved = {SHIFT: torch.int32} if self.shifts(layers) else {}
         return {**self.eviction.state, **moved}
 
     def buffers(self, batch: int, dtype: torch.dtype) -> dict[str, BufferSpec]:
-        """Every buffer of capped and recurrent layers by name, for `batch` sequences.
+        """List every buffer of capped and recurrent layers by name, for `batch` sequences.
 
-        `dtype` is that of keys and values.
+        `dtype` is the type of keys and values.
         """
         found: dict[str, BufferSpec] = {}
         size = self.shape.head_size
@@ -269,7 +272,7 @@ class CacheLayout:
         return found
 
     def nbytes(self, batch: int, dtype: torch.dtype) -> dict[str, int]:
-        """Exact bytes of every part for `batch` sequences, native sliding layers' included."""
+        """Return the exact bytes of every part for `batch` sequences, sliding layers included."""
         sliding = [self.shape.layers[i] for i in self.shape.of_kind("sliding")]
         found = dict.fromkeys(PARTS, 0)
         for spec in self.buffers(batch, dtype).values():
@@ -285,7 +288,7 @@ class CacheLayout:
 def _slots(
     place: str, slots: int, shapes: Shapes, aux: Mapping[str, torch.dtype]
 ) -> dict[str, BufferSpec]:
-    """The buffers of a `SlotPool`, whose keys and values have these shapes of a slot."""
+    """List the buffers of a `SlotPool`, whose slots have keys and values of these shapes."""
     found = {
         name: BufferSpec("keys_values", (slots, *shape), kind)
         for name, (shape, kind) in shapes.items()
@@ -298,20 +301,21 @@ def _slots(
 
 
 def usual_positions(unchanging: bool = False) -> Positions:
-    """The default where keys can be moved exactly.
+    """Return the default positions for models whose keys can be moved exactly.
 
     Args:
-        unchanging: keys count in one way all the time, as those of 4 bits and of exported graphs.
+        unchanging: positions may not change while a cache is used, as with keys of 4 bits and in
+            exported graphs.
     """
     return "compact" if unchanging and DEFAULT_POSITIONS == "auto" else DEFAULT_POSITIONS
 
 
 def default_positions(shape: ModelShape, slots: int = 0, unchanging: bool = False) -> Positions:
-    """The default of chat and generate: the usual where exact, else true with a warning.
+    """Return the default positions for a model; warn where they must be true.
 
     Args:
-        shape: of the model.
-        slots: that a head and its block will hold, if that is known.
+        shape: the model's.
+        slots: how many a head and its block will hold; 0: unknown.
         unchanging: as in `usual_positions`.
     """
     if shape.can_be_compact(slots):

@@ -1,4 +1,4 @@
-"""Tokens that are never evicted: how many slots they take, and whether every head holds them."""
+"""Counts the slots that pinned tokens take, and refuses pins that a head cannot hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the backend of ONNX Runtime counts pins without PyTorch
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same tokens in the fewest spans, in order.
+    """Return the fewest spans that have the same tokens, in order.
 
     >>> merged([(8, 9), (2, 6), (0, 4), (5, 5)])
     [(0, 6), (8, 9)]
@@ -29,7 +29,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def covered(spans: Iterable[Span]) -> int:
-    """Tokens that lie in any of the spans.
+    """Count the tokens that lie in any of the spans.
 
     >>> covered([(0, 4), (2, 6), (8, 9)])
     7
@@ -43,7 +43,7 @@ def check_pins(
     """Refuse spans that a head could not hold beside the policy's own pins.
 
     Args:
-        layout: of the cache.
+        layout: sizes of the cache.
         spans: all that are to be pinned.
         seen: tokens read so far.
         budgets: slots of every segment of every capped layer: one of all KV heads, or one of each,
@@ -92,7 +92,7 @@ def check_slots(
 
 
 def slots_needed(layout: CacheLayout, spans: Sequence[Span]) -> int:
-    """Slots of a head that spans and the policy's own pins take; 0 where no span is pinned."""
+    """Return the slots of a head that spans and the policy's pins take; 0 if there is no span."""
     if not spans:
         return 0
     eviction, budget = layout.eviction, layout.budget_tokens

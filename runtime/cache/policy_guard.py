@@ -25,7 +25,7 @@ NEEDED_BY: Mapping[str, frozenset[str]] = {
     "queries": ATTENTION_VIEWS,
     "output_projection": frozenset({"output_projection"}),
 }
-"""The views that make a part of an observation readable to those who declare one."""
+"""Lists for each part of an observation the views that make it readable if one is declared."""
 ALIASED = 64  # observations, within which a policy has shown what it writes into, if anything
 WATCHED = ("keys", "values", "positions", "queries", "attended", "output_projection")
 
@@ -43,7 +43,7 @@ class PolicyGuard:
         self._seen = 0
 
     def score(self, policy: Policy, obs: Observation) -> Tensor:
-        """Worth of every slot, as `kernels.score` has it.
+        """Return the worth of every slot [B, K, n], as `kernels.score` does.
 
         Raises:
             PolicyError: the policy breaks its contract, or gives NaN, which ranks nowhere.
@@ -58,7 +58,7 @@ class PolicyGuard:
         return found
 
     def update(self, component: Component, obs: Observation) -> dict[str, Tensor]:
-        """New values of a component's state, as `kernels.update` has them.
+        """Return the new values of a component's state, as `kernels.update` does.
 
         Raises:
             PolicyError: the component breaks its contract.
@@ -77,7 +77,7 @@ class PolicyGuard:
         return dict(found)
 
     def _run(self, what: str, call: Callable[[Observation], Any], obs: Observation) -> Any:
-        """Run a component's own code on an observation, and check what it did to it."""
+        """Run a component's own code on an observation, and refuse it if it wrote into that."""
         seen = self._limited(obs)
         watched = {name: getattr(seen, name) for name in WATCHED}
         watched |= {f"state[{name!r}]": values for name, values in seen.state.items()}
@@ -98,7 +98,10 @@ class PolicyGuard:
         return found
 
     def _limited(self, obs: Observation) -> Observation:
-        """An observation without what nobody declared; once for all who look at it."""
+        """Return the observation without the parts that no component declared.
+
+        All components get the same object, which is made once.
+        """
         seen: Observation | None = vars(obs).get("limited")
         if seen is None:
             there: dict[str, Any] = {name: getattr(obs, name) for name in WATCHED}
@@ -171,5 +174,5 @@ def _counted(values: Tensor | None) -> Tensor | None:
 
 
 def _writes(values: Any) -> int:
-    """How often a tensor was written to."""
+    """Return how often a tensor was written to."""
     return values._version if isinstance(values, Tensor) and not values.is_inference() else 0

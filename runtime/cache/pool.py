@@ -1,10 +1,10 @@
-"""Keys, values and auxiliary tensors of a fixed number of slots, cut into segments.
+"""Holds keys, values and auxiliary tensors of a fixed number of slots, cut into segments.
 
-Allocated once, never grown, never replaced. A segment is the slots of heads that hold equally many:
-a whole layer where budgets are uniform, one head where they are not, so that nothing is padded and
-nothing masked. Slots lie unordered within a row: `positions` says where a token belongs, and moving
-a boundary between rows moves only the slots on the wrong side of it. Knows no policy, no model and
-no transformers.
+They are allocated once, never grown and never replaced. A segment has the slots of heads that hold
+equally many: a whole layer where budgets are uniform, one head where they are not, so that nothing
+is padded or masked. Slots lie unordered within a row: `positions` says where a token belongs, and
+moving a boundary between rows moves only the slots on the wrong side of it. Knows no policy, no
+model and no transformers.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from kvcap.runtime.cache.slot_format import SlotFormat
 
 PIECE = 1 << 19  # bytes of float32 numbers that are dequantised at once on a CPU
 SHIFT = "shift"
-"""The auxiliary tensor of how far a slot's position has moved down since its key was rotated.
+"""Names the auxiliary tensor of how far a slot's position moved down since its key was rotated.
 
-A quantised key that is rotated at all is held unrotated, at position 0: it has moved up by its
-rank, and its shift is minus that.
+Quantised keys of layers that rotate are held unrotated, at position 0. Such a key has moved up by
+its rank, so that its shift is minus its rank.
 """
 
 
 class SlotPool:
-    """Flat buffers `[slots, D]` of keys and values, `[slots]` of positions and auxiliary tensors.
+    """A pool of slots: flat buffers `[slots, D]` of keys and values, `[slots]` of other numbers.
 
     Args:
-        slots: how many.
+        slots: number of slots.
         head_size: `D`.
-        dtype: of keys and values.
-        device: of all.
-        aux: types of the auxiliary tensors by name.
+        dtype: type of keys and values.
+        device: where all buffers are.
+        aux: types of the auxiliary tensors, of one number a slot, by name.
         new: makes the buffers, as `torch.zeros` does.
-        values_from: the values are the keys' numbers from that one on (latents); None: their own.
-        slot_format: in one of fewer bits keys and values are the tensors that it says, and `sides`
-            with scales.
+        values_from: values are the keys' numbers from that index on (latents); None: they have a
+            buffer of their own.
+        slot_format: which tensors hold quantised keys and values, and which their scales, in
+            `sides`; by default keys and values have the model's type.
     """
 
     def __init__(
@@ -75,48 +76,48 @@ class SlotPool:
 
     @property
     def nbytes(self) -> int:
-        """Exact bytes of storage, used or not; constant for the life of the pool."""
+        """Return the exact bytes of storage, used or not; constant for the life of the pool."""
         return sum(x.untyped_storage().nbytes() for x in self.buffers())
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that one slot of one head takes."""
+        """Return the bytes that one slot of one head takes."""
         return self.nbytes // self.slots
 
     @property
     def read_dtype(self) -> torch.dtype:
-        """Of copies of quantised keys and values: float32 on a CPU, else the model's type."""
+        """Return the type of copies of quantised numbers: float32 on a CPU, else the model's."""
         return torch.float32 if self.keys.device.type == "cpu" else self.dtype
 
     def named(self) -> dict[str, Tensor]:
-        """Everything that belongs to a slot, by name."""
+        """Return every buffer by name; each has something of every slot."""
         return self._named
 
     def kinds(self) -> dict[str, torch.dtype]:
-        """The auxiliary tensors' types by name."""
+        """Return the auxiliary tensors' types by name."""
         return {name: tensor.dtype for name, tensor in self.aux.items()}
 
     def buffers(self) -> list[Tensor]:
-        """Everything that belongs to a slot and moves with it."""
+        """Return every buffer, whose rows move with a slot."""
         return list(self._named.values())
 
 
 class Segment:
-    """`[b, k]` rows of equally many slots, side by side in a pool from slot `start`.
+    """A part of a pool: `[b, k]` rows of equally many slots, side by side from slot `start`.
 
-    `budget` slots of a row stay after an eviction, or fewer where `target_length` is lower;
-    `block` more take the arriving tokens.
+    A row has `budget` slots, and `block` more for the arriving tokens. After an eviction
+    `target_length` slots stay in use, which is `budget` or less.
 
     Args:
         pool: where the slots are.
         start: its first slot.
-        budget: slots of a row.
-        block: more slots of a row.
+        budget: slots of a row that may stay in use.
+        block: further slots of a row.
         batch: `b`, sequences.
         heads: `k`, KV heads.
         row: the first of its sequences within the batch.
         head: the first of its KV heads within the layer.
-        layer_heads: KV heads of the layer; by default it has no others.
+        layer_heads: KV heads of the layer; by default only those of the segment.
 
     >>> pool = SlotPool(12, head_size=8, dtype=torch.float32)
     >>> segment = Segment(pool, 0, budget=4, block=2, heads=2)
@@ -144,7 +145,7 @@ class Segment:
         self.target_length = budget
         self.held = 0
         self.first_pinned = 0
-        """Of a session's row: how many of its first tokens are pinned, besides the cache's pins."""
+        """Holds how many first tokens of a session's row are pinned besides the cache's pins."""
         device = pool.positions.device
         self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)
         self._wholes: tuple[tuple[int, int], dict[str, Tensor]] | None = None  # all slots, by name
@@ -152,39 +153,39 @@ class Segment:
 
     @property
     def capacity(self) -> int:
-        """Slots of a row."""
+        """Return the slots of a row."""
         return self.budget + self.block
 
     @property
     def slots(self) -> int:
-        """Slots of all rows."""
+        """Return the slots of all rows."""
         return self.batch * self.heads * self.capacity
 
     @property
     def keys(self) -> Tensor:
-        """The held keys as they are stored, a view [b, k, held, D]."""
+        """Return the held keys as they are stored, a view [b, k, held, D]."""
         return self._held("keys")
 
     @property
     def values(self) -> Tensor:
-        """The held values as they are stored, a view [b, k, held, D]."""
+        """Return the held values as they are stored, a view [b, k, held, D]."""
         if self.pool.values_from is not None:
             return self.view(self.pool.values)
         return self._held("values")
 
     @property
     def positions(self) -> Tensor:
-        """The held tokens' places in the conversation, a view [b, k, held] int32."""
+        """Return the held tokens' places in the conversation, a view [b, k, held] int32."""
         return self._held("positions")
 
     def aux(self, name: str) -> Tensor:
-        """A auxiliary tensor's held part, a view [b, k, held]."""
+        """Return an auxiliary tensor's held part, a view [b, k, held]."""
         return self._held(name)
 
     def read_values(self) -> Tensor:
-        """The held values [b, k, held, D]: a view, or a copy of quantised ones.
+        """Return the held values [b, k, held, D]: a view, or a copy of quantised ones.
 
-        A copy is in float32 on a CPU, which is what it computes with, else in the model's type.
+        A copy is in float32 on a CPU, which computes with that, else in the model's type.
         """
         pool, slots = self.pool, self.held
         if not pool.format.quantised:
@@ -197,9 +198,9 @@ class Segment:
         return out.to(pool.read_dtype)
 
     def weigh_values(self, weights: Tensor) -> Tensor:
-        """Sums [b, k, r, D] of the held quantised values by weights [b, k, r, held], in float32.
+        """Sum the held quantised values by weights [b, k, r, held] to [b, k, r, D] float32.
 
-        Piece by piece: there is no copy of all values.
+        It goes piece by piece, so that there is never a copy of all values.
         """
         parts = self.pool.format.parts("value", self.named(0, self.held))
         out, numbers = (
@@ -214,7 +215,7 @@ class Segment:
         return out
 
     def by_sequence(self) -> list[Segment]:
-        """The same slots as a segment of each sequence, which may hold unequally many."""
+        """Return a segment of each sequence over the same slots; they may hold unequally many."""
         if self.batch == 1:
             return [self]
         size, heads = self.slots // self.batch, self.heads
@@ -227,18 +228,19 @@ class Segment:
         ]  # fmt: skip
 
     def each_row(self) -> Iterator[tuple[int, int]]:
-        """The sequence and the KV head of every row, as indices into this segment's views."""
+        """Yield the sequence and the KV head of every row, as indices into the segment's views."""
         return product(range(self.batch), range(self.heads))
 
     def empty(self, slots: int) -> Tensor:
-        """Memory for so many keys or values of every row, [b, k, slots, D] float32."""
+        """Make an empty float32 tensor [b, k, slots, D], for keys or values of every row."""
         shape = self.batch, self.heads, slots, self.pool.size
         return torch.empty(shape, device=self.pool.keys.device)
 
     def pieces(self, slots: int) -> Iterator[tuple[slice, slice, slice]]:
-        """The first slots of every row in parts, whose copies stay in a processor's cache.
+        """Yield parts of every row's first `slots`, such that a copy of one fits a CPU's cache.
 
-        Rows, heads and slots of each: on a CPU all, if they are few, or some of one head.
+        A part is a slice of sequences, of heads and of slots. On a CPU it has slots of one head,
+        unless all are few; elsewhere one part has all.
         """
         row, every = 4 * self.pool.size, slice(None)
         rows = self.batch * self.heads
@@ -251,14 +253,14 @@ class Segment:
             yield slice(b, b + 1), slice(k, k + 1), slice(start, min(start + step, slots))
 
     def named(self, start: int, stop: int) -> Mapping[str, Tensor]:
-        """Slots [start, stop) of every row of every buffer, views by name."""
+        """Return slots [start, stop) of every row of every buffer, views by name."""
         return {name: x[:, :, start:stop] for name, x in self._all_slots().items()}
 
     def _held(self, name: str) -> Tensor:
-        """The held part of a buffer, a view [b, k, held, ...].
+        """Return the held part of a buffer, a view [b, k, held, ...].
 
-        Kept as long as it holds: a token asks for it again and again, and to make it takes a CPU as
-        long as to use it.
+        The view is kept until it changes: every token needs it several times, and making it takes
+        a CPU as long as using it.
         """
         place = self.start, self.budget, self.held
         if self._viewed is None or self._viewed[0] != place:
@@ -269,7 +271,7 @@ class Segment:
         return kept[name]
 
     def _all_slots(self) -> dict[str, Tensor]:
-        """All slots of every buffer, in use or not, views [b, k, capacity, ...] by name."""
+        """Return all slots of every buffer, in use or not, views [b, k, capacity, ...] by name."""
         place = self.start, self.budget
         if self._wholes is None or self._wholes[0] != place:
             pool = self.pool.named()
@@ -277,42 +279,42 @@ class Segment:
         return self._wholes[1]
 
     def buffers(self) -> list[Tensor]:
-        """The held parts of all the pool's buffers, views."""
+        """Return the held parts of all the pool's buffers, as views."""
         return list(self.named(0, self.held).values())
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The held part of one of the pool's buffers or a copy of it, a view [b, k, held, ...]."""
+        """View the held part [b, k, held, ...] of one of the pool's buffers, or of a copy of it."""
         return self._view(buffer, 0, self.held)
 
     def whole(self, buffer: Tensor) -> Tensor:
-        """All slots of one of the pool's buffers, in use or not, a view [b, k, capacity, ...]."""
+        """View all slots of one of the pool's buffers, in use or not, [b, k, capacity, ...]."""
         return self._view(buffer, 0, self.capacity)
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """This segment's part of a layer's tensor [B, K, ...] or [B, H, ...]: it, or a view."""
+        """Return this segment's part of a layer's tensor [B, K, ...] or [B, H, ...], a view."""
         if self.heads == self.layer_heads and self.batch == x.shape[0]:
-            return x  # to make a view takes a CPU as long as to use it
+            return x  # making a view takes a CPU as long as using it
         group = x.shape[1] // self.layer_heads
         first = self.head * group
         return x[self.row : self.row + self.batch, first : first + self.heads * group]
 
     def query_heads_of(self, x: Tensor | None) -> Tensor | None:
-        """This segment's part of numbers [H] of a layer's query heads, a view [h]."""
+        """Return this segment's part of numbers [H] of a layer's query heads, a view [h]."""
         if x is None:
             return None
         group = len(x) // self.layer_heads
         return x[self.head * group : (self.head + self.heads) * group]
 
     def behind(self, length: int) -> Mapping[str, Tensor]:
-        """So many slots of every row behind those in use, views by name."""
+        """Return so many slots of every row behind those in use, views by name."""
         stop = self.held + length
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
         return self.named(self.held, stop)
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Write a block [b, k, T, D] of tokens that count as `positions` [T] int32.
+        """Write a block [b, k, T, D] behind the slots in use; auxiliary tensors become 0 there.
 
-        Behind the slots in use.
+        `positions` [T] int32 are the tokens' places in the conversation.
         """
         start, length = self.held, keys.shape[2]
         blocks = {"keys": keys, "values": values, "positions": positions}
@@ -325,7 +327,7 @@ class Segment:
         self.held = start + length
 
     def compact(self, evicted: Tensor) -> None:
-        """Give up the slots `evicted` [b, k, e], each head's its own; `held` falls by `e`.
+        """Evict the slots [b, k, e] of each head, so that `held` falls by `e`.
 
         Survivors beyond the new `held` move into evicted slots below it, in place: at most `e`
         slots are written, and no temporary is larger than that.
@@ -341,7 +343,7 @@ class Segment:
         self.held = kept
 
     def _view(self, buffer: Tensor, start: int, stop: int) -> Tensor:
-        """Slots [start, stop) of every row, [b, k, stop - start, ...]."""
+        """View slots [start, stop) of every row of a buffer, [b, k, stop - start, ...]."""
         step = buffer.stride(0)
         row = self.capacity * step
         size = (self.batch, self.heads, stop - start, *buffer.shape[1:])
@@ -351,9 +353,10 @@ class Segment:
 
 
 def _survivors(target: Tensor, kept: int) -> Tensor:
-    """For each evicted slot [b, k, e], in order, the one from `kept` on that moves into it.
+    """Return for each evicted slot [b, k, e], ascending, the slot that moves into it.
 
-    First come the holes below `kept`; a slot that is none moves onto itself.
+    Slots below `kept` are holes, which survivors from `kept` on fill; the others move onto
+    themselves.
     """
     count = target.shape[-1]
     # Tail slots [kept, held) survive unless they are evicted themselves; a spare last place
@@ -365,15 +368,15 @@ def _survivors(target: Tensor, kept: int) -> Tensor:
 
 
 def resize(segments: Sequence[Segment], budgets: Sequence[int]) -> None:
-    """Move the boundaries between neighbouring segments of a pool; what they take stays the same.
+    """Move the boundaries between neighbouring segments, which keep their slots in all.
 
-    In place: a slot moves only where its row's new place does not cover it, so that a row's
-    neighbours must have left before it comes. Rows that move right go last to first, then those
-    that move left first to last.
+    Slots are moved in place, and only those that their row's new place does not cover, so that a
+    row's neighbours must have left before it comes: rows that move right go last to first, then
+    those that move left first to last.
 
     Args:
         segments: side by side, in the order of their slots.
-        budgets: the new one of each, with room for what it holds.
+        budgets: the new budget of each, with room for the slots that it has in use.
     """
     before = sum(segment.slots for segment in segments)
     start = segments[0].start

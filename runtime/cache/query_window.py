@@ -16,9 +16,10 @@ from kvcap.runtime.models.rope import Rotation
 
 
 class QueryWindow:
-    """`[B, H, w, D]` queries, oldest first, and how far each one's position has moved, `[B, K, w]`.
+    """A window of the last queries `[B, H, w, D]`, oldest first, and their shifts `[B, K, w]`.
 
-    A segment reads and moves its own heads' part.
+    A shift says how far a query's position has moved down. A segment reads and moves the part of
+    its own heads.
     """
 
     def __init__(self, like: Tensor, heads: int, length: int) -> None:
@@ -27,13 +28,13 @@ class QueryWindow:
         self.shift = torch.zeros(batch, kv_heads, length, dtype=torch.int32, device=like.device)
 
     def named(self) -> dict[str, Tensor]:
-        """Its buffers by name."""
+        """Return its buffers by name."""
         return {"queries": self.queries, "shift": self.shift}
 
     def append(self, queries: Tensor, count: Tensor | None = None) -> None:
-        """Take in a block's queries [B, H, T, D], of which the newest `w` stay.
+        """Append a block's queries [B, H, T, D]; the newest `w` stay.
 
-        With a `count` int32 [] on the device, only so many of them are a block's.
+        With a `count`, int32 [] on the device, only the first so many are real, the rest fillers.
         """
         if ready(queries) and ring.covers(self.queries, self.shift, queries):
             ring.append(self.queries, self.shift, queries, count)
@@ -53,7 +54,7 @@ class QueryWindow:
         self.shift[:, :, size - new :] = 0
 
     def fill(self, queries: Tensor, shift: Tensor) -> None:
-        """Take over the newest queries and shifts of another window, which has as many or more."""
+        """Copy the newest queries and shifts of another window, which has as many or more."""
         size = self.queries.shape[2]
         self.queries.copy_(queries[:, :, queries.shape[2] - size :])
         self.shift.copy_(shift[:, :, shift.shape[2] - size :])
@@ -64,9 +65,9 @@ class QueryWindow:
         self.shift.zero_()
 
     def last(self, segment: Segment | None, count: int, rotation: Rotation | None) -> Tensor:
-        """A segment's newest `count` queries [b, k·G, count, D], at today's positions.
+        """Return a segment's newest `count` queries [b, k·G, count, D] at their present positions.
 
-        Of all where no segment is given.
+        Without a segment, return those of all heads.
         """
         mine = [x if segment is None else segment.rows_of(x) for x in (self.queries, self.shift)]
         queries = mine[0][:, :, -count:]
@@ -81,7 +82,7 @@ class QueryWindow:
         return rotation.back(by_group, shared).view(queries.shape)
 
     def become_compact(self, segment: Segment, past: int, rotation: Rotation) -> None:
-        """Have a segment's queries count at compact positions, which lie `past` below true ones."""
+        """Move a segment's queries from true positions to compact ones, which lie `past` lower."""
         queries = segment.rows_of(self.queries)
         queries.copy_(rotation.moved(queries, torch.tensor(-past)))
         segment.rows_of(self.shift).zero_()

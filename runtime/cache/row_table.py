@@ -1,8 +1,8 @@
 """Says where rows lie and how many slots they have in use, as numbers on the device.
 
-A row is a KV head of a sequence. The host's `Segment`s say the same. What kernels evict they count
-on the device too, so that both agree after each pass, and a CUDA graph serves whatever rows hold;
-what the host alone has changed is uploaded before the next pass.
+A row is a KV head of a sequence. The host's `Segment`s have the same numbers. Kernels update those
+on the device as they evict, so that both agree after each pass, and one CUDA graph serves whatever
+rows hold; changes by the host are uploaded before the next pass.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.pool import Segment
 
 STEP = 512  # to which the longest row is rounded up: rows of about that length share a CUDA graph
-ALIGNED = 16  # a multiple of so many numbers: kernels are compiled apart for strides that are not
+ALIGNED = 16  # lengths are multiples of it: other strides would need kernels of their own
 
 
 @dataclass(frozen=True)
 class LayerScores:
-    """What a layer that shares a pool with others found out about a block, until all evict."""
+    """A record of a layer's scores for a block, kept until all layers that share a pool evict."""
 
     scores: Tensor  # [B, K, longest]
     preference: Tensor  # [] float32
@@ -33,7 +33,7 @@ class LayerScores:
 
 
 class LayerRows(NamedTuple):
-    """One layer's rows, while it reads a block."""
+    """A description of one layer's rows, while it reads a block."""
 
     before: Rows  # as they are before the block is appended
     after: Rows  # with the block, before any is given up
@@ -47,13 +47,14 @@ class LayerRows(NamedTuple):
 
 
 class RowTable:
-    """The rows of all capped layers.
+    """A table on the device of the rows of all capped layers: starts, lengths, targets and pins.
 
     Args:
         engines: `RowSlots` of the layers, whose segments are of all heads, of a head each, or of a
             sequence; of one pool for each layer, or of one for all.
-        recents: where slots move, how many newest tokens stay, by the slots of a head.
-        balance: moves slots between layers, if they move.
+        recents: how many newest tokens stay in a head of 0, 1, 2, ... slots; empty where slots do
+            not move.
+        balance: moves slots between layers; None: they do not move.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class RowTable:
             self._numbers = torch.zeros(shape, dtype=torch.int32, device=device)
             self._recents = torch.tensor(recents, dtype=torch.int32, device=device)
             self.preferences = self._numbers[:, -1].view(torch.float32)
-            """Says how much each layer wants slots [L], if they move between layers; NaN: none."""
+            """Holds each layer's preference for slots [L] float32; NaN: it has none yet."""
         parts = self._numbers.split((count + 1, count, count, 2 * count, 1), dim=1)
         self.starts, self.held, self.targets, pins, _ = parts
         self.pins = pins.unflatten(1, (count, 2))
         self.seen: int | None = None
-        """Tokens read when host and device last agreed; None: the host has changed something."""
+        """Holds the tokens read when host and device last agreed; None: the host changed rows."""
         self._last_is_full = False  # the last layer held all it may when they last agreed
 
     def upload(self, seen: int) -> None:
@@ -100,8 +101,8 @@ class RowTable:
 
         Args:
             seen: tokens read after it.
-            length: of it.
-            divided: it shared slots out anew, which the device alone did: the host waits for it.
+            length: tokens of the pass.
+            divided: the device shared slots out anew, so that the host must wait for its numbers.
         """
         evicted = length == 1 and self._last_is_full
         if divided:
@@ -109,10 +110,10 @@ class RowTable:
         self._agree(seen)
         balance = self.balance
         if balance is not None and evicted and not balance.is_balanced and balance.rebalance(seen):
-            self.seen = None  # the host gave layers slots that others no longer hold
+            self.seen = None  # the host moved free slots between layers
 
     def _download(self) -> None:
-        """Make the host agree with the device."""
+        """Wait for the device, and make the host's segments agree with it."""
         numbers, count = self._numbers.cpu(), self.count
         for index, (engine, mine) in enumerate(zip(self.engines, numbers.tolist(), strict=True)):
             held, targets, row = mine[count + 1 :], mine[2 * count + 1 :], 0
@@ -143,15 +144,15 @@ class RowTable:
         return [*found, *(n for those, count in pins for n in count * those), 0]
 
     def divide(self, index: int, starts: Tensor, budgets: Tensor) -> None:
-        """Give a layer's rows these places [B·K + 1] and slots [B·K], on the device alone."""
+        """Set the starts [B·K + 1] and targets [B·K] of a layer's rows, on the device alone."""
         self.starts[index].copy_(starts)
         self.targets[index].copy_(budgets)
         self.pins[index, :, 1].copy_(self._recents.index_select(0, budgets))
 
     def share_out(self, starts: Tensor, held: Tensor, targets: Tensor, preferences: Tensor) -> None:
-        """Give all layers' rows these places [L·B·K + 1], slots in use [L·B·K] and targets [L].
+        """Set starts [L·B·K + 1], slots in use [L·B·K] and targets [L] of all layers' rows.
 
-        On the device alone, as what layers prefer [L] from now on.
+        The layers' preferences [L] are set, too. All of it is on the device alone.
         """
         self.starts.copy_(starts.unfold(0, self.count + 1, self.count))
         self.held.copy_(held.view(self.held.shape))
@@ -161,9 +162,10 @@ class RowTable:
         self.preferences.copy_(preferences)
 
     def longest(self, length: int) -> int:
-        """Return slots that no row exceeds once it has read `length` more, rounded up.
+        """Return a number of slots that no row exceeds once it has read `length` more tokens.
 
-        Where slots move after such a block, as often as not to longer rows, of twice as many.
+        It is rounded up, so that few different numbers occur: to a multiple of `STEP`, or where
+        slots move after such a block, to a power of two times that, as rows may then grow.
         """
         steps = -(-max(self._most) // STEP)
         if len(self._recents) and length > 1:
@@ -177,16 +179,17 @@ class RowTable:
 
 
 class RowPass:
-    """The rows during one forward pass.
+    """A view of the rows during one forward pass.
 
     Args:
-        table: of the cache.
+        table: rows of the cache.
         longest: no row is longer while it reads a block.
-        read_at: where tokens are read first, [B] int32 on the device; None: at true positions.
-        always: work is done whether any slot is to be given up or not, as in a CUDA graph.
+        read_at: position of each sequence's first token, [B] int32 on the device; None: true
+            positions.
+        always: launch evictions even if no row is too long, as a CUDA graph must.
         count: how many tokens of the pass's one block are no fillers, int32 [] on the device; None:
             all that a layer is given.
-        past: by how much further the tokens were read than `read_at` says.
+        past: how far beyond `read_at` the tokens' positions are.
     """
 
     def __init__(
@@ -202,7 +205,7 @@ class RowPass:
         self.table, self.most, self.always, self.count = table, longest, always, count
         self.read_at = read_at
         self.waiting: list[LayerScores] = []
-        """What layers that evict together found out so far."""
+        """Holds the scores of layers that are yet to evict together."""
         self._later: dict[int | None, Tensor] = {}
         self._copies: Tensor | None = None  # where rows begin in a layer's copy
         if table.balance is not None:
@@ -220,15 +223,15 @@ class RowPass:
         return self._later[more]
 
     def first(self, seen: int | Tensor) -> int | Tensor:
-        """Return where tokens are read first: [B, 1], or after those `seen`."""
+        """Return the position of the first token: [B, 1] at compact positions, else `seen`."""
         return seen if self.read_at is None else self.read_at[:, None]
 
     def of(self, index: int, length: int, alone: bool) -> LayerRows:
-        """Return a layer's rows, to which so many tokens are appended.
+        """Return a layer's rows for a block of `length` tokens.
 
         Args:
-            index: of the layer.
-            length: of the block.
+            index: index of the layer.
+            length: tokens of the block.
             alone: it is the pass's one block.
         """
         table = self.table

@@ -1,8 +1,8 @@
-"""How slots hold keys and values: as the model's own numbers, or quantised to 8 or 4 bits.
+"""Defines how slots hold keys and values: in the model's own type, or quantised to 8 or 4 bits.
 
-A token's key and value are quantised once, when they arrive. From then on their bytes are copied
-wherever the slot goes, and their scales, which lie in side tensors of the pool, with them, so that
-errors never add up. Whoever reads them gets a copy in the model's own type.
+A token's key and value are quantised once, when they arrive. When their slot moves, their bytes and
+their scales, which lie in side tensors of the pool, are copied, so that errors never add up. A
+reader gets a copy in the model's own type.
 
     int8   q = round(x / s), s = max |x| / 127 of a vector                      D + 2 bytes
     int4   q = round((x - l) / s), l = min x, s = (max x - l) / 15 of a group   D/2 + 4 D/32 bytes
@@ -31,21 +31,21 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Numbers(NamedTuple):
-    """A way to quantise vectors: the tensors that one becomes are its bytes and side tensors."""
+    """A way to quantise vectors, each of which becomes bytes and numbers of side tensors."""
 
     shapes: Callable[[int], Shapes]
-    """Of a vector of so many numbers: what each tensor has of it, by its name's ending."""
+    """Returns shape and type of each tensor's part of a vector of so many numbers, by name."""
     quantise: Callable[[Tensor], dict[str, Tensor]]
-    """Vectors [..., D] to tensors [..., *shape]."""
+    """Turns vectors [..., D] into tensors [..., *shape] by name."""
     dequantise: Callable[[Mapping[str, Tensor], Tensor, Tensor | None], None]
-    """Back, into a tensor [..., n, D] of float32; with a vector [..., D] added to each, if any."""
+    """Writes numbers [..., n, D] back into a float32 tensor, plus a vector [..., D] if given."""
     weigh: Callable[[Mapping[str, Tensor], Tensor], Tensor]
-    """Sums [..., r, D] of vectors by weights [..., r, n], into which scales of 8 bits go."""
+    """Sums vectors by weights [..., r, n] to [..., r, D]; scales of 8 bits go into weights."""
 
 
 @dataclass(frozen=True)
 class SlotFormat:
-    """How slots hold keys and values. None: as the model's own numbers."""
+    """A choice of how slots hold keys and values; None: in the model's own type."""
 
     keys: Numbers | None = None
     values: Numbers | None = None
@@ -53,7 +53,7 @@ class SlotFormat:
 
     @classmethod
     def of(cls, name: str | None) -> SlotFormat:
-        """The format that `--kv-dtype` names; None is the model's own numbers.
+        """Return the format that `--kv-dtype` names; None: in the model's own type.
 
         Raises:
             PlanInfeasible: there is none of that name.
@@ -70,20 +70,20 @@ class SlotFormat:
 
     @cached_property
     def quantised(self) -> bool:
-        """Whether slots hold other numbers than the model's own."""
+        """Return whether slots hold quantised numbers."""
         return self.name is not None
 
     @property
     def summary(self) -> str:
-        """For summaries: ', int8 slots' and its like."""
+        """Return words for a summary, such as ', int8 slots'; '' for the model's own type."""
         return f", {self.name} slots" if self.name else ""
 
     def shapes(self, size: int, dtype: torch.dtype) -> Shapes:
-        """Shape and type of what a slot has of a key and a value [D], by name: first these two.
+        """Return shape and type of a slot's tensors by name: 'keys', 'values', then side tensors.
 
         Args:
-            size: `D`.
-            dtype: the model's.
+            size: `D`, numbers of a key.
+            dtype: the model's type.
         """
         both = {"key": self.keys, "value": self.values}
         vectors, sides = Shapes(), Shapes()
@@ -99,7 +99,7 @@ class SlotFormat:
         return {**vectors, **sides}
 
     def written(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
-        """What is to be written for keys and values [..., D], by the names of `shapes`."""
+        """Return the tensors to write for keys and values [..., D], by the names of `shapes`."""
         found = dict[str, Tensor]()
         if self.keys is not None and self.keys is self.values:  # at once, in half the operations
             both = self.keys.quantise(torch.stack((keys.float(), values.float())))
@@ -118,14 +118,14 @@ class SlotFormat:
 
     @staticmethod
     def parts(name: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The bytes of the 'key' or 'value', under '', and its side tensors, of all in `named`."""
+        """Pick from `named` the bytes of 'key' or 'value', under '', and its side tensors."""
         head = f"{name}_"
         sides = {key.removeprefix(head): x for key, x in named.items() if key.startswith(head)}
         return {"": named[f"{name}s"], **sides}
 
 
 def group_of(size: int) -> int:
-    """Numbers of an int4 vector of `size` that share a scale."""
+    """Return how many numbers of an int4 vector of `size` share a scale."""
     return next(n for n in range(min(GROUP, size), 0, -1) if size % n == 0)
 
 
@@ -190,7 +190,7 @@ def _weigh_4(parts: Mapping[str, Tensor], weights: Tensor) -> Tensor:
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """A scale to divide by: of equal numbers it is 0, and what is divided is 0 too."""
+    """Return a scale that can be divided by: 1 for 0, where all that is divided is 0, too."""
     return scale.float().masked_fill_(scale == 0, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""A recurrent layer of the cache, or half of one: a state of fixed size, changed by every token.
+"""Holds a recurrent layer of the cache, or half of one: a state of fixed size.
 
 Imported where a model has such layers, since transformers 4.57 knows none.
 """
@@ -17,7 +17,7 @@ from kvcap.runtime.cache.layer import refuse_moving, refuse_reordering
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """Transformers' layer of a delta net, a short convolution or Mamba 2, allocated by the layout.
+    """A layer of transformers for a delta net, a convolution or Mamba 2, allocated by the layout.
 
     It counts the tokens it has read, as a state that has read some cannot go back.
 
@@ -32,7 +32,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         super().__init__()
         self.index, self.seen = index, 0  # tokens read
         self.named: Mapping[str, Tensor] = {}
-        """Its states [B, ...] by name, once they are allocated."""
+        """Holds its states [B, ...] by name, once they are allocated."""
         self._written: dict[str, int] = {}  # how often each was when a pass began
         self._allocation = allocation
 
@@ -56,14 +56,15 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self._written = self._versions()
 
     def _versions(self) -> dict[str, int]:
-        """How often each state was written to."""
+        """Return how often each state was written to."""
         return {name: state._version for name, state in self.named.items()}
 
     @property
     def half_read(self) -> bool:
-        """Whether a pass began and did not write all states, as where Ctrl-C ended it.
+        """Return whether a pass began and did not write all states, as after a Ctrl-C.
 
-        Every pass writes them in place, which a tensor counts; kernels on a GPU do not count.
+        Every pass writes them in place, which tensors count on a CPU. Kernels on a GPU do not
+        count, so that it is always false there.
         """
         if not self.named:
             return self.seen > 0
@@ -81,13 +82,13 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         return found
 
     def fill(self, states: Mapping[str, Tensor], seen: int) -> None:
-        """Hold these states, after `seen` tokens."""
+        """Copy these states, which are those after `seen` tokens."""
         for name, state in self.named.items():
             state.copy_(states[name])
         self.seen, self.has_previous_state[0], self._written = seen, seen > 0, {}
 
     def reset(self) -> None:
-        """Forget everything; the buffers stay."""
+        """Set all states to zero; the buffers stay allocated."""
         with torch.no_grad():
             for state in self.named.values():
                 state.detach_().zero_()

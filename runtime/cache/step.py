@@ -1,4 +1,4 @@
-"""One forward pass through the cache: its context, its pending blocks, its eviction streams.
+"""Describes one forward pass through the cache: its context, pending blocks and streams.
 
 Knows tensors, and where unequal heads lie.
 """
@@ -46,7 +46,7 @@ class SideStream:
         self.join()
 
     def join(self) -> None:
-        """Wait for all that layers run on their streams."""
+        """Wait for everything that layers run on their streams."""
         self.next_layer()
         for event, _ in list(self._before)[-len(self._streams) :]:  # the last of every stream
             torch.cuda.current_stream().wait_event(event)
@@ -54,7 +54,7 @@ class SideStream:
 
     @contextmanager
     def run_async(self, kept: Any) -> Iterator[None]:
-        """Run the body on another stream, after all that was launched before.
+        """Run the `with` block on another stream, after everything launched before.
 
         `make_room` and the end of the capture wait for it.
 
@@ -68,12 +68,12 @@ class SideStream:
             yield
 
     def wait(self) -> None:
-        """Wait for what the layer in hand runs on its stream, if it runs anything."""
+        """Wait for everything that the present layer runs on its stream, if it runs anything."""
         if self._kept:  # a capture may not wait for a stream that is no part of it
             torch.cuda.current_stream().wait_stream(self._streams[0])
 
     def next_layer(self) -> None:
-        """Begin another layer, on the stream of the layer that began the longest ago."""
+        """Begin another layer, on the stream of the layer that began the longest time ago."""
         if self._kept:
             self._before.append((self._streams[0].record_event(), self._kept))
             self._kept = []
@@ -91,7 +91,7 @@ class SideStream:
 
 @cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """Streams that all graphs share, as libraries keep a workspace for every stream they meet."""
+    """Return the streams that all graphs share, as libraries keep a workspace for each stream."""
     return tuple(torch.cuda.Stream(device) for _ in range(LAYERS))
 
 
@@ -100,21 +100,22 @@ class ForwardContext:
     """Describes one forward pass; the default is a pass that transformers makes by itself."""
 
     start: int | None = None
-    """Position of its first token; None: the number of tokens read, as transformers counts. The
-    block loop sets it so that keys arrive at compact positions and need no rotation."""
+    """Holds the first token's position; None: the number of tokens read, as transformers counts.
+
+    The block loop sets it so that keys arrive at compact positions and need no rotation."""
     tokens: int | None = None
-    """How many tokens it has, where fillers follow them; see `BlockLoop.read`."""
+    """Counts its tokens without the fillers behind them; None: there are no fillers."""
     blocks: int = 1
-    """How many blocks it has: each layer takes them one after the other."""
+    """Counts its blocks, which each layer takes one after the other."""
     block: int = 0
-    """Index of the block that a layer is reading."""
+    """Holds the index of the block that a layer is reading."""
     room: int | None = None
-    """Tokens that fitted into the cache when it began; a longer block is read in two, by all
-    layers alike."""
+    """Holds how many tokens fitted into the cache when it began; all layers read a longer block
+    in two; None: blocks are not cut."""
     stream: SideStream | None = None
-    """Where layers evict while a CUDA graph is captured."""
+    """Runs evictions beside other work while a CUDA graph is captured."""
     rows: RowPass | None = None
-    """Where unequal heads lie, if kernels read them; see `BudgetCache.by_rows`."""
+    """Holds the rows of unequal heads, if kernels read them; see `BudgetCache.by_rows`."""
     _counters: list[Tensor] = field(default_factory=list)
     _times: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict)
     _after: dict[int, Tensor] = field(default_factory=dict)
@@ -127,12 +128,12 @@ class ForwardContext:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the next block of the pass waits until the layer is done with this one."""
+        """Return whether another block of the pass follows, which waits for this one's eviction."""
         return self.block + 1 < self.blocks
 
     @property
     def runs_attention_async(self) -> bool:
-        """Return whether attention runs beside evictions, for which the next block waits alone."""
+        """Return whether attention runs on another stream, as another block waits for eviction."""
         return self.stream is not None and self.is_waited_for
 
     def run_async_unless_last(self, kept: Any) -> AbstractContextManager[None]:
@@ -166,21 +167,25 @@ class ForwardContext:
 
     @property
     def token_counter(self) -> Tensor | None:
-        """Inside a CUDA graph: how many tokens were read before the block, on the device [].
+        """Return the number of tokens read before the block as a tensor [], inside a CUDA graph.
 
-        Whatever enters a computation must come from there, not from Python's numbers.
+        What a graph computes must depend on this tensor and not on Python's numbers, which a
+        replay does not change. None outside a graph.
         """
         return self._counters[self.block] if self._counters else None
 
     def token_counter_after(self, length: int) -> Tensor | None:
-        """The counter after a block of `length`, [] on the device; layers share one tensor."""
+        """Return the counter after a block of `length`, a tensor [] that layers share, or None."""
         if self.token_counter is not None and self.block not in self._after:
             count = None if self.rows is None else self.rows.count
             self._after[self.block] = self.token_counter + (length if count is None else count)
         return self._after.get(self.block)
 
     def times_of(self, seen: int, length: int, device: torch.device) -> Tensor:
-        """Indices of a block's tokens in the conversation, [T] int32; layers share one tensor."""
+        """Return the places of a block's tokens in the conversation, [T] int32.
+
+        All layers share one tensor.
+        """
         asked = (seen, length, device)
         if asked not in self._times:
             if len(self._times) >= self.blocks:
@@ -190,9 +195,9 @@ class ForwardContext:
         return self._times[asked]
 
     def causal_bias(self, length: int, slots: int, like: Tensor) -> Tensor:
-        """A block's causal mask as it is added to logits, [1, 1, T, n]; layers share one tensor.
+        """Return a block's causal mask as it is added to logits, [1, 1, T, n].
 
-        For a CPU, where attention would make one of its own from another in every layer.
+        All layers share one tensor; on a CPU attention would make one in every layer.
         """
         if self._mask is None or self._mask.shape[2:] != (length, slots):
             hidden = like.new_full((length, slots), float("-inf"))
@@ -202,7 +207,7 @@ class ForwardContext:
 
 @dataclass
 class PendingBlock:
-    """A block on its way through a layer: it arrives, is appended, attended and evicted after.
+    """A block on its way through a layer: it arrives, is appended and attended to, then evicted.
 
     A layer has at most one. With stock attention, which never says when it has attended, a block
     stays pending until the next one arrives.
@@ -211,27 +216,27 @@ class PendingBlock:
     context: ForwardContext
     length: int
     arrived: tuple[Tensor, Tensor] | None
-    """Keys and values [B, K, T, D] that are yet to be appended; None: they are in their slots."""
+    """Holds keys and values [B, K, T, D] until they are appended; None: they are in slots."""
     sizes: list[int]
-    """Tokens of each of the blocks it is appended in, one after the other: one, or several."""
+    """Holds the lengths of the blocks in which it is appended one by one; mostly it is one."""
     seen: int = 0
-    """Tokens read before it, once there is room for it."""
+    """Counts the tokens read before it, once there is room for it."""
     total_tokens: int = 0
-    """Tokens read, these included."""
+    """Counts the tokens read, its own included."""
     read_at: int = 0
-    """The position of its first token, as transformers or the block loop counted."""
+    """Holds the position of its first token, as transformers or the block loop counted."""
     readers: int = 0
-    """Layers that are yet to attend to it: its own, and those that read that one's slots."""
+    """Counts the layers that are yet to attend to it: its own, and others that read its slots."""
     offsets: tuple[int, ...] = (0,)
-    """Says how far past the slots of each segment it was read; of `EagerSlots`."""
+    """Says how far past the slots of each segment it was read; `EagerSlots` uses it."""
     shown: Any = None
-    """Holds what its own layer attended to, for the other readers; of `EagerSlots`."""
+    """Holds the keys and values that its own layer attended to, for others; of `EagerSlots`."""
     rows: Any = None
-    """The layer's `LayerRows`; of `RowSlots`."""
+    """Holds the layer's `LayerRows`; `RowSlots` uses it."""
     turn: Tensor | None = None
-    """Says by how far each row rotates it back, [B, K] int32; of `RowSlots`."""
+    """Says by how far each row rotates it back, [B, K] int32; `RowSlots` uses it."""
     new_values: Tensor | None = None
-    """Holds its values [B, K, T, D]; of `RowSlots`."""
+    """Holds its values [B, K, T, D]; `RowSlots` uses them."""
 
     def begin(self, seen: int) -> None:
         """Note that so many tokens were read before it."""
@@ -240,18 +245,18 @@ class PendingBlock:
         self.read_at = seen if start is None else start
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Take its keys and values [B, K, T, D], which are appended then."""
+        """Take its keys and values [B, K, T, D] to append them; it counts as appended then."""
         assert self.arrived is not None
         arrived, self.arrived = self.arrived, None
         return arrived
 
     @property
     def appended(self) -> bool:
-        """Whether its keys and values are in their slots."""
+        """Return whether its keys and values are in their slots."""
         return self.arrived is None
 
     def parts(self, query: Tensor) -> Iterator[tuple[PendingBlock, Tensor]]:
-        """Its blocks one by one, each with its queries [B, H, t, D]."""
+        """Yield its blocks one by one, each with its queries [B, H, t, D]."""
         assert self.arrived is not None
         keys, values, queries = (x.split(self.sizes, 2) for x in (*self.arrived, query))
         for i, size in enumerate(self.sizes):

@@ -27,10 +27,10 @@ class RotatedKeys:
 
 @dataclass
 class LayerStorage:
-    """Everything that one capped layer has allocated."""
+    """A record of everything that one capped layer has allocated."""
 
     segments: list[Segment]
-    """Hold its slots: one segment, or one for every head where heads hold unequally many."""
+    """Holds its slots: one segment, or one for every head where heads hold unequally many."""
     query_window: QueryWindow | None
     """Holds its last queries, if the policy observes more than a block may hold."""
     evicted_store: EvictedStore | None
@@ -38,63 +38,68 @@ class LayerStorage:
     rotation: Rotation | None
     """Moves its keys to other positions; None: they stay where they were read."""
     rotation_later: Rotation | None = None
-    """Does so once positions that are true at first have become compact, if they will."""
+    """Holds the rotation to use once 'auto' positions become compact; None: they do not."""
     key_mean: Tensor | None = None
-    """Is what its quantised keys are held without, [B, K, D] float32: the mean of its first block,
-    or of those held when positions became compact; see `mean`."""
+    """Holds the vectors [B, K, D] float32 that are subtracted from keys before quantisation.
+
+    They are the mean of its first block, or of the keys held when positions became compact; see
+    `mean`."""
     needs_rotation: bool = False
-    """Says that a slot was given up, so that tokens count elsewhere than they were read."""
+    """Says that a slot was evicted, so that tokens have other positions than they were read at."""
     rotated_in_place: bool = False
-    """Says that all keys are rotated to where they count nevertheless: see `rotate_in_place`."""
+    """Says that all keys are rotated to their present positions; see `rotate_in_place`."""
     rotated_keys: RotatedKeys | None = None
     """Keeps a copy of rotated keys between evictions; None: every token makes a copy."""
 
     @property
     def excess(self) -> int:
-        """The most slots that a head holds above what stays."""
+        """Return by how many slots the fullest head exceeds the number that an eviction leaves."""
         return max(0, max(segment.held - segment.target_length for segment in self.segments))
 
     @property
     def free(self) -> int:
-        """Slots that every head has for the next block."""
+        """Return the free slots that every head has for the next block."""
         return min(segment.capacity - segment.held for segment in self.segments)
 
     @property
     def pending_rotation(self) -> Rotation | None:
-        """Rotates keys before they are used, if anything must yet."""
+        """Return the rotation to apply to keys as they are read; None: they need none."""
         return self.rotation if self.needs_rotation and not self.rotated_in_place else None
 
     @property
     def window_rotation(self) -> Rotation | None:
-        """Rotates queries of the window, which stay as they were read, if anything must yet."""
+        """Return the rotation to apply to queries of the window; None: they need none.
+
+        They stay stored as they were read.
+        """
         return self.rotation if self.needs_rotation else None
 
     @property
     def mean(self) -> Tensor | None:
-        """Is what quantised keys are held without: nothing while they are rotated."""
+        """Return the mean that quantised keys are held without; None while they are rotated."""
         rotated = self.rotation_later is not None and self.rotation is None
         return None if rotated else self.key_mean
 
     def append(
         self, keys: Tensor, values: Tensor, positions: Tensor, start: int, first: bool
     ) -> None:
-        """Write a block into slots of fewer bits, behind those in use.
+        """Write a block into quantised slots, behind those in use.
 
-        Keys are held unrotated and without their mean; rotated where they are never moved.
+        Keys are held unrotated and without their mean; where they are never moved, rotated.
 
         Args:
             keys: [B, K, T, D] as the model rotated them, at the positions from `start` on.
             values: [B, K, T, D].
-            positions: [T] int32, what the tokens count as.
-            start: the position of the first.
-            first: whether they are the first that the layer reads, whose mean is kept.
+            positions: [T] int32, the tokens' places in the conversation.
+            start: the position of the first token.
+            first: whether the layer has read nothing before; their mean is kept then.
         """
         keys = self._quantisable(keys, start, first)
         for segment in self.segments:
             segment.append(segment.rows_of(keys), segment.rows_of(values), positions)
 
     def _quantisable(self, keys: Tensor, start: int, first: bool) -> Tensor:
-        """Return keys [B, K, T, D] as slots of fewer bits hold them, in float32; see `append`."""
+        """Return keys [B, K, T, D] as they are quantised, in float32; see `append`."""
         keys = keys.float()
         if self.rotation is not None:
             keys = self.rotation.unrotated(keys, start)
@@ -105,7 +110,7 @@ class LayerStorage:
         return keys
 
     def read_keys(self, segment: Segment) -> Tensor:
-        """Return a segment's keys [b, k, held, D] where they count: a view if nothing is to do."""
+        """Return a segment's keys [b, k, held, D] at their present positions: a view or a copy."""
         rotation, pool, slots = self.pending_rotation, segment.pool, segment.held
         if not pool.format.quantised:
             return (
@@ -130,8 +135,8 @@ class LayerStorage:
     def read_rotated(self, segment: Segment) -> Tensor | None:
         """Return a segment's keys [b, k, held, D] at their present positions from `rotated_keys`.
 
-        Brings the copy up to date. None where there is no such memory, the keys do not fit into it,
-        or none of them moved.
+        It brings the copy up to date. None where there is no such memory, the keys do not fit into
+        it, or none of them moved.
         """
         copy, rotation, held = self.rotated_keys, self.pending_rotation, segment.held
         if copy is None or rotation is None or held > copy.keys.shape[2]:
@@ -145,20 +150,21 @@ class LayerStorage:
 
     @property
     def can_rotate_in_place(self) -> bool:
-        """Says whether `rotate_in_place` may take place before a token is attended to.
+        """Return whether `rotate_in_place` may run before a token is attended to.
 
-        Not in a dry run, whose tensors have no data to show what moved; a copy takes more memory.
+        Not in a dry run: its tensors have no data, so that what moved is unknown. It then counts
+        the memory of a copy, which is more.
         """
         keys = self.segments[0].pool.keys
         one = len(self.segments) == 1 and keys.dtype == torch.float32
         return one and type(keys) is Tensor and keys.device.type == "cpu" and not ready(keys)
 
     def rotate_in_place(self) -> None:
-        """Rotate keys that moved where they lie to where they count, so that nobody else need.
+        """Rotate all keys that moved to their present positions, in their slots.
 
-        Those that did not move are not read. Each time rounds the others once more: for float32,
-        whose rounding is lost in that of attention. A key moves down by its rank at most, however
-        many tokens are read.
+        Keys that did not move are not read. Each rotation rounds a key once more, which is why only
+        float32 is rotated so: its rounding is lost in that of attention. A key moves down by its
+        rank at most, however many tokens are read.
         """
         (segment,), rotation = self.segments, self.pending_rotation
         assert rotation is not None
@@ -171,7 +177,7 @@ class LayerStorage:
         self.rotated_in_place = True
 
     def become_compact(self, seen: int) -> None:
-        """Move all that is held from true positions to compact ones, where it counts from now on.
+        """Move all that is held from true positions to compact ones.
 
         Every key is rotated once, by the difference, to its rank in its head. That is done head by
         head, so that it takes less memory than a block does. Quantised keys are quantised anew.
@@ -197,7 +203,7 @@ class LayerStorage:
         self.rotation, self.needs_rotation = rotation, False
 
     def _unrotate(self, segment: Segment, rotation: Rotation) -> None:
-        """Have quantised keys, which are held at true positions, held as at compact ones."""
+        """Quantise keys anew, from true positions to unrotated ones without their mean."""
         whole, found = segment.named(0, segment.held), self.read_keys(segment)
         numbers = segment.pool.format.keys
         assert numbers is not None, "all formats of fewer bits quantise keys"
@@ -212,15 +218,15 @@ class LayerStorage:
             whole[SHIFT][row].copy_(-ranks(positions))
 
     def enable_rotation(self) -> None:
-        """Have keys rotated from now on, though by nothing before a slot was given up."""
+        """Have keys rotated whenever they are read, by 0 as long as no token has moved."""
         self.needs_rotation, self.rotated_in_place = self.rotation is not None, False
         if self.rotated_keys is not None:
             self.rotated_keys.count = 0
 
     def reset(self) -> None:
-        """Forget everything; the buffers stay.
+        """Forget all tokens; the buffers stay allocated.
 
-        All that a session's file holds, slots in use apart, is as in a new cache then.
+        All that a session's file saves besides slots is as in a new cache then.
         """
         for segment in self.segments:
             segment.held = 0

@@ -1,4 +1,4 @@
-"""The two engines that hold a layer's slots; an `Allocation` chooses one, once, for all layers.
+"""Exports the engines that hold a layer's slots; an `Allocation` chooses one for all layers.
 
 Both have `append`, `attend`, `token` and `evict`; rows of fewer bits are read and written their own
 way. Nobody asks afterwards which one it is, but for what only one of them has: `EagerSlots.again`

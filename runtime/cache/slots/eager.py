@@ -35,14 +35,14 @@ from kvcap.runtime.cache.storage import LayerStorage
 
 
 class HeldKeys(NamedTuple):
-    """A layer's keys at the positions where they count, and its values."""
+    """A record of a layer's keys, rotated to their present positions, and of its values."""
 
     keys: list[Tensor]  # [b, k, held, D] of every segment
     values: list[Tensor] | None  # likewise; None: they are weighed where they lie
 
 
 class Shown(NamedTuple):
-    """A layer's keys and step, kept until the other layers that read its slots have attended."""
+    """A record of a layer's keys and step, kept until other layers that read its slots attended."""
 
     held: HeldKeys
     step: AttentionStep
@@ -50,7 +50,7 @@ class Shown(NamedTuple):
 
 @dataclass
 class SegmentEviction:
-    """The slots that one segment is to give up."""
+    """A choice of slots that one segment evicts."""
 
     index: int
     segment: Segment
@@ -61,7 +61,7 @@ class SegmentEviction:
 
 
 class EagerSlots:
-    """A layer's slots, one segment after the other.
+    """An engine that works on a layer's slots, one segment after the other.
 
     Args:
         storage: of the layer.
@@ -92,7 +92,7 @@ class EagerSlots:
 
     @property
     def on_device(self) -> Any:
-        """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
+        """Return small tensors besides the buffers that a CUDA graph must keep alive."""
         return self._offsets
 
     def due(self, length: int) -> bool:

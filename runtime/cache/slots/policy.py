@@ -23,7 +23,7 @@ from kvcap.runtime.types import Span
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of an attention call besides queries, keys and values."""
+    """A record of an attention call's arguments besides queries, keys and values."""
 
     module: nn.Module | None = None
     scaling: float = 1.0
@@ -33,7 +33,7 @@ class AttentionCall:
 
 
 class LayerPolicy:
-    """A cache's eviction as one layer asks it.
+    """A layer's view of the cache's eviction: what it reads, and which tokens it pins.
 
     Args:
         layout: of the cache.

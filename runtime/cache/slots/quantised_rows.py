@@ -19,7 +19,7 @@ from kvcap.runtime.cache.step import PendingBlock
 
 
 class QuantisedRowSlots(RowSlots):
-    """A layer's slots of fewer bits, all of its rows at once."""
+    """An engine that works on a layer's quantised slots, all of its rows at once."""
 
     def _write(self, keys: Tensor, values: Tensor, times: Tensor, block: PendingBlock) -> Tensor:
         rotation, rows, turn = self.storage.rotation, block.rows, None

@@ -71,7 +71,7 @@ class RowStep:
 
 
 class RowSlots:
-    """A layer's slots, all of its rows at once.
+    """An engine that works on a layer's slots, all of its rows at once.
 
     Args:
         storage: of the layer.
@@ -93,7 +93,7 @@ class RowSlots:
 
     @property
     def on_device(self) -> Any:
-        """Small tensors on the device besides the buffers, which a CUDA graph must keep alive."""
+        """Return small tensors besides the buffers that a CUDA graph must keep alive."""
         return self._each_head
 
     # Append
@@ -160,7 +160,7 @@ class RowSlots:
         return out
 
     def _held_keys(self, rows: LayerRows, values: bool = True) -> tuple[Tensor, Tensor, Rows]:
-        """Return keys where they count, and values, [slots, D] both, and where rows lie in these.
+        """Return keys at their present positions and values, [slots, D], and where rows lie there.
 
         In the pool, or in a copy where other layers share it, then of values only if asked.
         """
@@ -385,7 +385,7 @@ def evict_together(rows: RowPass) -> None:
     kept, shares = balance.after_block(table.preferences, preferences, lengths.long(), had, seen)
 
     def each(numbers: Tensor) -> Tensor:
-        """Give every row [L·B·K] int32 its layer's number [L]."""
+        """Return each row's layer's number [L·B·K] int32, from one a layer [L]."""
         return numbers.int()[:, None].expand(-1, count).flatten()
 
     begin, ends = before[0, :1], each(shares.budgets + block).cumsum(0)

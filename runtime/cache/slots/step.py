@@ -14,17 +14,17 @@ class AttentionStep:
     """A record of what attention saw of a block in one layer, segment by segment."""
 
     tokens: int
-    """Tokens read so far, the block's included."""
+    """Counts the tokens read so far, the block's included."""
     length: int
-    """Tokens of the block."""
+    """Counts the tokens of the block."""
     keys: list[Tensor]
-    """Keys of every segment [b, k, held, D], at the positions where they count."""
+    """Holds the keys of every segment [b, k, held, D], at their present positions."""
     queries: list[Tensor] | None = None
-    """Queries of every segment [b, h, T, D] likewise; None: stock attention shows none."""
+    """Holds the queries of every segment [b, h, T, D], likewise; None with stock attention."""
     values: list[Tensor] | None = None
-    """Values of every segment [b, k, held, D]; None: they are read from its slots."""
+    """Holds the values of every segment [b, k, held, D]; None: they are read from its slots."""
     call: AttentionCall = field(default_factory=AttentionCall)
     token_counter: Tensor | None = None
-    """`tokens` on the device [], inside a CUDA graph."""
+    """Holds `tokens` as a tensor [] on the device, inside a CUDA graph."""
     attended: Tensor | None = None
-    """[B, H, T, D], attention's output, where the policy looks at all of it."""
+    """Holds attention's output [B, H, T, D], where the policy looks at all of it."""
