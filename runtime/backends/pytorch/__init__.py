@@ -1,1 +1,1 @@
-"""The PyTorch backend: runs models of transformers."""
+"""Implements the PyTorch backend, which runs models of transformers."""

@@ -1,9 +1,9 @@
-"""A cache that several sessions share while they answer, so that one pass reads a token of each.
+"""Lets several sessions share a cache while they answer, so that one pass reads a token of each.
 
-A model's weights are read once for all of them, which is most of what a token takes. Every session
-has the same slots, however much it has read, so that all fit into one cache: a session's slots are
-copied into a row of it while it answers, and back afterwards. Kernels read how many slots each has
-in use, and one CUDA graph serves whatever they hold. Knows sessions and caches; no policy.
+A model's weights are read once for all of them, which is most of the time that a token takes. Every
+session has equally many slots, however much it has read: they are copied into a row of the shared
+cache while it answers, and back afterwards. Kernels read how many slots of each row are in use, so
+that one CUDA graph serves whatever they hold. Knows sessions and caches; no policy.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from kvcap.runtime.session.batch import Answer
 
 @dataclass
 class Begun:
-    """A pass over rows that has begun."""
+    """A record of a pass over rows that has begun."""
 
-    rows: list[int]  # of its answers
-    drawing: set[int]  # rows whose next tokens are drawn at once
+    rows: list[int]  # one of each answer, in their order
+    drawing: set[int]  # rows whose next tokens the pass draws
     uncounted: set[int]  # rows whose sessions' caches have not counted the token yet
     logits: torch.Tensor | None = None  # [rows, V]
-    wait: Callable[[], object] = lambda: None  # until it is computed
-    error: Exception | None = None  # why it is not
+    wait: Callable[[], object] = lambda: None  # waits until it is computed
+    error: Exception | None = None  # why it failed
 
 
 class SessionRows:
-    """One cache for several sessions, of a row of slots each.
+    """A cache for several sessions, each of which has a row of its slots.
 
-    Slots know by a counter of tokens how old they are. Those of a row are moved to the rows' own
-    counter as they come, first tokens that are never evicted excepted: policies ask how old a slot
-    is, and whether it is one of those.
+    Positions of slots count the tokens read before them. All rows share one counter, so that the
+    positions of a session's tokens are raised when it gets a row. Those of first tokens that are
+    never evicted stay, as policies know these by their positions.
     """
 
     def __init__(self, model: Any, cache: BudgetCache, size: int) -> None:
@@ -70,29 +70,29 @@ class SessionRows:
             for name, buffer in cache.allocation.buffers.items()
             if not name.startswith("rotation.")  # a table that all share
         }
-        self._taken: dict[int, BudgetCache] = {}  # of a row: the cache of its session
-        self._ahead: dict[int, int] = {}  # of a row: the rows' counter minus its session's
-        self._first: dict[int, int] = {}  # of a row: first tokens that are never evicted
+        self._taken: dict[int, BudgetCache] = {}  # by row: the cache of its session
+        self._ahead: dict[int, int] = {}  # by row: the rows' counter minus its session's
+        self._first: dict[int, int] = {}  # by row: how many first tokens are never evicted
         self._begun: Begun | None = None
         self.asynchronous = model.device.type == "cuda"
-        """See `SharedRows.asynchronous`: a CPU would compute the next pass at once."""
+        """Says whether `begin` returns before a pass is computed; see `SharedRows.asynchronous`."""
         self._ids = torch.zeros(size, 1, dtype=torch.long, device=model.device)
         self._drawn = torch.zeros(size, dtype=torch.long, pin_memory=self.asynchronous)
         self._empty()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache and its CUDA graphs, beside the sessions' own."""
+        """Return the bytes of the cache and its CUDA graphs, without the sessions' own."""
         return self.cache.nbytes + self.loop.graph_bytes
 
     def fits(self, answer: Answer) -> bool:
-        """Whether a session's slots can lie in a row."""
+        """Return whether a session's slots can be copied into a row."""
         cache = answer.session.loop.cache
         if self._row_of(cache) is not None:
             return True
         if not cache.compact_positions or cache.eviction != self.cache.eviction:
             return False
-        # First tokens that are yet to come would be taken for later ones.
+        # A pinned first token that is read later would get a position of the shared counter.
         first = self._first_pinned(cache)
         if first is None or cache.seen < max(1, first):
             return False
@@ -119,8 +119,7 @@ class SessionRows:
     def begin(self, answers: list[Answer], tokens: list[int]) -> Callable[[], list[Any]]:
         """Begin to read the token of each of these, which have rows; see `SharedRows.begin`.
 
-        Rows of others are changed as well: whoever has a row must be among them, or gives it
-        back.
+        A pass changes all rows, so that sessions that are not among these give their rows back.
         """
         ids, rows, samplers = [0] * self.size, list[int](), dict[int, Any]()
         for answer, token in zip(answers, tokens, strict=True):
@@ -146,7 +145,7 @@ class SessionRows:
         return self._end
 
     def _end(self) -> list[Any]:
-        """What came of the pass that has begun, in the order of its answers."""
+        """End the pass that has begun; return a token or logits [1, V] for each of its answers."""
         begun = self._begun
         assert begun is not None
         with interrupts_deferred():
@@ -180,13 +179,13 @@ class SessionRows:
             cache.reset()
 
     def _row_of(self, own: BudgetCache) -> int | None:
-        """The row of the session that has this cache; None: it has none."""
+        """Return the row of the session that has this cache; None: it has none."""
         return next((row for row, cache in self._taken.items() if cache is own), None)
 
     def _give_back(self, row: int, own: BudgetCache) -> None:
-        """Copy a row's slots back into its session's cache, and free the row; once, if asked again.
+        """Copy a row's slots back into its session's cache, and free the row; do nothing again.
 
-        SessionRows know caches and no sessions, which know how to have theirs back.
+        A session calls it by its `cache_away`, as rows know caches and no sessions.
         """
         with interrupts_deferred():
             if self._begun is not None and row in self._begun.uncounted:
@@ -199,12 +198,12 @@ class SessionRows:
 
     def _free(self, row: int) -> None:
         del self._taken[row], self._ahead[row], self._first[row]
-        for segment in self._segments(row):  # it is read with the others, for nobody
+        for segment in self._segments(row):  # passes read free rows, too, with no slots in use
             segment.held = segment.first_pinned = 0
         self.cache.changed_by_host()
 
     def _empty(self) -> None:
-        """Begin anew, in a cache that is as it was made or reset."""
+        """Prepare a new or reset cache: no row has slots in use."""
         self.cache.enable_rotation()
         for row in range(self.size):
             for segment in self._segments(row):
@@ -212,18 +211,18 @@ class SessionRows:
         self.cache.changed_by_host()
 
     def _segments(self, row: int) -> Iterator[Segment]:
-        """A row's segments in all layers, one after the other."""
+        """Yield a row's segments in all layers, one after the other."""
         return (s for layer in self.cache.capped_layers for s in layer.segments if s.row == row)
 
     def _first_pinned(self, own: BudgetCache) -> int | None:
-        """How many first tokens of a session are never evicted; None: others are pinned, too."""
+        """Return how many first tokens of a session are pinned; None: others are pinned, too."""
         spans = merged([(0, self.sinks), *own.pinned_spans])
         if not spans:
             return 0
         return spans[0][1] if len(spans) == 1 and spans[0][0] == 0 else None
 
     def _place(self, row: int, own: BudgetCache) -> None:
-        """Have a row hold and pin as many slots as its session does, and cut likewise."""
+        """Give a row's segments the sizes, the slots in use and the pins of its session's."""
         theirs = (segment for layer in own.capped_layers for segment in layer.segments)
         for mine, its in zip(self._segments(row), theirs, strict=True):
             mine.start = row * (mine.pool.slots // self.size) + its.start
@@ -242,13 +241,13 @@ class SessionRows:
                 its.copy_(mine)
 
     def _move(self, row: int, by: int) -> None:
-        """Let a row's tokens count `by` later, first ones that are never evicted excepted."""
+        """Raise the positions of a row's tokens by `by`, but not of pinned first tokens."""
         for name, rows in self._named.items():
             if by and name.endswith(".positions"):
                 rows[row].add_((rows[row] >= self._first[row]) * by)
 
     def _count_from(self, seen: int) -> None:
-        """Have the rows' counter stand at `seen`, which is no less than before."""
+        """Raise the rows' counter to `seen`, and the positions of all rows with it."""
         later = seen - self.cache.seen
         for row in self._taken:
             self._move(row, later)
@@ -257,9 +256,10 @@ class SessionRows:
 
 
 def shared_rows(runtime: Any, size: int) -> tuple[SessionRows | SharedPass | None, str | None]:
-    """Return what reads a token of so many sessions at once, or why they are read one by one.
+    """Return an object that reads a token of so many sessions at once, or None and the reason.
 
-    On a CPU passes over their own caches, elsewhere rows of one cache.
+    On a CPU it runs passes over the sessions' own caches, elsewhere over rows of one cache. Without
+    one, sessions are read one by one.
     """
     if size == 1:
         return None, "one session needs no cache beside its own"
@@ -277,7 +277,7 @@ def shared_rows(runtime: Any, size: int) -> tuple[SessionRows | SharedPass | Non
 
 
 def _of_rows(settings: CacheSettings) -> CacheSettings:
-    """Return the settings of rows: at 'auto' positions sessions join once they are compact."""
+    """Return the settings of rows: compact positions for 'auto', as sessions join in that state."""
     return replace(settings, positions="compact") if settings.positions == "auto" else settings
 
 
@@ -289,7 +289,10 @@ def plan_shared(
     *,
     device: str | torch.device = "cpu",
 ) -> Shared:
-    """What answering so many sessions at once takes beside these, before a model is loaded."""
+    """Plan the memory that answering `size` sessions at once takes besides the sessions' own.
+
+    The model need not be loaded.
+    """
     dtype: torch.dtype = getattr(torch, plan.dtype)
     text, settings = text_config(config), plan.sized(settings)
     rows = _of_rows(settings)

@@ -126,7 +126,7 @@ def cap(model: Any, *given: Any, **named: Unpack[SettingNames]) -> Cap:
 
 
 class _Hidden(NamedTuple):
-    """The numbers of a block's output, without the cache, which would keep itself alive here."""
+    """A block's output without its cache, which would keep itself alive here."""
 
     last: Tensor  # [B, T, hidden]
     states: tuple[Tensor, ...] | None  # of every layer, if asked for
@@ -134,14 +134,14 @@ class _Hidden(NamedTuple):
 
     @classmethod
     def of(cls, output: Any) -> _Hidden:
-        """Those of a decoder's output."""
+        """Take them from a decoder's output."""
         routed = getattr(output, "router_logits", None)
         return cls(output.last_hidden_state, output.hidden_states, routed)
 
 
 @dataclass
 class _Call:
-    """A call of the decoder, from the hook before it to the one after."""
+    """A record of a decoder's call, kept from the hook before it to the hook after it."""
 
     cached: bool  # the caller gets the cache
     as_tuple: bool
@@ -156,13 +156,13 @@ class Cap:
     """
 
     cache: BudgetCache | None = None
-    """The cache of the last call, for its figures."""
+    """Holds the cache of the last call, for its figures."""
 
     def __init__(self, model: Any, make: partial[BudgetCache], attention: str) -> None:
         self._model, self._name, self._make = ref(model), type(model).__name__, make
         self._attention, decoder = attention, model.get_decoder()
         self._wraps = is_wrapper(model.config)
-        self._mask: Any = None  # that the wrapper was called with
+        self._mask: Any = None  # the mask that the wrapper was called with
         self._calls: WeakKeyDictionary[BudgetCache, _Call] = WeakKeyDictionary()
         run_uncompiled(Cap, "_before_model", "_before_decoder", "_after_decoder")
         self._hooks = [
@@ -192,11 +192,11 @@ class Cap:
         return made
 
     def __repr__(self) -> str:
-        """The cap, and its last cache."""
+        """Return a line for people about the cap and its last cache."""
         return f"Cap({self._name}, {self.cache or self._make()!r})"
 
     def __enter__(self) -> Cap:
-        """The cap is in force already."""
+        """Return the cap, which is in force already."""
         return self
 
     def __exit__(
@@ -209,7 +209,7 @@ class Cap:
         self.remove()
 
     def remove(self) -> None:
-        """Take the cap off the model, which is as it was before. Twice does no harm."""
+        """Take the cap off, so that the model is as it was before; twice does no harm."""
         model = self._model()
         if model is None or getattr(model.get_decoder(), MARK, None) is not self:
             return
@@ -223,7 +223,7 @@ class Cap:
             self._generation.cache_implementation = self._implementation
 
     def _before_model(self, model: Any, args: Any, kwargs: Any) -> Any:
-        """Before the whole model runs, read the blocks of which no logits are needed."""
+        """Read all blocks of which no logits are needed, before the whole model runs."""
         given = _named(model, args, kwargs)
         if self._wraps:
             given = _text_alone(model, given)
@@ -239,14 +239,14 @@ class Cap:
         return (), given
 
     def _before_decoder(self, decoder: Any, args: Any, kwargs: Any) -> Any:
-        """Before the decoder runs, give it a cache and read all blocks but the last."""
+        """Give the decoder a cache and read all blocks but the last, before it runs."""
         given = _named(decoder, args, kwargs)
         cache = self._cache_for(given)
         if cache is None:
             return None
         made = given.get("attention_mask")
         if self._wraps and made is not None and not (isinstance(made, Tensor) and made.dim() == 2):
-            given["attention_mask"] = self._mask  # of which the wrapper made it, knowing no cache
+            given["attention_mask"] = self._mask  # the wrapper made another without the cache
         cached = given.get("use_cache")
         cached = getattr(decoder.config, "use_cache", True) if cached is None else cached
         as_tuple = given.pop("return_dict", None) is False
@@ -258,7 +258,7 @@ class Cap:
         return (), given
 
     def _after_decoder(self, decoder: nn.Module, _: Any, kwargs: Any, output: Any) -> Any:
-        """After the decoder, join the outputs of all blocks."""
+        """Join the outputs of all blocks, after the decoder ran."""
         cache = cache_of(kwargs)
         if not isinstance(cache, BudgetCache) or (call := self._calls.pop(cache, None)) is None:
             return None
@@ -279,7 +279,7 @@ class Cap:
         return joined.to_tuple() if call.as_tuple else joined
 
     def _cache_for(self, given: dict[str, Any]) -> BudgetCache | None:
-        """The cache of a call; None where kvcap's own block loop makes it.
+        """Return the cache of a call; None where kvcap's own block loop makes the call.
 
         Raises:
             UnsupportedModel: the call has a cache that is not capped.
@@ -291,7 +291,7 @@ class Cap:
         elif past is None:
             past = self._make()
         elif type(past) is DynamicCache and past.get_seq_length() == 0:
-            # In place: whoever made it passes it again, and asks it how much was read.
+            # In place, as the program that made it passes it again and asks it how much was read.
             past.__class__ = BudgetCache
             past.__init__(*self._make.args)
         else:
@@ -365,13 +365,13 @@ def _check_read(cache: BudgetCache, before: int) -> None:
 
 
 def _joined(blocks: tuple[Tensor, ...], batch: int) -> Tensor:
-    """The numbers [B·T, E] or [B, T, E] of each token of several blocks, of all as one block."""
+    """Join numbers of tokens of several blocks, [B·T, E] or [B, T, E] each, as of one block."""
     whole = torch.cat([block.reshape(batch, -1, block.shape[-1]) for block in blocks], dim=1)
     return whole.flatten(0, 1) if blocks[0].dim() == 2 else whole
 
 
 def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments of a call by name, and the cache by the one that the module knows."""
+    """Return all arguments of a call by name; the cache has the name that the module uses."""
     names = inspect.signature(module.forward).parameters
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     cache = cache_of(given)
@@ -380,7 +380,7 @@ def _named(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def _text_alone(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """A wrapper's arguments of a call with text alone.
+    """Return a wrapper's arguments for text, without those that are empty or say that it is text.
 
     Raises:
         UnsupportedModel: there is more than text.

@@ -38,32 +38,32 @@ class PassKind(NamedTuple):
 
 
 class BlockGraphs:
-    """The CUDA graphs of one cache, by the kind of pass.
+    """A collection of one cache's CUDA graphs, by the kind of pass.
 
     Args:
         model: on the cache's device.
-        cache: what it reads into.
+        cache: the cache that it reads into.
         several: read several small blocks in one pass of up to `PASS` tokens in all sequences.
     """
 
     def __init__(self, model: Any, cache: BudgetCache, several: bool = True) -> None:
         self.model, self.cache, self.several = model, cache, several
         self.refused = why_unsteady(cache)
-        """Says why nothing is replayed; None: passes are."""
+        """Says why no pass is replayed; None: some can be."""
         self.captured: dict[PassKind, BlockGraph] = {}
         self.decoder = None if self.refused else decoder_of(model)
-        """What is captured in the model's place; None: the model itself is."""
+        """Holds kvcap's own decoder, which is captured instead of the model; None: the model is."""
         self.failed: str | None = None
         """Says why passes of some kinds are not replayed, where only they are not."""
         # A policy that looks at all queries of a block would look at fillers', too.
         self._fills_up = cache.eviction.policy.queries_observed is not None
-        self._read = set[PassKind]()  # once without a graph, so that they can be captured
-        self._given_up = set[PassKind]()  # whose capture failed
-        self._spans: tuple[tuple[int, int], ...] = ()  # pinned in what is captured
+        self._read = set[PassKind]()  # kinds read once without a graph, which can be captured
+        self._given_up = set[PassKind]()  # kinds whose capture failed
+        self._spans: tuple[tuple[int, int], ...] = ()  # pinned when the graphs were captured
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory pool that all graphs share, as the allocator has reserved it."""
+        """Return the bytes that the allocator reserved for the memory pool of all graphs."""
         pools = {graph.pool for graph in self.captured.values()} - {None}
         segments = torch.cuda.memory_snapshot() if pools else []
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
@@ -86,7 +86,7 @@ class BlockGraphs:
         return logits
 
     def reader(self, ids: Tensor, need_logits: bool) -> Any:
-        """Return the model that is to read a pass without a graph: as its graph would be read."""
+        """Return the model to read a pass with, without a graph; note that it can be captured."""
         if (kind := self._kind(ids, need_logits)) is not None:
             self._read.add(kind)
             self.cache.enable_rotation()  # as in all passes that its graph will serve
@@ -95,9 +95,9 @@ class BlockGraphs:
     def _capture(self, ids: Tensor, kind: PassKind) -> bool:
         """Try to capture this kind of pass; return whether a graph of it exists.
 
-        Not before one was read without a graph, but for what kvcap's own decoder reads: it has been
-        tried. A capture fails where something is yet to be loaded or uploaded, which the pass
-        without a graph does, or where a policy reads numbers to share slots out.
+        A model's pass is captured only after one of its kind was read without a graph; kvcap's own
+        decoder needs no such pass. A capture fails if something must be loaded or uploaded first,
+        which a pass without a graph does, or if a policy reads numbers on the host.
         """
         known = kind in self._read
         if kind in self._given_up or not (known or self.decoder is not None):
@@ -159,12 +159,12 @@ class BlockGraph:
     """A captured pass: making it counts a pass in the cache, `replay` computes one.
 
     Args:
-        model: as above.
+        model: the model or decoder that is captured.
         cache: in the state in which such passes find it.
         ids: token ids [B, T] of such a pass.
-        kind: of the pass.
+        kind: the kind of the pass.
         pool: memory of another graph of the same cache, to be shared.
-        at_once: do not wait for what runs, nor free memory first.
+        at_once: neither wait for running kernels nor free memory first.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class BlockGraph:
     ) -> None:
         device, blocks, start = ids.device, blocks_of(cache, kind.length), cache.next_position
         self.ids = ids.new_zeros(kind.batch, kind.length)
-        # By a kernel, since a copy would wait for all that the GPU is to compute.
+        # A kernel writes it, as a copy would wait for everything that the GPU has yet to compute.
         self.token_counter = torch.full((), cache.seen, device=device)
         self.last = torch.full((int(kind.need_logits),), kind.length - 1, device=device)
         self.count = torch.full((), kind.length, dtype=torch.int32, device=device)
@@ -223,9 +223,9 @@ class BlockGraph:
 def _capturing(
     graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device, at_once: bool
 ) -> Iterator[None]:
-    """Within it `graph` captures, without an error for what other threads do meanwhile.
+    """Capture the `with` block into `graph`, whatever other threads do meanwhile.
 
-    Unless `at_once`, it first waits for the GPU and frees what memory it can.
+    Unless `at_once`, wait for the GPU and free memory first.
     """
     mode, stream = "thread_local", _stream(device)
     with _garbage_stays():
@@ -234,7 +234,7 @@ def _capturing(
                 yield
             return
         with torch.cuda.stream(stream):
-            torch.cuda.current_blas_handle()  # this thread's, which no capture can make
+            torch.cuda.current_blas_handle()  # make this thread's, as a capture cannot
             graph.capture_begin(pool, mode)
             try:
                 yield
@@ -244,7 +244,7 @@ def _capturing(
 
 @contextmanager
 def _garbage_stays() -> Iterator[None]:
-    """Within it Python collects no garbage, which may be a graph, whose end breaks a capture."""
+    """Keep Python from collecting garbage, as a graph that is freed breaks a capture."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -256,7 +256,7 @@ def _garbage_stays() -> Iterator[None]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """On which all graphs are captured, as libraries keep a workspace for every stream."""
+    """Return the stream for all captures: one, as libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device, priority=URGENT)
 
 
@@ -287,7 +287,7 @@ def why_unsteady(cache: BudgetCache) -> str | None:
 
 
 def is_full(cache: BudgetCache) -> bool:
-    """Return whether every head holds what it may: a pass finds what the one before it found."""
+    """Return whether every head holds as many slots as it may, so that passes are all alike."""
     segments = (segment for layer in cache.capped_layers for segment in layer.segments)
     return cache.stores_full and all(s.held == s.target_length for s in segments)
 

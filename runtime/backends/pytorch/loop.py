@@ -1,4 +1,4 @@
-"""The block loop of PyTorch: reads tokens into a capped cache, at most a block at a time.
+"""Reads tokens into a capped cache by PyTorch, at most a block at a time.
 
 Works on token ids and logits; knows no text and no sampling.
 """
@@ -23,7 +23,7 @@ from kvcap.runtime.models.output_projection import check_projections
 from kvcap.runtime.session.engine import Loop, Room
 from kvcap.runtime.types import OnFull
 
-LENGTHS = 8  # at which blocks are read, besides a single token
+LENGTHS = 8  # how many lengths blocks are padded to, besides a single token
 
 
 class BlockLoop(Loop):
@@ -66,14 +66,14 @@ class BlockLoop(Loop):
             self._allocate(cache.allocation.batch)
 
     def _allocate(self, batch: int) -> None:
-        """Allocate the cache for so many sequences, unless it is, and find out about graphs."""
+        """Allocate the cache for so many sequences, unless it is, and prepare CUDA graphs."""
         if self.cache.allocation.batch is None:
             self.cache.allocate(batch, self.model.dtype, self.model.device)
         if self._captures and self.graphs is None:
             self.graphs = BlockGraphs(self.model, self.cache, self._several)
 
     def next_length(self, batch: int, left: int) -> int:
-        """Return a block's tokens, or of as many as go through the model at once."""
+        """Return how many of the `left` tokens the next pass reads: one block's, or several."""
         several = None if self.graphs is None else self.graphs.pass_length(batch, left)
         return several or self.cache.room
 
@@ -112,7 +112,10 @@ class BlockLoop(Loop):
         return self._read(ids, torch.arange(ids.shape[1], device=ids.device))
 
     def launched(self) -> Callable[[], object]:
-        """What waits until the GPU has computed all that was read so far; see `Loop.launched`."""
+        """Return a function that waits until the GPU has computed all passes so far.
+
+        See `Loop.launched`.
+        """
         if self.model.device.type != "cuda":
             return super().launched()
         event = torch.cuda.Event()
@@ -120,7 +123,7 @@ class BlockLoop(Loop):
         return event.synchronize
 
     def make_room(self, tokens: int) -> None:
-        """Check that a block can be read; make positions compact where it leaves the window.
+        """Check that a block can be read; make positions compact if it leaves the trained window.
 
         Raises:
             MemoryCapExceeded: nothing may be evicted; or the system refused memory, then the cache
@@ -136,13 +139,13 @@ class BlockLoop(Loop):
                 self.cache.become_compact()
 
     def _read(self, ids: Tensor, wanted: Tensor) -> Tensor:
-        """Read one block [B, T] by the model's own code; logits [B, n, V] of the tokens `wanted`.
+        """Read one block [B, T] without a graph; returns logits [B, n, V] of tokens `wanted` [n].
 
-        `wanted` [n] are places in the block.
+        `wanted` has indices of tokens in the block.
         """
         cache, tokens, graphs = self.cache, ids.shape[1], self.graphs
         start = cache.next_position
-        # Fillers repeat the last token; whatever comes of them is dropped.
+        # Fillers repeat the last token; their results are dropped.
         place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
         blocks = blocks_of(cache, tokens)
         if cache.guard is not None:
@@ -170,7 +173,7 @@ class BlockLoop(Loop):
 
     @contextmanager
     def _emptied_without_memory(self, tokens: int) -> Iterator[None]:
-        """Empty the cache where the system refuses the memory that a block takes."""
+        """Empty the cache, and raise a named error, if the system refuses memory for a block."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -184,14 +187,14 @@ class BlockLoop(Loop):
 
     @property
     def step(self) -> int:
-        """Tokens from one length to which blocks are padded to the next."""
+        """Return by how many tokens the lengths that blocks are padded to differ."""
         return -(-self.cache.block_size // LENGTHS)
 
     def padded(self, tokens: int) -> int:
-        """The length to which a block of so many tokens is padded: one of nine.
+        """Return the length to which a block of so many tokens is padded: one of nine.
 
-        Kernels are compiled for every length that they meet and kept for good (oneDNN's take some
-        megabytes each in bfloat16), so many different lengths would let the process grow.
+        Kernels are compiled for every length that occurs and kept for good (oneDNN's take some
+        megabytes each in bfloat16), so that many different lengths would let the process grow.
         """
         size = self.cache.block_size
         if tokens == 1 or not self.cache.layout.shape.all_capped:
@@ -200,7 +203,7 @@ class BlockLoop(Loop):
 
     @property
     def execution(self) -> str:
-        """Says for people whether passes run as CUDA graphs; empty where there is no GPU."""
+        """Return words for people on whether passes run as CUDA graphs; '' without a GPU."""
         if self.graphs is None:
             return ""
         if self.graphs.refused is not None:
@@ -210,12 +213,12 @@ class BlockLoop(Loop):
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes that captured CUDA graphs hold beside the cache."""
+        """Return the bytes that captured CUDA graphs hold beside the cache."""
         return 0 if self.graphs is None else self.graphs.nbytes
 
     @property
     def room(self) -> Room:
-        """What the cache holds and what still fits."""
+        """Return how many tokens the cache holds and how many still fit."""
         cache, layout = self.cache, self.cache.layout
         eviction, shape = layout.eviction, layout.shape
 
@@ -226,8 +229,7 @@ class BlockLoop(Loop):
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory could not be allocated."""
-    told = str(error)
+    """Return whether an error says that memory could not be allocated."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in told
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

@@ -1,7 +1,7 @@
 """Saves the slots of a cache in a session's file, and restores them into a cache of any size.
 
-Tokens that do not fit are evicted on the way in: by the policy's scores, or where these need past
-queries, which are gone, the oldest tokens that nothing pins.
+Tokens that do not fit are evicted on the way in: by the policy's scores, or, if these need past
+queries, which are not saved, the oldest tokens that are not pinned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcap.runtime.session.file import SessionFile
 
 
 def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
-    """The tensors of a layer, each in pieces to be joined, and its other facts, by head."""
+    """Return a layer's tensors, each in pieces to be joined, and its other facts, by head."""
     pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
     heads = [s for s in layer.segments for _ in range(s.heads)]
     kept, ring = layer.evicted_store, layer.query_window
@@ -46,13 +46,13 @@ def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
         pieces |= {f"evicted.{name}": rows for name, rows in _rows(kept.evicted).items()}
         made_at = [row for place in kept.made_at(layer.segments) for row in place[0]]
         pieces["evicted.made_at"] = made_at
-        del pieces[f"evicted.{SHIFT}"]  # follows from it and what is held
+        del pieces[f"evicted.{SHIFT}"]  # follows from `made_at` and the held positions
         pieces |= {f"remembered.{name}": [x] for name, x in kept.remembered.items()}
     return pieces, facts
 
 
 def _rows(segments: list[Segment]) -> dict[str, list[Tensor]]:
-    """The slots in use of every buffer, head by head."""
+    """Return the slots in use of every buffer, head by head."""
     return {
         name: [row for s in segments for row in s.view(buffer)[0]]
         for name, buffer in segments[0].pool.named().items()
@@ -60,11 +60,11 @@ def _rows(segments: list[Segment]) -> dict[str, list[Tensor]]:
 
 
 class SavedLayers:
-    """The layers saved in `file`, checked against `cache`, which is not changed.
+    """A view of the layers saved in `file`, checked against `cache`, which is not changed.
 
     Args:
         cache: in any state.
-        file: of a session that the cache may take over; its facts were held to their schema.
+        file: a session's file that the cache may take over; its facts were checked by their schema.
         exact: the eviction and all sizes are the same, so that segments get their saved budgets.
 
     Raises:
@@ -98,22 +98,22 @@ class SavedLayers:
             raise self.file.corrupt(f"{what} cannot be so")
 
     def moved(self, layer: BudgetLayer) -> bool:
-        """Whether keys of a layer count at other positions than they were read at."""
+        """Return whether a layer's keys have other positions than they were read at."""
         return self.compact and layer.rotates
 
     def has(self, index: int, name: str) -> bool:
-        """Whether there is such a tensor of a layer."""
+        """Return whether the file has a tensor of that name for a layer."""
         return f"layers.{index}.{name}" in self.file.names
 
     def tensor(self, index: int, name: str) -> Tensor:
-        """One tensor of a layer."""
+        """Return one tensor of a layer."""
         found: Tensor = self.file.tensor(f"layers.{index}.{name}")
         return found
 
     def window(self, index: int) -> tuple[Tensor, Tensor]:
-        """The kept queries of a layer and their shifts; zeros where fewer tokens were read.
+        """Return a layer's kept queries and their shifts, with zeros before the first token.
 
-        Earlier versions left there what a conversation had that was cleared.
+        Files of earlier versions may have queries of a cleared conversation there.
         """
         queries, shift = self.tensor(index, "ring.queries"), self.tensor(index, "ring.shift")
         unread = max(0, shift.shape[2] - self.seen)
@@ -121,7 +121,7 @@ class SavedLayers:
         return queries, shift
 
     def sliding(self, index: int, name: str) -> Tensor:
-        """The keys or values of a native sliding layer."""
+        """Return the keys or values of a native sliding layer."""
         found: Tensor = self.file.tensor(f"sliding.{index}.{name}")
         return found
 
@@ -168,7 +168,7 @@ class SavedLayers:
             self._check_evicted(layer, saved, held)
 
     def _in_reach(self, layer: BudgetLayer, shift: Tensor, made_at: Tensor, what: str) -> None:
-        """Refuse shifts larger than the tokens read, or keys rotated to positions out of reach."""
+        """Refuse shifts that exceed the tokens read, and keys at positions that no table has."""
         exact = self.exact and self.moved(layer)
         last = self.cache.layout.rotation_span - 1 if exact else 2 * self.seen
         fits = bool(((shift >= 0) & (shift <= self.seen) & (made_at <= last)).all())
@@ -211,7 +211,7 @@ class SavedLayers:
                 self.demand(bool(found.isfinite().all()), f"sliding layer {index}")
 
     def states(self, index: int) -> dict[str, Tensor]:
-        """The states of a recurrent layer by name."""
+        """Return the states of a recurrent layer by name."""
         names = [state.name for state in self.cache.layout.shape.layers[index].states]
         return {name: self.file.tensor(f"state.{index}.{name}") for name in names}
 
@@ -236,12 +236,12 @@ def _dtype(layer: BudgetLayer) -> torch.dtype:
 
 
 def _ranks(row: Tensor, times: Tensor) -> Tensor:
-    """For each of `times` [m], how many tokens of `row` [n] are older."""
+    """Return for each of `times` [m] how many positions of `row` [n] are older."""
     return torch.searchsorted(row.sort().values, times.contiguous(), out_int32=True)
 
 
 class Refill:
-    """Fills a cache with `saved` layers. Making it checks everything and changes nothing.
+    """Fills a cache with `saved` layers; making it checks everything and changes nothing.
 
     Raises:
         SessionFileCorrupt: boundaries between segments that the cache cannot have.
@@ -280,14 +280,14 @@ class Refill:
             raise
 
     def _pools(self) -> list[tuple[list[Segment], list[int]]]:
-        """The groups of segments that share slots, with their budgets."""
+        """Return the groups of segments that share slots, with their new budgets."""
         layers = [(layer.segments, self.budgets[layer.index]) for layer in self.cache.capped_layers]
         if not self.cache.layout.pooled:
             return layers
         return [([s for x, _ in layers for s in x], [b for _, x in layers for b in x])]
 
     def _budgets(self) -> list[list[int]]:
-        """The slots that each segment of each layer gets for the tokens that it will hold."""
+        """Return the slots that each segment of each layer gets, for its saved tokens."""
         layout, layers = self.cache.layout, self.cache.capped_layers
         fresh = [[layout.allotments[c.index][s.head] for s in c.segments] for c in layers]
         if not self.seen:
@@ -306,7 +306,7 @@ class Refill:
         return fresh
 
     def _saved_budgets(self, layer: BudgetLayer, fresh: list[int]) -> list[int]:
-        """The saved budgets of a layer's segments, if its slots can be divided so."""
+        """Return the saved budgets of a layer's segments; refuse those that it cannot have."""
         saved, layout = self.saved.layers[layer.index], self.cache.layout
         found = []
         for s in layer.segments:
@@ -370,7 +370,7 @@ class Refill:
         rows = self._split(layer.index, "evicted", kept.pool, held)
         made_at = self.saved.tensor(layer.index, "evicted.made_at")
         if self.saved.moved(layer) and bool((made_at >= self.cache.layout.rotation_span).any()):
-            return  # and one whose keys a smaller table cannot rotate
+            return  # so does one whose keys the smaller table of rotations does not reach
         for row, rotated_to in zip(rows, made_at.split(held), strict=True):
             row[SHIFT] = rotated_to
         for s, segment in zip(places, layer.segments, strict=True):
@@ -387,7 +387,7 @@ class Refill:
     def _split(
         self, index: int, part: str, pool: SlotPool, held: list[int]
     ) -> list[dict[str, Tensor]]:
-        """For every head, its saved row of every buffer; zeros where the file lacks a buffer."""
+        """Return each head's saved row of every buffer; zeros where the file lacks a buffer."""
         rows: list[dict[str, Tensor]] = [{} for _ in held]
         for name, buffer in pool.named().items():
             if self.saved.has(index, f"{part}.{name}"):
@@ -401,7 +401,7 @@ class Refill:
     def _evicted_to(
         self, keep: int, layer: BudgetLayer, index: int, head: int, row: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The row reduced to `keep` slots, by the scores that the policy can still compute."""
+        """Evict slots of a row down to `keep`, by scores that the policy can still compute."""
         held, segment = len(row["positions"]), layer.segments[index]
         if held <= keep:
             return row
@@ -431,7 +431,7 @@ class Refill:
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 
     def _bring_in_reach(self, layer: BudgetLayer, row: dict[str, Tensor]) -> None:
-        """Rotate a row's keys now if their shifts exceed this cache's table of rotations."""
+        """Rotate a row's keys at once if their shifts exceed this cache's table of rotations."""
         if not self.saved.moved(layer) or self.exact or not len(row["positions"]):
             return
         if layer.segments[0].pool.format.quantised:
@@ -450,7 +450,10 @@ class Refill:
 
 
 def _share(held: list[int], total: int, least: int) -> list[int]:
-    """Divide `total` slots: all that is held and equal shares of the rest, else in proportion."""
+    """Divide `total` slots by those `held`, plus equal shares of the rest; at least `least` each.
+
+    If the held ones exceed the total, the slots above `least` are divided in proportion.
+    """
     least = min(least, total // len(held))
     sure = [max(n, least) for n in held]
     if sum(sure) <= total:

@@ -95,30 +95,30 @@ class Runtime:
 
     @property
     def device_label(self) -> str:
-        """The device and the types of numbers, for people."""
+        """Return the device and the types of numbers, for people."""
         packed = self.plan.weights_dtype
         also = f", {packed} weights" if packed else ""
         return f"{self.model.device.type} {self.plan.dtype}{also}"
 
     @cached_property
     def trained_length(self) -> int:
-        """The longest sequence, in tokens, that the model was trained on."""
+        """Return the longest sequence, in tokens, that the model was trained on."""
         return ModelShape.of(self.model.config.get_text_config(decoder=True)).trained_length
 
     @cached_property
     def vocabulary(self) -> int:
-        """How many different tokens the model knows."""
+        """Return how many different tokens the model knows."""
         return ModelShape.of(self.model.config.get_text_config(decoder=True)).vocabulary
 
     @cached_property
     def generation(self) -> GenerationConfig:
-        """The model's own settings of generation, with all tokens that end an answer."""
+        """Return the model's own settings of generation, with all tokens that end an answer."""
         found = copy.deepcopy(self.model.generation_config)
         return with_ends(self.tokenizer, found, self.model.config.get_text_config(decoder=True))
 
     @property
     def cap_bytes(self) -> int:
-        """The cap of the cache: the bytes that were asked for, else what the slots need."""
+        """Return the cap of the cache in bytes: as it was asked for, else what the slots need."""
         return self.plan.cache_bytes if self.kv_budget is None else parse_bytes(self.kv_budget)
 
     @classmethod
@@ -194,7 +194,7 @@ class Runtime:
             room = None if cap is None else cap - plan.baseline
             loaded = load_packed(where, config, precision, weights, room)
         if cap is not None:
-            plan = plan_for(loaded=True)  # what loading really took is known now
+            plan = plan_for(loaded=True)  # with the memory that loading really took
             if enforce == "rlimit":
                 enforce_limit(cap, chosen)
         if quantisation(config) is not None:
@@ -212,7 +212,7 @@ class Runtime:
         return runtime
 
     def new_cache(self, batch: int = 1, **named: Unpack[SettingNames]) -> BudgetCache:
-        """An empty cache of the planned size for each of `batch` sequences, with all its memory.
+        """Make an empty cache of the planned size for each of `batch` sequences; allocate it.
 
         Its settings are the runtime's, but for those that are given by name.
         """
@@ -229,27 +229,27 @@ class Runtime:
         seed: int | None = None,
         generation: GenerationConfig | None = None,
     ) -> Session:
-        """A new conversation with a cache of its own."""
+        """Begin a new conversation with a cache of its own."""
         return Session(self, system, seed, generation)
 
     def batch(self, size: int) -> Batch:
-        """Answers up to `size` sessions at once; see `Batch`.
+        """Return a batch that answers up to `size` sessions at once; see `Batch`.
 
         Raises:
-            PlanInfeasible: no rows, or under a memory cap, whose plan has one session.
+            PlanInfeasible: `size` is below 1, or a memory cap is set, whose plan has one session.
         """
         return Batch(self, size)
 
     def shared_rows(self, size: int) -> tuple[SessionRows | SharedPass | None, str | None]:
-        """What reads a token of so many sessions at once, or None and why nothing does."""
+        """Return what reads a token of so many sessions at once, or None and the reason."""
         return shared_rows(self, size)
 
     def loop(self) -> BlockLoop:
         """Return a block loop over an empty cache, which is its own as long as the loop lives.
 
         On CUDA it may be the cache of a session that ended, with the graphs captured there, so that
-        nothing is allocated or captured anew. Whoever holds that session's cache yet cannot read
-        into it any more. See `free_idle`.
+        nothing is allocated or captured anew. A program that still holds that session's cache
+        cannot read into it then. See `free_idle`.
         """
         if self._idle:
             cache, graphs = self._idle.pop()
@@ -278,12 +278,12 @@ class Runtime:
         converse(self.loop(), self.vocabulary)
 
     def loop_for(self, eviction: Eviction) -> BlockLoop:
-        """A loop over an empty cache with an eviction of its own."""
+        """Make a block loop over an empty cache with another eviction than the runtime's."""
         cache = self.new_cache(policy=eviction, sink_tokens=None)
         return BlockLoop(self.model, cache, several=self.memory_cap is None)
 
     def rng(self, seed: int | None) -> torch.Generator:
-        """A generator of random numbers on the CPU: one seed gives the same on any device."""
+        """Make a generator of random numbers on the CPU; one seed gives the same on any device."""
         rng = torch.Generator()
         if seed is None:
             rng.seed()
@@ -292,7 +292,7 @@ class Runtime:
         return rng
 
     def sampler(self, generation: GenerationConfig, rng: torch.Generator) -> Sampler:
-        """A sampler with these settings and random numbers.
+        """Make a sampler with these settings and random numbers.
 
         Raises:
             UnsupportedModel: for beams and other modes that reorder the cache.
@@ -300,12 +300,12 @@ class Runtime:
         return Sampler(generation, rng)
 
     def token_ids(self, tokens: list[int]) -> Tensor:
-        """Token ids [1, T] on the model's device."""
-        # By numpy, as torch takes a list apart number by number: 5 ms for 40,000 tokens.
+        """Return token ids [1, T] on the model's device."""
+        # By numpy, as torch reads a list number by number: 5 ms for 40,000 tokens.
         return torch.from_numpy(np.array([tokens], np.int64)).to(self.model.device)
 
     def append_token(self, history: Tensor, token: Tensor) -> Tensor:
-        """The history [1, T] with the next token [1] behind it: [1, T + 1]."""
+        """Return the history [1, T] with the next token [1] behind it: [1, T + 1]."""
         return torch.cat((history, token[:, None]), dim=1)
 
     def save(self, session: Session, path: str | os.PathLike[str]) -> None:
@@ -332,7 +332,7 @@ class Runtime:
             snapshot.restore(session, self._identity(), self.vocabulary, file)
 
     def with_policy_name(self, policy: str, options: dict[str, Any]) -> Runtime:
-        """The same model and budget under another policy; tokens pinned by option stay pinned.
+        """Return a runtime of this model and budget under another policy; pins by option stay.
 
         Raises:
             PolicyError: unknown names, refused values.
@@ -342,7 +342,7 @@ class Runtime:
         return self.with_policy(load_policy(policy, **{**pins, **options}))
 
     def policies(self) -> dict[str, list[str]]:
-        """The policies that `with_policy_name` takes, with the names of their options."""
+        """Return the policies that `with_policy_name` takes, with the names of their options."""
         return {
             name: [
                 *PINS,
@@ -352,7 +352,7 @@ class Runtime:
         }
 
     def with_policy(self, policy: Eviction) -> Runtime:
-        """The same model and budget under another policy; weights are shared.
+        """Return a runtime of this model and budget under another policy; weights are shared.
 
         A budget in bytes keeps its bytes, in which the new policy may keep fewer slots.
         """
@@ -362,7 +362,7 @@ class Runtime:
         return self._replanned(settings)
 
     def with_budget(self, tokens: int) -> Runtime:
-        """The same model and policy with so many slots per KV head and layer.
+        """Return a runtime of this model and policy with so many slots per KV head and layer.
 
         Raises:
             PlanInfeasible: below 1, or the process would pass its memory cap.
@@ -375,7 +375,7 @@ class Runtime:
         return found
 
     def _replanned(self, settings: CacheSettings) -> Runtime:
-        """The same model and weights under another plan."""
+        """Return a runtime of this model and its weights under a new plan for `settings`."""
         plan = MemoryPlan.of(
             self.model.config,
             settings,
@@ -395,7 +395,7 @@ class Runtime:
 
 
 def usual_every(device: str | torch.device, block_size: int) -> int:
-    """After how many tokens of an answer to evict, where nobody says.
+    """Return after how many tokens of an answer to evict by default.
 
     On a CPU an eviction takes longer than attention does; a GPU replays it beside other work.
     """
@@ -414,10 +414,10 @@ def enforce_limit(cap: int, device: str | torch.device) -> None:
 
 
 def usable(device: str | torch.device | None) -> str | torch.device | None:
-    """The `device`, if tensors can be made there.
+    """Return `device` if tensors can be made there.
 
     Raises:
-        ValueError: they cannot; says which can be used here.
+        ValueError: they cannot be; it says which devices can be used.
     """
     if device is None:
         return None
@@ -436,7 +436,7 @@ def usable(device: str | torch.device | None) -> str | torch.device | None:
 
 
 def best_device() -> str:
-    """'cuda', 'mps' or 'cpu', whichever there is."""
+    """Return 'cuda', 'mps' or 'cpu', the first that there is."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"

@@ -83,10 +83,12 @@ class Sampler:
         self.generator = generator
         self.repetition, self.warpers = _processors(config, self.greedy)
         self.shortlist = _shortlist(config)
-        """How many of the likeliest tokens are drawn from, as no other can be; None: all are."""
+        """Says from how many of the likeliest tokens one is drawn; None: from all.
+
+        No other token can be drawn by `top_k`."""
         self.presence, self.frequency = settings.penalties(config)
         self.recipe = _recipe(config, self.greedy)
-        """See `TokenSampler.recipe` in `engine.py`."""
+        """Holds the settings that draw a token by its logits alone; see `TokenSampler.recipe`."""
 
     def next(
         self,
@@ -95,14 +97,14 @@ class Sampler:
         allowed: NDArray[np.bool_] | None = None,
         said: Sequence[int] = (),
     ) -> Tensor:
-        """Token ids [B] from logits [B, V]; a repetition penalty looks at `history` [B, T].
+        """Draw the next token ids [B] from logits [B, V].
 
         Args:
-            logits: of the next token.
-            history: the tokens so far.
-            allowed: of the first tokens of the vocabulary, those that may be drawn, and no others;
-                None: any.
-            said: the tokens of the answer, of which penalties of presence and frequency are.
+            logits: [B, V], those of the next token.
+            history: [B, T], the tokens so far, for a repetition penalty.
+            allowed: which of the vocabulary's first tokens may be drawn; others may not. None: any
+                token may.
+            said: the answer's tokens, for penalties of presence and frequency.
         """
         if allowed is not None:
             gone = torch.ones(logits.shape[-1], dtype=torch.bool)
@@ -123,7 +125,7 @@ class Sampler:
         return self.draw(scores, self.numbers(len(scores)))
 
     def draw(self, scores: Tensor, numbers: Tensor) -> Tensor:
-        """Token ids [B] from scores [B, V], which penalties have changed, by random numbers [B]."""
+        """Draw token ids [B] from scores [B, V] by random numbers [B]; penalties were applied."""
         scores = scores.clamp(max=settings.LARGEST)
         if self.shortlist is None or self.shortlist >= scores.shape[-1]:
             return drawn(self.warpers(None, scores), numbers)
@@ -133,13 +135,13 @@ class Sampler:
         return ids.gather(-1, place[:, None])[:, 0]
 
     def numbers(self, count: int = 1) -> Tensor:
-        """The generator's next random numbers [count], from 0 to below 1."""
+        """Return the generator's next random numbers [count], from 0 to below 1."""
         return torch.rand(count, generator=self.generator, dtype=torch.float64)
 
     def logprobs(self, logits: Tensor, token: int, top: int) -> list[tuple[int, float]]:
-        """The `token` and the `top` likeliest ones, each with its log probability.
+        """Return the `token` and the `top` likeliest ones, each with its log probability.
 
-        By the model's own distribution, whatever the settings; of logits [1, V].
+        It is that of the model's own distribution, logits [1, V], whatever the settings.
         """
         shares = logits[0].float().log_softmax(-1)
         likeliest = shares.topk(min(top, len(shares)))
@@ -152,9 +154,9 @@ class Sampler:
 
 @torch.inference_mode()
 def draw_each(logits: Tensor, samplers: Mapping[int, Sampler]) -> Tensor:
-    """Token ids [B] from logits [B, V], each by the sampler of its row; arbitrary without one.
+    """Draw token ids [B] from logits [B, V], each by its row's sampler; arbitrary without one.
 
-    All have recipes, and those of one recipe draw in one go.
+    All samplers must have recipes, and those of one recipe draw in one go.
     """
     found, groups = logits.argmax(-1), defaultdict[tuple[float, ...], list[int]](list)
     at_once = AT_ONCE if logits.is_cuda else 1
@@ -172,11 +174,11 @@ def draw_each(logits: Tensor, samplers: Mapping[int, Sampler]) -> Tensor:
 
 
 def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
-    """Token ids [B], each with the share that a softmax of its scores [B, V] gives it.
+    """Draw token ids [B], each as often as the softmax of its scores [B, V] says.
 
     Args:
-        scores: of which -inf is never drawn.
-        numbers: [B] random ones, from 0 to below 1.
+        scores: [B, V]; a token of -inf is never drawn.
+        numbers: [B], random numbers from 0 to below 1.
     """
     wide = torch.float32 if scores.device.type == "mps" else torch.float64
     shares = scores.softmax(-1)
@@ -189,10 +191,10 @@ def drawn(scores: Tensor, numbers: Tensor) -> Tensor:
 
 
 class Nucleus(TopPLogitsWarper):  # type: ignore[misc]
-    """The same on a CPU, but that it sorts the whole vocabulary only if many tokens are likely."""
+    """A `TopPLogitsWarper` that sorts the whole vocabulary on a CPU only if it must."""
 
     def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        """Scores [B, V]: -inf but for the likeliest tokens that together have the share `top_p`."""
+        """Return scores [B, V], -inf but for the likeliest tokens with the share `top_p` in all."""
         if scores.device.type == "cpu":
             total = scores.logsumexp(-1, keepdim=True)
             for count in LIKELIEST:
@@ -208,10 +210,10 @@ class Nucleus(TopPLogitsWarper):  # type: ignore[misc]
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host, on a device.
+    """Copy a tensor of the host to a device, without waiting for a GPU.
 
-    A GPU may still compute the logits. Had the host to wait for them here, what is launched to draw
-    from them would come one after the other, and the GPU idle in between.
+    The GPU may still compute the logits. If the host waited for them here, the kernels that draw
+    from them would be launched one by one, and the GPU would idle in between.
     """
     if device.type != "cuda":
         return values.to(device)
@@ -219,7 +221,7 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _given(config: GenerationConfig, name: str) -> bool:
-    """Whether a setting would change what is drawn."""
+    """Return whether a setting would change which token is drawn."""
     return getattr(config, name, None) not in (None, NEUTRAL[name])
 
 
@@ -239,7 +241,7 @@ def _shortlist(config: GenerationConfig) -> int | None:
 def _processors(
     config: GenerationConfig, greedy: bool
 ) -> tuple[LogitsProcessorList, LogitsProcessorList]:
-    """Those that look at the tokens so far, and those that look at the likeliest scores alone."""
+    """Return the processors that look at the tokens so far, and those that look at scores alone."""
     given = partial(_given, config)
     repetition, warpers = LogitsProcessorList(), LogitsProcessorList()
     if given("repetition_penalty"):

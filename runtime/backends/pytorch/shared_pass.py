@@ -1,4 +1,4 @@
-"""One pass through the model for a token of each of several sessions, over caches of their own.
+"""Reads a token of each of several sessions in one pass, over caches of their own.
 
 Matrix products, norms and feed-forward parts take the tokens of all sessions as rows, so that
 weights are read once and an operator is called once; only attention runs for one session after
@@ -63,7 +63,7 @@ class SharedPass:
         return sum(x.keys.nbytes for layers in self._rotated_keys for x in layers)
 
     def fits(self, answer: Answer) -> bool:
-        """Whether a session's token can be read in such a pass: any can."""
+        """Return True: a token of any session can be read in such a pass."""
         return True
 
     def join(self, answer: Answer) -> None:
@@ -123,7 +123,7 @@ class SharedPass:
 
 
 def read_token_of_each(model: Any, tokens: Sequence[int], caches: Sequence[BudgetCache]) -> Tensor:
-    """Read a token into each of these caches in one pass, and evict there; logits [S, V].
+    """Read a token into each of these caches in one pass, and evict; returns logits [S, V].
 
     Args:
         model: a causal language model loaded with `attn_implementation='kvcap'`, on a CPU.
@@ -160,16 +160,16 @@ def rotated_key_shapes(cache: BudgetCache, dtype: torch.dtype) -> list[tuple[int
 
 
 def passes_on(device: torch.device | str) -> bool:
-    """Whether sessions share passes on a device: on a CPU, where no kernels of kvcap's run.
+    """Return whether sessions share passes on a device: on a CPU without kvcap's own kernels.
 
-    Elsewhere a pass over caches of their own launches as many kernels as passes by turns, most of
-    whose time that is, and no CUDA graph replays it.
+    Elsewhere such a pass would save nothing: it launches as many kernels as one pass for each
+    session, which is most of their time, and no CUDA graph can replay it.
     """
     return torch.device(device).type == "cpu" and not ready(torch.empty(0))
 
 
 def why_no_pass(cache: BudgetCache) -> str | None:
-    """Why sessions that hold caches such as this one cannot share passes; None: they can."""
+    """Return why sessions that hold caches such as this one cannot share passes; None: they can."""
     shape, layout = cache.layout.shape, cache.layout
     if shape.slides:
         return "native sliding layers grow and shrink"
@@ -188,9 +188,9 @@ def why_no_pass(cache: BudgetCache) -> str | None:
 
 
 def rehearse_pass(config: Any, settings: CacheSettings, plan: MemoryPlan, size: int) -> int:
-    """The most bytes that reading a token of each of `size` sessions takes, with its logits.
+    """Return the most bytes that reading a token of each of `size` sessions takes, with logits.
 
-    By a dry run as `rehearse_block`, over caches that hold all that they may and evict.
+    They are counted in a dry run, as by `rehearse_block`, over full caches that evict.
     """
     dtype: torch.dtype = getattr(torch, plan.dtype)
     most = plan.budget_tokens + (settings.evict_every or 1) - 1  # in use before a token evicts
@@ -215,7 +215,7 @@ def rehearse_pass(config: Any, settings: CacheSettings, plan: MemoryPlan, size: 
 
 
 class _Caches(Cache):  # type: ignore[misc]
-    """What the model takes for its cache during a pass."""
+    """A cache for the model during a pass, which stands for those of all sessions."""
 
     def __init__(self, caches: Sequence[BudgetCache], starts: Sequence[int]) -> None:
         contexts = [ForwardContext(start, 1) for start in starts]
@@ -224,7 +224,7 @@ class _Caches(Cache):  # type: ignore[misc]
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of all sessions."""
+    """A layer of `_Caches`, which stands for that layer of all sessions."""
 
     is_sliding = False
     is_compileable = False
@@ -251,7 +251,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         position_ids: Tensor | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Attention [S, H, 1, D] of each session's token, then eviction; see `CappedLayer`."""
+        """Attend with each session's token [S, H, 1, D], then evict; see `BudgetLayer.attend`."""
         rows = zip(self._layers, query.split(1), strict=True)
         return torch.cat(
             [layer.attend(module, q, scaling, softcap, None, sinks) for layer, q in rows]
@@ -263,21 +263,21 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
             layer.take_back()
 
     def get_seq_length(self) -> int:
-        """Tokens that the longest session has read."""
+        """Return how many tokens the longest session has read."""
         return max(layer.seen for layer in self._layers)
 
     def get_mask_sizes(self, _: int | Tensor) -> tuple[int, int]:
-        """So many slots that no mask is made: a token sees all that its session holds."""
+        """Return sizes for which no mask is made: a token sees all that its session holds."""
         return Slots.of(self.get_seq_length() + 1), 0
 
     def get_max_cache_shape(self) -> int:
-        """-1: a conversation may be of any length."""
+        """Return -1: a conversation may be of any length."""
         return -1
 
     get_max_length = get_max_cache_shape
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Nothing: the sessions' own caches have their memory."""
+        """Do nothing: the sessions' own caches have their memory."""
 
     offload = prefetch = reset = refuse_moving
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse_reordering

@@ -40,9 +40,9 @@ from kvcap.runtime.types import NEUTRAL
 def gather(
     session: Session, identity: dict[str, Any]
 ) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
-    """The tensors of a session, as views where possible, and all its other facts.
+    """Return the tensors of a session, as views where possible, and all its other facts.
 
-    `identity` is that of `identity_of`.
+    `identity` is what `identity_of` returns.
 
     Raises:
         SessionBroken: layers have read different tokens.
@@ -86,7 +86,7 @@ def gather(
 
 
 def settings(generation: GenerationConfig) -> dict[str, Any]:
-    """The settings of generation that a session saves, for any version of transformers."""
+    """Return the settings of generation that a session saves, for any version of transformers."""
     given = {name: getattr(generation, name, None) for name in SETTINGS}
     return {**NEUTRAL, **{name: value for name, value in given.items() if value is not None}}
 
@@ -122,7 +122,7 @@ def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: S
 
 @contextmanager
 def _corrupt_if_wrong(file: SessionFile) -> Iterator[None]:
-    """Call the file corrupt where what it says leads to an error that has no name."""
+    """Raise SessionFileCorrupt in place of an unnamed error, which the file's contents caused."""
     try:
         yield
     except (
@@ -139,11 +139,11 @@ def _corrupt_if_wrong(file: SessionFile) -> Iterator[None]:
 
 
 def with_saved_sinks(facts: Any, cache: BudgetCache, asked: Eviction) -> Eviction:
-    """The eviction under which a saved session goes on, in a cache of this one's sizes.
+    """Return the eviction under which a saved session goes on, in a cache of this one's sizes.
 
-    Where nobody `asked` for a number, it pins as many first tokens as it was saved with: if they
-    were evicted, pins do not bring them back. They are fewer where a smaller budget does not hold
-    them, and as many as usual under another policy.
+    It pins as many first tokens as it was saved with, unless a number was `asked` for: more pins
+    would not bring evicted tokens back. It pins fewer if a smaller budget does not hold them, and
+    the usual number under another policy.
     """
     if asked.sink_tokens is not None:
         return asked
@@ -162,7 +162,7 @@ def with_saved_sinks(facts: Any, cache: BudgetCache, asked: Eviction) -> Evictio
 
 
 def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
-    """Whether the cache goes on exactly as the saved one would; else its policy takes it over.
+    """Return whether the cache goes on exactly as the saved one; else its policy takes it over.
 
     A policy can take over a cache if the file has all that it needs of the past: the state of equal
     parts, and as many queries as its window holds.
@@ -200,7 +200,10 @@ def continues(facts: Any, cache: BudgetCache, path: str) -> bool:
 
 
 def parts(eviction: Eviction) -> dict[str, Any]:
-    """The parts of an eviction with all their options that matter, as JSON keeps them."""
+    """Return the parts of an eviction with their options, as JSON keeps them.
+
+    Options that only say where memory lies are left out.
+    """
     found: dict[str, Any] = {
         slot: [f"{type(c).__module__}.{type(c).__qualname__}", _placeless(c, c.options())]
         for slot, c in _components(eviction).items()
@@ -211,7 +214,7 @@ def parts(eviction: Eviction) -> dict[str, Any]:
 
 
 def _with_defaults(saved: dict[str, Any], eviction: Eviction) -> dict[str, Any]:
-    """Saved parts, with the defaults of options that came after the file was written."""
+    """Return saved parts, with defaults for options that the file's version did not have."""
     found = dict(saved)
     for slot, part in _components(eviction).items():
         kind, options = saved.get(slot) or (None, dict[str, Any]())
@@ -222,7 +225,7 @@ def _with_defaults(saved: dict[str, Any], eviction: Eviction) -> dict[str, Any]:
 
 
 def _placeless(part: Component, options: dict[str, Any]) -> dict[str, Any]:
-    """Options but for those that say where memory lies."""
+    """Return options without those that say where memory lies."""
     return {name: value for name, value in options.items() if name not in part.placing}
 
 
@@ -238,7 +241,7 @@ def identity_of(
     kv_dtype: str | None = None,
     weights: str | None = None,
 ) -> dict[str, Any]:
-    """Everything that must agree for a saved session's keys and values to be usable."""
+    """Return all facts that must agree for a saved session's keys and values to be usable."""
     return {
         "model": name,
         "revision": getattr(model.config, "_commit_hash", None),
@@ -268,7 +271,7 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
             f"{path!r} was saved with weights of {held or facts['dtype']}, and these are of "
             f"{own or mine['dtype']}; start {how}"
         )
-    # A fingerprint is of weights in one dtype: in another, the name is what tells models apart.
+    # Fingerprints depend on the dtype of weights; in another dtype models are compared by name.
     same_dtype, same_name = (facts[name] == mine[name] for name in ("dtype", "model"))
     if facts["fingerprint"] != mine["fingerprint"] and (same_dtype or not same_name):
         also = "" if same_dtype else f" and --dtype {facts['dtype']}"
@@ -292,9 +295,9 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
 
 
 def fingerprint(model: Any) -> str:
-    """A digest of a model's shape, its positions and a few values of every weight.
+    """Return a digest of a model's shape, its positions and a few values of every weight.
 
-    Its config is not part of it, since its fields differ between versions of transformers.
+    The config is not part of it, as its fields differ between versions of transformers.
     """
     shape = ModelShape.of(model.config.get_text_config(decoder=True))
     total = hashlib.sha256()
@@ -302,8 +305,8 @@ def fingerprint(model: Any) -> str:
         rope = layer.rope
         window = layer.window if layer.kind == "sliding" else None
         turns = [] if rope is None or rope.inv_freq is None else rope.inv_freq.tolist()
-        told = (window, rope and rope.kind, [f"{x:.6g}" for x in turns])
-        total.update(repr(told).encode())
+        facts = (window, rope and rope.kind, [f"{x:.6g}" for x in turns])
+        total.update(repr(facts).encode())
     total.update(repr(replace(shape, layers=())).encode())
     for name, weight in model.named_parameters():
         some = weight.detach()
