@@ -24,7 +24,7 @@ from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.threads import by_a_thread
 
-DISK = "4GiB"  # of saved conversations
+DISK = "4GiB"  # the most that saved conversations take, by default
 
 
 @dataclass

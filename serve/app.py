@@ -41,11 +41,11 @@ from kvcap.serve.limits import Bodies, RequestLimits
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.streaming import SESSION, ChatForm, Form, TextForm, streamed, whole
 
-OPEN = frozenset({"/health"})  # asks for no key
+OPEN = frozenset({"/health"})  # paths that need no API key
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(:\d*)?")  # a name or an address, and a port
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-GONE = 499  # nobody reads it
+GONE = 499  # status of an answer whose client has left
 
 Body = TypeVar("Body", bound=schemas.Request)
 
@@ -233,7 +233,7 @@ class Keys(AuthenticationBackend):
         if self.digests and conn.scope["path"] not in self.open_paths:
             scheme, _, key = conn.headers.get("authorization", "").partition(" ")
             given = hashlib.sha256(key.strip().encode("latin-1")).digest()
-            # Every key is compared, each in constant time, so that no clock tells how near one is.
+            # Every key is compared in constant time, so that timing does not show how near one is.
             same = [hmac.compare_digest(given, known) for known in self.digests]
             if scheme.lower() != "bearer" or not any(same):
                 what = "a wrong API key was" if key else "no API key was"

@@ -33,7 +33,7 @@ from kvcap.runtime.planning.serving import usual_body
 from kvcap.runtime.types import POCKET
 from kvcap.runtime.units import parse_bytes
 
-if TYPE_CHECKING:  # an extra stands behind these
+if TYPE_CHECKING:  # needs packages of the extra `serve`
     from kvcap.serve.server import Server
 
 ADVICE = "--host {host} lets other machines in; give --api-key, or say --insecure to let in anybody"
@@ -260,7 +260,7 @@ def serve_command(
         model, address, load, engine, backend, budget, running, sampling, Output(quiet=quiet),
         recalling,
     )  # fmt: skip
-    # uvicorn hears SIGTERM itself and raises it again once all is saved: then the end is a good one
+    # uvicorn handles SIGTERM, and raises it again once all is saved: then the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(KeyboardInterrupt):
         server.run()

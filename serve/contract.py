@@ -75,15 +75,15 @@ class Piece(NamedTuple):
 class Usage:
     """A count of what an answer took, in tokens; `cap_bytes` are bytes."""
 
-    prompt_tokens: int  # of the whole request: read now, or reused
-    reused_tokens: int  # that the conversation had read before, evicted ones too
+    prompt_tokens: int  # the whole request's: those that were read, and those reused
+    reused_tokens: int  # those that the conversation had read before, evicted ones too
     completion_tokens: int
-    held: int  # in the cache afterwards, per KV head and layer, at most the budget
-    waiting: int  # above it, until the next eviction
-    evicted: int  # read at some time, and no longer held
+    held: int  # slots in use afterwards, per KV head and layer, at most the budget
+    waiting: int  # slots in use above the budget, until the next eviction
+    evicted: int  # tokens that were read and are not held
     cap_bytes: int  # the cap of the conversation's cache
-    recalled_tokens: int = 0  # of the prompt: evicted text that was read again
-    recalled_passages: int = 0  # that these have
+    recalled_tokens: int = 0  # prompt tokens that are evicted text, read again
+    recalled_passages: int = 0  # passages of evicted text that these tokens are
 
 
 class Reply(Protocol):
@@ -133,32 +133,32 @@ class Figures:
     policy: str = ""
     budget_tokens: int = 0
     places: int = 0  # conversations that fit in memory
-    in_memory: int = 0  # conversations in these, idle ones too
-    answering: int = 0
-    paused: int = 0  # of these, waiting for their reader
+    in_memory: int = 0  # conversations in memory, idle ones too
+    answering: int = 0  # conversations that are being answered
+    paused: int = 0  # answers that wait for their reader
     waiting: int = 0  # requests in the queue
     most_waiting: int = 0  # the queue's bound
-    on_disk: int = 0  # conversations
-    memory_bytes: int = 0  # of all caches that were made
-    index_bytes: int = 0  # of the indexes of these conversations' text
+    on_disk: int = 0  # saved conversations
+    memory_bytes: int = 0  # bytes of all caches
+    index_bytes: int = 0  # bytes of the indexes of conversations' text
     disk_bytes: int = 0
     disk_cap: int = 0
     process_bytes: int = 0
-    memory_cap: int | None = None  # of the process; None: there is none
+    memory_cap: int | None = None  # bytes that the process may take; None: no cap
     closing: bool = False
     asked: int = 0  # requests, refused ones too
-    answered: int = 0  # to their end
-    stopped: int = 0  # by their reader, or as nobody read them
+    answered: int = 0  # requests answered to their end
+    stopped: int = 0  # answers that their reader stopped or did not read
     failed: int = 0
-    refused: int = 0  # as too many waited
-    prompt_tokens: int = 0  # read
-    reused_tokens: int = 0  # that need not be read again
+    refused: int = 0  # requests refused because the queue was full
+    prompt_tokens: int = 0  # tokens of prompts that were read
+    reused_tokens: int = 0  # tokens of prompts that were in a cache already
     completion_tokens: int = 0
     evicted_tokens: int = 0
-    recalled_tokens: int = 0  # of those read, that were evicted before
-    saved: int = 0  # conversations to disk
-    restored: int = 0  # from disk
-    dropped: int = 0  # files that could not be taken, or conversations that could not be saved
+    recalled_tokens: int = 0  # prompt tokens read again after their eviction
+    saved: int = 0  # conversations written to disk
+    restored: int = 0  # conversations read from disk
+    dropped: int = 0  # saved files that could not be read, and conversations that were not saved
 
 
 class Conversations(Protocol):

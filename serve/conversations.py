@@ -38,28 +38,28 @@ class Conversation:
 
     owner: str
     id: str
-    key: str = ""  # of its messages; empty while there are none
+    key: str = ""  # stands for its messages; empty while there are none
     session: Session | None = None  # None until it is made
     state: State = "answering"
     used: float = field(default_factory=time.monotonic)
-    file: str | None = None  # the last one that was written of it
-    clean: bool = False  # that file holds what the session does
+    file: str | None = None  # the name of its last saved file
+    clean: bool = False  # says that the file is up to date
 
 
 class MatchedConversation(NamedTuple):
     """A conversation that a request goes on, in memory or on disk; empty where none does."""
 
-    conversation: Conversation | None = None  # in memory
-    saved: ConversationFile | None = None  # or on disk
-    messages: int = 0  # that need not be read again
-    wait: bool = False  # what is held is being answered or moved: to be asked again
+    conversation: Conversation | None = None  # one in memory
+    saved: ConversationFile | None = None  # or one on disk
+    messages: int = 0  # how many messages need not be read again
+    wait: bool = False  # says that it is being answered or moved: look again afterwards
 
 
 class OfferedPlace(NamedTuple):
     """A place in memory that is offered to a conversation."""
 
-    session: Session | None  # None: a new one is to be made
-    leaving: Conversation | None = None  # which has it yet, and is to be saved
+    session: Session | None  # None: make a new session
+    leaving: Conversation | None = None  # the conversation that must be saved and leave it first
 
 
 class Held:
@@ -156,7 +156,7 @@ class Held:
         named = None if ask.messages is None else ask.session_id
         made = ask.fresh_id or secrets.token_hex(8)
         if saved is not None and self.known(ask.owner, saved.tag) is None:
-            made = saved.tag  # else it is a second one, with the same beginning
+            made = saved.tag  # else another conversation with the same beginning has that id
         found = Conversation(ask.owner, named or made, session=session)
         if saved is not None:
             found.key, found.file, found.clean = saved.key, saved.name, True
@@ -177,7 +177,7 @@ class Held:
         """
         assert self.disk is not None
         name = self.disk.save(one.session, one.owner, one.id, one.key, one.file, wanted)
-        one.clean = True  # or it cannot be written, and is not tried again
+        one.clean = True  # if writing failed, too, as it would fail again
         one.file = name or one.file
 
 
@@ -303,7 +303,7 @@ def begin(session: Session, ask: Ask, count: int, recall: RecallSettings) -> Ite
     session.set_generation(**{"seed": None, **ask.options})
     session.recall.limit = recall.limit(budget)
     if session.recall.limit and session.cache.seen > budget:
-        session.recall.index(session.read_ids)  # here, where it holds no other answer up
+        session.recall.index(session.read_ids)  # here, as it does not delay other answers
     if ask.messages is None:
         assert ask.prompt is not None
         return session.complete(ask.prompt, recall=ask.recall is not None)

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvcap.serve.errors import ApiError
 
 MIB = 2**20
-HEAD_BYTES = 2**15  # of a request's first lines
+HEAD_BYTES = 2**15  # the most bytes of a request's line and headers
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class RequestLimits:
     messages: int = 4096
     answer_tokens: int = 32768
     connections: int = 256  # each may have some 128 KiB of what is read and written
-    bodies_bytes: int = 16 * MIB  # that are being read at the same time
-    head_seconds: float = 20.0  # until a request's first lines are there
-    body_seconds: float = 60.0  # until its body is
-    write_seconds: float = 30.0  # that a client may read nothing of what was written
-    quiet_seconds: float = 10.0  # after which a stream without a token says that it is alive
+    bodies_bytes: int = 16 * MIB  # of all bodies that are being received
+    head_seconds: float = 20.0  # for a request's line and headers to arrive
+    body_seconds: float = 60.0  # for its body to arrive
+    write_seconds: float = 30.0  # how long a client may leave everything unread
+    quiet_seconds: float = 10.0  # after which a stream without a token sends a comment
 
 
 class Bodies:

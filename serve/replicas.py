@@ -40,9 +40,9 @@ from kvcap.serve.saved import digest, tag
 if TYPE_CHECKING:
     from kvcap.serve.strip import Strip
 
-ROUTED = 6  # hexadecimal digits of an id that say where it goes: 16 million places on the ring
-LOOK_S = 2.0  # between two looks at all replicas
-PATIENCE_S = 60  # a replica that has to end has so long to save its conversations
+ROUTED = 6  # first hexadecimal digits of an id, which choose its replica: 16 million places
+LOOK_S = 2.0  # seconds between two looks at all replicas
+PATIENCE_S = 60  # seconds that a replica has to save its conversations before it ends
 log = logging.getLogger("kvcap.serve")
 
 
@@ -79,8 +79,8 @@ class ReplicaState(NamedTuple):
     """A state that a replica reports: what it holds, or why it could not open."""
 
     replica: str
-    summary: str = ""  # of its plan
-    figures: Figures = Figures()  # cannot be changed
+    summary: str = ""  # of its memory plan
+    figures: Figures = Figures()  # a default that all share, as it is frozen
     failure: Exception | None = None  # why it could not open
 
 
@@ -106,7 +106,7 @@ class Replica:
                 shared=True,
                 **opening.load,
             )
-        except (KvcapError, ValueError) as error:  # `state` reports it to whoever started it
+        except (KvcapError, ValueError) as error:  # `state` reports it to the front end
             self.failure = error
 
     async def answer(self, ask: Ask) -> AsyncIterator[AnswerPiece | AnswerEnd]:
@@ -256,7 +256,7 @@ class Replicas:
 
     def __init__(self, handle: Any, leave: Any) -> None:
         self._handle, self._leave = handle, leave
-        self._known: dict[str, Figures] = {}  # the newest of every replica that there was
+        self._known: dict[str, Figures] = {}  # newest figures of every replica, ended ones too
         self._up: set[str] = set()
         self._closing = threading.Event()
         states = self._look()
@@ -344,7 +344,7 @@ class Replicas:
 
     def _keep_looking(self) -> None:
         while not self._closing.wait(LOOK_S):
-            with contextlib.suppress(Exception):  # of Ray's; the next look may do better
+            with contextlib.suppress(Exception):  # Ray's errors; the next look may succeed
                 self._look()
 
 
@@ -462,7 +462,7 @@ def open_replicas(
     app = f"kvcap-{re.sub('[^A-Za-z0-9.-]', '-', name)}"
 
     def leave() -> None:
-        with contextlib.suppress(Exception):  # the cluster may be gone before us
+        with contextlib.suppress(Exception):  # the cluster may have ended already
             serve.delete(app)
         ray.shutdown()
 

@@ -34,10 +34,10 @@ from kvcap.runtime.errors import (
 from kvcap.runtime.files import PART, locked, remove_abandoned
 
 NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{32})\.kvcap")
-FACTS = 64 << 10  # bytes of a file beside the cache and what was said
+FACTS = 64 << 10  # bytes of a file besides the cache and the messages
 LOCK, WRITING = ".lock", ".writing"
-ASIDE = ".unreadable"  # behind the name of a file that cannot be read, and its number from 2 on
-TICK_NS = 100_000_000  # two changes of a folder within it can have the same time
+ASIDE = ".unreadable"  # is appended to an unreadable file's name, then -2, -3, ... if that exists
+TICK_NS = 100_000_000  # two changes of a folder closer than this can have the same time
 log = logging.getLogger("kvcap.serve")
 
 
@@ -57,7 +57,7 @@ class ConversationFile:
 
     name: str
     nbytes: int
-    used: float  # seconds since 1970; 0 for one whose conversation went on
+    used: float  # seconds since 1970; 0: its conversation went on in memory
 
     @property
     def tag(self) -> str:
@@ -87,8 +87,8 @@ class SavedConversations:
     def __init__(self, folder: str | os.PathLike[str], cap: int, *, shared: bool = False) -> None:
         self.folder, self.cap, self._shared = Path(folder), cap, shared
         self.saved = self.restored = self.dropped = 0
-        self._scanned = 0  # the folder's time when its names were read, if that can be trusted
-        self._left_out: set[str] = set()  # names of files that could not be taken
+        self._scanned = 0  # the folder's time when its names were read; 0: read them again
+        self._left_out: set[str] = set()  # names of files that could not be restored
         self._aside = 0  # bytes of files that are set aside
         self._lock = threading.Lock()
         self._files: dict[
@@ -99,7 +99,7 @@ class SavedConversations:
             self._held = self._hold()
             if shared:
                 remove_abandoned(self.folder, NAME.pattern)
-            else:  # all are of a server that ended while it wrote
+            else:  # left by a server that ended while it wrote
                 for entry in os.scandir(self.folder):
                     if entry.name.endswith(PART):
                         os.unlink(entry.path)
@@ -246,7 +246,7 @@ class SavedConversations:
             self.dropped += 1
             log.warning("a conversation is not kept: %s", error)
             return None
-        except Exception:  # a fault of this program, which must not become another request's
+        except Exception:  # a fault of kvcap, which must not fail the next request
             self.dropped += 1
             log.exception("a conversation is not kept")
             return None
@@ -262,7 +262,7 @@ class SavedConversations:
         One that cannot be read is set aside and never removed: what is wrong may be this program.
         """
         path = self.folder / saved.name
-        if not path.exists():  # it had to make room
+        if not path.exists():  # removed to make room
             with self._lock:
                 self._drop(saved)
             return False
@@ -275,7 +275,7 @@ class SavedConversations:
             if isinstance(error, SessionFileCorrupt):
                 aside = self._put_aside(saved)
                 log.warning("a saved conversation is set aside as %s: %s", aside, error)
-            else:  # another model's: for a server of that
+            else:  # another model's, whose server may still want it
                 with self._lock:
                     self._left_out.add(saved.name)
                 log.warning("a saved conversation is left out: %s", error)
@@ -313,7 +313,7 @@ class SavedConversations:
             try:
                 os.rename(self.folder / saved.name, target)
                 self._aside += saved.nbytes
-            except OSError:  # another process has done so, or nobody can: it is not looked at again
+            except OSError:  # another process renamed it, or none can: do not look at it again
                 self._left_out.add(saved.name)
         return target
 
@@ -335,7 +335,7 @@ class SavedConversations:
         with self._lock:
             files = self._all()
         for one in files if self._shared else ():
-            with contextlib.suppress(OSError):  # removed; nothing is lost by removing it again
+            with contextlib.suppress(OSError):  # another process removed it
                 found = os.stat(self.folder / one.name)
                 one.nbytes, one.used = found.st_size, found.st_mtime
         files.sort(key=lambda one: (one.name == wanted, one.used))

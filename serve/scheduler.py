@@ -49,7 +49,7 @@ from kvcap.serve.threads import by_a_thread
 if TYPE_CHECKING:
     from kvcap.serve.strip import Strip
 
-LONG = 1 << 16  # letters of a request; making tokens of them takes some 200 bytes each for a while
+LONG = 1 << 16  # letters of a long request; tokenising takes some 200 bytes a letter for a while
 log = logging.getLogger("kvcap.serve")
 
 Looked = TypeVar("Looked")
@@ -62,11 +62,11 @@ class Limits:
     places: int = 64  # conversations in memory
     together: int = 8  # answers that are written at once
     waiting: int = 64  # requests in the queue
-    waiting_letters: int = 16 << 20  # of these
+    waiting_letters: int = 16 << 20  # letters of all requests in the queue
     buffered: int = 256  # pieces of an answer that wait for their reader
-    save_after_s: float = 5.0  # an idle conversation is written to disk
-    grace_s: float = 5.0  # an answer that nobody reads is ended, if its place is wanted
-    patience_s: float = 60.0  # or even if it is not
+    save_after_s: float = 5.0  # seconds until an idle conversation is written to disk
+    grace_s: float = 5.0  # seconds until an unread answer ends if its place is wanted
+    patience_s: float = 60.0  # seconds until an unread answer ends in any case
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class Job:
 
     ask: Ask
     keys: list[str]
-    loop: asyncio.AbstractEventLoop  # in which it is read
+    loop: asyncio.AbstractEventLoop  # its reader's
     ready: asyncio.Event
     letters: int
     pieces: deque[Piece] = field(default_factory=deque)  # filled here, emptied by the reader
@@ -85,14 +85,14 @@ class Job:
     error: Exception | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    parsed: Parsed | None = None  # where tools were offered
+    parsed: Parsed | None = None  # set if tools were offered
     session_id: str | None = None
     conversation: Conversation | None = None
     answer: Iterator[str] | None = None
-    key: str = ""  # of the conversation before
-    seen: int = 0  # tokens that it had read
+    key: str = ""  # the conversation's key before this request
+    seen: int = 0  # tokens that the conversation had read before this request
     noted: int = 0  # tokens whose log probabilities were sent
-    paused: float | None = None  # since when it waits for its reader
+    paused: float | None = None  # when it began to wait for its reader; None: it does not wait
 
     def likely(self, session: Session) -> tuple[Logprob, ...] | None:
         """Return how likely the tokens of the newest piece were, if that was asked for."""
@@ -172,14 +172,14 @@ class Answering:
     async def __anext__(self) -> Piece:
         job = self._job
         while True:
-            job.hungry = True  # first, as a piece can come between a look and a wait
+            job.hungry = True  # set before looking, as a piece can come between look and wait
             if job.pieces:
                 job.hungry = False
                 piece = job.pieces.popleft()
                 self._scheduler.was_read(job)
                 return piece
             if job.ended:
-                if job.pieces:  # the last ones came after that look
+                if job.pieces:  # the last ones came after `job.pieces` was looked at
                     continue
                 if (error := job.error) is not None:
                     job.error = None
@@ -234,22 +234,22 @@ class Scheduler:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: list[Job] = []
         self._preparing: list[Job] = []
-        self._answering: dict[int, Job] = {}  # by the id of the session
-        self._looks: list[Callable[[], bool]] = []  # whether each has found what it is for
+        self._answering: dict[int, Job] = {}  # by the `id` of the session
+        self._looks: list[Callable[[], bool]] = []  # look-ups; each returns whether it is done
         self._count = dict.fromkeys(
             ("asked", "answered", "stopped", "failed", "refused", "prompt_tokens", "reused_tokens",
              "completion_tokens", "evicted_tokens", "recalled_tokens"), 0,
         )  # fmt: skip
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._queued = self._queued_letters = 0
         self._closing = False
-        self._mean_s = 1.0  # of an answer, from its first block to its end
-        self._moving = 0  # tasks beside the worker
+        self._mean_s = 1.0  # mean seconds of an answer, from its first block to its end
+        self._moving = 0  # tasks of the second thread
         self._second = ThreadPoolExecutor(1, "kvcap-serve-second")
         self._worker = threading.Thread(target=self._run, name="kvcap-serve", daemon=True)
         self._worker.start()
 
-    # Called by any event loop.
+    # Methods that any event loop may call.
 
     def submit(self, ask: Ask) -> Answering:
         """Put a request into the queue; see `Conversations.submit`."""
@@ -325,7 +325,7 @@ class Scheduler:
                 assert one.session is not None
                 blank(one.session)
                 self._held.close(one)
-            return None  # once more: it may be saved just now
+            return None  # look again, as it may be on its way to disk
 
         await self._looked_up(look, unknown)
 
@@ -409,7 +409,7 @@ class Scheduler:
             self._closing = True
         self._calls.put(lambda: None)
 
-    # Called by the worker alone, from here on.
+    # Methods that only the worker calls.
 
     def _run(self) -> None:
         try:
@@ -433,7 +433,7 @@ class Scheduler:
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._calls.get_nowait()()
-            for job in self._waiting:  # that came while it ended
+            for job in self._waiting:  # requests that came while it ended
                 job.end("error", self._busy())
             for look in self._looks:
                 look()
@@ -486,7 +486,7 @@ class Scheduler:
                 return
             found = self._held.find(job.ask, job.keys)
             if found.wait:
-                continue  # for a conversation that is in use; others need not
+                continue  # this request waits for its conversation, others need not
             leaving = None
             if found.conversation is not None:
                 conversation = found.conversation
@@ -633,7 +633,7 @@ class Scheduler:
 
     def _stop(self, job: Job, error: Exception | None = None) -> None:
         """End a job whose reader is gone, or for the reason `error`."""
-        if job.ended or job in self._preparing:  # which is looked at when it is prepared
+        if job.ended or job in self._preparing:  # `cancelled` is checked once it is prepared
             return
         if job in self._waiting:
             self._waiting.remove(job)

@@ -128,7 +128,7 @@ class MessageToolCall(Strict):
     id: Short = ""
     type: Literal["function"] = "function"
     function: Called
-    index: int | None = None  # streamed ones have it
+    index: int | None = None  # part of calls that were streamed
 
 
 class ChatMessage(Strict):
@@ -139,7 +139,7 @@ class ChatMessage(Strict):
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=TOOLS)] | None = None
     tool_call_id: Short | None = None
     pin: bool = False
-    # What OpenAI's own objects carry, and what a chat template has no place for.
+    # Fields of OpenAI's own objects, and fields that no chat template uses.
     name: None = None
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -298,10 +298,10 @@ class Request(Strict):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     recall: Annotated[Any, AfterValidator(_recall)] | None = None
     """Says how much evicted text is read again in front of the last message; kvcap's own."""
-    # Answered only where they ask for nothing.
+    # These fields are accepted only with values that ask for nothing.
     n: Literal[1] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    # LABELS: they ask for nothing, whatever they are.
+    # LABELS: they are accepted with any value, as they ask for nothing.
     user: Short | None = None
     metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
     safety_identifier: Short | None = None
@@ -361,7 +361,7 @@ class ChatRequest(Request):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
-    # Answered only where they ask for nothing.
+    # These fields are accepted only with values that ask for nothing.
     parallel_tool_calls: Literal[True] | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
@@ -446,7 +446,7 @@ class CompletionRequest(Request):
 
     prompt: Annotated[str, BeforeValidator(_one_text)]
     logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_OF_TEXT)] | None = None
-    # Answered only where they ask for nothing.
+    # These fields are accepted only with values that ask for nothing.
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None

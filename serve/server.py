@@ -17,7 +17,7 @@ from kvcap.serve.limits import HEAD_BYTES, Patient, RequestLimits
 if TYPE_CHECKING:
     from typing import Self
 
-BACKLOG = 512  # connections that wait to be taken
+BACKLOG = 512  # connections that may wait to be accepted
 
 
 class Server:
@@ -35,7 +35,7 @@ class Server:
         self, app: Starlette, listening: socket.socket, limits: RequestLimits, patience_s: int = 30
     ) -> None:
         self.socket = listening
-        listening.listen(BACKLOG)  # from now on clients wait, and are not refused
+        listening.listen(BACKLOG)  # clients that connect before `run` wait, and are not refused
         config = uvicorn.Config(
             app, log_level="error", access_log=False, lifespan="on", ws="none", loop="asyncio",
             http=type("Connection", (Patient,), {"limits": limits}),

@@ -31,10 +31,10 @@ from kvcap.serve.tool_calls import CallGate, as_calls
 
 LOG = logging.getLogger("kvcap.serve")
 SESSION = "X-Session-Id"
-WRITTEN = json.JSONEncoder(separators=(",", ":")).encode  # made once, as it is used for every token
+WRITTEN = json.JSONEncoder(separators=(",", ":")).encode  # made once, as every token needs it
 DONE = b"data: [DONE]\n\n"
 ALIVE = b": the prompt is being read\n\n"  # a comment, which every client of SSE passes over
-ENDS: Mapping[FinishReason | None, str] = {"stop": "stop"}  # all others cut an answer short
+ENDS: Mapping[FinishReason | None, str] = {"stop": "stop"}  # all others: "length"
 
 Found = TypeVar("Found")
 
@@ -74,7 +74,7 @@ class Form(ABC):
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.model, self.created, self.include_usage = model, int(time.time()), include_usage
         said = {"id": self.id, "object": self.part_object, "created": self.created, "model": model}
-        self._opening = WRITTEN(said)[:-1]  # of every part, which is written for every token
+        self._opening = WRITTEN(said)[:-1]  # the fields that every part of the stream begins with
         self.texts: list[str] = []
 
     @abstractmethod
@@ -177,7 +177,7 @@ class TextForm(Form):
     def __init__(self, model: str, include_usage: bool) -> None:
         super().__init__(model, include_usage)
         self.logprobs: list[Logprob] = []
-        self.letters = 0  # of tokens that were sent
+        self.letters = 0  # of the text whose log probabilities were sent
 
     def begin(self) -> list[dict[str, Any]]:
         """Return no choices, as a completion has no first part."""
@@ -302,7 +302,7 @@ class AnswerStream(StreamingResponse):
     def __init__(
         self, reply: Reply, first: asyncio.Future[Piece | None], events: AsyncIterator[bytes]
     ) -> None:
-        # A proxy that waits for more of an answer would undo the stream.
+        # Proxies must not buffer the answer, which would undo the stream.
         super().__init__(events, headers={"X-Accel-Buffering": "no", **_session(reply)})
         self.reply, self.first = reply, first
 

@@ -80,7 +80,7 @@ def strip_of(session: Session, session_id: str) -> Strip:
     """
     ids, figures, cache = session.read_ids, session.stats, session.cache
     recalled = clipped(session.recall.spans, len(ids))
-    # What is recalled is pinned until its answer is written, by nobody's wish.
+    # Recalled text is pinned until its answer is written; only pins of the user are shown.
     pinned = clipped(session.recall.lasting(cache.pinned_spans), len(ids))
     return Strip(
         session_id=session_id,
@@ -111,7 +111,7 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
     Where none is unknown they spell the whole conversation, special tokens too.
     """
     found = list[str | None]()
-    text: Detokenizer | None = None  # behind an unknown token another one begins
+    text: Detokenizer | None = None  # a new one begins behind each unknown token
     for token in ids:
         if token < 0:
             found.append(None)
