@@ -559,6 +559,22 @@ def test_answers_come_to_their_end_when_the_server_is_stopped():
     assert talk.saved
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_what_is_written_is_sent_at_once(host):
+    """Without TCP_NODELAY an answer's second packet waits until the first was confirmed."""
+    settings = Settings("pocket")
+    try:
+        listening = bound(host, 0)
+    except errors.PortTaken:
+        pytest.skip("this machine has no IPv6")
+    server = Server(application(StandIn(), settings), listening, settings.limits)
+    with server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/health").status_code == 200
+        (one,) = server.server.server_state.connections
+        taken = one.transport.get_extra_info("socket")
+        assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_taken_port_is_said_and_addresses_of_this_machine_are_known():
     with bound("127.0.0.1", 0) as taken:
         taken.listen()
