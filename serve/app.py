@@ -152,7 +152,7 @@ class Api:
         ask = said.ask(
             owner_of(request), _session_id(request), self.settings.limits, self.settings.defaults
         )
-        form = ChatForm(self.settings.model, said.include_usage, calls=bool(ask.tools))
+        form = ChatForm(self.settings.model, said.include_usage, most_calls=said.most_calls)
         return await self._answer(request, ask, form, bool(said.stream))
 
     async def complete(self, request: Request) -> Response:

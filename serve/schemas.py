@@ -186,13 +186,7 @@ class Function(Strict):
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None
-    """Says whether arguments are held to the schema; only false is answered."""
-
-    @model_validator(mode="after")
-    def _unheld(self) -> Function:
-        if self.strict:
-            raise ValueError("strict: arguments are not held to a schema; leave strict out")
-        return self
+    """Changes nothing: the arguments of a call that must be are always held to the schema."""
 
 
 class Tool(Strict):
@@ -361,8 +355,8 @@ class ChatRequest(Request):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
+    parallel_tool_calls: bool | None = None
     # These fields are accepted only with values that ask for nothing.
-    parallel_tool_calls: Literal[True] | None = None
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -401,7 +395,14 @@ class ChatRequest(Request):
         """Return the tools that the chat template is given."""
         if self.tool_choice == "none":
             return ()
-        return tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
+        unread = {"function": {"strict"}}  # it is said to the server, and not to the model
+        return tuple(one.model_dump(exclude_none=True, exclude=unread) for one in self.tools or ())
+
+    @property
+    def most_calls(self) -> int:
+        """Return how many calls of tools the answer may have; 0: no tools are offered."""
+        one = self.forced or self.parallel_tool_calls is False
+        return (1 if one else TOOLS) if self.offered else 0
 
     def further_options(self) -> dict[str, Any]:
         """Return settings that are no plain parameter."""

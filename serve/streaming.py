@@ -115,14 +115,15 @@ class ChatForm(Form):
     Args:
         model: the name that the server has for it.
         include_usage: a stream ends with the usage.
-        calls: tools were offered; calls of them are separated from text.
+        most_calls: of tools that it may have, of which further ones are left out; with 0 no tools
+            were offered, and all is text.
     """
 
     prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, include_usage: bool, *, calls: bool) -> None:
+    def __init__(self, model: str, include_usage: bool, *, most_calls: int) -> None:
         super().__init__(model, include_usage)
-        self.gate = CallGate() if calls else None
+        self.gate, self.most_calls = CallGate() if most_calls else None, most_calls
         self.content = ""
         self.calls: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
@@ -150,7 +151,7 @@ class ChatForm(Form):
             if text := self.gate.end(parsed):
                 found.append(_delta({"content": text}))
             if parsed.tool_calls:
-                self.calls = as_calls(parsed)
+                self.calls = as_calls(parsed)[: self.most_calls]
                 self.content = parsed.content
                 numbered = [{"index": i, **call} for i, call in enumerate(self.calls)]
                 found.append(_delta({"tool_calls": numbered}))

@@ -165,7 +165,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": 5}}}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, None),
-    ({"parallel_tool_calls": False}, None), ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"), ({"modalities": ["audio"]}, None),
     ({"response_format": {"type": "json_schema"}}, "response_format"), ({"audio": {}}, "audio"),
@@ -366,6 +366,26 @@ def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice)
     names = [one["properties"]["name"]["const"]
              for one in talk.asked.options["json_schema"]["anyOf"]]  # fmt: skip
     assert names == (["add", "now"] if choice == "required" else ["add"])
+
+
+def test_a_strict_tool_is_offered_without_that_word(client, talk):
+    """As openai.pydantic_function_tool and what is built on it send it."""
+    client.chat.completions.create(
+        model="pocket",
+        messages=HELLO,
+        tools=[{**TOOL, "function": {**TOOL["function"], "strict": True}}],
+    )
+    assert talk.asked.tools == (TOOL,)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("parallel", "most"), [(True, 2), (None, 2), (False, 1)])
+def test_an_answer_has_one_call_where_several_are_not_wanted(url, talk, parallel, most, stream):
+    talk.script = Script([f"{CALL}\n{CALL}"])
+    said = post(url, tools=[TOOL], parallel_tool_calls=parallel, stream=stream)
+    assert said.status_code == 200, said.text
+    assert said.text.count('"arguments"') == most
+    assert '"finish_reason":"tool_calls"' in said.text
 
 
 def test_no_choice_of_tools_offers_none(client, talk):
