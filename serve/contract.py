@@ -26,7 +26,7 @@ class Ask:
     messages: tuple[Message, ...] | None = None
     """Holds a whole chat, as OpenAI's clients send it every time; messages held are not read again.
 
-    A system prompt comes only as the first, a user's message (or a tool's result) last.
+    A user's message (or a tool's result) comes last.
     """
     prompt: str | None = None
     """Holds a text to continue, without a chat template; it is kept for nobody afterwards."""

@@ -28,7 +28,6 @@ SHOWN = 80  # letters of what was given, in a message about it
 ADVICE = {  # pydantic's kinds of errors whose own words say little, by what is to be done
     "extra_forbidden": "is no parameter that this server knows; leave it out",
     "missing": "is missing; give it",
-    "none_required": "is not supported by this server; leave it out",
 }
 
 

@@ -29,6 +29,7 @@ from kvcap.serve.contract import Ask
 from kvcap.serve.errors import ApiError
 from kvcap.serve.limits import RequestLimits
 
+CACHE = "cache_control"  # says what to keep, as Anthropic's clients do; all is kept here
 STOPS, STOP_LETTERS = 16, 256
 TOOLS = 128
 SCHEMA_DEPTH = 64  # of a JSON schema and of a tool's parameters
@@ -42,6 +43,14 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, said: Any) -> Any:
+        """Leave out what is null, which says of any field that it is not given."""
+        if not isinstance(said, dict):
+            return said
+        return {name: value for name, value in said.items() if value is not None}
+
 
 def _only_text(content: Any) -> Any:
     """Return a message's content as text: of parts, all must be texts."""
@@ -50,17 +59,26 @@ def _only_text(content: Any) -> Any:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or part.keys() != {"type", kind}:
-            what = f"{kind!r}" if isinstance(kind, str) else "no part of a message"
-            raise ValueError(f"part {index} is {what[:40]}; this server reads parts of type 'text'")
+        if kind not in ("text", "refusal") or part.keys() - {CACHE} != {"type", kind}:
+            what = f"{kind!r}"[:40] if isinstance(kind, str) else "no part of a message"
+            raise ValueError(
+                f"part {index} is {what}; this server reads {{'type': 'text', 'text': TEXT}}"
+            )
         if not isinstance(part[kind], str):
             raise ValueError(f"part {index} has no text; give one")
         texts.append(part[kind])
     return "".join(texts)
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _stops(value: Any) -> Any:
+    """Return texts that stop an answer as a list, without empty ones, which stop nothing."""
+    texts = value if isinstance(value, list) else [value]
+    return [text for text in texts if text != ""]
+
+
+def _seed(value: Any) -> Any:
+    """Return a seed; -1, as llama.cpp's clients send it, is none."""
+    return None if type(value) is int and value == -1 else value
 
 
 def _one_text(value: Any) -> Any:
@@ -89,7 +107,7 @@ def _shallow(value: Any) -> Any:
 Text = Annotated[str, BeforeValidator(_only_text)]
 Stop = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=STOP_LETTERS)]],
-    BeforeValidator(_as_list),
+    BeforeValidator(_stops),
     Field(max_length=STOPS),
 ]
 Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
@@ -139,12 +157,13 @@ class ChatMessage(Strict):
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=TOOLS)] | None = None
     tool_call_id: Short | None = None
     pin: bool = False
-    # Fields of OpenAI's own objects, and fields that no chat template uses.
-    name: None = None
-    refusal: None = None
+    name: Short | None = None
+    """Names who speaks, for chat templates that read it; an assistant's is not used."""
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
+    # LABELS: they ask for nothing, whatever they are.
+    reasoning_content: Any = None  # thoughts of earlier answers, which chat templates leave out
+    reasoning: Any = None
+    cache_control: Any = None
 
     @model_validator(mode="after")
     def _fits_role(self) -> ChatMessage:
@@ -155,7 +174,7 @@ class ChatMessage(Strict):
             raise ValueError("a tool's message has no tool_call_id; say which call it answers")
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError(f"tool_call_id is a tool's; this message is of the {self.role}")
-        if self.content is None and not calls:
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("the message has no content; give a text")
         if self.pin and self.role in ("assistant", "tool"):
             raise ValueError(f"a message of the {self.role} cannot be pinned; pin a user's")
@@ -176,6 +195,8 @@ class ChatMessage(Strict):
             ]  # fmt: skip
         if self.tool_call_id is not None:
             found["tool_call_id"] = self.tool_call_id
+        if self.name and role != "assistant":  # an answer in the cache has none, and is the same
+            found["name"] = self.name
         return found
 
 
@@ -194,6 +215,8 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = None
+    """Asks for nothing: a conversation's tools are read once."""
 
 
 def _template_options(value: Any) -> Any:
@@ -287,7 +310,7 @@ class Request(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[Annotated[int, Field(ge=0, le=2**63 - 1)] | None, BeforeValidator(_seed)] = None
     stop: Stop | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     recall: Annotated[Any, AfterValidator(_recall)] | None = None
@@ -300,6 +323,9 @@ class Request(Strict):
     metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
     safety_identifier: Short | None = None
     prompt_cache_key: Short | None = None
+    prompt_cache_retention: Short | None = None
+    store: bool | None = None
+    service_tier: Short | None = None
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Request:
@@ -351,6 +377,8 @@ class ChatRequest(Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
     tool_choice: Annotated[Any, AfterValidator(_choice)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Goes to the chat template by its name; with none `enable_thinking` is false as well."""
     chat_template_kwargs: Annotated[Schema, AfterValidator(_template_options)] | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
@@ -358,8 +386,7 @@ class ChatRequest(Request):
     parallel_tool_calls: bool | None = None
     # These fields are accepted only with values that ask for nothing.
     modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    verbosity: Literal["medium"] | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
@@ -395,7 +422,7 @@ class ChatRequest(Request):
         """Return the tools that the chat template is given."""
         if self.tool_choice == "none":
             return ()
-        unread = {"function": {"strict"}}  # it is said to the server, and not to the model
+        unread = {"function": {"strict"}, CACHE: True}  # said to the server, not to the model
         return tuple(one.model_dump(exclude_none=True, exclude=unread) for one in self.tools or ())
 
     @property
@@ -404,11 +431,21 @@ class ChatRequest(Request):
         one = self.forced or self.parallel_tool_calls is False
         return (1 if one else TOOLS) if self.offered else 0
 
+    @property
+    def template_options(self) -> dict[str, Any] | None:
+        """Return the further names that the chat template gets; None: none were given."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        found: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            found["enable_thinking"] = False
+        return found | (self.chat_template_kwargs or {})
+
     def further_options(self) -> dict[str, Any]:
         """Return settings that are no plain parameter."""
         found: dict[str, Any] = {
             "json_schema": self.held_to,
-            "template_options": self.chat_template_kwargs,
+            "template_options": self.template_options,
         }
         if self.max_completion_tokens is not None:
             found["max_new_tokens"] = self.max_completion_tokens

@@ -25,8 +25,22 @@ from kvcap.runtime.session.template_forms import (
 from kvcap.runtime.types import Message, Span, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
-ALSO = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}
+ALSO = {
+    "system": ("name",), "user": ("name",), "assistant": ("tool_calls",),
+    "tool": ("tool_call_id", "name"),
+}  # fmt: skip
 """Says what a message of a role may have besides its `role` and `content`."""
+MAY_BE_LEFT_OUT = {
+    "tool": (
+        "what a tool returned, in message {}; give the assistant's message with its 'tool_calls' "
+        "before it, or say the result in a message of the user"
+    ),
+    "system": (
+        "what the system says in message {}, behind the first; say it in the first message, or in "
+        "one of the user"
+    ),
+}
+"""Says of roles that some chat templates do not write what is left out, and what to do."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cache
 
@@ -34,7 +48,7 @@ MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cach
 def checked_messages(said: Any) -> list[Message]:
     """Return the messages given to `Session.send`, checked.
 
-    A user's or a tool's comes last, a system prompt first.
+    A user's or a tool's comes last.
 
     Raises:
         MessagesInvalid: neither a text nor such messages, naming the first that is wrong.
@@ -87,10 +101,6 @@ def _checked_message(index: int, given: Any) -> Message:
             f"the content of message {index} is a {type(content).__name__}; give its text"
         )
     check_letters(content)
-    if role == "system" and index:
-        raise MessagesInvalid(
-            f"message {index} is of the system; a system prompt can only be the first message"
-        )
     found: Message = {"role": role, "content": content}
     for key in also:
         if not (value := given.get(key)):
@@ -270,7 +280,7 @@ def turn_has_results(
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> bool:
-    """Return whether `render_turn` writes what tools returned as the whole conversation has it.
+    """Return whether `render_turn` writes `MAY_BE_LEFT_OUT` as the whole conversation has it.
 
     Templates that write a result together with its call (Gemma 4), or look up its name in the call
     (gpt-oss), need the call, which the stand-in for an answer lacks.
@@ -283,7 +293,7 @@ def turn_has_results(
         tools: that the model may call.
         options: further names that the template gets.
     """
-    marked = _marked_results(messages)
+    marked = _marked(messages)
     if marked == list(messages):
         return True
     try:
@@ -295,39 +305,47 @@ def turn_has_results(
         with contextlib.suppress(ChatTemplateMissing):  # it may take only one call at a time
             if not render(tokenizer, said, tools, options).endswith(tail):
                 return False
-    return all(one["content"] in tail for one in marked if one["role"] == "tool")
+    return all(one["content"] in tail for one in marked if one["role"] in MAY_BE_LEFT_OUT)
 
 
-def check_results_written(
+def check_written(
     tokenizer: Any,
+    first: Sequence[Message],
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> None:
-    """Refuse what a tool returned where the chat template leaves it out.
+    """Refuse what a tool returned, or the system says later on, where the template leaves it out.
 
-    Each result is replaced by a marker, so that it does not matter how the template writes it.
+    Each is replaced by a marker, so that it does not matter how the template writes it.
+
+    Args:
+        tokenizer: that has the template.
+        first: the message of the system prompt, if there is one.
+        messages: all others.
+        tools: that the model may call.
+        options: further names that the template gets.
 
     Raises:
         ChatTemplateMissing: naming the first message that is not written.
     """
-    marked = _marked_results(messages)
+    marked = _marked(messages)
     if marked == list(messages):
         return
-    text = render(tokenizer, marked, tools, options)
-    for index, one in enumerate(marked):
-        if one["role"] == "tool" and one["content"] not in text:
+    text = render(tokenizer, [*first, *marked], tools, options)
+    for index, one in enumerate(marked, len(first)):
+        if one["role"] in MAY_BE_LEFT_OUT and one["content"] not in text:
             raise ChatTemplateMissing(
-                f"this model's chat template leaves out what a tool returned, in message {index}; "
-                "give the assistant's message with its 'tool_calls' before it, or say the result "
-                "in a message of the user"
+                f"this model's chat template leaves out {MAY_BE_LEFT_OUT[one['role']]}".format(
+                    index
+                )
             )
 
 
-def _marked_results(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with a marker of its own in place of each tool's result."""
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """Return messages behind a system prompt, with a marker for each that may be left out."""
     return [
-        {**one, "content": f"{MARKER}{index:06}"} if one["role"] == "tool" else one
+        {**one, "content": f"{MARKER}{index:06}"} if one["role"] in MAY_BE_LEFT_OUT else one
         for index, one in enumerate(messages)
     ]
 

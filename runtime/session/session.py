@@ -22,8 +22,8 @@ from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.messages import (
     calls_are_written,
-    check_results_written,
     check_tools_read,
+    check_written,
     checked_messages,
     checked_tools,
     common_suffix,
@@ -327,9 +327,9 @@ class Session:
 
         Args:
             said: a text; or messages that are added to the conversation, dictionaries with 'role'
-                ('system', 'user', 'assistant' or 'tool') and 'content': a system prompt only as the
-                first of a new conversation, a user's message or what a tool returned last. An
-                assistant's may have 'tool_calls', a tool's a 'tool_call_id' and 'name'.
+                ('system', 'user', 'assistant' or 'tool') and 'content': a user's message or what a
+                tool returned last; the system's first of a new conversation is its prompt. An
+                assistant's may have 'tool_calls', a tool's a 'tool_call_id', others a 'name'.
             pin: all messages that are given.
             tools: that the model may call, as OpenAI's API describes them; with the first message,
                 as templates write them before it. None: those of the conversation so far. What the
@@ -342,7 +342,7 @@ class Session:
             MessagesInvalid: they are no such messages, hold what is no letter, or come with other
                 tools than the conversation's.
             ChatTemplateMissing: the tokenizer cannot chat, or its template does not write tools, or
-                not what they returned.
+                not what they returned, or nothing of the system behind the first message.
             MemoryCapExceeded: nothing may be evicted and the cap is reached.
             SchemaRefused, ExtraMissing: answers cannot be held to what `set_generation` was given.
             PinsTooLarge: pinned tokens need more slots than a head has.
@@ -499,11 +499,10 @@ class Session:
                 "session.tools and reset its cache"
             )
         system, pin_system = before.system, before.pin_system
-        if given[0]["role"] == "system":
-            if before.messages or seen:
+        if given[0]["role"] == "system" and not before.messages:
+            if seen:
                 raise MessagesInvalid(
-                    "a system prompt was given in a conversation that has begun; clear it first, "
-                    "or set session.system and reset its cache"
+                    "a system prompt was given behind a text that was continued; clear it first"
                 )
             system, given, pin_system = given[0]["content"], given[1:], pin_system or pin
         messages, tokenizer = [*before.messages, *given], self.runtime.tokenizer
@@ -571,7 +570,7 @@ class Session:
             return self.encode(write(some))
 
         first = system_message(whole.system)
-        check_results_written(tokenizer, [*first, *whole.messages], whole.tools, options)
+        check_written(tokenizer, first, whole.messages, whole.tools, options)
         text = write([*first, *whole.messages])
         ids = self.encode(text)
         spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []

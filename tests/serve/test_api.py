@@ -156,10 +156,11 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"n": 2}, "n"), ({"frequency_penalty": 2.5}, "frequency_penalty"),
     ({"presence_penalty": -3}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"temperature": 3}, "temperature"), ({"temperature": "0.5"}, "temperature"),
-    ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"seed": -1}, "seed"),
+    ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"seed": -2}, "seed"),
     ({"seed": 2**63}, "seed"), ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 10**9}, "max_tokens"), ({"max_tokens": 1, "max_completion_tokens": 2}, None),
-    ({"stop": [""]}, "stop.0"), ({"stop": ["x"] * 17}, "stop"), ({"store": True}, "store"),
+    ({"stop": ["x"] * 17}, "stop"), ({"stop": 5}, "stop.0"), ({"verbosity": "low"}, "verbosity"),
+    ({"reasoning_effort": "some"}, "reasoning_effort"), ({"functions": []}, "functions"),
     ({"unheard_of": 1}, "unheard_of"), ({"stream_options": {"include_usage": True}}, None),
     ({"tool_choice": "sometimes"}, "tool_choice"), ({"tool_choice": "required"}, None),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
@@ -174,7 +175,8 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "user"}]}, "messages.0"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
      "messages.0.content"),
-    ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages.0.name"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
+    ({"messages": None}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
     ({"messages": [{"role": "assistant", "content": "x", "pin": True}]}, "messages.0"),
     ({"messages": [{"role": "assistant", "tool_calls": [
@@ -248,11 +250,52 @@ def test_values_that_ask_for_nothing_are_taken(url, talk):
         "response_format": {"type": "text"}, "logprobs": False, "service_tier": "auto",
         "metadata": {"a": "b"}, "stream": False,
     }  # fmt: skip
+    nothing |= {"store": True, "seed": -1, "service_tier": "flex", "verbosity": "medium",
+                "prompt_cache_retention": "24h", "functions": None, "unheard_of": None}  # fmt: skip
     said = post(url, **nothing)
     assert said.status_code == 200, said.text
     assert talk.asked.options == {"frequency_penalty": 0.0, "presence_penalty": 0.0}
     assert post(url, frequency_penalty=1, presence_penalty=-0.5).status_code == 200
     assert talk.asked.options == {"frequency_penalty": 1.0, "presence_penalty": -0.5}
+    for stop in ("", [], [""]):
+        assert post(url, stop=stop).status_code == 200
+        assert not talk.asked.options.get("stop_strings")
+
+
+def test_messages_are_understood_with_what_clients_put_beside_their_text(url, talk):
+    cached = {"cache_control": {"type": "ephemeral"}}
+    call = {"id": None, "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    for one, read in (
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        ({"role": "assistant", "content": "Hi", "name": "a", "reasoning_content": "so",
+          "reasoning": None, "refusal": None, "audio": None, "function_call": None},
+         {"role": "assistant", "content": "Hi"}),
+        ({"role": "assistant", "tool_calls": [call], **cached},
+         {"role": "assistant", "content": "", "tool_calls": [
+             {"id": "", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}),
+        ({"role": "tool", "tool_call_id": "x", "content": None, "name": "add"},
+         {"role": "tool", "tool_call_id": "x", "content": "", "name": "add"}),
+        ({"role": "user", "content": [{"type": "text", "text": "x", **cached}], "pin": None,
+          "name": "Ada", **cached}, {"role": "user", "content": "x", "name": "Ada"}),
+    ):  # fmt: skip
+        said = post(url, messages=[*HELLO, one, *HELLO], tools=[{**TOOL, **cached}])
+        assert said.status_code == 200, said.text
+        assert talk.asked.messages == (*HELLO, read, *HELLO)
+        assert talk.asked.tools == (TOOL,)
+
+
+@pytest.mark.parametrize(
+    ("said", "options"),
+    [
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+         {"reasoning_effort": "high"}),
+    ],
+)  # fmt: skip
+def test_the_chat_template_is_given_the_effort(url, talk, said, options):
+    assert post(url, **said).status_code == 200
+    assert talk.asked.options == {"template_options": options}
 
 
 @pytest.mark.parametrize(

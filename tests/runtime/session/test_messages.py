@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from chat_templates import with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
 
-from kvcap.runtime.errors import EmptyPrompt, KvcapError, MessagesInvalid
-from kvcap.runtime.session.messages import ROLES, checked_messages, render
+from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, KvcapError, MessagesInvalid
+from kvcap.runtime.session.messages import ROLES, checked_messages, render, system_message
 
 SYSTEM = {"role": "system", "content": "Be kind."}
 ASKED = {"role": "user", "content": "Who are you?"}
@@ -118,7 +119,6 @@ def test_all_messages_that_are_given_are_pinned(runtime):
         ([{**ASKED, "tool_calls": [1]}], MessagesInvalid, "has 'tool_calls'"),
         ([ASKED, ANSWERED], MessagesInvalid, "the last message is of the assistant"),
         ([SYSTEM], MessagesInvalid, "the last message is of the system"),
-        ([ASKED, SYSTEM, AGAIN], MessagesInvalid, "only be the first"),
         ([ASKED, {"role": "user", "content": " "}], EmptyPrompt, "the message is empty"),
     ],
 )
@@ -129,16 +129,57 @@ def test_what_is_no_message_is_refused_by_the_call(runtime, said, error, says):
     assert session.messages == []
 
 
-def test_a_system_prompt_only_begins_a_conversation(runtime):
+def test_a_system_prompt_begins_a_conversation(runtime):
     session = session_of(runtime)
-    list(session.send("Hello!"))
-    with pytest.raises(MessagesInvalid, match="has begun"):
+    list(session.complete("Once"))
+    with pytest.raises(MessagesInvalid, match="behind a text that was continued"):
         session.send([SYSTEM, ASKED])
     session.clear()
     list(session.send([SYSTEM, {**ASKED, "name": None, "tool_calls": []}]))
     assert session.messages[0] == ASKED
     with pytest.raises(MessagesInvalid, match="a list was given"):
         session.complete([ASKED])  # type: ignore[arg-type]
+
+
+LATER = {"role": "system", "content": "Be brief from here on."}
+FIRST_ONLY = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+    "{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+NAMED = FIRST_ONLY.replace("{{ m.role }}:", "{{ m.name or m.role }}:")
+
+
+@pytest.mark.parametrize("first", [[], [SYSTEM]])
+def test_later_messages_of_the_system_are_read_as_the_template_writes_them(runtime, first):
+    """Twice at the beginning, amid a history, and in a conversation that goes on."""
+    session = session_of(runtime)
+    history = [*first, LATER, ASKED, ANSWERED, LATER, AGAIN]
+    list(session.send(history))
+    assert held(session).startswith(spelt(session, history))
+    list(session.send([SYSTEM, AGAIN]))
+    assert session.turn.read_tokens == session.turn.prompt_tokens
+    whole = [*system_message(session.system), *session.messages]
+    assert held(session).startswith(spelt(session, whole[:-1]))
+
+
+def test_a_later_message_of_the_system_is_refused_where_the_template_leaves_it_out(
+    runtime, monkeypatch
+):
+    monkeypatch.setattr(runtime, "tokenizer", with_template(runtime.tokenizer, FIRST_ONLY))
+    session = session_of(runtime)
+    list(session.send([SYSTEM, ASKED]))
+    before = list(session.messages)
+    with pytest.raises(ChatTemplateMissing, match="leaves out what the system says in message 3"):
+        session.send([LATER, AGAIN])
+    assert session.messages == before
+
+
+def test_the_template_is_given_the_name_of_who_speaks(runtime, monkeypatch):
+    monkeypatch.setattr(runtime, "tokenizer", with_template(runtime.tokenizer, NAMED))
+    session = session_of(runtime)
+    list(session.send([{**ASKED, "name": "Ada"}]))
+    assert held(session).startswith("Ada: Who are you?\nassistant: ")
 
 
 odd = st.recursive(

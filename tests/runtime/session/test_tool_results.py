@@ -16,7 +16,7 @@ import kvcap
 from kvcap import pocket
 from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session.messages import (
-    check_results_written,
+    check_written,
     render,
     render_turn,
     turn_has_results,
@@ -66,7 +66,7 @@ def test_calls_and_results_are_written_as_transformers_writes_them(name, system,
     first = [{"role": "system", "content": system}] if system else []
     whole = [*first, *said, ASKED, answer.as_message(), *results]
     expected = reference(TOOLS[name], whole)
-    check_results_written(tokenizer, whole, [ADD])
+    check_written(tokenizer, first, whole[len(first) :], [ADD])
     assert render(tokenizer, whole, [ADD]) == expected
     within = turn_has_results(tokenizer, system, [answer.as_message()], results, [ADD])
     assert within == (name in WITHIN_A_TURN)
