@@ -422,7 +422,7 @@ class ChatRequest(Request):
         """Return the tools that the chat template is given."""
         if self.tool_choice == "none":
             return ()
-        unread = {"function": {"strict"}, CACHE: True}  # said to the server, not to the model
+        unread: Any = {"function": {"strict"}, CACHE: True}  # said to the server, not to the model
         return tuple(one.model_dump(exclude_none=True, exclude=unread) for one in self.tools or ())
 
     @property
