@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.runtime.errors import ExtraMissing, SchemaRefused, how_to_install
+from kvcap.runtime.session.closed_schema import closed
 from kvcap.runtime.session.listener import Listener
 from kvcap.runtime.session.stats import FinishReason
 
@@ -37,7 +38,7 @@ class Guide(Listener):
         tokenizer: whose vocabulary the answer is written in. Of a vocabulary of 150,000 tokens
             llguidance keeps an index of some 90 MiB, made once in about two seconds.
         ends: the tokens that end an answer; where there are none, llguidance names one.
-        json_schema: that the answer fits; True for any JSON.
+        json_schema: that the answer fits, as `closed` reads it; True for any JSON.
         regex: or a regular expression that the whole answer matches.
 
     Raises:
@@ -79,6 +80,7 @@ class Guide(Listener):
             if json_schema is None:
                 grammar = found.LLMatcher.grammar_from_regex(text)
             else:
+                text = json.dumps(closed(json.loads(text)))
                 grammar = found.LLMatcher.grammar_from_json_schema(text, overrides=STRICT)
         except (ValueError, TypeError, RecursionError) as error:
             raise self._refused(str(error)) from error

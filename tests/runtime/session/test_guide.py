@@ -20,6 +20,7 @@ import kvcap
 from kvcap import pocket
 from kvcap.runtime.errors import ExtraMissing, SchemaRefused
 from kvcap.runtime.session import guide as guides
+from kvcap.runtime.session.closed_schema import FORMATS, closed
 from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.guide import Guide
 
@@ -150,6 +151,72 @@ def test_every_text_fits_a_tricky_schema(name, tokenizer):
     assert ended > 2
 
 
+PLACE = {"properties": {"x": {"type": "integer"}}, "required": ["x"]}
+MORE = '{"x":1,"z":null}'
+OPEN: dict[str, tuple[Any, str, bool]] = {
+    "no other word": ({"type": "object", **PLACE}, MORE, False),
+    "others are welcome": ({**PLACE, "additionalProperties": True}, MORE, True),
+    "of one kind": ({**PLACE, "additionalProperties": {"type": "null"}}, MORE, True),
+    "a name is required that is not there": ({**PLACE, "required": ["x", "z"]}, MORE, True),
+    "any object": ({"type": "object"}, MORE, True),
+    "no properties": ({"type": "object", "properties": {}}, MORE, False),
+    "one part": ({"allOf": [PLACE]}, MORE, False),
+    "two parts": ({"allOf": [PLACE, {"properties": {"y": {"type": "null"}}}]}, MORE, True),
+    "two parts, one by name": (
+        {"$defs": {"p": PLACE}, "properties": {"y": True}, "$ref": "#/$defs/p"}, MORE, True,
+    ),
+    "one of two": ({"anyOf": [PLACE, {"properties": {"z": {"type": "null"}}}]}, MORE, False),
+    "a name": ({"$defs": {"a/ß": PLACE}, "$ref": "#/$defs/a~1%C3%9F"}, MORE, False),
+    "within": ({"type": "array", "items": PLACE}, f"[{MORE}]", False),
+}  # fmt: skip
+
+
+def fits(guide: Guide, text: str) -> bool:
+    """Whether an answer may begin so."""
+    for letter in text:
+        token = TOKENIZERS["bytes"].backend_tokenizer.token_to_id(letter)
+        if not guide.allowed()[token]:
+            return False
+        guide.token(token)
+    return True
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_an_object_has_no_property_that_its_schema_does_not_name(name):
+    """Else a model writes on until it is cut: what it has written may always go on."""
+    schema, text, is_open = OPEN[name]
+    check(text, schema)
+    guide = Guide(TOKENIZERS["bytes"], frozenset([END]), schema)
+    assert fits(guide, text) == is_open
+    guide.restart()
+    assert fits(guide, text.partition(",")[0] if name != "no properties" else "{}")
+
+
+def test_closed_objects_within_open_ones_are_found_where_a_schema_is():
+    """A property may have the name of a keyword, and a constant may look like a schema."""
+    place = {"properties": {}}
+    shut = {**place, "additionalProperties": False}
+    assert closed({
+        "properties": {"format": place, "uniqueItems": place, "items": {"items": [place, place]}},
+        "additionalProperties": place, "const": place, "default": place, "$defs": {"a": place},
+        "title": 3, "required": "?",
+    }) == {
+        "properties": {"format": shut, "uniqueItems": shut, "items": {"items": [shut, shut]}},
+        "additionalProperties": shut, "const": place, "default": place, "$defs": {"a": shut},
+        "title": 3, "required": "?",
+    }  # fmt: skip
+    joined = {"allOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"items": place}, "b": place}}
+    assert closed(joined)["$defs"] == {"a": {"items": place}, "b": place}
+
+
+@pytest.mark.parametrize("format", ["path", "password", "binary", "no such", *sorted(FORMATS)])
+def test_formats_that_cannot_be_held_are_notes(format):
+    """Those that can be are held; nothing is asked by a note, nor by `uniqueItems`."""
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": format}}
+    guide = Guide(TOKENIZERS["bytes"], frozenset([END]), schema)
+    assert fits(guide, '["]","]"]') == (format not in FORMATS - {"unknown"})
+
+
 names = st.sampled_from(["a", "b", "long name", "ß"])
 schemas = st.recursive(
     st.sampled_from(
@@ -265,7 +332,7 @@ def test_an_answer_begun_is_not_disturbed_by_the_next_one(runtime):
     ("schema", "says"),
     [
         ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
-        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {}}, "contains"),
         ({"if": {"type": "object"}, "then": {"required": ["b"]}}, '"if"'),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf constraints are not supp"),
         ({"type": "strin"}, "Invalid type: strin"),

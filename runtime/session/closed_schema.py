@@ -1,0 +1,116 @@
+"""Reads a JSON schema as its author means it, for an answer that a model writes by it.
+
+As llama.cpp and vLLM do: an object has the properties that are named, unless more are asked for.
+By the letter of JSON Schema it may have any others, and a model then writes on and on. What says
+how a text or a list is to be understood, and nothing that can be held to, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri",
+     "uuid"}
+)  # fmt: skip
+"""Names the formats of texts that llguidance holds; all others are notes to the reader."""
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+"""Names the keywords that have schemas by name."""
+NESTED = (
+    "allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems", "additionalProperties",
+)  # fmt: skip
+"""Names the keywords that have a schema, or a list of them, as far as llguidance holds them."""
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have no properties but those that it names.
+
+    Objects stay open where the schema says so (`additionalProperties`), names no property, requires
+    one that it does not name, or has several parts that must all fit, as each names a few.
+
+    >>> closed({"properties": {"door": {"format": "path"}}})
+    {'properties': {'door': {}}, 'additionalProperties': False}
+
+    Args:
+        schema: as JSON.
+    """
+    return _closed(schema, _joined(schema))
+
+
+def _closed(schema: Any, joined: set[int]) -> Any:
+    if isinstance(schema, list):
+        return [_closed(one, joined) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for word, value in schema.items():
+        if word == "uniqueItems" or (word == "format" and not _is_held(value)):
+            continue
+        if word in NAMED and isinstance(value, dict):
+            value = {name: _closed(one, joined) for name, one in value.items()}
+        elif word in NESTED:
+            value = _closed(value, joined)
+        found[word] = value
+    if id(schema) not in joined and _names_all(schema):
+        found["additionalProperties"] = False
+    return found
+
+
+def _is_held(name: Any) -> bool:
+    return not isinstance(name, str) or name in FORMATS
+
+
+def _names_all(schema: dict[str, Any]) -> bool:
+    """Return whether an object's properties are those that a schema names."""
+    if "additionalProperties" in schema or not schema.keys() & {"properties", "patternProperties"}:
+        return False
+    named, required = schema.get("properties", {}), schema.get("required", [])
+    return not isinstance(required, list) or all(name in named for name in required)
+
+
+def _joined(root: Any) -> set[int]:
+    """Return the ids of the schemas that must fit together with others, and of all within them."""
+    found, left = set[int](), list[Any](one for one in _objects(root) if _is_joined(one))
+    while left:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        elif isinstance(one, dict) and id(one) not in found:
+            found.add(id(one))
+            left += [*one.values(), _target(root, one.get("$ref"))]
+    return found
+
+
+def _is_joined(schema: dict[str, Any]) -> bool:
+    """Return whether a schema has several parts that must all fit."""
+    whole = schema.get("allOf")
+    parts = len(whole) if isinstance(whole, list) else 0
+    parts += sum(word in schema for word in ("anyOf", "oneOf", "$ref"))
+    return parts + bool(schema.keys() & {"properties", "patternProperties"}) > 1
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield all objects within a value, itself included."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            yield one
+        if isinstance(one, (dict, list)):
+            left += one.values() if isinstance(one, dict) else one
+
+
+def _target(root: Any, reference: Any) -> Any:
+    """Return what a reference within the schema is to; None: it is none, or to nothing."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for step in unquote(reference[1:]).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            found = found.get(step) if isinstance(found, dict) else None
+    return found
