@@ -272,7 +272,7 @@ def decoder_command(
         where = out or Path(f"{Path(model).name}-onnx")
         rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate, kv_dtype)
         said, report = _kvcap(model, settings, dtype, where, quick, force, rounding, text)
-    else:  # graphs for several policies, unless one is asked for
+    else:  # other exporters make graphs for several policies, unless one is asked for
         if calibrate is not None:
             raise NotExportable(
                 f"--calibrate is for --exporter kvcap; {exporter} rounds no weights; leave it out"
@@ -325,7 +325,7 @@ def verify_command(
     else:
         print("\n".join(report.table() for report in reports))
     for report in sorted(reports, key=lambda report: isinstance(report, Unchecked)):
-        report.require()  # report a fault before what is not known
+        report.require()  # in this order faults are raised before files that were not checked
 
 
 def _shape(model: str | None, given: dict[str, int]) -> Shape:

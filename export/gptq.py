@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from kvcap.export.weights import Packed, Rounding, below, in_blocks, joined, nearest, steps_of
 
-DAMPING = 0.01  # of the mean square of an input number, added to every one's
-NUMBERS = 1 << 22  # of a matrix, that are rounded at once
+DAMPING = 0.01  # share of the inputs' mean square that is added to each input's square
+NUMBERS = 1 << 22  # numbers of a matrix that are rounded at once
 
 
 def gptq(matrix: Tensor, moments: Tensor, rounding: Rounding, damping: float = DAMPING) -> Packed:

@@ -41,7 +41,7 @@ class Unchecked:
 
     file: str
     why: str
-    ok: ClassVar[bool | None] = None  # nothing is known
+    ok: ClassVar[bool | None] = None  # neither right nor wrong
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -140,7 +140,7 @@ def verify_decoder(
 
 
 def _large_files(found: Manifest) -> None:
-    """Refuse one that is another: `read` tells them by their size alone."""
+    """Refuse large files with another checksum, as `read` compares only their sizes."""
     for entry in found.facts["files"]:
         if entry["bytes"] > HASHED and sha256(found.file(entry["file"])) != entry["sha256"]:
             raise ModelFilesBroken(

@@ -23,17 +23,17 @@ from kvcap.runtime.backends.onnxruntime.library import library
 
 BLOCK = 32  # weights of a row that share a scale, by default
 ACCURACY = 4  # activations are rounded to int8 too, block by block: the fast kernels
-LARGE = 1 << 16  # numbers of a matrix or table that is worth it
+LARGE = 1 << 16  # least numbers of a matrix or table for it to be quantised
 INLINE = 1024  # bytes of a tensor that stays in the graph's own file
 PAGE = 4096  # where large tensors begin in a file, so that it can be mapped into memory
-ALIGNED = 64  # where others do
-MAPPED = 1 << 16  # bytes of such a tensor
+ALIGNED = 64  # other tensors begin at multiples of this
+MAPPED = 1 << 16  # least bytes of a tensor that begins at a page
 ROWS = 1 << 20  # numbers that are quantised at once
 MICROSOFT = "com.microsoft"  # ONNX Runtime's own operations
-NAMES = ("numbers", "scales", "zeros")  # of the parts of a packed matrix, behind the weight's own
-TABLE = ".table"  # behind them, where rows are looked up in the same bytes
-TURNED = ".turned"  # between them, where the model has the matrix as [K, N]
-JOINED = "+"  # between the names of matrices that lie below each other as one
+NAMES = ("numbers", "scales", "zeros")  # suffixes of a packed matrix's parts, behind its name
+TABLE = ".table"  # suffix behind these, if rows are looked up in the same bytes
+TURNED = ".turned"  # between the name and the suffix, if the model has the matrix as [K, N]
+JOINED = "+"  # between the names of matrices that are stacked into one
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def place(
             nodes.replace(uses.products, matrix.product)
             nodes.replace(uses.lookups, matrix.lookup)
             graph.initializer.extend(matrix.tensors.values())
-        elif uses.transposes and not uses.others:  # not by every run again
+        elif uses.transposes and not uses.others:  # transpose once, and not in every run
             nodes.replace(uses.transposes, lambda node: [])
             for node in uses.products:
                 node.input[1] = name
@@ -283,7 +283,7 @@ class _Uses(NamedTuple):
     transposes: list[Any]
     products: list[Any]  # MatMul of an activation and the weight, transposed or not
     lookups: list[Any]  # Gather of rows
-    others: list[Any]  # lookups, and whatever else reads it as it is
+    others: list[Any]  # all nodes that read it as it is, lookups too
 
     @property
     def turned(self) -> bool:

@@ -44,7 +44,7 @@ from kvcap.runtime.models.config import ModelShape, layer_kinds
 from kvcap.runtime.models.files import check_generation, load_config
 from kvcap.runtime.models.names import CONFIG, resolve
 
-VARIANTS = {  # by the names that transformers.js has for them; the first that is there is taken
+VARIANTS = {  # files by transformers.js's names of types; the first that exists is taken
     "fp32": "model", "q4": "model_q4", "int8": "model_int8", "q8": "model_quantized",
     "uint8": "model_uint8", "fp16": "model_fp16", "q4f16": "model_q4f16", "bnb4": "model_bnb4",
 }  # fmt: skip
@@ -106,7 +106,7 @@ def adopt(
     source = _config_of(folder, config)
     settings, shape, found, compact = examined(folder, file, source)
     modes = ("compact", "true") if compact else ("true",)
-    if found.nodes is not None:  # it counts positions by its slots
+    if found.nodes is not None:  # GroupQueryAttention counts positions by its slots
         modes = ("compact",)
     if positions not in (None, *modes):
         raise UnsupportedModel(
@@ -258,7 +258,8 @@ def _config_of(folder: Path, config: str | None) -> str:
 
 def _agree(shape: ModelShape, found: DecoderPorts) -> None:
     """Refuse a config that is not the graph's, and layers that are not capped."""
-    carried = found.nodes is not None and not (shape.slides or shape.shared)  # states are, too
+    # Grouped decoders may have recurrent layers, whose states the runtime carries along.
+    carried = found.nodes is not None and not (shape.slides or shape.shared)
     if not shape.all_capped and not carried:
         raise UnsupportedModel(
             f"in this {shape.family} {shape.uncapped}, which its graph finds by where slots lie, "
@@ -291,7 +292,7 @@ def _describe(
     """Return the parts of a manifest that are known before any graph is written."""
     generation = _generation(source, config)
     rotated = frequencies(shape)
-    slides = "sliding_attention" in layer_kinds(config)  # in all, or it was refused
+    slides = "sliding_attention" in layer_kinds(config)  # then all slide, as others were refused
     weights = sum((folder / name).stat().st_size for name in files_of(folder, found.file))
     nodes = found.nodes
     said: dict[str, Any] = {

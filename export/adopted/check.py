@@ -13,7 +13,7 @@ from kvcap.export.graphs.check import feed
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.errors import ToleranceError
 
-# Slots held, tokens that arrive, slots that stay.
+# Each case: slots held, tokens that arrive, slots that stay.
 CASES = ((0, 5, 5), (0, 1, 1), (20, 7, 27), (64, 1, 64), (64, 16, 64), (1, 1, 1), (64, 9, 40))
 CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
 
@@ -25,7 +25,7 @@ class CheckedGraph:
     file: str
     output: str
     slots: int  # before it evicts
-    error: float  # infinite where not finite, or of another shape
+    error: float  # infinite if the output is not finite or has another shape
     allowed: float
 
     @property
@@ -107,7 +107,7 @@ def check(graph: Graph, evictor: AdoptedEvictionGraph, dtype: torch.dtype) -> Ch
         got = feed(graph.session, given)
         for port, want in zip(given_back, wanted, strict=True):
             mine = torch.from_numpy(got[port.name])
-            if port == GONE:  # in no order
+            if port == GONE:  # its order does not matter
                 mine, want = mine.sort().values, want.sort().values
             error = _difference(mine, want)
             rows.append(CheckedGraph(graph.name, port.name, past + block, error, CLOSE[dtype]))

@@ -27,7 +27,8 @@ from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.rope import rotate
 from kvcap.runtime.types import DEFAULT_POLICY
 
-REVEALED = frozenset({"keys", "values", "positions"})  # by a decoder with past_key_values
+# What a decoder with past_key_values shows a policy; it shows no queries and no attention.
+REVEALED = frozenset({"keys", "values", "positions"})
 SLOTS, HELD = ("layers", "kv_heads", "slots"), ("layers", "kv_heads", "held")
 OPEN = ("slots", "held", "shifts", "spans", "capacity", "count")
 INPUTS = (

@@ -27,11 +27,11 @@ from kvcap.runtime.models.rope import Rope
 NODE = "GroupQueryAttention"
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 STATE = re.compile(r"past(_key_values)?[._](\d+[._])?(conv|recurrent|ssm)(_state)?([._]\d+)?")
-PAST_KEY, COS, SIN, BIAS, SINK, SCALE = 3, 7, 8, 10, 11, 12  # of the node's inputs
+PAST_KEY, COS, SIN, BIAS, SINK, SCALE = 3, 7, 8, 10, 11, 12  # indices of the node's inputs
 ROUNDING = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "MatMulInteger", "QLinearMatMul"}
-CLOSE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 2e-2}  # of cosines
-DRIFT = 4e-7  # an angle's own rounding in float32, next to the angle
-ROWS = 4096  # of cosines compared at once
+CLOSE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 2e-2}  # errors allowed of cosines
+DRIFT = 4e-7  # the error of an angle in float32, relative to the angle
+ROWS = 4096  # rows of cosines that are compared at once
 OTHER = "export the model itself with kvcap export decoder MODEL"
 
 
@@ -45,7 +45,7 @@ class Attention:
     rotates: bool
     interleaved: bool
     window: int | None  # slots that a token sees at most; None: all
-    cosines: str  # the name of its constant
+    cosines: str  # the name of the constant that has them
     sines: str
 
 
@@ -66,15 +66,15 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Facts that the nodes of a grouped decoder's graph tell."""
+    """A record of facts that are read from the nodes of a grouped decoder's graph."""
 
     attention: tuple[Attention, ...]
     states: tuple[RecurrentState, ...]
     tables: Mapping[str, NDArray[Any]]  # cosines and sines by name, [positions, pairs]
-    weights: str | None  # int4 or int8, where matrices are stored so
-    rounds: bool  # activations are rounded to integers
-    one_buffer: bool  # past and present may be one: only attention reads them
-    last_only: bool = False  # it gives the logits of a block's last token alone
+    weights: str | None  # 'int4' or 'int8' if matrices are stored so
+    rounds: bool  # says that activations are rounded to integers
+    one_buffer: bool  # says that past and present may share memory: only attention reads them
+    last_only: bool = False  # says that there are logits of a block's last token only
 
     @property
     def layers(self) -> list[int]:
@@ -315,7 +315,7 @@ def _check_angles(nodes: Nodes, node: Attention, rope: Rope, name: str) -> None:
             (node.sines, sin, np.sin(angles)),
         ):
             got = what[start : start + ROWS].astype(np.float64) / (size or 1.0)
-            wrong = ~(np.abs(got - wanted) <= allowed)  # no number is wrong too
+            wrong = ~(np.abs(got - wanted) <= allowed)  # NaN counts as wrong, too
             if wrong.any():
                 row, pair = np.argwhere(wrong)[0]
                 raise UnsupportedModel(

@@ -26,9 +26,9 @@ from kvcap.runtime.models.rope import moved_by
 Array = NDArray[Any]
 TOKENS, FIRST = 12, 8
 CAPACITY = 2 * (TOKENS + 1) + 3
-FREE = 7.5  # what lies in slots that are not in use
-SAME = {"float32": 1e-3, "float16": 3e-2}  # of the largest logit
-ROUNDED = 0.1  # where activations are rounded to integers, a block's together
+FREE = 7.5  # the number that slots which are not in use are filled with
+SAME = {"float32": 1e-3, "float16": 3e-2}  # error allowed, relative to the largest logit
+ROUNDED = 0.1  # the same if activations are rounded to integers, all of a block by one scale
 
 
 @dataclass(frozen=True)

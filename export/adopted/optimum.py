@@ -33,7 +33,7 @@ WHERE = (
     "give it an environment of its own: python -m venv optimum-env && "
     "optimum-env/bin/pip install '.[optimum]'"
 )
-CLOSE = 1e-3  # of the largest logit
+CLOSE = 1e-3  # error allowed, relative to the largest logit
 
 
 def export_with_optimum(

@@ -25,7 +25,7 @@ class DecoderPorts:
     kv_heads: int
     head_dim: int  # 0: an open axis
     cache: Any  # the NumPy type of keys and values
-    nodes: Nodes | None = None  # where its attention can run over slots that stay in place
+    nodes: Nodes | None = None  # set if its attention can run over slots that stay in place
 
 
 def read_ports(file: Path) -> DecoderPorts:

@@ -20,7 +20,8 @@ from kvcap.runtime.models.rope import moved_by
 
 Array = NDArray[Any]
 TOKENS, DROPPED, FURTHER = 12, (3, 5), 7
-SAME = {"float32": 1e-3, "float16": 3e-2}  # of the largest logit; faults are tens of times as large
+# Errors allowed, relative to the largest logit; those of faults are tens of times as large.
+SAME = {"float32": 1e-3, "float16": 3e-2}
 
 
 class EvictionTrial:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 NODE = "com.microsoft::GroupQueryAttention"
-MOST = 127  # of a number in 8 bits
+MOST = 127  # the largest number in 8 bits
 QUANTISED = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
 BEFORE_SCALES = 5  # inputs of the node that stay empty before its scales
 
@@ -84,7 +84,7 @@ def _plainly(
     else:
         keys[:, :, block], values[:, :, block] = map(quantised, (key, value), scales)
         keys, values = (x.float() * scale for x, scale in zip(held, scales, strict=True))
-        if length > 1:  # a block sees itself as it arrived, a token sees itself as it is held
+        if length > 1:  # a block attends to its own keys unrounded, a single token to rounded ones
             keys[:, :, block], values[:, :, block] = key, value
     group = query.shape[1] // keys.shape[1]
     q = (query * scaling).unflatten(1, (-1, group)).flatten(2, 3)  # [1, K, G·T, D]

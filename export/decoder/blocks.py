@@ -19,14 +19,14 @@ from kvcap.export.decoder.attention import QUANTISED
 from kvcap.export.decoder.fuse import ATTENTION
 from kvcap.runtime.backends.onnxruntime.library import library
 
-TOTAL = 6  # of the node's inputs, the slots in use with the block in them
-BUFFERS = {3: 12, 4: 13}  # those that are keys and values: their scales, the last ones
+TOTAL = 6  # index of the node's input with the number of slots in use, the block's included
+BUFFERS = {3: 12, 4: 13}  # indices of its inputs for keys and values: those of their scales
 CONSTANTS = {
     "zero": np.array([0]),
     "one": np.array(1),
-    "axis": np.array([2]),  # of slots in a buffer
+    "axis": np.array([2]),  # a buffer's axis of slots
     "last": np.array([-1]),
-    "slot": np.array([0, 0, 1]),  # from one of a buffer's rows to the next
+    "slot": np.array([0, 0, 1]),  # from a slot's index to the next one's: batch, head, slot
     "unit": np.array(1, np.float32),
     "no_zero": np.array(0, np.int8),
 }
@@ -42,7 +42,7 @@ def attend_by_length(model: Any, tokens: str) -> None:
     make, graph = library("onnx.helper").make_node, model.graph
     found = [node for node in graph.node if node.op_type == ATTENTION]
     (heads,) = {a.i for node in found for a in node.attribute if a.name == "kv_num_heads"}
-    firsts = np.zeros((1, heads, 1, 3), np.int64)  # every head's first row: of batch, head, slot
+    firsts = np.zeros((1, heads, 1, 3), np.int64)  # every head's first slot: batch, head, slot
     firsts[0, :, 0, 1] = np.arange(heads)
     for name, value in {**CONSTANTS, "firsts": firsts}.items():
         graph.initializer.append(library("onnx.numpy_helper").from_array(value, _shared(name)))

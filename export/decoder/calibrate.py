@@ -26,7 +26,7 @@ from kvcap.runtime.models.quantised import is_plain
 
 PIECE = 512  # tokens, each piece a text of its own
 LEAST, MOST = 2_048, 16_384  # tokens that are read of a text
-TIED = 0.1  # the damping of a head that is a table too, in which rows are looked up
+TIED = 0.1  # damping for an LM head that is the embedding table, too, whose rows are looked up
 STOCK = "sdpa"  # transformers' own attention, as nothing is evicted
 
 Note = Callable[[str], None]
@@ -176,7 +176,7 @@ class _Seen:
     def __init__(self) -> None:
         self._sums = dict[nn.Module, Tensor]()
         self._last: Tensor | None = None
-        self._first: nn.Module | None = None  # to be given the last
+        self._first: nn.Module | None = None  # the first layer that was given `_last`
 
     def see(self, linear: nn.Module, given: tuple[Any, ...]) -> None:
         """Add up the input of a linear layer; a hook that runs before it."""

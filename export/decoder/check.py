@@ -38,38 +38,38 @@ from kvcap.runtime.models.checkpoint import streaming
 
 STEPS = 4  # single tokens after the blocks
 ANSWER = 16  # tokens generated at the end
-BRIEF = 4  # tokens of a block, and of the text generated, where a check is brief
+BRIEF = 4  # tokens of a block, and generated tokens, in a brief check
 
 
 class Tolerance(NamedTuple):
     """A tolerance that says how far a type of weights may differ from float32."""
 
-    values: float  # of the largest
-    worth: float  # of the largest: slots nearer than that are ties
-    overlap: float  # of kept slots, in every layer and head on average
+    values: float  # error of numbers, relative to the largest
+    worth: float  # relative to the largest score: slots nearer than that are ties
+    overlap: float  # least share of equal kept slots, on average over layers and heads
 
 
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-5, 1.0),
     "fp16": Tolerance(3e-2, 1e-5, 0.9),
-    "int8": Tolerance(1e-1, 1e-5, 0.9),  # of weights that are rounded like the graph's
+    "int8": Tolerance(1e-1, 1e-5, 0.9),  # the reference has weights rounded like the graph's
     "int4": Tolerance(1e-1, 1e-5, 0.9),
 }
-# Of slots in 8 bits, beside those of the runtime in floats, and beside the module's: a number that
-# lies between two may be rounded to the other one.
+# For slots in 8 bits, compared with the runtime's in floats and with the module's in 8 bits: there
+# a number that lies between two may be rounded to the other one.
 SLOTS, SLOT = Tolerance(1e-1, 2e-2, 0.8), Tolerance(3e-2, 1e-3, 0.95)
-ROUNDED = {8: 0.05, 4: 0.5}  # by how much of its norm a matrix may be rounded, by bits
+ROUNDED = {8: 0.05, 4: 0.5}  # error allowed of a rounded matrix, relative to its norm, by bits
 
 
 @dataclass(frozen=True)
 class CheckedRun:
     """A run of a block or a single token that was compared with the model's own."""
 
-    who: str  # module or graph, or the graph alone
+    who: str  # what is compared with what, such as 'module to runtime'
     tokens: int
-    held: int  # slots before it
+    held: int  # slots in use before it
     error: float  # of logits, relative to the largest
-    kept: float  # share of kept slots that are the same, ties aside
+    kept: float  # share of kept slots that are the same; ties count as the same
     ok: bool
 
 
@@ -80,9 +80,9 @@ class DecoderReport:
     file: str
     runtime: str  # ONNX Runtime's version
     rows: list[CheckedRun]
-    sample: dict[str, Any] = field(default_factory=dict)  # for any runner to check itself with
+    sample: dict[str, Any] = field(default_factory=dict)  # by which a runner can check itself
     agreed: int = 0  # tokens of the sample's answer that the graph alone generates too
-    ties: bool = False  # equal scores let the module keep another slot than the runtime
+    ties: bool = False  # says that the module kept another slot of equal score than the runtime
 
     @property
     def ok(self) -> bool:
@@ -141,7 +141,7 @@ class ModuleGraph(Graph):
     def __init__(self, module: DecoderGraph | EvictionGraph) -> None:
         self.module, self.name, self.version, self.threads = module, "module", "", None
         self._bindings: dict[tuple[Any, ...], Any] = {}
-        self.worth: Tensor | None = None  # what an evictor decided by at last, [1, K, n]
+        self.worth: Tensor | None = None  # an evictor's last scores [1, K, n]
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Decided(NamedTuple):
 
 
 class Watched(SharedDecoder):
-    """A module that runs as its graph does, and tells what its evictions were decided by."""
+    """A module that runs as its graph does, and keeps the scores that its evictions used."""
 
     def __init__(self, facts: Manifest, decoder: DecoderGraph, evict_every: int = 1) -> None:
         evictors: dict[int, Graph] = {}
@@ -258,7 +258,7 @@ def check(
     Raises:
         GraphBroken, ShapeError: a file cannot be run, or is not this decoder's.
     """
-    facts = facts_of(decoder, dtype)  # before its weights are others
+    facts = facts_of(decoder, dtype)  # before its weights are replaced by rounded ones
     to_runtime, to_module = TOLERANCES["fp32"], TOLERANCES[dtype]
     if decoder.slot_scales is not None:
         to_runtime, to_module = _looser(to_runtime, SLOTS), _looser(to_module, SLOT)
@@ -365,7 +365,7 @@ class _Rounded(Mapping[str, Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], rounded: Mapping[str, Rounded]) -> None:
         self.weights, self.rounded = weights, rounded
-        self._held: set[str] = set()  # to be near the weights
+        self._held: set[str] = set()  # names whose rounded weights were found near enough
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.rounded:
@@ -464,7 +464,7 @@ def _in_time(decoder: SharedDecoder, seen: int) -> list[Tensor]:
 
 def _same(mine: Tensor, theirs: Tensor, decided: Decided | None, near: float) -> tuple[float, bool]:
     """Share of one layer's slots that are kept by both, ties counted in; whether there are some."""
-    if decided is None:  # nothing went
+    if decided is None:  # nothing was evicted
         return float(torch.equal(mine, theirs)), False
     worth, positions = decided
     finite = worth[worth.isfinite()]

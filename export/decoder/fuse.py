@@ -18,8 +18,8 @@ from kvcap.runtime.backends.onnxruntime.library import library
 
 MS = "com.microsoft"
 ATTENTION = "GroupQueryAttention"
-GIVEN = 7  # inputs before its angles and places
-Sizes = list[int]  # of a tensor's axes, 0 where open
+GIVEN = 7  # the node's inputs before its cosines, sines and positions
+Sizes = list[int]  # sizes of a tensor's axes, 0 for an open one
 
 
 def fuse(model: Any) -> None:
@@ -45,7 +45,7 @@ def _shapes(model: Any) -> dict[str, Sizes]:
     copy, onnx = type(model).FromString(model.SerializeToString()), library("onnx")
     ports = {value.name: value.type.tensor_type for value in copy.graph.input}
     for node in copy.graph.node:
-        if node.op_type == ATTENTION:  # of which ONNX knows nothing
+        if node.op_type == ATTENTION:  # ONNX does not know its shapes
             keys = ports[node.input[3]]
             (heads,) = (a.i for a in node.attribute if a.name == "num_heads")
             shape = [1, None, heads * keys.shape.dim[3].dim_value]
@@ -79,10 +79,10 @@ class Fusing:
         self.make = library("onnx.helper").make_node
         self.inputs = {value.name for value in graph.input}
         self.outputs = {value.name for value in graph.output}
-        self.halves: dict[tuple[str, int], str] = {}  # cosines or sines [T, R/2] by their whole
-        self.pairs: dict[str, int] = {}  # R/2 of these
-        self.padded: dict[tuple[str, str], str] = {}  # with rows for all slots, by their number
-        self.places: dict[str, str] = {}  # the rows of a block's tokens in them [1, T]
+        self.halves: dict[tuple[str, int], str] = {}  # cosines or sines [T, R/2] by [T, R]
+        self.pairs: dict[str, int] = {}  # R/2 by the name of these halves
+        self.padded: dict[tuple[str, str], str] = {}  # halves padded to a row for every slot
+        self.places: dict[str, str] = {}  # 0, 1, ... for a block's tokens [1, T], by halves
         self.constants = {x.name: x for x in graph.initializer}
         self._survey()
 
@@ -163,7 +163,7 @@ class Fusing:
         if None in flat:
             return
         for name, source in zip(node.input[:2], flat, strict=True):
-            self.made[name].input[0] = source  # heads side by side again, without a turn
+            self.made[name].input[0] = source  # heads side by side again, not rotated
         angles = [self._rows(found, node.input[6], node) for found in (cos, sin)]
         given, further = node.input[:GIVEN], node.input[GIVEN + 3 :]  # scales of 8 bits, if any
         node.input[:] = [*given, *angles, self._places(cos, node), *further]

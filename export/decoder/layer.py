@@ -85,8 +85,8 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.block, self.index, self.past, self.slot_scales = block, index, (keys, values), scales
         self.budget = block.layout.budgets[index]
-        self.rotates = block.layout.rotates[index]  # its keys count by their rank
-        self.made: dict[str, Tensor] = {}  # what the run gives out, by name
+        self.rotates = block.layout.rotates[index]  # keys are rotated by their slot's rank
+        self.made: dict[str, Tensor] = {}  # the layer's outputs by name
 
     def lazy_initialization(self, *_: Any) -> None:
         """Allocate nothing, as buffers are given."""

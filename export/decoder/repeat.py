@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-TRACED = 3  # layers: the first one, which does what all share, and two that are compared
+TRACED = 3  # layers: the first, which computes what all share, and two that are compared
 
 
 class Numbered(NamedTuple):
@@ -60,10 +60,10 @@ def repeat(model: Any, numbered: Numbered, layers: int) -> bool:
     second = [node for node, level in zip(graph.node, levels, strict=True) if level == 1]
     after = [node for node, level in zip(graph.node, levels, strict=True) if level == TRACED - 1]
     third, rest = after[: len(second)], after[len(second) :]
-    pairs = dict[str, str]()  # an output of the second layer: the third's
+    pairs = dict[str, str]()  # outputs of the second layer: the third layer's
     steps = _compare(graph, second, third, numbered, pairs)
     if steps is None or any(
-        name in pairs for node in rest for name in node.input  # past the last layer
+        name in pairs for node in rest for name in node.input  # nodes behind the last layer
     ) or any(numbered.of(name) is not None for node in rest for name in node.output):  # fmt: skip
         return False
     before, nodes = pairs, list[Any]()

@@ -26,9 +26,9 @@ from kvcap.runtime.models.checkpoint import Checkpoint, streaming
 from kvcap.runtime.models.rope import Rope
 
 TEXT, DRAWN = 4, 2  # pieces that are read of a text, and of tokens drawn from the vocabulary
-PIECE = 256  # tokens of one
-MARGIN = 1.1  # a text that is read later may have larger numbers
-LEAST = 1e-8  # of a channel that is always 0
+PIECE = 256  # tokens of a piece
+MARGIN = 1.1  # factor of the largest numbers measured, as other texts may have larger ones
+LEAST = 1e-8  # least scale, for a channel that is always 0
 
 
 def measure(decoder: DecoderGraph, ids: Tensor, checkpoint: Checkpoint | None = None) -> Tensor:

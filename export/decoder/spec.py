@@ -24,11 +24,12 @@ from kvcap.runtime.models.files import (
 )
 from kvcap.runtime.models.names import resolve
 
-CACHE = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32", "int4": "fp32"}  # weights: the cache
-# By default. Of 8 bits twice as many numbers share a scale: a token takes a fifth less time for
-# products, and weights differ by 0.6 % of their size in place of 0.5 %.
+# The cache's type by that of the weights.
+CACHE = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32", "int4": "fp32"}
+# Defaults. In 8 bits twice as many numbers share a scale as in 4: products of a token take a fifth
+# less time, and weights differ by 0.6 % of their size instead of 0.5 %.
 ROUNDINGS = {"int8": Rounding(8, block=64), "int4": Rounding(4, symmetric=False)}
-WITHIN = "model."  # before the model's names, within the module that is traced
+WITHIN = "model."  # prefix of the model's names within the module that is traced
 LOADED = 256 << 20  # bytes up to which a model is loaded and checked as a whole
 
 
@@ -39,7 +40,7 @@ class Source:
     name: str
     model: Any
     tokenizer: Any  # None: the directory gets none
-    checkpoint: Checkpoint | None = None  # has the weights that the model is without
+    checkpoint: Checkpoint | None = None  # has the weights if the model was made without them
 
     @property
     def config(self) -> Any:

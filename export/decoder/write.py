@@ -36,7 +36,7 @@ from kvcap.runtime.models.checkpoint import empty, fill
 from kvcap.runtime.session.ends import end_ids
 from kvcap.runtime.types import MANIFEST
 
-FEW = "few.onnx"  # the graph of the layers that were traced, while they are checked
+FEW = "few.onnx"  # temporary file of the first layers' graph, which is checked alone
 
 
 def write(
@@ -110,9 +110,9 @@ class _Export:
     note: Callable[[str], None]
     text: str | None
     kv_dtype: str | None
-    scales: Tensor | None = None  # of slots in int8, [L, 2, K, D]
-    packed: dict[str, Packed] = field(default_factory=dict)  # by a text, not to the nearest
-    evictors: list[dict[str, Any]] = field(default_factory=list)  # as the manifest has them
+    scales: Tensor | None = None  # [L, 2, K, D], scales of slots in int8
+    packed: dict[str, Packed] = field(default_factory=dict)  # matrices rounded by a text (GPTQ)
+    evictors: list[dict[str, Any]] = field(default_factory=list)  # their entries in the manifest
 
     def calibrate(self) -> None:
         """Round matrices by the text, if there is one, and measure the scales of slots."""
@@ -139,7 +139,7 @@ class _Export:
         store = Store(self.folder / manifest.WEIGHTS)
         rows = list[CheckedRun]()
         model = self._traced(decoder, store, rows)
-        if model is None:  # it has to be traced, and loaded, as a whole
+        if model is None:  # layers differ, so that the model is loaded and traced as a whole
             self.source = load(source.name, self.dtype)
             return self.made()
         self.note("writing its weights")
@@ -170,7 +170,7 @@ class _Export:
                 scales = None if self.scales is None else self.scales[:TRACED]
                 few = DecoderGraph(model, first, scales)
                 filled = fill(few, checkpoint) if checkpoint is not None else []
-                more = len(self.layout.budgets) - TRACED  # which are like the last
+                more = len(self.layout.budgets) - TRACED  # further layers, which are like the last
                 decoder.scales = [*few.scales, *few.scales[-1:] * more]
                 self.evictors = save_evictors(decoder, self.folder)
                 graph = trace(few)

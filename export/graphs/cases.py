@@ -16,7 +16,7 @@ from kvcap.export.graphs.stages import StageGraph
 OUTLIER = 960.0  # the mean of one channel of real models' keys; its square is beyond float16
 LONG = 8192
 FEW = 8  # queries of a long case, as all of a block's would take gigabytes
-WIDE = 64  # hidden size, where a graph leaves it open
+WIDE = 64  # hidden size to check with, if a graph leaves it open
 
 
 class Case(NamedTuple):

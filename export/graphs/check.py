@@ -28,7 +28,7 @@ from kvcap.runtime.errors import (
     first_line,
 )
 
-SEED = 20  # of fresh inputs; samples have another
+SEED = 20  # seed of the inputs to check with; samples have another
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class CheckedCase:
     slots: int
     error: float  # largest difference to eager
     allowed: float
-    overlap: float  # of the kept set with float64's
-    misses: int  # slots kept or given up wrongly, ties aside
+    overlap: float  # share of the slots kept in float64 that are kept here
+    misses: int  # slots kept or evicted wrongly; ties do not count
     finite: bool
     ok: bool
 

@@ -13,11 +13,11 @@ from kvcap.export.graphs.portable import Float64
 from kvcap.export.graphs.stages import Evict, Score, StageGraph, Update
 from kvcap.runtime.errors import ShapeError
 
-RTOL = 2e-5  # of the largest value, float32 arithmetic
-OWN = 8  # times eager's own error: other orders of sums err by several times where scores
-# are ill-conditioned, such as attention that one outlier takes whole
-OVERLAP = 0.9  # of eager's share of float64's kept set that must be reached
-HUGE = 1e30  # a rescorer's mark for what stays first, no value to compare
+RTOL = 2e-5  # error allowed in float32, relative to the largest value
+OWN = 8  # how many times eager's own error is allowed, as sums in another order err by several
+# times as much where scores are ill-conditioned, such as attention that one outlier takes whole
+OVERLAP = 0.9  # least overlap with the slots kept in float64, relative to eager's overlap
+HUGE = 1e30  # from here on a score is a rescorer's mark of slots that stay, and is not compared
 
 Found = Mapping[str, Tensor]
 
@@ -153,7 +153,7 @@ def _moved(graph: Evict, given: Found, got: Found, index: Tensor, count: int, rt
         raise ShapeError(f"the graph keeps {index.shape[-1]} slots of {count}")
     for name in ("keys", "values", "positions", *graph.form.slot_state):
         if name in graph.form.eviction.policy.state:
-            continue  # brought up to date on the way
+            continue  # the graph updates state before it evicts
         whole, kept = given[name], got[f"kept_{name}"]
         at = index.view(*index.shape, *(1,) * (whole.dim() - 3))
         at = at.expand(*index.shape, *whole.shape[3:])

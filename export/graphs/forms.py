@@ -39,7 +39,7 @@ class Traced:
         shape: of the layer.
     """
 
-    name = TRACED  # of FORMULATIONS, as all names of forms
+    name = TRACED  # one of FORMULATIONS
     update_inputs: tuple[str, ...] = ()
 
     def __init__(self, eviction: Eviction, shape: Shape) -> None:
@@ -54,7 +54,7 @@ class Traced:
         if self.eviction.saliency is not None:
             reads = reads | self.eviction.saliency.observes
         if (rescorer := self.eviction.rescorer) is not None:
-            # One with state reads values only when they arrive, in the update graph.
+            # A rescorer with state reads values only as they arrive, in the update graph.
             reads = reads | (
                 rescorer.observes & {"positions"} if rescorer.state else rescorer.observes
             )

@@ -26,8 +26,8 @@ class Shape:
     batch: int = 1  # B
     block: int = 128  # T, the newest slots
     budget: int = 512  # N, slots per KV head that an evict graph keeps
-    slots: int | None = None  # n, held while scoring
-    scaling: float | None = None  # of logits; None: 1/sqrt(D)
+    slots: int | None = None  # n, slots in use while scoring
+    scaling: float | None = None  # factor of logits; None: 1/sqrt(D)
     softcap: float | None = None
 
     def __post_init__(self) -> None:

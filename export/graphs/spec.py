@@ -16,7 +16,7 @@ from kvcap.policies.base import Component
 from kvcap.runtime.errors import NotExportable
 
 DTYPES = ("fp32", "fp16")
-IN_GRAPH = ("policy", "saliency", "rescorer")  # slots of an eviction, as graph_part keeps them
+IN_GRAPH = ("policy", "saliency", "rescorer")  # parts of an eviction that a graph contains
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Spec:
         PolicyError: the budget does not hold the policy's pins.
     """
 
-    eviction: Eviction  # whole, as it is run; the graph holds what of it fits one layer
+    eviction: Eviction  # the whole eviction; the graph has its parts that work on one layer
     shape: Shape
     stage: str = "score"
     formulation: str | None = None
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", short(self.dtype))  # frozen; of all names, one
+        object.__setattr__(self, "dtype", short(self.dtype))  # one of a type's several names
         if self.stage not in STAGES:
             raise NotExportable(f"no stage {self.stage!r}; there are {', '.join(STAGES)}")
         if self.dtype not in DTYPES:

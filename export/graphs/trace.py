@@ -17,8 +17,8 @@ from kvcap.export.graphs.stages import StageGraph
 from kvcap.runtime.backends.onnxruntime.library import library
 
 OPSET = 18  # newer files fail on the runtimes that phones have
-IR_VERSION = 10  # likewise
-FOLDED = 64  # numbers of a constant at most: what is larger, a device computes when it loads
+IR_VERSION = 10  # newer files fail on these, too
+FOLDED = 64  # most numbers of a folded constant; a device computes larger ones as it loads
 
 
 def trace(graph: StageGraph, given: dict[str, Tensor]) -> Any:

@@ -39,10 +39,10 @@ from kvcap.runtime.errors import (
 
 SCHEMA = "kvcap.qnn/1"
 SUFFIX = ".qnn.onnx"
-RTOL = 1e-2  # of the largest value: sums of float16 numbers
-TWICE = 0.95  # of float64's kept set, where a rescorer chooses on top of a choice
-LARGEST = 65504.0  # of float16; what is beyond it comes back as this
-# Chip: its number in Qualcomm's SDK, the version of its Hexagon. Phones first, newest first.
+RTOL = 1e-2  # error allowed of sums in float16, relative to the largest value
+TWICE = 0.95  # least overlap with the slots kept in float64, if a rescorer makes a second choice
+LARGEST = 65504.0  # the largest float16, which larger numbers become
+# By chip: its number in Qualcomm's SDK, and its Hexagon's version. Phones first, newest first.
 CHIPS = {
     "SM8850": (87, 81), "SM8750": (69, 79), "SM8650": (57, 75), "SM8550": (43, 73),
     "SM8475": (42, 69), "SM8450": (36, 69), "SM8350": (30, 68), "SM8845": (97, 81),
@@ -56,7 +56,7 @@ class CompileTarget:
 
     chip: str
     soc_model: int
-    hexagon: int  # version
+    hexagon: int  # version of its Hexagon processor
 
     @property
     def options(self) -> dict[str, str]:
@@ -64,12 +64,12 @@ class CompileTarget:
         return {
             "htp_arch": str(self.hexagon),
             "soc_model": str(self.soc_model),
-            "enable_htp_fp16_precision": "1",  # what is float32 in the graph, too
+            "enable_htp_fp16_precision": "1",  # for float32 numbers of the graph, too
         }
 
 
 class Simulated(GraphReport):
-    """Cases run in the simulator of the NPU; what float16 cannot decide is told, not refused."""
+    """Cases run in the NPU's simulator; differences due to float16 are reported, not refused."""
 
     where = "Hexagon simulated"
 
