@@ -12,18 +12,18 @@ from shutil import copyfile, copytree, ignore_patterns
 
 import kvcap
 
-RUNNER_FILE = "runner.pyz"  # beside plan.json
+RUNNER_FILE = "runner.pyz"  # lies beside plan.json
 RUNNER = Path(__file__).parent / "runner"
 SOURCE = Path(kvcap.__file__).parent
 ONNX = "runtime/backends/onnxruntime"
-LOOP = (  # all that a decoder's loop imports of kvcap, none of which needs more than numpy
+LOOP = (  # kvcap's files that run a decoder; none needs more than numpy
     "dtypes.py", "schema.py", "runtime/__init__.py", "runtime/errors.py", "runtime/files.py",
     "runtime/types.py", "runtime/units.py", "runtime/backends/__init__.py",
     *(f"{ONNX}/{name}.py" for name in ("__init__", "decoder", "graph", "library", "manifest",
                                        "slots")),
 )  # fmt: skip
 
-# zipapp's own start drops the exit code.
+# The start that zipapp writes drops the exit code.
 START = "import sys\n\nfrom runner.cli import main\n\nsys.exit(main())\n"
 
 

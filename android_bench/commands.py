@@ -109,7 +109,7 @@ def plan_command(
     name = model or ("Llama-3.2-3B" if not given else "sizes by hand")
     work = DecoderWork(prompt_tokens, answer_tokens, long_tokens, sustained_minutes)
     sizes_of = model_sizes(model) if model else {}
-    if decoder is not None and not model and not given:  # scores of its own layers beside it
+    if decoder is not None and not model and not given:  # scores have the decoder's own sizes
         sizes_of = shape_of(decoder)
         name = sizes_of.pop("name")
     shape = Shape(**{**sizes_of, **given})

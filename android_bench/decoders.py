@@ -13,7 +13,7 @@ from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import ChatTemplateMissing, NotExportable
 from kvcap.runtime.session.messages import messages_as_taken
 
-PAGE_BYTES = 3 << 30  # of weights and slots: WebAssembly addresses 4 GiB, a run takes some of it
+PAGE_BYTES = 3 << 30  # the most weights and slots may take: WebAssembly addresses 4 GiB in all
 
 
 def decoder_in(folder: Path) -> Manifest:

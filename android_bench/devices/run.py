@@ -32,7 +32,7 @@ from kvcap.android_bench.errors import (
 from kvcap.android_bench.safe_text import plain
 
 C_PROGRAM, C_LIBRARY = "kvcap-bench", "libonnxruntime.so"
-SPARE = 16 << 20  # bytes that must stay free: for the result, and as full devices misbehave
+SPARE = 16 << 20  # bytes that must stay free for the result, and as full devices misbehave
 NEARLY_FULL = 1 << 20
 WATCHER = Path(__file__).with_name("watch.sh")
 
@@ -41,11 +41,11 @@ WATCHER = Path(__file__).with_name("watch.sh")
 class DeviceRunSettings:
     """A group of settings that say how a run on a device is made."""
 
-    base: str = "/data/local/tmp"  # of the device; the one folder that adb's user may run files in
-    options: Sequence[str] = ()  # of the runner
+    base: str = "/data/local/tmp"  # the only folder of a device in which adb may run files
+    options: Sequence[str] = ()  # the runner's
     timeout: float = 3600  # seconds of the whole run
-    poll: float = 2.0  # seconds between looks, which cost the device a moment each
-    lease: int = 60  # seconds after which the device ends a run that nobody asks for
+    poll: float = 2.0  # seconds between looks, each of which costs the device some time
+    lease: int = 60  # seconds without a look after which the device ends the run
     told: Callable[[str], None] = field(default=lambda line: print(plain(line), file=sys.stderr))
 
 
@@ -205,7 +205,7 @@ def _ended(device: Device, folder: str, state: str, settings: DeviceRunSettings)
     said, _ = device.shell(f"tail -n 3 {quoted(folder + '/log')}")
     line = (said.strip().splitlines() or ["it said nothing"])[-1]
     full = state == "gone" and device.free_bytes(settings.base) < NEARLY_FULL
-    if full or "No space left" in line:  # where nothing can be written, not even why
+    if full or "No space left" in line:  # a full device cannot even write its log
         raise DeviceFull(f"{device.serial} became full during the run; make room")
     if "cannot be opened" in line or "not executable" in line or state in ("126", "127"):
         raise RunnerMissing(f"the runner does not start on {device.serial}: {line}")

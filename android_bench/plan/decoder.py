@@ -21,8 +21,8 @@ from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.types import EVICT_EVERY, MANIFEST
 
 FOLDER = "decoder"
-SEED = 11  # of the text
-EXACT, ROUNDED = 1e-3, 0.05  # of the largest logit: how far a runner may be from this machine
+SEED = 11  # seed of the text
+EXACT, ROUNDED = 1e-3, 0.05  # error allowed of a runner's logits, relative to the largest
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class DecoderWork:
     prompt: int = 128  # tokens, read before the first one is written
     answer: int = 64  # tokens, written in every round
     long: int | None = None  # tokens of a long prompt; None: four times the budget and 8 blocks
-    minutes: float = 2.0  # of writing on and on, in the end
-    every: float = 30.0  # seconds that tokens are counted over
+    minutes: float = 2.0  # of the sustained run at the end
+    every: float = 30.0  # seconds of each window in which its tokens are counted
 
     def __post_init__(self) -> None:
         """Refuse what cannot be timed.

@@ -25,8 +25,8 @@ from kvcap.export.graphs.stages import Evict, StageGraph
 
 SEEDS = {"keys": 1, "values": 2, "queries": 3, "output_norm": 4}
 TRIES = 64
-MULTIPLIERS = (10007, 10009)  # primes: one that does not divide a size permutes it
-MUST, MAY = 2, 1  # marks of slots that stay
+MULTIPLIERS = (10007, 10009)  # primes; one that does not divide a size permutes it
+MUST, MAY = 2, 1  # marks of slots that must stay, and of those that may
 Port = dict[str, Any]
 
 
@@ -35,7 +35,7 @@ class Folder:
     """A plan's folder while it is written, with a list of what is in it."""
 
     path: Path
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # by sha256
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # entries by sha256
 
     def add(self, name: str, content: bytes) -> str:
         """Write a file; return its name, or that of a file of the same content."""
@@ -53,7 +53,7 @@ class Folder:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, path)
         entry = {"file": name, "bytes": path.stat().st_size, "sha256": sha256(path)}
-        self.files[f"{name} {entry['sha256']}"] = entry  # by its own name: others lie beside it
+        self.files[f"{name} {entry['sha256']}"] = entry  # keeps its name, which other files use
         return name
 
     def numbers(self, name: str, tensor: Tensor) -> str:
@@ -67,9 +67,9 @@ class SizedGraph:
 
     graph: StageGraph
     said: Mapping[str, Any]  # the graph's manifest
-    label: str  # of policy, options and stage: names the files
-    slots: int  # held while scoring
-    queries: int  # looked at, 0 for none
+    label: str  # made of policy, options and stage, begins the names of files
+    slots: int  # in use while scoring
+    queries: int  # that the policy looks at; 0: none
 
     @property
     def sizes(self) -> dict[str, int]:

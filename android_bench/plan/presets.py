@@ -13,7 +13,7 @@ from kvcap.android_bench.errors import PlanBroken
 from kvcap.dtypes import short
 from kvcap.export.graphs.formulations import FORMULATIONS, TRACED
 
-SIZES = (512, 1024, 2048, 4096, 8192)  # of the paper's Table 19
+SIZES = (512, 1024, 2048, 4096, 8192)  # slots, as in Table 19 of KeyDiff's paper
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class PolicyVariant:
     """A policy in one form that looks at one number of queries."""
 
     policy: str
-    formulation: str | None = None  # None: the one that export makes by itself
-    queries: int | None = None  # None: as many as the policy asks for, a block's where it asks all
+    formulation: str | None = None  # None: export's default
+    queries: int | None = None  # None: as many as the policy observes, at most a block's
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -24,18 +24,18 @@ from kvcap.export.graphs.spec import Spec, recalled
 from kvcap.export.graphs.stages import StageGraph
 from kvcap.export.graphs.write import write
 
-REFERENCE = "keydiff.stateless.score"  # what relative numbers are relative to, at its least size
+REFERENCE = "keydiff.stateless.score"  # its time at its least size is 1 in relative numbers
 
 
 @dataclass(frozen=True)
 class Wanted:
     """A request that says what a plan shall measure: a preset on a layer of some model."""
 
-    name: str  # of the preset
+    name: str  # the preset's
     preset: PlanPreset
     shape: Shape = field(default_factory=Shape)
     model: str = "Llama-3.2-3B"
-    decoder: Path | None = None  # the folder of a whole one, timed beside the cells
+    decoder: Path | None = None  # the folder of a whole decoder, which is timed, too
     work: DecoderWork = field(default_factory=DecoderWork)
 
 

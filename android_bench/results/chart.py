@@ -2,7 +2,7 @@
 
 Below, where decoders were timed, stand their tokens a second over time.
 
-A line is told from others by its marker and its dash, not only by its colour; a bar at each point
+Lines differ by their marker and their dash, not only by their colour; a bar at each point
 goes from the least sample to the 90th percentile, and a hollow point's is wild. Needs matplotlib,
 which is imported when a chart is drawn.
 """
@@ -32,11 +32,11 @@ OTHERS = (  # one for each other policy that has a graph of its own
     "#263f5c", "#b8860b", "#4b8bd4", "#6b8e6b",
 )  # fmt: skip
 DASHES: tuple[Any, ...] = ((0, (1, 1.5)), "-", (0, (5, 2)), (0, (6, 1.5, 1, 1.5)))
-FORMS = dict(zip(FORMULATIONS, DASHES, strict=True))  # of KeyDiff
+FORMS = dict(zip(FORMULATIONS, DASHES, strict=True))  # dashes of KeyDiff's forms
 MARKERS = "os^DvP*Xp<>h"
 MOST = 24  # lines, and ticks, that can be distinguished
 WIDTH = 36  # characters of a name in the legend
-APART = 0.02  # of an octave: bars of several lines stand side by side
+APART = 0.02  # share of an octave between the bars of two lines, which stand side by side
 SIZE = (11.5, 4.2)  # inches of one result
 Lines = dict[tuple[object, ...], list[Row]]
 

@@ -19,10 +19,10 @@ from kvcap.android_bench.safe_text import plain
 Row = dict[str, Any]
 Flag = dict[str, Any]
 HOUSE = Rules()
-AGREES = 0.01  # a runner's own statistics may be rounded
-WILD = 2.5  # 90th percentile over least sample; of 293 cells in docs/results, 95 % are below 2
-SHORT = 0.8  # of the least time: some runners count the time between samples too
-REMARKS = {"rules", "skipped"}  # flags that make no result invalid
+AGREES = 0.01  # relative difference allowed of a runner's own statistics, which may be rounded
+WILD = 2.5  # 90th percentile over least sample; 95 % of 293 cells in docs/results are below 2
+SHORT = 0.8  # share of min_seconds that samples must last, as some runners count pauses
+REMARKS = {"rules", "skipped"}  # flags that do not make a result invalid
 
 
 def statistics(rounds: list[list[float]]) -> dict[str, float]:
@@ -128,9 +128,9 @@ def _complete(row: Row) -> None:
             most = float(np.percentile(samples, share, method="higher"))
         if name == "std_us":
             least = float(samples.std())  # some divide by n
-        told = row.get(name, value)
-        if name != "gb_per_s" and not least * (1 - AGREES) <= told <= most * (1 + AGREES):
-            raise ResultBroken(f"{row['id']}: {name} is {told:.6g}, its samples give {value:.6g}")
+        given = row.get(name, value)
+        if name != "gb_per_s" and not least * (1 - AGREES) <= given <= most * (1 + AGREES):
+            raise ResultBroken(f"{row['id']}: {name} is {given:.6g}, its samples give {value:.6g}")
     row |= numbers
 
 

@@ -1,8 +1,8 @@
 """Decides whether a measurement is of a real device, by a browser's signs or a result's claims.
 
-A browser can be told to call itself anything, and a developer's tools make a desktop look like a
-phone. So `origin` calls a browser's device real only where every sign agrees; one that cannot be
-told is not. A result claims its source, and `believed` can lower the claim, never raise it: a real
+A browser can call itself anything, and a developer's tools make a desktop look like a phone. So
+`origin` calls a browser's device real only if every sign agrees, and not if one is missing. A
+result claims its source, and `believed` can lower the claim, never raise it: a real
 device needs Android's version or a phone's browser, an ARM processor, and nothing that only
 emulators and desktops say. This is a safeguard against mistakes, no proof: who forges every sign is
 believed.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from kvcap.android_bench.safe_text import plain
 
-# Of a browser.
+# Signs of a browser.
 LONGEST = 2000  # characters of a user agent
 PHONE = re.compile(r"Android|iPhone|iPad|Mobile")
 ARM = re.compile(r"arm|aarch64|iPhone|iPad", re.IGNORECASE)
@@ -24,12 +24,12 @@ PHONE_GPU = re.compile(r"Adreno|Mali|Immortalis|PowerVR|Xclipse|Maleoon|Apple GP
 NOT_A_CHIP = re.compile(r"emulator|translator|swiftshader|llvmpipe|virgl|gfxstream", re.IGNORECASE)
 EMULATOR = re.compile(r"sdk_gphone|emulator|Android SDK built for|Cuttlefish", re.IGNORECASE)
 
-# Of a result.
+# Signs of a result.
 TITLES = {"real": "", "emulated": "EMULATED, no device's speed: ", "host": "HOST, not a phone: "}
 EMULATORS = ("goldfish", "ranchu", "cutf", "vsoc", "sdk_gphone", "emulator", "qemu")
 NO_GPU = ("swiftshader", "llvmpipe", "lavapipe")
 SAID_BY_PHONES = ("Android", "iPhone", "iPad")  # what a phone's browser says
-ARM_ABIS = ("arm", "aarch64", "iphone", "ipad", "unknown")  # a browser may say nothing else
+ARM_ABIS = ("arm", "aarch64", "iphone", "ipad", "unknown")  # some browsers say 'unknown' only
 
 
 class Origin(NamedTuple):

@@ -26,7 +26,7 @@ from kvcap.export.graphs.formulations import TRACED
 MOST = 24  # windows of a sustained run that are shown
 FEW = 3  # flags of one kind that are written out
 WORST = 0.25  # relative error beyond which a line does not describe a series
-LONG = 3000  # characters of a sentence, in which several names may stand
+LONG = 3000  # the most characters of a sentence, which may have several names
 ROW = ("policy", "formulation", "queries")
 
 

@@ -16,7 +16,7 @@ GENERATOR = (
     "mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16"
 )
 Array = np.ndarray[Any, Any]
-Cell = dict[str, Any]  # a cell of a plan, or its row of a result
+Cell = dict[str, Any]  # a cell of a plan, or a cell's row in a result
 
 
 def hash11(seed: int, count: int) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before anything imports onnxruntime: later is too late
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # onnxruntime reads it as it is imported
 
 import argparse
 import gc
@@ -76,7 +76,7 @@ class Bound:
         start = time.perf_counter()
         self.session = onnxruntime.InferenceSession(model, options, [PROVIDERS[provider]])
         self.load_ms = (time.perf_counter() - start) * 1000
-        got = self.session.get_providers()[0]  # it falls back without a word
+        got = self.session.get_providers()[0]  # another if ONNX Runtime fell back silently
         self.provider = {v: k for k, v in PROVIDERS.items()}.get(got, got)
         self.given = inputs_of(cell, folder)
         self.binding = self.session.io_binding()

@@ -31,12 +31,12 @@ class ClientLimits:
     result_bytes: int = 64 * MIB  # the largest preset's raw samples are some megabytes
     results: int = 1000
     stored_bytes: int = 4096 * MIB
-    spare_bytes: int = 256 * MIB  # that stay free on the disk
-    connections: int = 256  # a browser holds up to six
-    uploads: int = 4  # at once, as each may take `result_bytes` of memory; the others try again
-    head_seconds: float = 20.0  # until a request's first lines are there
-    body_seconds: float = 180.0  # until its body is
-    request_seconds: float = 600.0  # until its answer was read
+    spare_bytes: int = 256 * MIB  # bytes that stay free on the disk
+    connections: int = 256  # a browser has up to six
+    uploads: int = 4  # at once, as each may take `result_bytes` of memory; others try again
+    head_seconds: float = 20.0  # for a request's line and headers to arrive
+    body_seconds: float = 180.0  # for its body to arrive
+    request_seconds: float = 600.0  # for the client to read its answer
 
 
 class Landed(NamedTuple):
@@ -58,7 +58,7 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.limits = limits or ClientLimits()
-        self.count = self.stored = 0  # results and their bytes since this start
+        self.count = self.stored = 0  # results and their bytes since this server began
         self.plan = plan["id"]
         self.rows = {cell["id"] for cell in plan["cells"]}
         self.decoder = plan.get("decoder", {}).get("id")
@@ -101,7 +101,7 @@ class Results:
         landed = Landed(self.folder / f"{started}-{device}-{digest}.json", found)
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.lock:
-            if landed.path.exists():  # sent twice: the page never heard the first answer
+            if landed.path.exists():  # sent again, as the first answer did not reach the page
                 return landed
             self._check_room(len(text))
             write_json(found, landed.path)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 PAGE = Path(__file__).parents[1] / "page"
-HEAD_BYTES, SIGNS_BYTES = 2**15, 2**16  # of a request's first lines; of what a browser says
+HEAD_BYTES, SIGNS_BYTES = 2**15, 2**16  # the most of a request's headers; of a browser's signs
 TYPES = {
     ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".mjs": "text/javascript",
     ".svg": "image/svg+xml", ".wasm": "application/wasm", ".json": "application/json",
@@ -52,7 +52,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Embedder-Policy": "require-corp",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # Nothing at run time from anywhere else, nor to anywhere else.
+    # The page loads nothing from other servers and sends nothing to them.
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'wasm-unsafe-eval'; "
     "worker-src 'self' blob:; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -96,7 +96,7 @@ class Patience:
             with anyio.move_on_after(self.seconds):
                 await self.app(scope, receive, send)
         except ClientDisconnect:
-            pass  # nobody is there to be answered
+            pass  # there is no client to answer
 
 
 class Connection(H11Protocol):
