@@ -35,7 +35,7 @@ def run_in_browser(device: Device, plan: Path, settings: DeviceRunSettings) -> d
         port = device.reverse(serving.port)
         try:
             _open(device, f"http://localhost:{port}/#start")  # begins by itself
-            settings.told(f"{device.serial}: the page measures on the device; leave its screen on")
+            settings.note(f"{device.serial}: the page measures on the device; leave its screen on")
             return _landed(device, serving, settings)
         finally:
             _close(device, port, settings)
@@ -72,4 +72,4 @@ def _close(device: Device, port: int, settings: DeviceRunSettings) -> None:
     try:
         device.unreverse(port)
     except DeviceError:
-        settings.told(f"{device.serial} does not answer; its port {port} goes when it restarts")
+        settings.note(f"{device.serial} does not answer; its port {port} goes when it restarts")

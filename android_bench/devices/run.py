@@ -46,7 +46,7 @@ class DeviceRunSettings:
     timeout: float = 3600  # seconds of the whole run
     poll: float = 2.0  # seconds between looks, each of which costs the device some time
     lease: int = 60  # seconds without a look after which the device ends the run
-    told: Callable[[str], None] = field(default=lambda line: print(plain(line), file=sys.stderr))
+    note: Callable[[str], None] = field(default=lambda line: print(plain(line), file=sys.stderr))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def run_on(
         _check_space(device, staged, settings.base)
         watcher: str | None = None
         try:
-            settings.told(f"{device.serial}: copying to {folder}")
+            settings.note(f"{device.serial}: copying to {folder}")
             device.push(staged, folder)
             _check_arrived(device, folder)
             watcher = _started(device, folder, runner, settings)
@@ -192,7 +192,7 @@ def _watched(device: Device, folder: str, watcher: str, settings: DeviceRunSetti
             return _ended(device, folder, state, settings)
         if rest and rest[-1] != last:
             last = rest[-1]
-            settings.told(last)
+            settings.note(last)
         time.sleep(settings.poll)
     raise RunTimeout(f"the run on {device.serial} took more than {settings.timeout:g} s and was "
                      "ended; --timeout allows more, or plan fewer cells")  # fmt: skip
@@ -235,4 +235,4 @@ def _cleaned(device: Device, folder: str, watcher: str | None, settings: DeviceR
     except DeviceError:
         left = (f"it ends the run by itself within {settings.lease} s and removes {folder}"
                 if watcher else f"{folder} may be left there")  # fmt: skip
-        settings.told(f"{device.serial} does not answer; {left}")
+        settings.note(f"{device.serial} does not answer; {left}")

@@ -172,7 +172,7 @@ def test_no_field_brings_markup_into_a_report_or_breaks_a_chart(evil, tmp_path, 
 
 
 def test_what_a_device_says_does_not_reach_the_terminal_as_it_is(capsys):
-    DeviceRunSettings().told("[1/2] \x1b[2J\x07 a\nb")
+    DeviceRunSettings().note("[1/2] \x1b[2J\x07 a\nb")
     safe_line(capsys.readouterr().err.rstrip("\n"))
     safe_line(str(RunFailed("the runner ended: \x1b]0;owned\x07")))
 

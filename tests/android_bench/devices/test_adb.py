@@ -204,7 +204,7 @@ def planted(folder: Path, text: str) -> Path:
 
 
 def measured(phone: Phone, plan: Path, folder: Path, **changes) -> dict:
-    settings = DeviceRunSettings(str(phone.data), **{"told": lambda _: None, **SOON, **changes})
+    settings = DeviceRunSettings(str(phone.data), **{"note": lambda _: None, **SOON, **changes})
     return run_on(devices.chosen(phone.serial), plan, c_runner(folder), settings)
 
 
@@ -342,13 +342,13 @@ def test_the_page_is_opened_through_the_cable(page, plan, tmp_path, capsys):
 @compilers
 def test_a_page_that_sends_nothing(page, plan):
     script(page.root / "bin" / "am", "exit 0")
-    settings = DeviceRunSettings(timeout=0.5, told=lambda _: None, **SOON)
+    settings = DeviceRunSettings(timeout=0.5, note=lambda _: None, **SOON)
     with pytest.raises(RunTimeout, match="no result came"):
         run_in_browser(devices.chosen(page.serial), plan, settings)
     script(page.root / "bin" / "am", "exit 0")
     with pytest.raises(DeviceLost):
         run_in_browser(devices.chosen(page.serial), plan,
-                       DeviceRunSettings(told=lambda _: page.stop(), **SOON))  # fmt: skip
+                       DeviceRunSettings(note=lambda _: page.stop(), **SOON))  # fmt: skip
     page.start()
 
 
@@ -372,7 +372,7 @@ class Breaks:
 @compilers
 def test_a_daemon_that_dies(phone, plan, endless, here):
     with pytest.raises(DeviceLost, match=phone.serial):
-        measured(phone, endless, here, told=Breaks(phone.stop))
+        measured(phone, endless, here, note=Breaks(phone.stop))
     assert phone.clean(PATIENCE)  # what runs there ends itself
     phone.start()
     cells_are_right(measured(phone, plan, here), plan)
@@ -387,7 +387,7 @@ def test_a_device_that_is_unplugged(phone, plan, endless, here):
         devices.adb("kill-server")
 
     with pytest.raises(DeviceLost, match="not found"):
-        measured(phone, endless, here, told=Breaks(unplug))
+        measured(phone, endless, here, note=Breaks(unplug))
     assert phone.clean(PATIENCE)
     phone.connect()
     cells_are_right(measured(phone, plan, here), plan)
@@ -404,7 +404,7 @@ def test_a_server_that_is_restarted_does_no_harm(phone, plan, here, tmp_path):
         devices.adb("kill-server")
         phone.connect()
 
-    cells_are_right(measured(phone, longer, here, told=Breaks(interrupt)), plan)
+    cells_are_right(measured(phone, longer, here, note=Breaks(interrupt)), plan)
 
 
 @pytest.mark.slow
@@ -424,7 +424,7 @@ def test_a_run_that_is_interrupted(phone, endless, here):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measured(phone, endless, here, told=Breaks(interrupt))
+        measured(phone, endless, here, note=Breaks(interrupt))
     assert phone.clean(PATIENCE)
 
 
@@ -433,7 +433,7 @@ def test_a_run_that_is_interrupted(phone, endless, here):
 @compilers
 def test_a_computer_that_sleeps(phone, endless, here):
     with pytest.raises(RunTimeout, match="asleep"):
-        measured(phone, endless, here, told=Breaks(lambda: time.sleep(4)), lease=1)
+        measured(phone, endless, here, note=Breaks(lambda: time.sleep(4)), lease=1)
     assert phone.clean(PATIENCE)
 
 
@@ -486,7 +486,7 @@ def test_a_disk_that_becomes_full_during_the_run(phone, plan, here, tmp_path):
 
     with disk(phone.data, 80):
         with pytest.raises(DeviceFull, match="during the run"):
-            measured(phone, longer, here, told=Breaks(fill))
+            measured(phone, longer, here, note=Breaks(fill))
         (phone.data / "filler").unlink()
         assert phone.clean()
     cells_are_right(measured(phone, plan, here), plan)
