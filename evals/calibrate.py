@@ -127,7 +127,7 @@ def calibrate(
         budget_tokens=len(twice),
         dtype=dtype,
         device=device,
-        positions="true",  # as compact ones are, where nothing is evicted
+        positions="true",  # without eviction the same as compact ones
     )
     loop = BlockLoop(runtime.model, runtime.new_cache())
     on_block = None if report is None else lambda done: report(done, len(twice))

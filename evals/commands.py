@@ -599,7 +599,7 @@ def demo_command(
             progress.update(meter, completed=state.read, figures=_figures(state))
 
         def answered(question: Question) -> None:
-            progress.stop()  # it would break the lines
+            progress.stop()  # a progress bar would break the lines
             if not json:
                 print(_question_line(question), flush=True)
 

@@ -39,7 +39,7 @@ OF_CACHE = {f.name for f in fields(CacheSettings)} - {"policy", "sink_tokens"}
 MAX_GEN_TOKS = 256  # lm-eval's own default
 LEAST = 128  # slots by which the cache of a policy that never evicts grows
 
-Pair = tuple[Any, list[int], list[int]]  # what names the request, context, continuation
+Pair = tuple[Any, list[int], list[int]]  # a request's name, its context and its continuation
 
 if TYPE_CHECKING:
     TemplateLM = Any
@@ -108,7 +108,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
             raise ValueError("trust_remote_code: code that comes with a model is not run")
         self.batch_size = _count("batch_size", batch_size)
         named = {name: options.pop(name) for name in OF_CACHE if name in options}
-        if named.get("positions") is True:  # as lm-eval reads positions=true
+        if named.get("positions") is True:  # lm-eval parses positions=true so
             named["positions"] = "true"
         eviction = load_policy(policy, **options).plain()
         self.capped = eviction.policy.evicts
@@ -127,7 +127,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         self._prefix = prefix_token_id
         self._name = str(pretrained)
         self._device = self.runtime.model.device
-        self._loop: BlockLoop | None = None  # of the last batch
+        self._loop: BlockLoop | None = None  # the last batch's
         self._rng = self.runtime.rng(torch.initial_seed() % 2**63)  # lm-eval's --seed
         self._cut = False  # a warning was given
 
@@ -145,7 +145,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
                 "policy": eviction.name,
                 "options": options,
                 "budget_tokens": plan.budget_tokens if self.capped else None,
-                "kv_bytes": plan.cache_bytes if self.capped else None,  # of one sequence
+                "kv_bytes": plan.cache_bytes if self.capped else None,  # for one sequence
                 "block_size": plan.block_size,
                 "positions": plan.positions if self.capped else "true",
                 "kv_dtype": plan.kv_dtype,
@@ -227,7 +227,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         Those that differ in their last token alone, such as the letters of choices, are read once.
         """
         pairs = [self._fitting(context, after) for _, context, after in requests]
-        alike: dict[tuple[Any, Any], list[int]] = {}  # what is read -> the requests that it answers
+        alike: dict[tuple[Any, Any], list[int]] = {}  # tokens read: requests that they answer
         for index, (context, after) in enumerate(pairs):
             alike.setdefault((tuple(context), tuple(after[:-1])), []).append(index)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
@@ -414,7 +414,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         ):
             loop.cache.reset()
             return loop
-        self._loop = loop = None  # its memory goes before the next one's comes
+        self._loop = loop = None  # free its memory before the next one is allocated
         runtime = self.runtime
         cache = runtime.new_cache(batch) if self.capped else self._whole_cache(batch, tokens)
         self._loop = BlockLoop(runtime.model, cache)

@@ -51,7 +51,7 @@ class MeasuredCell:
     length: int
     kv_bytes: int  # storage the cache holds after the prompt
     planned_bytes: int
-    peak_bytes: int  # of the allocator while the prompt is read, cache included
+    peak_bytes: int  # the allocator's peak while the prompt is read, cache included
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -129,7 +129,7 @@ def measure(matrix: Matrix, on_cell: Callable[[MeasuredCell], None] | None = Non
     finally:
         torch.set_num_threads(threads)
     on = {**versions(), "cpu": torch.backends.cpu.get_cpu_capability()}
-    del on["kvcap"], on["python"]  # what is under test, and what allocates no tensor
+    del on["kvcap"], on["python"]  # kvcap is under test, and Python allocates no tensors
     return Baseline(matrix, on, tuple(cells))
 
 
@@ -143,7 +143,7 @@ def _measure(model: Any, policy: str, budget: int, length: int, block: int) -> M
         return cache
 
     with torch.inference_mode():
-        read()  # what kernels keep from their first call on
+        read()  # kernels allocate memory in their first call and keep it
     took = cpu_peak(read)
     planned = sum(took.result.layout.nbytes(1, model.dtype).values())
     return MeasuredCell(policy, budget, length, kv_bytes(took.result), planned, took.peak_bytes)

@@ -70,7 +70,7 @@ def _make(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
     del model
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # other processes load it
+        torch.cuda.empty_cache()  # for other processes that load the model
     words = {f"t{token}": token for token in range(SHAPES[name]["vocab_size"])}
     said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
     (folder / "tokenizer_config.json").write_text(json.dumps(said))

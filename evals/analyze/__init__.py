@@ -41,7 +41,7 @@ class AnalysisOptions:
     policies: tuple[str, ...] = ()
     budgets: tuple[int, ...] = ()  # slots per KV head
     block_size: int = 128
-    layer: int | None = None  # of the model
+    layer: int | None = None  # index in the model; None: as each analysis chooses
     head: int | None = None  # KV head
     policy_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -154,7 +154,7 @@ def run(
         text.projections = any(chosen[name].PROJECTIONS for name in due)
         lengths.append(len(text))
         for name in due:
-            if name not in settings:  # all texts have the budgets of the first
+            if name not in settings:  # budgets are the first text's
                 settings[name] = _with_budgets(chosen[name], options, len(text))
             found[name].append(chosen[name].measure(text, settings[name]))
             done += 1

@@ -32,9 +32,9 @@ POLICIES: tuple[str, ...] = ()
 SHARES: tuple[float, ...] = (0.1,)
 PROJECTIONS = False
 TEXTS = None
-STEPS = 300  # of the search for a cone
+STEPS = 300  # steps of the search for a cone
 POOLS = 150  # triples of a text whose best set is searched for, in each stratum, as in Table 16
-FLOOR = 1e-9  # of attention in the picture
+FLOOR = 1e-9  # least attention that the picture shows
 QUANTILES = ("min", "p05", "p50", "p95", "max")
 LEVELS = (0.0, 0.05, 0.5, 0.95, 1.0)
 CONES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)  # Table 14's
@@ -78,7 +78,7 @@ def ratios(drawn: dict[str, list[proxy.Pools]]) -> dict[tuple[str, int], Tensor]
     parts = [pools for several in drawn.values() for pools in several]
     every = proxy.Pools(*(torch.cat(part) for part in zip(*parts, strict=True)))
     found = {}
-    for count in proxy.EVICTED:  # all pools at once, as every set of tokens is tried
+    for count in proxy.EVICTED:  # all pools at once, as every set of tokens is tried in each
         best = proxy.optimum(every, count).sqrt()
         moved = [proxy.chosen(every, by, count).sqrt() for by in (every.cost, every.attention)]
         found[count] = (torch.stack(moved) / best).split(sizes, -1)

@@ -79,7 +79,7 @@ def project(keys: Tensor) -> tuple[Tensor, Tensor]:
     """
     centred = keys - keys.mean(0)
     _, sizes, axes = torch.linalg.svd(centred, full_matrices=False)
-    axes = torch.cat((axes, axes.new_zeros(2, axes.shape[1])))[:2]  # of one key there is one axis
+    axes = torch.cat((axes, axes.new_zeros(2, axes.shape[1])))[:2]  # one key has one axis
     largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
     axes = torch.where(largest < 0, -axes, axes)
     squares = torch.cat((sizes.square(), sizes.new_zeros(2)))

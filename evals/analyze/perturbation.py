@@ -33,7 +33,7 @@ PROJECTIONS = True
 TEXTS = None
 WAYS = ("once", "blocks")
 SAID = {"once": "evicted once", "blocks": "after every block"}
-LEAST = 1e-4  # of ‖o‖₁: a head that loses less has no change to compare
+LEAST = 1e-4  # relative to ‖o‖₁: the change of heads that lose less is not compared
 
 
 def check(options: AnalysisOptions) -> None:
@@ -76,7 +76,7 @@ def moves(after: Observation, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 def attention_to(after: Observation, kept: Tensor) -> Tensor:
     """Return the last token's attention [K, G, n] to what is `kept` [K, n - 1] and to itself."""
-    own = kept.new_ones(kept.shape[0], 1)  # it sees itself, whatever was evicted
+    own = kept.new_ones(kept.shape[0], 1)  # a token sees itself, whatever was evicted
     logits = after.logits[0, :, :, 0]
     gone = ~torch.cat((kept, own), -1)[:, None].to(logits.device)
     logits = logits.masked_fill(gone, -torch.inf)

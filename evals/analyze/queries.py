@@ -116,7 +116,7 @@ def loss(whole: Observation, kept: Tensor, tokens: int, earlier: int) -> Tensor:
     missing, missing_lse = attend(old, ~held)
     share = torch.sigmoid(missing_lse - capped_lse)[..., None]
     calibrated = capped + share * (missing - capped)
-    if last.sinks is not None:  # they take their share once, of kept and evicted tokens
+    if last.sinks is not None:  # sinks take their share once, of kept and evicted tokens together
         sinks = last.sinks.float().view(total.shape)
         both = torch.logaddexp(capped_lse, missing_lse)
         parts = ((true, total), (capped, capped_lse), (calibrated, both))

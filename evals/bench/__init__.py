@@ -43,8 +43,8 @@ class BenchmarkOptions:
     weights: Sequence[str] = ("int8",)
     backend: str | None = None  # the one that runs the weights
     vs: Sequence[str] = ()  # peers
-    peer_pythons: Mapping[str, str] = field(default_factory=dict)  # by peer
-    files: Path = Path("out/cpu")  # for models, exports and GGUF files
+    peer_pythons: Mapping[str, str] = field(default_factory=dict)  # interpreters by peer
+    files: Path = Path("out/cpu")  # folder of models, exports and GGUF files
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,11 @@ from kvcap.runtime.memory.free_memory import free_memory
 DEFAULTS = {"lengths": (32768,), "budgets": (2048,), "block_size": 1024, "model": "random-3b",
             "vs": ("transformers",)}  # fmt: skip
 COLUMNS = ("server", "clients", "n", "tok_s", "alone_tok_s", "gain", "p95_ms", "ratio", "why")
-LIMIT_S = 400.0  # of kvcap's server, with the loading of its model
-PEER_S = 200.0  # of the peer's
-TELL_S = 10.0  # between two lines while prompts are read
+LIMIT_S = 400.0  # seconds for kvcap's server, the loading of its model included
+PEER_S = 200.0  # seconds for the peer's
+TELL_S = 10.0  # seconds between two lines of progress while prompts are read
 ENDLESS = 32_000  # tokens of an answer that is left as soon as it was long enough
-READ_S = 60.0  # of the prompts that the peer reads before it answers
+READ_S = 60.0  # seconds for prompts that the peer reads before it answers
 PAGE = 256  # tokens of a block of the peer's cache
 PASS = 1024  # tokens that the peer reads at once
 FREE = 0.25  # of the peer's cache: with less than 0.15 it reads no other prompt, or forgets some
@@ -169,8 +169,8 @@ class Clients:
     def __init__(self, server: PeerServer, prompts: Sequence[str], tokens: int, steps: int) -> None:
         self.server, self.prompts, self.tokens, self.steps = server, prompts, tokens, steps
         self.began, self.enough = Gate(len(prompts)), Gate(len(prompts))
-        self.times = [list[float]() for _ in prompts]  # of each client's tokens
-        self.failure: PeerFailed | None = None  # of the first that failed
+        self.times = [list[float]() for _ in prompts]  # times of each client's tokens
+        self.failure: PeerFailed | None = None  # the failure of the first client that failed
         self.ended = threading.Event()
         self.asked = time.perf_counter()
 

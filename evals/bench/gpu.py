@@ -60,7 +60,7 @@ def run(options: BenchmarkOptions) -> Result:
         for budget, block in product(options.budgets, BLOCKS):
             peers = {"transformers": plain}
             for name in PEERS[1:]:
-                often = 1 if name == "materialised" else repeats  # it takes its time
+                often = 1 if name == "materialised" else repeats  # it is slow
                 peers[name] = _measured(name, model, ids, often, options, budget, block)
             for policy in options.policies:
                 mine = _measured(policy, model, ids, repeats, options, budget, block)

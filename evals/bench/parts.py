@@ -42,7 +42,7 @@ from kvcap.runtime.models.rope import Rotation, table_dtype
 
 HEADS, KV_HEADS, SIZE, HIDDEN, INNER, DTYPE = 24, 8, 128, 3072, 8192, torch.bfloat16
 ROTATED = 256 * 2**20
-CALLS = 20  # of a graph
+CALLS = 20  # calls in one CUDA graph
 DEFAULTS = {"budgets": (2048, 8192), "repeats": 20}
 COLUMNS = ("work", "n", "tokens", "median_us", "floor_us", "peer", "peer_median_us", "ratio")
 
@@ -53,7 +53,7 @@ class Part:
 
     work: str
     n: int
-    tokens: int  # of the block
+    tokens: int  # tokens of the block
     inputs: Callable[[], Any]
     mine: Callable[[Any], Any]
     peer: str

@@ -58,8 +58,8 @@ COLUMNS = (
 TOLD, DRAWN = 10, 6  # facts in a text; texts of a task
 BITS = 256
 FUSE = 10  # added to ranks, so that the first few of either way count most
-Text = tuple[str, list[tuple[str, str, str]]]  # and messages: a kind, a question, its fact or ""
-Way = tuple[str, int | str]  # its name and layer
+Text = tuple[str, list[tuple[str, str, str]]]  # with messages: kind, question, its fact or ""
+Way = tuple[str, int | str]  # a way's name, and its layer
 
 
 def run(options: BenchmarkOptions) -> Result:
@@ -164,7 +164,7 @@ class Passages(PassageStore):
         """Add to `figures` how well each way finds a fact that a question is about."""
         right = [fact in text for text in self.texts]
         if not any(right):
-            return  # it stands at the end, which is not indexed yet
+            return  # the fact stands at the end, which is not indexed yet
         found = self.places(self.recall.find(question, self.ids))
         words = self.places(self.search(question, len(self.spans)))
         for way, order, took, size in self.rank(question):

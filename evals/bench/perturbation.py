@@ -24,7 +24,7 @@ DEFAULTS = {"lengths": (1024,), "budgets": (256,), "policies": ("snapkv", "h2o")
 WHERE = ("policy", "budget", "layer", "heads", "mass")
 COLUMNS = (*WHERE, "base", "critical", "ratio", "spread", "better")
 ALPHA = 0.5  # criticalkv's own default
-LEAST = 1e-4  # of ‖o‖₁: a head that loses less has no error to compare
+LEAST = 1e-4  # relative to ‖o‖₁: the error of heads that lose less is not compared
 
 
 def run(options: BenchmarkOptions) -> Result:
@@ -85,7 +85,7 @@ def projected(after: Observation, weights: Tensor) -> Tensor:
     """Return `‖weights · V W_O‖₁` by query head: [K, G, n] -> [H]."""
     assert after.output_projection is not None
     mixed = torch.matmul(weights, after.values[0].float())  # [K, G, D]
-    if after.expansion is not None:  # of latents, which every query head expands to its own value
+    if after.expansion is not None:  # slots hold latents, which each query head expands
         mixed = after.expansion.head_values(mixed.transpose(0, 1)[None])[0].transpose(0, 1)
     out = torch.einsum("kgd,kgde->kge", mixed, after.output_projection.float())
     return out.abs().sum(-1).flatten()

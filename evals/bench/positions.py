@@ -84,7 +84,7 @@ class KeyCache:
         """Evict a random slot of every head, read a key into it, attend. Returns [1, H, 1, D]."""
         device = self.random.device
         evicted = torch.randint(self.budget, (1, KV_HEADS, 1), generator=self.random, device=device)
-        moved = (self.born > self.born.gather(-1, evicted)).int()  # by one position
+        moved = (self.born > self.born.gather(-1, evicted)).int()  # newer slots move by one
         self.shift += moved
         if self.way == "in place":
             self.keys.copy_(self.rotation.back(self.keys, moved))

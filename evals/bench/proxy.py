@@ -27,11 +27,11 @@ from kvcap.policies import Observation, load_policy
 
 DEFAULTS = {"lengths": (1024,), "repeats": 4}
 WINDOWS = (1, 8)  # queries: the theorem's one, and DropKV's window
-EVICTED = (10, 18)  # of the 20 tokens of a pool, as in Table 16
+EVICTED = (10, 18)  # how many of a pool's 20 tokens are evicted, as in Table 16
 MINIMUM = 64  # a half must hold a pool, the spared tokens and those that are no candidates
 SIZE = 20  # tokens of a pool
 SPARED = 8  # the newest tokens, DropKV's window, are never evicted
-NEEDED = 0.1  # of the others, the share with the most attention is no candidate
+NEEDED = 0.1  # share of other tokens, those of most attention, that are no candidates
 LEAST = 1e-15  # attention whose square float32 still tells from 0, with room for the values
 CHUNK = 1024  # subsets tried at once
 WHAT = ("pools", "window", "evicted", "records")
@@ -139,7 +139,7 @@ def draw(seen: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
         the last query.
     """
     seen = _by_query_head(seen)
-    policy = load_policy("dropkv", kernel=1).policy  # by itself: nothing pooled, nothing pinned
+    policy = load_policy("dropkv", kernel=1).policy  # without pooling and pins
     last = seen.positions.shape[-1] - SPARED
     cost = policy.score(seen)[0, :, :last].double()  # [H, n]
     p = seen.attention[0, :, 0, :, :last].double()  # [H, w, n]

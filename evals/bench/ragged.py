@@ -28,7 +28,7 @@ from kvcap.runtime.cache.pool import Segment, SlotPool
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 SCALING = SIZE**-0.5
-SHARES = (0.3, 0.3, 0.5, 0.6, 0.8, 1.2, 1.8, 2.5)  # of the budget, as AdaKV leaves them on pocket
+SHARES = (0.3, 0.3, 0.5, 0.6, 0.8, 1.2, 1.8, 2.5)  # of the budget, as AdaKV has them on pocket
 DEFAULTS = {"budgets": (1024, 4096)}
 COLUMNS = ("way", "device", "dtype", "budget", "block", "ms", "ratio", "error")
 

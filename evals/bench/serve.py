@@ -251,7 +251,7 @@ def _killed(model: str, budget: int, kills: int, kept: Path) -> dict[str, Any]:
                     chats[who] = [*messages, {"role": "assistant", "content": said}]
                     others = (known - {str(codes[who])}) & set(re.findall(r"\d{4}", said))
                     count.add(requests=1, foreign=int(bool(others)))
-                while True:  # they are saved while nobody asks
+                while True:  # conversations are saved while no request comes
                     figures = server.figures()
                     time.sleep(0.2)
             except (OSError, http.client.HTTPException, PeerFailed):

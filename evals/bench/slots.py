@@ -57,7 +57,7 @@ COLUMNS = (
     "kv_dtype", "positions", "equal", "slots", "cache_bytes", "token_ms", "token_ratio",
     "prefill_tok_s", "prefill_ratio",
 )  # fmt: skip
-COMPACT: Positions = "compact"  # which slots of every type can have
+COMPACT: Positions = "compact"  # positions that slots of every type can have
 WARM_UPS, WARM_TOKENS = 2, 4  # prompts over full slots, tokens after each: graphs are made then
 
 
@@ -67,7 +67,7 @@ class TimedCache:
 
     kv_dtype: str
     positions: str
-    equal: str  # to the floats': 'slots' or 'bytes'
+    equal: str  # what equals that of float slots: 'slots' or 'bytes'
     slots: int
     block: int
     loop: Any

@@ -21,7 +21,7 @@ from kvcap.runtime.testing.process_peak import peak
 
 DEFAULTS = {"lengths": (1_000_000,), "budgets": (256,)}
 COLUMNS = ("tokens", "kv_bytes", "held", "process_peak", "growth", "tok_s")
-SHARES = (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)  # of the text, where a row is taken
+SHARES = (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the text after which a row is written
 SENTENCES = 64  # made into tokens at once
 
 

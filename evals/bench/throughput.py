@@ -30,7 +30,7 @@ from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.models.arguments import cache_argument
 
 DEFAULTS = {"lengths": (32768,), "steps": 16}
-SHARE = 0.05  # of a prompt that is kept
+SHARE = 0.05  # share of a prompt that is kept
 BLOCK = 16  # tokens of every sequence, whose activations are held beside all caches
 MOST = 1024  # sequences
 ROOM = 12 << 30  # bytes left to activations and logits
@@ -65,7 +65,7 @@ def run(options: BenchmarkOptions) -> Result:
     return Result("throughput", COLUMNS, rows, machine)
 
 
-Begin = Callable[[int], Callable[[Tensor], Any]]  # for a batch: what reads a token [B, 1]
+Begin = Callable[[int], Callable[[Tensor], Any]]  # for a batch, returns what reads a token [B, 1]
 
 
 def _growing(model: Any, length: int) -> Begin:

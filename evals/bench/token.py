@@ -37,7 +37,7 @@ from kvcap.runtime.models.rope import Rotation, table_dtype
 HEADS, KV_HEADS, SIZE, DTYPE, THETA = 24, 8, 128, torch.bfloat16, 500_000.0
 BATCHES = (1, 16)
 SPARE = 512  # slots of a block, behind those that stay
-MOVED = 2048  # by how much keys may move while they are timed
+MOVED = 2048  # the most that keys may move while they are timed
 DEFAULTS = {"budgets": (2048,)}
 COLUMNS = (
     "batch", "slots", "block", "stages", "warps", "parts", "median_ms", "evicting_ms",
@@ -160,13 +160,13 @@ class Layer:
 
 def _measured(batch: int, slots: int, bandwidth: float) -> Iterator[dict[str, Any]]:
     """Yield a row for every variant that the device has the shared memory for."""
-    must_read = batch * KV_HEADS * slots * 2 * SIZE * DTYPE.itemsize  # but positions
+    must_read = batch * KV_HEADS * slots * 2 * SIZE * DTYPE.itemsize  # bytes, without positions
     layers = [Layer(batch, slots) for _ in range(max(2, ROTATED // must_read))]
     for variant in variants():
         try:
             sums = layers[0].attend(variant)[1]
         except Exception as error:
-            if type(error).__name__ != "OutOfResources":  # of triton, which this does not import
+            if type(error).__name__ != "OutOfResources":  # Triton's, which is not imported here
                 raise
             continue
         layers[0].evict(sums)

@@ -30,7 +30,7 @@ ACTIONS = {"send": 70, "save": 12, "load": 8, "again": 6, "pin": 2, "clear": 2}
 COLUMNS = ("turns", *ACTIONS, "interrupts", "tokens", "kv_bytes", "process_peak", "growth")
 LONGEST = 2000  # words of a message; most are far shorter
 ANSWER = 24  # tokens at most
-INTERRUPTED = 0.3  # of all turns
+INTERRUPTED = 0.3  # share of turns that are interrupted
 ROWS = 10
 
 
@@ -83,7 +83,7 @@ class Walk:
         self._bytes = self.session.cache.nbytes
         self._text = filler(self.rng)
         self._saved: dict[str, Any] | None = None
-        self._seconds = 0.1  # that a turn takes, about
+        self._seconds = 0.1  # about how long a turn takes
 
     def step(self) -> None:
         """Take one turn, which a Ctrl-C may cut short at any moment.

@@ -56,7 +56,7 @@ PAUSE = 0.001  # seconds that a reader takes for a piece of text
 DRAWN = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 0,
          "eos_token_id": None}  # fmt: skip
 MOST_SECONDS = 30
-KERNELS = "TRITON_CACHE_DIR"  # where Triton keeps what it compiled
+KERNELS = "TRITON_CACHE_DIR"  # the variable that says where Triton keeps compiled kernels
 
 
 def run(options: BenchmarkOptions) -> Result:
@@ -273,7 +273,7 @@ def _together(
         pieces = session.complete(text)
         next(pieces)  # reads the prompt
         batch.add(session, pieces)
-    for _ in range(asked["together"]):  # one more answer goes on with every step
+    for _ in range(asked["together"]):  # with every step one more answer is written
         batch.step()
     begun, tokens, going = time.perf_counter(), 0, True
     while going and time.perf_counter() - begun < MOST_SECONDS:

@@ -34,19 +34,19 @@ DEFAULTS = {"lengths": (2048,), "budgets": (256,), "repeats": 20}
 COLUMNS = ("n", "budget", "weights", "bytes", "perplexity", "kl", "same_token", "recall")
 TASK = "niah_single"
 TEXTS = 6
-SENTENCES = 1600  # to calibrate on, and a fact behind every eighth
-CLEAR = 0.1  # of probability, by which a first choice leads
+SENTENCES = 1600  # sentences of the text to calibrate on; a fact stands behind every eighth
+CLEAR = 0.1  # the lead in probability from which a first choice counts as clear
 
 
 class Kind(NamedTuple):
     """A type of weights."""
 
     name: str
-    dtype: str | None = None  # in PyTorch; None: in ONNX Runtime
-    weights: PackedDtype | None = None  # of `--weights`
+    dtype: str | None = None  # PyTorch's type; None: the weights run in ONNX Runtime
+    weights: PackedDtype | None = None  # the value of `--weights`
     symmetric: bool | None = None
     calibrated: bool = False
-    kv_dtype: Literal["int8"] | None = None  # of slots in ONNX Runtime
+    kv_dtype: Literal["int8"] | None = None  # type of slots in ONNX Runtime; None: float
 
 
 KINDS = (

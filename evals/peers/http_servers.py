@@ -31,7 +31,7 @@ class PeerServer:
 
     process: subprocess.Popen[str]
     port: int = 0
-    lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))  # its last, of stderr
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))  # the last lines of stderr
 
     def post(self, body: Any, path: str = "chat/completions") -> http.client.HTTPResponse:
         """Send a body, an object or bytes as they are, and return the server's answer."""

@@ -69,7 +69,7 @@ class Native:
                     lib.llama_memory_seq_rm(memory, SPARE, start + PIECE - over, -1)
                 lib.llama_memory_seq_cp(memory, SPARE, MAIN, -1, -1)
                 lib.llama_memory_seq_rm(memory, SPARE, -1, -1)
-        lib.llama_memory_seq_rm(memory, MAIN, len(ids), -1)  # what earlier turns wrote
+        lib.llama_memory_seq_rm(memory, MAIN, len(ids), -1)  # remove tokens of earlier turns
         self.seen = len(ids)
         if lib.llama_memory_seq_pos_max(memory, MAIN) != len(ids) - 1:
             raise RuntimeError(f"llama.cpp does not hold {len(ids)} tokens")

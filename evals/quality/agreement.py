@@ -32,7 +32,7 @@ from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 
 STRETCHES = 4  # parts of a passage that have figures of their own
-ROWS = 64  # of predictions, compared at once
+ROWS = 64  # predictions compared at once
 
 
 def compare(mine: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,9 +64,9 @@ class SettingAgreement:
     """A setting of the cache, with how far its predictions agree with the uncapped model's."""
 
     setting: Setting
-    kv_bytes: int  # all a cache for one sequence takes
+    kv_bytes: int  # bytes of a cache for one sequence
     fits: PartAgreement  # predictions before anything was evicted
-    evicted: PartAgreement  # and after
+    evicted: PartAgreement  # predictions after the first eviction
     stretches: tuple[PartAgreement, ...]  # all predictions, by their place in the passage
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Agreement:
 class _Counts:
     """Sums over a block's predictions: how many, equal first choices, KL."""
 
-    stretch: int  # of the passage, by the block's first token
+    stretch: int  # index of the passage's stretch, by the block's first token
     evicted: bool
     tokens: int
     same: float

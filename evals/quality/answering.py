@@ -99,7 +99,7 @@ def measure(
         parts = [ids.to(model.device).long() for ids in read]  # [B, T] each
         cache = new_cache(model.config, setting)
         if not task.MAX_NEW_TOKENS:
-            before = sum(part.shape[1] for part in parts[:-1])  # is only read
+            before = sum(part.shape[1] for part in parts[:-1])  # read without logits
             found = losses(model, cache, torch.cat(parts, dim=1), before).mean(-1).tolist()
         else:
             said = answer(model, cache, parts, limit, ends, recall)

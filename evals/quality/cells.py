@@ -15,7 +15,7 @@ from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.files import SETTINGS, check_plain
 from kvcap.runtime.types import Positions
 
-CELLS = "cells.jsonl"  # of a sweep's folder
+CELLS = "cells.jsonl"  # a file in a sweep's folder
 
 Options = tuple[tuple[str, Any], ...]
 Question = Literal["aware", "after"]
@@ -38,7 +38,7 @@ class Setting:
     seed: int
     block_size: int
     options: Options = ()  # given to the policy, sorted by name
-    kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
+    kv_dtype: KvDtype | None = None  # type of slots; None: `dtype`
     question: Question | None = "aware"
     """Says when the question is read: with the context, or after its eviction; None: none is."""
     depth: float | None = None
@@ -66,16 +66,16 @@ class Cell:
     """
 
     setting: Setting
-    score: float  # in `unit`
+    score: float  # in units of `unit`
     ci_low: float  # 95 % interval of the score
     ci_high: float
-    kv_bytes: int  # all a cache for one sequence takes
+    kv_bytes: int  # bytes of a cache for one sequence
     seconds: float
     device: str
     versions: dict[str, str]
     scoring_ms: dict[str, float] | None = None  # percentiles per block, all layers; None: no run
-    extra_bytes: int | None = None  # of `kv_bytes`, what only this policy makes the cache hold
-    scores: tuple[float, ...] | None = None  # of every sample in order; None: were not kept
+    extra_bytes: int | None = None  # the part of `kv_bytes` that only this policy needs
+    scores: tuple[float, ...] | None = None  # every sample's in order; None: they were not kept
     unit: str = "share"  # a name in `UNITS`
     plain: bool = False  # asked in plain text, as the model has no chat template
 

@@ -17,8 +17,8 @@ from kvcap.evals.reports import environment
 from kvcap.pocket.corpus import Fact, filler
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
-TURN_TOKENS = 1000  # of filler in one message
-REPLY_TOKENS = 12  # of the model's acknowledgements
+TURN_TOKENS = 1000  # filler tokens of one message
+REPLY_TOKENS = 12  # the most tokens of the model's acknowledgements
 ANSWER_TOKENS = 32
 
 
@@ -30,7 +30,7 @@ class Question:
     expected: str
     answer: str
     found: bool  # the expected value stands in the answer
-    right: bool  # and nothing in that sentence is of another question
+    right: bool  # the value is there, and no other fact's in that sentence
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DemoReport:
     model: str
     recall: float  # share of right answers
     tokens: int  # read and written in all
-    filler_tokens: int  # of these, between the facts and the questions
+    filler_tokens: int  # tokens between the facts and the questions
     seconds: float
     positions: str
     seed: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class Set:
     """A set of LongBench's, with how its rows are asked and scored."""
 
-    template: str  # with {context}, and {input} where the set has a question
+    template: str  # has {context}, and {input} if the set has a question
     max_new_tokens: int
     metric: str  # a name in `metrics.METRICS`
     chat: bool = True  # asked in the model's chat template; else as plain text, as it goes on

@@ -217,7 +217,7 @@ def _cut(text: str) -> list[str]:
         warnings.simplefilter("ignore")  # jieba is older than what Python warns of
         import jieba
 
-        jieba.setLogLevel("WARNING")  # else it writes of its dictionary
+        jieba.setLogLevel("WARNING")  # it writes about its dictionary otherwise
         words: list[str] = jieba.lcut(text)
     return words
 
@@ -247,7 +247,7 @@ def _plain_math(text: str) -> str:
         (r"\left", ""), (r"\right", ""), (r"^{\circ}", ""), (r"^\circ", ""), (r"\$", ""),
     ):  # fmt: skip
         text = text.replace(old, new)
-    if r"\text{ " in text:  # of a unit
+    if r"\text{ " in text:  # begins a unit
         text, _ = text.split(r"\text{ ")
     for old, new in ((r"\%", ""), (" .", " 0."), ("{.", "{0.")):
         text = text.replace(old, new)

@@ -19,7 +19,7 @@ from kvcap.evals.quality.scores import Unit, bootstrap, wilson
 class Comparison:
     """A comparison that says how far one cell is above another, over the samples of both."""
 
-    difference: float  # of the samples' means, as the unit's `of_mean` gives it
+    difference: float  # between the samples' means, as the unit's `of_mean` gives it
     ci_low: float  # 95 % interval
     ci_high: float
     p_value: float | None  # exact and two-sided, of no difference; None: scores are not 0 or 1
@@ -67,7 +67,7 @@ def mcnemar(more: int, fewer: int) -> float:
     0.03125
     """
     n, least = more + fewer, min(more, fewer)
-    ways = sum(comb(n, k) for k in range(least + 1))  # of 2^n
+    ways = sum(comb(n, k) for k in range(least + 1))  # outcomes of 2^n
     return min(1.0, float(2 * ways / 2**n))
 
 

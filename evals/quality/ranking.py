@@ -10,7 +10,7 @@ from kvcap.evals.quality.cells import Cell, Setting, label
 from kvcap.evals.quality.paired import compare
 from kvcap.evals.quality.scores import cell_score, interval
 
-LEVEL = 0.05  # of the test for a difference of two policies
+LEVEL = 0.05  # level of the test for a difference of two policies
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class RankedPolicy:
 
     name: str
     cells: tuple[Cell | None, ...]
-    mean: Cell | None  # of the cells that are there
+    mean: Cell | None  # over the cells that exist
     whole: bool  # whether all are
 
     @classmethod
@@ -37,7 +37,7 @@ class RankingTable:
     positions: str
     budgets: tuple[int, ...]  # the columns
     uncapped: tuple[tuple[str, Cell], ...]  # policies that never evict
-    rows: tuple[RankedPolicy, ...]  # of the others, the best first
+    rows: tuple[RankedPolicy, ...]  # policies that evict, the best first
 
 
 def tables(cells: Iterable[Cell]) -> list[RankingTable]:

@@ -16,7 +16,7 @@ from kvcap.evals.quality.paired import Comparison, compare
 from kvcap.evals.quality.scores import UNITS, cell_score
 
 FLOOR, UNCAPPED = "random", "full"
-NEVER = (FLOOR, UNCAPPED)  # are measured beside the candidates, and never recommended
+NEVER = (FLOOR, UNCAPPED)  # measured beside the candidates, and never recommended
 SAME_FLOW = 1.01  # times another perplexity: up to here nobody reads a difference
 FLOW, FACTS = UNITS["perplexity"], UNITS["share"]
 
@@ -27,10 +27,10 @@ class PolicyFigures:
 
     policy: str
     slots: int | None  # per KV head and layer; None: it never evicts
-    kv_bytes: int | None  # of the cache, likewise
+    kv_bytes: int | None  # bytes of the cache; None: it never evicts
     losses: tuple[float, ...]  # mean loss per token of every piece of the text, in nats
     facts: tuple[float, ...] = ()  # score of every needle; (): none was hidden
-    recalled: tuple[float, ...] = ()  # of the same with recall; (): not measured
+    recalled: tuple[float, ...] = ()  # scores of the same needles with recall; (): not measured
     eviction_ms: float | None = None  # per block, all layers together
     decode_ms: float | None = None  # per token of an answer
 

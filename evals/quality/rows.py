@@ -71,7 +71,7 @@ class RowSample(Sample):
     """A sample made of a row: besides, what scores it, and where it stands."""
 
     metric: str = "contains"  # a name in `metrics.METRICS`
-    classes: tuple[str, ...] = ()  # all labels there are, where the answer is one of them
+    classes: tuple[str, ...] = ()  # all possible labels, if the answer is one of them
     where: str = ""
 
 

@@ -10,9 +10,9 @@ from statistics import NormalDist, fmean
 import numpy as np
 
 Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %
-RESAMPLES = 4000  # of the bootstrap
+RESAMPLES = 4000  # resamples of the bootstrap
 AT_ONCE = 1 << 20  # values drawn, to bound the memory
-SEED = 0  # of the bootstrap: the same scores have the same interval
+SEED = 0  # seed of the bootstrap: the same scores have the same interval
 
 
 def _as_it_is(mean: float) -> float:
@@ -23,11 +23,11 @@ def _as_it_is(mean: float) -> float:
 class Unit:
     """A unit that scores are numbers of."""
 
-    label: str  # for tables and axes
+    label: str  # the words for tables and axes
     higher_is_better: bool = True
-    share: bool = True  # from 0 to 1
+    share: bool = True  # says that scores go from 0 to 1
     of_mean: Callable[[float], float] = _as_it_is  # the cell's score; rises with the samples' mean
-    compared: str = "difference"  # what `of_mean` makes of a difference of two means
+    compared: str = "difference"  # the name of what `of_mean` makes of a difference of two means
 
 
 UNITS = {

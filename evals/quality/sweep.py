@@ -63,7 +63,7 @@ PLAIN = (
     "answer, and its answers are as long as naming what is asked for takes"
 )
 ALL = "all"  # among the names of a sweep's policies
-Key = tuple[str, int, float | None, Question | None]  # what prompts depend on
+Key = tuple[str, int, float | None, Question | None]  # settings that prompts depend on
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Sweep:
     dtype: str | None = None
     device: str | None = None
     batch_size: int = 8  # prompts read at once
-    options: Mapping[str, Any] = field(default_factory=dict)  # for every policy that has them
-    kv_dtype: KvDtype | None = None  # of what slots hold; None: the model's own numbers
+    options: Mapping[str, Any] = field(default_factory=dict)  # of all policies that have them
+    kv_dtype: KvDtype | None = None  # type of slots; None: the model's own
     questions: Sequence[Question] = ("aware",)  # see `Setting.question`
     depths: Sequence[float | None] = (None,)  # see `Setting.depth`
-    max_new_tokens: int | None = None  # of an answer; None: as many as each task says
+    max_new_tokens: int | None = None  # of an answer, at most; None: as each task says
     recalls: Sequence[str] = ("off",)  # evicted text read again: 'off', 'auto' or tokens
 
     def check(self) -> None:
@@ -236,7 +236,7 @@ def run(
         weights = weigh(config, dtype, read_headers(where)).nbytes
         crew.check_memory(sweep.device, process_bytes() + weights + caches)
     path = out / CELLS
-    known = {cell.setting for cell in current_cells(path)}  # others are measured anew
+    known = {cell.setting for cell in current_cells(path)}  # other versions' are measured anew
     missing = [setting for setting in settings if setting not in known]
     prompts: dict[Key, list[Prompt]] = {}
     if missing:
@@ -297,13 +297,13 @@ class CellJob:
     """A job that a worker of a sweep does: it loads the model once, and measures cells."""
 
     sweep: Sweep
-    first: Setting  # for the plan that loading a model makes
-    prompts: Mapping[Key, list[Prompt]] = field(default_factory=dict)  # of all cells
-    threads: int | None = None  # of the CPU
+    first: Setting  # the setting by which the model's memory is planned
+    prompts: Mapping[Key, list[Prompt]] = field(default_factory=dict)  # the prompts of all cells
+    threads: int | None = None  # threads of the CPU
     timed: bool = True  # whether eviction is; see `measure`
     quiet: bool = field(default_factory=lambda: not logging.is_progress_bar_enabled())
     """Says whether transformers is silent, as it is where the sweep was begun."""
-    version: str = field(default_factory=lambda: versions()["kvcap"])  # where the sweep was begun
+    version: str = field(default_factory=lambda: versions()["kvcap"])  # that began the sweep
     _runtime: Runtime | None = field(default=None, init=False, repr=False)
 
     def load(self, worker: int) -> None:
@@ -336,7 +336,7 @@ class CellJob:
         prompts = self.prompts[_key(setting)]
         cell = measure(self._runtime, setting, prompts, self.sweep.batch_size, self.timed)
         if self._runtime.model.device.type == "cuda":
-            torch.cuda.empty_cache()  # other workers may compute on the same GPU
+            torch.cuda.empty_cache()  # for other workers that compute on the same GPU
         return cell
 
 

@@ -58,11 +58,11 @@ CANDIDATES = ("dropkv", "snapkv", "lagkv", "streaming_llm", "keydiff-window")
 FACTS_TASK = "niah_single_2"
 LEAST_PIECES, WANTED_PIECES, MOST_PIECES = 2, 3, 12  # fewer than two show no difference
 LONGEST = 4096  # tokens of a piece, unless others were asked for
-SCORED = 1024  # of a piece, at most: its end, where most was evicted before
+SCORED = 1024  # the most scored tokens of a piece, at its end, where most was evicted before
 LEAST_SAMPLES, MOST_SAMPLES, LEAST_FACTS_LENGTH = 2, 16, 512
 ANSWER = 32  # tokens: enough to say a number
 AT_ONCE = 4  # pieces or facts that a GPU reads at once; a CPU gains nothing by it
-FLOW_SHARE = 0.4  # of the time that is left once the model is loaded; facts take the rest
+FLOW_SHARE = 0.4  # flow's share of the time left after loading the model; facts take the rest
 WARM_UPS, TIMED_BLOCKS, TIMED_TOKENS = 3, 4, 8
 Report = Callable[[float, str], None]  # seconds since the start, and what is being done
 
@@ -74,11 +74,11 @@ class TuningRequest:
     model: str
     text: str
     sizes: Sizes
-    pins: Mapping[str, int] = field(default_factory=dict)  # of every policy: sinks, recent tokens
+    pins: Mapping[str, int] = field(default_factory=dict)  # every policy's: sinks, recent tokens
     policies: Sequence[str] = ()  # candidates; (): the usual ones, as far as they can be run
     length: int | None = None  # tokens of a piece; None: as many as the time allows
-    minutes: float = 5.0  # for everything
-    seed: int = 0  # of needles
+    minutes: float = 5.0  # the time for everything
+    seed: int = 0  # seed of needles
     dtype: str | None = None
     device: str | None = None
 
@@ -99,7 +99,7 @@ class Tuning:
     dtype: str
     block_size: int
     positions: str
-    text_tokens: int  # of the whole text
+    text_tokens: int  # tokens of the whole text
     length: int  # tokens of a piece
     scored: int  # the last ones of these, whose flow is measured
     pieces: int
@@ -108,8 +108,8 @@ class Tuning:
     samples: int
     recall: int  # tokens that were read again for a question, at most
     plain: bool  # asked in plain text, as the model has no chat template
-    minutes: float  # that were given
-    seconds: float  # that it took
+    minutes: float  # minutes that were given
+    seconds: float  # seconds that it took
     environment: dict[str, Any]
     rows: tuple[PolicyFigures, ...]
     choice: Recommendation
@@ -259,8 +259,8 @@ class _Run:
     request: TuningRequest
     runtime: Runtime
     sides: Sequence[_Side]
-    opening: Sequence[int]  # of every piece
-    ids: Sequence[int]  # of the text
+    opening: Sequence[int]  # tokens that begin every piece
+    ids: Sequence[int]  # tokens of the text
     clock: _Clock
     report: Report
 
@@ -464,9 +464,9 @@ def _check_lengths(
 class _Pace(NamedTuple):
     """Seconds that a token takes."""
 
-    predict: float  # in a piece, where every token is predicted
-    read: float  # in a prompt, where one is
-    write: float  # in an answer
+    predict: float  # seconds a token of a piece, each of which is predicted
+    read: float  # seconds a token of a prompt, of which the last is predicted
+    write: float  # seconds a token of an answer
 
 
 def _pace(runtime: Runtime, setting: Setting, ids: Sequence[int], repeats: int = 1) -> _Pace:
@@ -509,7 +509,7 @@ def _piece_seconds(length: int, pace: _Pace) -> float:
 
 def _facts_seconds(sides: Sequence[_Side], asked: int, pace: _Pace) -> float:
     """Return how long the fewest facts take: without recall at once, with it one by one."""
-    without, recalled = len(sides) - 1, len(sides) - 2  # neither is asked of random eviction
+    without, recalled = len(sides) - 1, len(sides) - 2  # random eviction has neither
     answers = without + LEAST_SAMPLES * recalled
     prompts = LEAST_SAMPLES * (without + recalled)
     return prompts * asked * pace.read + answers * ANSWER * pace.write

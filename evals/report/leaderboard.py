@@ -41,7 +41,7 @@ LEGEND = """\
 - **±** is the margin of the 95 % interval, on the side where it reaches further from the score (Wilson's interval where every sample is right or wrong, otherwise a bootstrap over samples).
 - **Bold** is the best policy of a column, and every other that cannot be told from it on the same samples: McNemar's exact test has p ≥ 0.05 or, where a sample is not just right or wrong, the bootstrap interval of the difference includes zero. Each policy is tested by itself, without a correction for how many there are.
 - **Positions**: *compact* ones count the tokens that stay anew; *true* ones are those at which the tokens were read."""  # noqa: E501
-Box = dict[str, tuple[Any, ...]]  # of each axis of a sweep, the values it goes through
+Box = dict[str, tuple[Any, ...]]  # the values of each axis of a sweep
 AXES = {
     "--budgets": "budget", "--positions": "positions", "--policies": "policy",
     "--lengths": "length", "--tasks": "task", "--question": "question", "--depths": "depth",
@@ -71,7 +71,7 @@ def write(folders: Sequence[Path], target: Path, plot: bool = False) -> list[Pat
         raise ValueError(f"cannot write {str(target)!r}: no such folder, or it is one")
     text = author_text(target)
     parts = sections(cells)
-    pictures: dict[int, Path] = {}  # of a section's place
+    pictures: dict[int, Path] = {}  # by the index of a section
     try:
         for number, (part, heading) in enumerate(zip(parts, headings(parts), strict=True)):
             if not plot or not any(cell.setting.budget for cell in part):
@@ -129,7 +129,7 @@ def sections(cells: Iterable[Cell]) -> list[list[Cell]]:
 
 def _section(s: Setting) -> tuple[Any, ...]:
     asked = s.question is not None, s.question or ""
-    how = -s.samples, s.seed, s.block_size, s.max_new_tokens or 0  # of most samples first
+    how = -s.samples, s.seed, s.block_size, s.max_new_tokens or 0  # the most samples first
     return s.model, s.task, s.data or "", *asked, s.dtype, *how
 
 
@@ -279,7 +279,7 @@ def commands(cells: Iterable[Cell]) -> list[str]:
         boxes = _merged(boxes, axis)
     capped = [pair for pair in boxes if pair[1]["--budgets"]]
     for fixed, box in (pair for pair in boxes if not pair[1]["--budgets"]):
-        for other, into in capped:  # what is never capped has no options
+        for other, into in capped:  # uncapped policies have no options
             if other[:-2] == fixed[:-2] and all(into[axis] == box[axis] for axis in PROMPTS):
                 into["--policies"] += box["--policies"]
                 break

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALWAYS = ("keydiff", "keydiff-window", "streaming_llm")  # drawn wherever they were measured
-LINES = 7  # beside the uncapped ones
+LINES = 7  # the most lines besides the uncapped ones
 PANEL, HEADING = 2.4, 1.2  # inches: of a panel's height, above and below all panels
-APART = 1.05  # between the points of neighbouring lines, so that no interval covers another's
-COLUMNS, LETTERS = 4, 100  # of the legend: at most, and in all of them
+APART = 1.05  # factor between the points of neighbouring lines, whose intervals must not overlap
+COLUMNS, LETTERS = 4, 100  # the most columns of the legend, and letters of all columns
 
 
 def drawn_rows(rows: Sequence[RankedPolicy]) -> list[str]:

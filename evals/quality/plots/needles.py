@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 HEADING = 1.0  # inches above and below the panels of a group
 ROW = 0.2  # inches of one depth
 Row = tuple[str, str]  # policy and positions
-NOBODY: Row = ("", "")  # of a place without a panel
+NOBODY: Row = ("", "")  # the row of a place without a panel
 
 
 def figure(cells: Iterable[Cell]) -> Figure:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 PANEL = 3.4  # inches of a panel's height
-COLUMNS = 3  # of the legend
-Label = tuple[float, float, str]  # of a point (x, y)
+COLUMNS = 3  # columns of the legend
+Label = tuple[float, float, str]  # a point (x, y) and its text
 
 
 def _bytes(cell: Cell) -> float | None:

@@ -41,8 +41,8 @@ class Sample:
     context: str
     question: str
     answers: tuple[str, ...]
-    joint: str = "\n\n"  # between the context and the question
-    opening: str = ""  # of the answer: the model goes on from it
+    joint: str = "\n\n"  # stands between the context and the question
+    opening: str = ""  # begins the answer, which the model continues
     cue: str = ""  # the opening in plain text, where nothing else says that an answer follows
     chat: bool = True  # a message in the model's chat template, if it has one; False: plain text
     ids: tuple[int, ...] | None = None  # the prompt in tokens, of a task that asks nothing
@@ -192,7 +192,7 @@ def make_samples(
     def make(i: int) -> Sample:
         return task.make(Random(f"{key}/{i}"), tokenizer, length, depths[i])
 
-    first = [make(i) for i in range(min(1, count))]  # which may read what all others need
+    first = [make(i) for i in range(min(1, count))]  # it may read files that all need
     with ThreadPoolExecutor(threads) as pool:
         return first + list(pool.map(make, range(1, count)))
 

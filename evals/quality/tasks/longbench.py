@@ -21,7 +21,7 @@ from kvcap.evals.quality.rows import Row, RowSample, RowsTask, find, rows_task
 from kvcap.evals.quality.tasks import prompt_ids
 from kvcap.runtime.errors import first_line
 
-HUB = "zai-org/LongBench"  # of data sets
+HUB = "zai-org/LongBench"  # the hub's repository of data sets
 ARCHIVE = "data.zip"
 
 

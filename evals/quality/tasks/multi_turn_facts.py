@@ -14,7 +14,7 @@ from kvcap.evals.quality.text import fit, has_word, number_facts
 from kvcap.pocket.corpus import filler
 
 MAX_NEW_TOKENS = 32
-TURNS, TURN = 40, 64  # at most so many, of about so many tokens or more
+TURNS, TURN = 40, 64  # the most turns, and how many tokens a turn has at least, about
 REPLY = "I see."
 
 
@@ -36,7 +36,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
         sample = write(fit(lambda s: len(prompt_ids(tokenizer, write(s))), filler(rng), length))
         told = " ".join(text for _, text in sample.before)
-        if told.count(asked.value) == 1:  # other sentences have numbers, too
+        if told.count(asked.value) == 1:  # numbers of other sentences may be the same
             return sample
 
 

@@ -55,7 +55,7 @@ class _File:
             raise ValueError(f"perplexity:{path}: the file is empty; give one with text")
         self.digest = sha256(given).hexdigest()[:16]
         """Identifies the file's content: cells measured on other content are other cells."""
-        self._ids: tuple[Any, list[int]] | None = None  # by the tokenizer used last
+        self._ids: tuple[Any, list[int]] | None = None  # by the tokenizer that was used last
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
         """Return a piece of the text, which begins at `depth` of where it can begin."""

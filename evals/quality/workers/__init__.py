@@ -38,7 +38,7 @@ class Worker(Protocol):
     """
 
     number: int
-    ready: Future[Failed | None]  # of the job's `load`
+    ready: Future[Failed | None]  # done once the job's `load` is
 
     def submit(self, message: Any) -> Future[Any]:
         """Begin the job's `run`."""
@@ -52,7 +52,7 @@ class Worker(Protocol):
 class WorkerEngine(Protocol):
     """An engine that starts workers: in this process, in others, or on other machines."""
 
-    workers: int  # at most
+    workers: int  # the most workers
 
     def start(self, number: int) -> Worker:
         """Start a worker, under the number of one that is gone if there is one."""
@@ -144,7 +144,7 @@ def spread(
     busy: dict[Future[Any], tuple[Worker, Any]] = {}  # the item is NO_ITEM while a worker starts
     blamed = set[Any]()  # items whose worker died
     spare = engine.workers  # workers that may die before they are ready
-    death: BaseException | None = None  # of the last of these
+    death: BaseException | None = None  # why the last of these died
 
     def start(number: int) -> None:
         worker = engine.start(number)

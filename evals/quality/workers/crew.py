@@ -21,7 +21,7 @@ class Crew:
 
     engine: Place = "local"
     workers: int | None = None  # None: one per GPU, or what `RayCluster` finds room for, or one
-    threads: int | None = None  # of the CPU, all local workers together, or each on a cluster
+    threads: int | None = None  # of all local workers, or of each on a cluster
     ray_address: str | None = None
 
     def check(self) -> None:

@@ -50,14 +50,14 @@ class _Process:
     def submit(self, message: Any) -> Future[Any]:
         try:
             self._last = self._pool.submit(_run, message)
-        except BrokenProcessPool as error:  # it died while it had nothing to do
+        except BrokenProcessPool as error:  # it died while it was idle
             self._last = Future()
             self._last.set_exception(error)
         return self._last
 
     def close(self) -> None:
         if self._last.done():
-            self._pool.shutdown()  # by itself, so that it gives back what it holds
+            self._pool.shutdown()  # it ends by itself, and frees what it holds
         self._lifeline.close()
         self._pool.shutdown(cancel_futures=True)
         self._theirs.close()
@@ -76,7 +76,7 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_job: WorkerJob | None = None  # of a worker's process
+_job: WorkerJob | None = None  # the job of a worker's process
 
 
 def _live(lifeline: Connection) -> None:
@@ -95,8 +95,8 @@ def _load(job: WorkerJob, number: int) -> Failed | None:
     global _job
     _job = job
     failed: Failed | None = attempt(job.load, number)
-    gc.freeze()  # what was loaded stays, and no collection needs to look at it again
-    atexit.register(gc.unfreeze)  # or extension modules take it for leaked, and say so
+    gc.freeze()  # loaded objects stay, so that no collection needs to look at them
+    atexit.register(gc.unfreeze)  # else extension modules report them as leaked
     return failed
 
 
