@@ -37,7 +37,7 @@ class Probe(Policy):
         return
 
     def update(self, obs: Observation) -> dict[str, Tensor]:
-        """Remember; the state stays as it is."""
+        """Remember the observation, and change no state."""
         projection = obs.output_projection
         if projection is not None:
             obs = replace(obs, output_projection=projection.detach())

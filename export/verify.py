@@ -176,9 +176,9 @@ def _evictors(found: Manifest) -> evictors.AdoptedReport:
     return evictors.AdoptedReport(found.folder.name, ports.graph.version, rows)
 
 
-def _near(told: list[float], wanted: list[float]) -> bool:
+def _near(given: list[float], wanted: list[float]) -> bool:
     """Return whether frequencies are equal but for how a processor rounds them."""
-    return len(told) == len(wanted) and bool(np.allclose(told, wanted, rtol=1e-5, atol=0))
+    return len(given) == len(wanted) and bool(np.allclose(given, wanted, rtol=1e-5, atol=0))
 
 
 def _otherwise(said: str, what: str) -> ManifestError:

@@ -156,7 +156,7 @@ class Api:
         return await self._answer(request, ask, form, bool(said.stream))
 
     async def complete(self, request: Request) -> Response:
-        """Continue a text."""
+        """Continue a text: `POST /v1/completions`."""
         said = await self._said(request, schemas.CompletionRequest)
         ask = said.ask(
             owner_of(request), _session_id(request), self.settings.limits, self.settings.defaults

@@ -61,14 +61,14 @@ class Server:
         self.server.should_exit = True
 
     def __enter__(self) -> Self:
-        """Start."""
+        """Start the server in a thread, and wait until it accepts requests."""
         self.thread.start()
         while not self.server.started and self.thread.is_alive():
             time.sleep(0.01)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop."""
+        """Stop the server, and wait until it has ended."""
         self.stop()
         self.thread.join()
 

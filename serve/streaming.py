@@ -308,7 +308,7 @@ class AnswerStream(StreamingResponse):
         self.reply, self.first = reply, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the stream, and end the reply when the client is gone or all is sent."""
         try:
             await super().__call__(scope, receive, send)
         finally:

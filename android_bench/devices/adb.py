@@ -69,7 +69,7 @@ def adb(*arguments: str, timeout: float = QUICK) -> subprocess.CompletedProcess[
 
 
 def connected() -> dict[str, str]:
-    """State of every device by serial number: device, unauthorized, offline, no permissions.
+    """Return the state of every device by serial number, such as 'device' or 'unauthorized'.
 
     Raises:
         NoAdb: there is no adb, or its server does not start.

@@ -34,7 +34,7 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "xnnpack": "XnnpackExecutionProvider
 
 
 def library() -> ModuleType:
-    """Import ONNX Runtime.
+    """Import ONNX Runtime, and return it.
 
     Raises:
         Refused: it is not installed.

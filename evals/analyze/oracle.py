@@ -40,7 +40,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Recall by window and score, [windows, scores], mean over layers and KV heads."""
+    """Measure recall by window and score [windows, scores], the mean over layers and KV heads."""
     tokens = len(text) - 1
     count = min(options.budgets[0], tokens)
     sizes = [size for size in SIZES if size < tokens]

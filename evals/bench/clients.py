@@ -15,7 +15,7 @@ attend to all sequences with every token that it reads. `why` says why it has fe
 `ratio` is kvcap's `tok_s` by a server's.
 
 kvcap's server is killed after `LIMIT_S` seconds, a peer's after `PEER_S`; a row without figures
-says so, and how far its clients had come. Until all have begun, a line now and then tells how many
+says so, and how far its clients had come. Until all have begun, lines of progress say how many
 have. Reads `lengths`, `budgets`, `block_size`, `policies`, `clients`, `steps`, `repeats` (of the
 client alone), `model` (of random weights, whose tokens are words), `vs` and `peer_pythons`.
 """
@@ -182,7 +182,7 @@ class Clients:
         )
 
     def read(self) -> None:
-        """Have all of them read; until all have begun, a line now and then tells how many have.
+        """Have all of them read; until all have begun, print how many have every `TELL_S` seconds.
 
         Raises:
             PeerFailed: one of them failed, and how far all had come by then.

@@ -225,7 +225,7 @@ def timed(call: Callable[[Input], Any], inputs: list[Input], repeats: int) -> li
 def replayed(call: Callable[[Input], Any], inputs: list[Input], replays: int = 20) -> float:
     """Return the median milliseconds of a call within a CUDA graph, where its launch counts little.
 
-    Each of the inputs in turn.
+    The graph calls it on the inputs one after the other, again and again.
     """
     graph, calls = torch.cuda.CUDAGraph(), max(64, len(inputs))
     with torch.cuda.graph(graph):

@@ -153,7 +153,7 @@ class Count:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, **more: int) -> None:
-        """Count."""
+        """Add numbers to the counts of these names."""
         with self.lock:
             for name, by in more.items():
                 setattr(self, name, getattr(self, name) + by)

@@ -234,8 +234,8 @@ def _add(side: _Side, block: Tensor, expected: Tensor, stretch: int) -> None:
     same = kl = 0.0
     logits = _logits(side.loop, block)
     for mine, truth in zip(logits.split(ROWS), expected.split(ROWS), strict=True):
-        apart, equal = compare(mine.float().log_softmax(-1), truth.float().log_softmax(-1))
-        same, kl = same + float(equal.sum()), kl + float(apart.double().sum())
+        divergence, equal = compare(mine.float().log_softmax(-1), truth.float().log_softmax(-1))
+        same, kl = same + float(equal.sum()), kl + float(divergence.double().sum())
     side.counts.append(_Counts(stretch, evicted, len(expected), same, kl))
 
 

@@ -146,14 +146,14 @@ class ModuleGraph(Graph):
     @property
     def inputs(self) -> dict[str, Any]:
         """Return every input by name."""
-        return self._told(self.module.inputs)
+        return self._described(self.module.inputs)
 
     @property
     def outputs(self) -> dict[str, Any]:
         """Return every output by name."""
-        return self._told(self.module.outputs)
+        return self._described(self.module.outputs)
 
-    def _told(self, ports: list[Port]) -> dict[str, Any]:
+    def _described(self, ports: list[Port]) -> dict[str, Any]:
         sizes, found = self.module.sizes, {}
         for port in ports:
             kind = str(getattr(torch, port.dtype, torch.float32)).removeprefix("torch.")
@@ -463,7 +463,10 @@ def _in_time(decoder: SharedDecoder, seen: int) -> list[Tensor]:
 
 
 def _same(mine: Tensor, theirs: Tensor, decided: Decided | None, near: float) -> tuple[float, bool]:
-    """Share of one layer's slots that are kept by both, ties counted in; whether there are some."""
+    """Return the share of a layer's slots that both keep, and whether there are ties.
+
+    Ties count as kept by both.
+    """
     if decided is None:  # nothing was evicted
         return float(torch.equal(mine, theirs)), False
     worth, positions = decided

@@ -148,7 +148,7 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         return rotate(x, ahead, back=True, interleaved=rope.interleaved)
 
     def _state(self, module: nn.Module) -> dict[str, Tensor]:
-        """State that the arriving tokens have from the start: `new_NAME` [1, K, T]."""
+        """Return the state that arriving tokens begin with, by `new_NAME`, [1, K, T] each."""
         layout, model = self.block.layout, self.block.layout.shape
         shape = Shape(model.kv_heads, model.heads, model.head_size, budget=self.budget)
         form = form_of(graph_part(layout.eviction), shape)

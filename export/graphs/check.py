@@ -127,8 +127,8 @@ def session(file: Path) -> Any:
     try:
         return runtime.InferenceSession(file.read_bytes(), options, ["CPUExecutionProvider"])
     except Exception as error:  # its own classes, which have no common base
-        told = first_line(error)
-        raise GraphBroken(f"{file.name} is no graph that can be loaded: {told}") from error
+        reason = first_line(error)
+        raise GraphBroken(f"{file.name} is no graph that can be loaded: {reason}") from error
 
 
 def signature(run: Any, said: dict[str, Any]) -> None:

@@ -92,12 +92,12 @@ class Traced:
         return self.eviction.policy.score(obs)
 
     def next_state(self, obs: Observation) -> dict[str, tuple[Port, Tensor]]:
-        """State that scoring brought up to date: {name: (port, tensor)}."""
+        """Return the state that scoring updated: {name: (port, tensor)}."""
         names = self.eviction.policy.state
         return {name: (next_port(self.ports[name]), obs.state[name]) for name in names}
 
     def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
-        """State that is not per slot, made from the kept keys [B, K, N, D]."""
+        """Return state that is not per slot, made from the kept keys [B, K, N, D]."""
         return []
 
     def cached(self, given: Named) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class Traced:
         return [new_port("output_norm")] if self.update_inputs else []
 
     def update(self, given: Named) -> list[Tensor]:
-        """State of the arriving tokens, by the component that keeps it."""
+        """Compute the state of the arriving tokens, by the component that keeps it."""
         values, rescorer = given["new_values"], self.eviction.rescorer
         assert rescorer is not None
         obs = Observation(

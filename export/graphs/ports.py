@@ -101,12 +101,12 @@ def kept_port(port: Port) -> Port:
 
 
 def next_port(port: Port) -> Port:
-    """State after this block: `next_NAME`."""
+    """Return the output port `next_NAME` of a state after the block."""
     return Port(f"next_{port.name}", port.dtype, port.axes, port.unit, f"{port.name}, updated")
 
 
 def new_port(name: str) -> Port:
-    """State of the arriving tokens: `new_NAME`, over the block."""
+    """Return the port `new_NAME` of a state of the block's tokens."""
     port = PORTS[name]
     axes = tuple("block" if axis == "slots" else axis for axis in port.axes)
     return Port(f"new_{name}", port.dtype, axes, port.unit, f"{name} of the arriving tokens")
