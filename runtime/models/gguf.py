@@ -381,8 +381,7 @@ def loading() -> dict[str, Any]:
 def name_in_file(architecture: str, layers: int, name: str) -> str | None:
     """Return the name of a tensor in a GGUF file, by a parameter's name; None where it has none.
 
-    >>> name_in_file("llama", 2, "model.layers.1.mlp.up_proj.weight")
-    'blk.1.ffn_up.weight'
+    Of 'model.layers.1.mlp.up_proj.weight' it is 'blk.1.ffn_up.weight'.
     """
     stem, _, end = name.rpartition(".")
     found = _names(architecture, layers).get_name(stem)

@@ -488,3 +488,10 @@ def test_the_missing_package_is_named_before_anything_is_loaded(tmp_path, monkey
         load_config(str(path))
     assert run(["chat", str(path)]) == 1
     assert "'.[gguf]'" in capsys.readouterr().err
+
+
+@needs_gguf
+def test_a_parameter_has_another_name_in_a_file():
+    name = "model.layers.1.mlp.up_proj.weight"
+    assert gguf_files.name_in_file("llama", 2, name) == "blk.1.ffn_up.weight"
+    assert gguf_files.name_in_file("llama", 2, "model.layers.1.other.weight") is None
