@@ -13,9 +13,6 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = (
     "runtime", "policies", "kernels", "export", "serve", "evals", "android_bench", "pocket",
 )  # fmt: skip
-TWICE = {  # names that stand for two classes yet, and why; delete a line to enforce its name
-    "Cap": "options in runtime/cli/options.py, and a model under them in runtime/backends/pytorch",
-}
 MIDDLE = re.compile(  # a first line that begins so is about something that only the code names
     "(What|Whether|Which|Who|Whose|Why|How|Where|When|Of|Or|And|But|As|By|For|From|In|On|With|Within"
     "|Those|These|The same|Its|Their|Likewise|Nothing|None|Else|So)\\b"
@@ -44,8 +41,7 @@ def shared_names(folders: Iterable[Path]) -> dict[str, list[str]]:
 
 def test_every_public_class_has_a_name_of_its_own():
     found = shared_names(ROOT / folder for folder in FOLDERS)
-    assert not {name: paths for name, paths in found.items() if name not in TWICE}
-    assert not TWICE.keys() - found.keys(), "these have a name of their own: delete their lines"
+    assert not found
 
 
 def test_a_name_that_stands_twice_would_be_seen(tmp_path):

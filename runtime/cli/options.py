@@ -266,7 +266,7 @@ Json = Annotated[bool, option("--json", help="Print one JSON document per result
 
 
 @dataclass(frozen=True)
-class Cap:
+class CacheOptions:
     """Options that say how much is kept, whatever the policy."""
 
     kv_budget: Annotated[
@@ -373,7 +373,7 @@ class Cap:
 
 
 @dataclass(frozen=True)
-class Budget(Cap):
+class Budget(CacheOptions):
     """A group of options that say how much is kept, and by which policy."""
 
     policy: Annotated[
