@@ -29,7 +29,6 @@ from kvcap.serve.contract import Ask
 from kvcap.serve.errors import ApiError
 from kvcap.serve.limits import RequestLimits
 
-CACHE = "cache_control"  # says what to keep, as Anthropic's clients do; all is kept here
 STOPS, STOP_LETTERS = 16, 256
 TOOLS = 128
 SCHEMA_DEPTH = 64  # of a JSON schema and of a tool's parameters
@@ -59,7 +58,7 @@ def _only_text(content: Any) -> Any:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or part.keys() - {CACHE} != {"type", kind}:
+        if kind not in ("text", "refusal") or part.keys() - {"cache_control"} != {"type", kind}:
             what = f"{kind!r}"[:40] if isinstance(kind, str) else "no part of a message"
             raise ValueError(
                 f"part {index} is {what}; this server reads {{'type': 'text', 'text': TEXT}}"
@@ -206,7 +205,7 @@ class Function(Strict):
     name: Name
     description: str | None = None
     parameters: Schema | None = None
-    strict: bool | None = None
+    strict: Annotated[bool | None, Field(exclude=True)] = None  # said to the server, not the model
     """Changes nothing: the arguments of a call that must be are always held to the schema."""
 
 
@@ -215,7 +214,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
-    cache_control: Any = None
+    cache_control: Annotated[Any, Field(exclude=True)] = None
     """Asks for nothing: a conversation's tools are read once."""
 
 
@@ -422,8 +421,7 @@ class ChatRequest(Request):
         """Return the tools that the chat template is given."""
         if self.tool_choice == "none":
             return ()
-        unread: Any = {"function": {"strict"}, CACHE: True}  # said to the server, not to the model
-        return tuple(one.model_dump(exclude_none=True, exclude=unread) for one in self.tools or ())
+        return tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
 
     @property
     def most_calls(self) -> int:
