@@ -133,8 +133,21 @@ def _words(name: str) -> str:
     return "".join(f"_{x.lower()}" if x.isupper() else x for x in name).lstrip("_")
 
 
-async def respond(_: Request, error: Exception) -> JSONResponse:
+def _of_address(request: Request, error: HTTPException) -> JSONResponse:
+    """Return the answer to a request for an address that there is not, or not by its method."""
+    where, allowed = _shown(request.url.path), dict(error.headers or {})
+    if error.status_code == 404:
+        said = f"there is nothing at {where}; use /v1/chat/completions, /v1/completions, /v1/models"
+        return ApiError(404, said, code="unknown_url").response
+    methods = " or ".join(sorted(allowed.get("Allow", "").split(", ")))
+    said = f"{where} does not answer {request.method}; use {methods}"
+    found = ApiError(error.status_code, said, code="method_not_supported").response
+    found.headers.update(allowed)
+    return found
+
+
+async def respond(request: Request, error: Exception) -> JSONResponse:
     """Handle every error that reaches Starlette."""
-    if isinstance(error, HTTPException):  # no such path, or not by this method
-        error = ApiError(error.status_code, error.detail)
+    if isinstance(error, HTTPException):
+        return _of_address(request, error)
     return (error if isinstance(error, ApiError) else of_runtime(error)).response

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
+import h11
 from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -104,6 +105,20 @@ class Patient(H11Protocol):
             self.waiting = None
         elif not under_way and self.waiting is None:
             self.waiting = self.loop.call_later(self.limits.head_seconds, self.transport.close)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, unless the request was answered already; end the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            said = "what was sent is no request of HTTP/1.1; use a client that speaks it"
+            response = ApiError(400, said).response
+            headers = [*response.raw_headers, (b"connection", b"close")]
+            for event in (
+                h11.Response(status_code=400, reason=b"Bad Request", headers=headers),
+                h11.Data(data=bytes(response.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def pause_writing(self) -> None:
         """Begin to wait for the client to read."""

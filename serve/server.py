@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcap.runtime.errors import PortTaken
+from kvcap.serve.errors import ApiError
 from kvcap.serve.limits import HEAD_BYTES, Patient, RequestLimits
 
 if TYPE_CHECKING:
@@ -34,14 +36,14 @@ class Server:
     def __init__(
         self, app: Starlette, listening: socket.socket, limits: RequestLimits, patience_s: int = 30
     ) -> None:
-        self.socket = listening
+        self.app, self.limits, self.socket = app, limits, listening
         listening.listen(BACKLOG)  # clients that connect before `run` wait, and are not refused
         config = uvicorn.Config(
-            app, log_level="error", access_log=False, lifespan="on", ws="none", loop="asyncio",
-            http=type("Connection", (Patient,), {"limits": limits}),
+            self._answered, interface="asgi3", log_level="error", access_log=False, lifespan="on",
+            ws="none", loop="asyncio", http=type("Connection", (Patient,), {"limits": limits}),
             server_header=False, proxy_headers=False, backlog=BACKLOG,
             timeout_keep_alive=int(limits.head_seconds), timeout_graceful_shutdown=patience_s,
-            limit_concurrency=limits.connections, h11_max_incomplete_event_size=HEAD_BYTES,
+            h11_max_incomplete_event_size=HEAD_BYTES,
         )  # fmt: skip
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -55,6 +57,16 @@ class Server:
     def run(self) -> None:
         """Serve until a signal, or `stop`; a second Ctrl-C does not wait for answers."""
         self.server.run(sockets=[self.socket])
+
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or refuse it where there are more connections than may be."""
+        app: ASGIApp = self.app
+        open_now = len(self.server.server_state.connections)
+        if scope["type"] == "http" and open_now >= self.limits.connections:
+            said = f"the server has {open_now} connections, and takes no more; ask again"
+            app = refused = ApiError(503, said, code="busy", retry_after_s=1).response
+            refused.headers["Connection"] = "close"
+        await app(scope, receive, send)
 
     def stop(self) -> None:
         """Begin to end: no connection is taken any more, and answers come to their end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import shutil
@@ -523,6 +524,54 @@ def test_wrong_addresses_methods_and_bodies_are_refused_in_openais_form(url, tal
         assert said.status_code == 400, name
 
 
+def test_wrong_addresses_and_methods_say_which_are_right(url, talk):
+    said = httpx.post(f"{url}/v1/embeddings", json={})
+    error = said.json()["error"]
+    assert (said.status_code, error["code"]) == (404, "unknown_url")
+    assert "nothing at '/v1/embeddings'; use /v1/chat/completions" in error["message"]
+    said = httpx.put(f"{url}/v1/chat/completions", json={})
+    error = said.json()["error"]
+    assert (said.status_code, error["code"]) == (405, "method_not_supported")
+    assert error["message"] == "'/v1/chat/completions' does not answer PUT; use POST"
+    assert said.headers["Allow"] == "POST"
+    error = httpx.delete(f"{url}/health").json()["error"]
+    assert error["message"] == "'/health' does not answer DELETE; use GET or HEAD"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"rubbish\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /h\x01 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+        b"\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_http_is_refused_in_openais_form(served, said):
+    with socket.create_connection(served[1].socket.getsockname(), PATIENCE) as client:
+        client.sendall(said)
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert (answer.status, answer.headers["Content-Type"]) == (400, "application/json")
+        error = json.loads(answer.read())["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "no request of HTTP/1.1" in error["message"]
+        assert client.recv(1) == b""
+
+
+def test_no_http_behind_an_answer_ends_the_connection(served, caplog):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(served[1].socket.getsockname(), PATIENCE) as client:
+        client.sendall(head)
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert (answer.status, answer.read()[:8]) == (415, b'{"error"')
+        client.sendall(b"no length\r\n")
+        assert client.recv(1) == b""
+    assert not [one for one in caplog.records if one.name == "asyncio"]
+
+
 VALUES = some.recursive(
     some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=20),
     lambda inner: (
@@ -583,7 +632,9 @@ def test_more_connections_than_allowed_are_turned_away():
     with Server(application(StandIn(), settings), bound("127.0.0.1", 0), limits) as server:
         address = server.socket.getsockname()
         idle = [socket.create_connection(address) for _ in range(2)]
-        assert httpx.get(f"{server.url}/health").status_code == 503
+        said = httpx.get(f"{server.url}/health")
+        assert (said.status_code, said.headers["Connection"]) == (503, "close")
+        assert said.json()["error"]["code"] == "busy"
         for one in idle:
             one.close()
         eventually(lambda: httpx.get(f"{server.url}/health").status_code == 200)
