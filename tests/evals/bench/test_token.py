@@ -9,7 +9,6 @@ from interpreted import DEVICE, pytestmark  # noqa: F401
 from kvcap import kernels
 from kvcap.evals.bench import token
 from kvcap.evals.bench.token import Layer, Variant
-from kvcap.runtime.cache.slot_format import KvDtype
 
 
 def test_the_runtimes_variant_comes_first_and_each_once() -> None:
@@ -21,10 +20,10 @@ def test_the_runtimes_variant_comes_first_and_each_once() -> None:
         assert len({getattr(variant, name) for variant in found}) > 1
 
 
-@pytest.mark.parametrize(("batch", "kind"), [(1, None), (2, None), (1, "int8"), (2, "int4")])
-def test_every_variant_attends_and_evicts_alike(batch: int, kind: KvDtype | None) -> None:
+@pytest.mark.parametrize("batch", [1, 2])
+def test_every_variant_attends_and_evicts_alike(batch: int) -> None:
     torch.manual_seed(1)
-    layer = Layer(batch, 100, 4, 2, 32, torch.float32, DEVICE, kind)
+    layer = Layer(batch, 100, 4, 2, 32, torch.float32, DEVICE)
     slots = [x.clone() for x in layer.segment.pool.buffers()]
     found = []
     for variant in (Variant(64, 3, 4), Variant(32, 5, 4, parts=2), Variant(32, 2, 4)):
