@@ -152,6 +152,11 @@ def test_clients_that_leave_midway_leave_no_trace(serve):
     assert posted(serving, result())[0] == 201
 
 
+def test_what_is_written_is_sent_at_once(serve):
+    """Without it asyncio leaves TCP_NODELAY off, and an answer's second packet waits."""
+    assert serve().socket.proto == socket.IPPROTO_TCP
+
+
 def test_a_request_that_never_begins_is_hung_up_on(serve):
     serving = serve(head_seconds=1)
     for sent in (b"", b"POST /results HTTP/1.1\r\nHost: loc"):
