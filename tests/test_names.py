@@ -65,7 +65,7 @@ def docstrings(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def is_fragment(kind: str, text: str) -> bool:
-    """Whether a first line begins in the middle, or names a thing where a verb belongs."""
+    """Return whether a first line begins in the middle, or names a thing where a verb belongs."""
     noun = ("Function" in kind and NOUN.match(text)) or (
         "Assign" in kind and not text.split()[0].endswith("s")  # "Says ...", "Holds ..."
     )

@@ -1,8 +1,8 @@
 """Reads a JSON schema as its author means it, for an answer that a model writes by it.
 
 As llama.cpp and vLLM do: an object has the properties that are named, unless more are asked for.
-By the letter of JSON Schema it may have any others, and a model then writes on and on. What says
-how a text or a list is to be understood, and nothing that can be held to, is left out.
+By the letter of JSON Schema it may have any others, and a model then writes on and on. Keywords
+that only describe a text or a list, and that no answer can be held to, are left out.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
 
 @pytest.mark.parametrize(("every", "dtype"), [(None, "float32"), (None, "bfloat16"), (1, None)])
 def test_rows_are_planned_to_the_byte(folder: str, every: int | None, dtype: str | None) -> None:
-    """And the rotated keys of conversations that share passes, as on a CPU they usually do."""
+    """A plan counts the rotated keys of conversations that share passes, as they do on a CPU."""
     budget = Budget(budget_tokens=64, dtype=dtype)
     running = Running(device="cpu", evict_every=every)
     opened = open_conversations(

@@ -413,7 +413,7 @@ def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice)
 
 
 def test_a_strict_tool_is_offered_without_that_word(client, talk):
-    """As openai.pydantic_function_tool and what is built on it send it."""
+    """A tool is taken as openai.pydantic_function_tool and its users send it, with `strict`."""
     client.chat.completions.create(
         model="pocket",
         messages=HELLO,

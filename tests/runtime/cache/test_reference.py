@@ -212,7 +212,7 @@ def test_random_combinations(seed):
     ("gpt_oss", POLICIES[-2]), ("granite_swa", POLICIES[-1]),
 ], ids=str)  # fmt: skip
 def test_scores_by_attention_where_layers_share_slots_or_have_sinks(family, policy):
-    """By the queries of the layer whose slots they are, and with a sink's share taken off."""
+    """Slots are scored by the queries of their own layer, less the share of a sink."""
     check(replace(
         Drawn.by(0), family=family, changes={}, policy=policy[0], options=policy[1], budget=BUDGET,
         positions="compact", division="equal", recalls=False, pins=[], every=1,

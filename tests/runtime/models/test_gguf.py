@@ -91,7 +91,7 @@ def write(path: Path, *, architecture: str = "llama", parts: int = 0, vocabulary
 
 @pytest.fixture(autouse=True, scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What is made of files is kept apart from the user's."""
+    """Give a test a cache folder of its own, so that the user's stays as it is."""
     with pytest.MonkeyPatch.context() as patch:
         cache = tmp_path_factory.mktemp("cache")
         patch.setenv("XDG_CACHE_HOME", str(cache))

@@ -172,7 +172,7 @@ OPEN: dict[str, tuple[Any, str, bool]] = {
 
 
 def fits(guide: Guide, text: str) -> bool:
-    """Whether an answer may begin so."""
+    """Return whether an answer may begin with a text."""
     for letter in text:
         token = TOKENIZERS["bytes"].backend_tokenizer.token_to_id(letter)
         if not guide.allowed()[token]:
@@ -211,7 +211,7 @@ def test_closed_objects_within_open_ones_are_found_where_a_schema_is():
 
 @pytest.mark.parametrize("format", ["path", "password", "binary", "no such", *sorted(FORMATS)])
 def test_formats_that_cannot_be_held_are_notes(format):
-    """Those that can be are held; nothing is asked by a note, nor by `uniqueItems`."""
+    """An answer is held to the formats that llguidance knows; others and `uniqueItems` pass."""
     schema = {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": format}}
     guide = Guide(TOKENIZERS["bytes"], frozenset([END]), schema)
     assert fits(guide, '["]","]"]') == (format not in FORMATS - {"unknown"})
