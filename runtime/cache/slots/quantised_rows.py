@@ -24,14 +24,14 @@ class QuantisedRowSlots(RowSlots):
     def _write(self, keys: Tensor, values: Tensor, times: Tensor, block: PendingBlock) -> Tensor:
         rotation, rows, turn = self.storage.rotation, block.rows, None
         if rotation is not None and rows.read_at is not None:
-            if rows.whole.past:
-                keys = rotation.back_by(keys, rotation.rows((rows.whole.past,)))
+            keys = self._at_read_at(keys, rows, rotation)
             turn = rows.read_at, rotation.table
         quantise.append(
             keys, values, times, self.pool.named(), rows.before, self.storage.mean, turn,
             rows.whole.count, interleaved=rotation is not None and rotation.interleaved,
         )  # fmt: skip
-        return self._as_held(values) if self.policy.has_state else values
+        kept = self.policy.has_state and self.policy.reads_values  # numbers made of values
+        return self._as_held(values) if kept else values
 
     def _as_held(self, values: Tensor) -> Tensor:
         """Return values [B, K, T, D] as they are read once they are quantised."""

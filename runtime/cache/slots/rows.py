@@ -29,6 +29,7 @@ from kvcap.runtime.cache.row_table import LayerRows, LayerScores, RowPass
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.step import PendingBlock
 from kvcap.runtime.cache.storage import LayerStorage
+from kvcap.runtime.models.rope import Rotation
 
 
 def covers(layout: CacheLayout, evict_every: int, pool: SlotPool) -> bool:
@@ -125,13 +126,17 @@ class RowSlots:
         rotation, rows = self.storage.rotation, block.rows
         if rotation is None or rows.read_at is None:
             return x
-        if rows.whole.past:
-            x = rotation.back_by(x, rotation.rows((rows.whole.past,)))
+        x = self._at_read_at(x, rows, rotation)
         (batch, heads, length), count = x.shape[:3], len(rows.before.lengths)
         if block.turn is None:  # of the block, how far behind each row
             block.turn = rows.read_at[:, None] - rows.before.lengths.view(batch, -1)  # [B, K]
         past = block.turn[..., None].expand(-1, -1, heads * batch // count)  # [B, K, G]
         return rotation.back(x, past.reshape(batch, heads, 1).expand(-1, -1, length))
+
+    def _at_read_at(self, x: Tensor, rows: LayerRows, rotation: Rotation) -> Tensor:
+        """Rotate queries or keys [B, H or K, T, D] to the positions that `rows.read_at` says."""
+        past = rows.whole.past
+        return rotation.back_by(x, rotation.rows((past,))) if past else x
 
     # Attend
 
