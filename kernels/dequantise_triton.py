@@ -26,54 +26,79 @@ def _numbers(q, scale, low, mean, d, used, SIZE: tl.constexpr, BITS: tl.constexp
     return x
 
 
-@triton.jit(do_not_specialize=["scale", "low", "mean", "shift", "starts", "lengths", "to"])
-def read_slots(
-    q,  # [slots, D or D/2]
-    scale,  # [slots] or [slots, D/GROUP]
-    low,  # likewise, or None
-    mean,  # [B·K, D] or None
-    shift,  # [slots]
-    table,  # [span, 2, HALF]
-    out,  # [room, D]
-    starts, lengths,  # [B·K] int32
-    to,  # [B·K] int32, where each row begins in `out`
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,  # pairs that rotate; 0: none
-    HALF_PAD: tl.constexpr,
-    STEP: tl.constexpr,  # from the first number of a pair to that of the next
-    MATE: tl.constexpr,  # to the second number of a pair
-    REST: tl.constexpr,  # dimensions behind the rotated ones
-    REST_PAD: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,  # numbers that share a scale
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Dequantise a block of slots of one row into `out`, and rotate what rotates."""
-    row = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    held = n < tl.load(lengths + row)
-    used, slot = held[:, None], (tl.load(starts + row).to(tl.int64) + n)[:, None]
+@triton.jit
+def _copy(q, scale, low, mean, shift, table, out, slot, target, used, SIZE: tl.constexpr,
+          HALF: tl.constexpr, HALF_PAD: tl.constexpr, STEP: tl.constexpr, MATE: tl.constexpr,
+          REST_PAD: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Dequantise slots [N, 1] into places [N, 1] of `out` where `used`, and rotate what rotates.
+
+    The mean is the row's.
+    """
+    REST: tl.constexpr = SIZE - 2 * HALF
     GROUPS: tl.constexpr = SIZE // GROUP
     q += slot * (SIZE if BITS == 8 else SIZE // 2)
     scale += slot * GROUPS
     if low is not None:
         low += slot * GROUPS
-    if mean is not None:
-        mean += row * SIZE
-    target = out + (tl.load(to + row).to(tl.int64) + n)[:, None] * SIZE
+    to = out + target * SIZE
     if HALF > 0:
         i = tl.arange(0, HALF_PAD)[None, :]
         inside = used & (i < HALF)
-        rank = -tl.load(shift + slot, used, 0)  # [BLOCK, 1]
+        rank = -tl.load(shift + slot, used, 0)  # [N, 1]
         turn = table + rank.to(tl.int64) * (2 * HALF) + i
         cos = tl.load(turn, inside, 0.0).to(tl.float32)
         sin = tl.load(turn + HALF, inside, 0.0).to(tl.float32)
         a = _numbers(q, scale, low, mean, i * STEP, inside, SIZE, BITS, GROUP)
         b = _numbers(q, scale, low, mean, i * STEP + MATE, inside, SIZE, BITS, GROUP)
-        tl.store(target + i * STEP, (a * cos - b * sin).to(out.dtype.element_ty), inside)
-        tl.store(target + MATE + i * STEP, (b * cos + a * sin).to(out.dtype.element_ty), inside)
+        tl.store(to + i * STEP, (a * cos - b * sin).to(out.dtype.element_ty), inside)
+        tl.store(to + MATE + i * STEP, (b * cos + a * sin).to(out.dtype.element_ty), inside)
     if REST > 0:
         j = tl.arange(0, REST_PAD)[None, :]
         behind = used & (j < REST)
         x = _numbers(q, scale, low, mean, j + 2 * HALF, behind, SIZE, BITS, GROUP)
-        tl.store(target + 2 * HALF + j, x.to(out.dtype.element_ty), behind)
+        tl.store(to + 2 * HALF + j, x.to(out.dtype.element_ty), behind)
+
+
+# Where a layer's slots lie differs, which must not compile anew.
+_PLACES = ["keys", "key_scale", "key_low", "values", "value_scale", "value_low", "mean", "shift",
+           "starts", "lengths", "to"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PLACES)
+def read_slots(
+    keys, key_scale,  # [slots, D or D/2], [slots] or [slots, D/GROUP]
+    key_low,  # as the scales, or None
+    values, value_scale, value_low,  # likewise
+    mean,  # [B·K, D] or None
+    shift,  # [slots]
+    table,  # [span, 2, HALF]
+    out_keys, out_values,  # [room, D]
+    starts, lengths,  # [B·K] int32
+    to,  # [B·K] int32, where each row begins in what is written
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,  # pairs that rotate; 0: none
+    HALF_PAD: tl.constexpr,
+    STEP: tl.constexpr,  # from the first number of a pair to that of the next
+    MATE: tl.constexpr,  # to the second number of a pair
+    REST_PAD: tl.constexpr,  # at least the dimensions behind the rotated ones
+    SIZE_PAD: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_GROUP: tl.constexpr,  # numbers that share a scale
+    VALUE_BITS: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Dequantise a block of slots of one row: its keys, or, in the grid's second layer, values."""
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    used = (n < tl.load(lengths + row))[:, None]
+    slot = (tl.load(starts + row).to(tl.int64) + n)[:, None]
+    target = (tl.load(to + row).to(tl.int64) + n)[:, None]
+    if tl.program_id(2) == 0:
+        if mean is not None:
+            mean += row * SIZE
+        _copy(keys, key_scale, key_low, mean, shift, table, out_keys, slot, target, used,
+              SIZE, HALF, HALF_PAD, STEP, MATE, REST_PAD, KEY_BITS, KEY_GROUP)  # fmt: skip
+    else:
+        _copy(values, value_scale, value_low, None, None, None, out_values, slot, target, used,
+              SIZE, 0, 1, 1, 0, SIZE_PAD, VALUE_BITS, VALUE_GROUP)  # fmt: skip

@@ -51,32 +51,23 @@ def append(
             all.
         interleaved: neighbours (2i, 2i + 1) are pairs; else halves (i, i + R/2) are.
     """
-    from kvcap.kernels.quantise_triton import take_mean, write_slots
+    from kvcap.kernels.quantise_triton import write_slots
 
     (batch, heads, length, size), block = keys.shape, 8
     read_at, table = (None, None) if turn is None else turn
-    turned = {
-        "HEADS": heads, "SIZE": size, "HALF": 0 if table is None else table.shape[-1],
-        "INTERLEAVED": interleaved,
-    }  # fmt: skip
     known = {"keys", "values", "positions", "shift", *SIDES}
     state = [x for name, x in slots.items() if name not in known]
     assert len(state) <= MOST_STATE, "no policy keeps more"
+    assert mean is None or mean.is_contiguous()
     with torch.cuda.device_of(keys):
-        if mean is not None:
-            assert mean.is_contiguous()
-            run(
-                take_mean, (batch * heads,),
-                keys, mean, read_at, table, length, count, rows.lengths,
-                **strides("bht", key=keys), **turned, SIZE_PAD=power_of_two(size, 16), BLOCK=32,
-                num_warps=4,
-            )  # fmt: skip
         run(
             write_slots, (-(-length // block), batch * heads),
             keys, values, positions, mean, read_at, table, slots["keys"], slots["values"],
             *(slots.get(name) for name in SIDES), slots["positions"], slots.get("shift"),
             *(state[i] if i < len(state) else None for i in range(MOST_STATE)),
-            length, rows.starts, rows.lengths, **strides("bht", key=keys, value=values), **turned,
+            length, count, rows.starts, rows.lengths, **strides("bht", key=keys, value=values),
+            HEADS=heads, SIZE=size, HALF=0 if table is None else table.shape[-1],
+            INTERLEAVED=interleaved,
             PAD=power_of_two(size - size // 2, 16), KEY_GROUP=group_of(slots, "key", size),
             VALUE_GROUP=group_of(slots, "value", size), BLOCK=block, num_warps=4,
         )  # fmt: skip

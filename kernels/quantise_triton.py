@@ -31,43 +31,24 @@ def _unrotated(x, turn, d, inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
     return own
 
 
-@triton.jit(do_not_specialize=["length", "count", "read_at", "lengths"])
-def take_mean(
-    keys,  # [B, K, T, D]
-    mean,  # [B, K, D]
-    read_at,  # [B] int32, the position of the first token, or None
-    table,  # [span, 2, HALF], or None
-    length,  # T
-    count,  # [] int32, tokens that are no fillers, or None: all
-    lengths,  # [B·K] int32, slots of rows
-    key_b, key_h, key_t,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SIZE_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store the mean of one KV head's keys at position 0, if its row has no slots yet."""
-    row = tl.program_id(0).to(tl.int64)
-    batch, head = row // HEADS, row % HEADS
-    if tl.load(lengths + row) == 0:
-        real = length
-        if count is not None:
-            real = tl.load(count)
-        first = tl.load(read_at + batch) if HALF > 0 else 0
-        d = tl.arange(0, SIZE_PAD)[None, :]
-        total = tl.zeros([BLOCK, SIZE_PAD], tl.float32)
-        for begin in range(0, real, BLOCK):
-            t = begin + tl.arange(0, BLOCK)
-            inside = (t < real)[:, None] & (d < SIZE)
-            x = keys + batch * key_b + head * key_h + t.to(tl.int64)[:, None] * key_t
-            turn = x  # read where HALF > 0 only
-            if HALF > 0:
-                turn = table + (first + t).to(tl.int64)[:, None] * (2 * HALF)
-            total += _unrotated(x, turn, d, inside, HALF, INTERLEAVED)
-        d = tl.arange(0, SIZE_PAD)
-        tl.store(mean + row * SIZE + d, tl.sum(total, 0) / real, d < SIZE)
+@triton.jit
+def _mean(keys, key_t, turn, real, d, inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """Return the mean of the numbers `d` [1, P] of keys at position 0, float32 [1, P].
+
+    They are read where `inside` [1, P]. `keys` points at a KV head's first token, `key_t` says how
+    far the next one lies, `turn` points at the cosines of its position, `real` is how many there
+    are.
+    """
+    total = tl.zeros([BLOCK, d.shape[1]], tl.float32)
+    for begin in range(0, real, BLOCK):
+        t = (begin + tl.arange(0, BLOCK))[:, None]
+        x = keys + t.to(tl.int64) * key_t
+        its = x  # read where HALF > 0 only
+        if HALF > 0:
+            its = turn + t.to(tl.int64) * (2 * HALF)
+        total += _unrotated(x, its, d, (t < real) & inside, HALF, INTERLEAVED)
+    return tl.sum(total, 0)[None, :] / real
 
 
 @triton.jit
@@ -161,7 +142,7 @@ def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.
 
 # Where a block goes differs from layer to layer, which must not compile anew.
 _PLACES = ["to_keys", "to_values", "key_scale", "key_low", "value_scale", "value_low",
-           "to_positions", "shift", "state_0", "state_1", "length", "starts", "lengths",
+           "to_positions", "shift", "state_0", "state_1", "length", "count", "starts", "lengths",
            "read_at"]  # fmt: skip
 
 
@@ -180,6 +161,7 @@ def write_slots(
     shift,  # or None
     state_0, state_1,  # or None
     length,  # T
+    count,  # [] int32, tokens that are no fillers, or None: all
     starts, lengths,  # [B·K] int32, where rows lie, and their slots before the block
     key_b, key_h, key_t,
     value_b, value_h, value_t,
@@ -202,16 +184,32 @@ def write_slots(
     slot = tl.load(starts + row).to(tl.int64) + before + t
     i = tl.arange(0, PAD)[None, :]
     in_a, in_b = inside[:, None] & (i < LOW), inside[:, None] & (i < SIZE - LOW)
-    x = keys + batch * key_b + head * key_h + t.to(tl.int64)[:, None] * key_t
+    keys += batch * key_b + head * key_h
+    x = keys + t.to(tl.int64)[:, None] * key_t
     turn = x  # read where HALF > 0 only
     if HALF > 0:
-        turn = table + (tl.load(read_at + batch) + t).to(tl.int64)[:, None] * (2 * HALF)
+        first = table + tl.load(read_at + batch).to(tl.int64) * (2 * HALF)
+        turn = first + t.to(tl.int64)[:, None] * (2 * HALF)
+    else:
+        first = keys
     a = _unrotated(x, turn, i, in_a, HALF, INTERLEAVED)
     b = _unrotated(x, turn, i + LOW, in_b, HALF, INTERLEAVED)
     if mean is not None:
-        off = mean + row * SIZE + i + tl.zeros_like(a).to(tl.int32)
-        a -= tl.load(off, in_a, 0.0)
-        b -= tl.load(off + LOW, in_b, 0.0)
+        off = mean + row * SIZE + i
+        if before == 0:  # of this block's keys
+            real = length
+            if count is not None:
+                real = tl.load(count)
+            off_a = _mean(keys, key_t, first, real, i, i < LOW, HALF, INTERLEAVED, 32)
+            off_b = _mean(keys, key_t, first, real, i + LOW, i < SIZE - LOW, HALF, INTERLEAVED, 32)
+            if tl.program_id(0) == 0:
+                tl.store(off, off_a, i < LOW)
+                tl.store(off + LOW, off_b, i < SIZE - LOW)
+        else:
+            off_a = tl.load(off, i < LOW, 0.0)
+            off_b = tl.load(off + LOW, i < SIZE - LOW, 0.0)
+        a -= off_a
+        b -= off_b
     _store(a, b, to_keys, key_scale, key_low, slot, inside, i, SIZE, KEY_GROUP)
     x = values + batch * value_b + head * value_h + t.to(tl.int64)[:, None] * value_t
     a = tl.load(x + i, in_a, 0.0).to(tl.float32)

@@ -121,22 +121,24 @@ def test_read_as_by_the_formula(kind, size, rotated, interleaved, centred, dtype
     if rotated:
         named[SHIFT].random_(SPAN).neg_()
         turn = named[SHIFT], layer.rotation.table
-    for name, numbers in (("key", layer.format.keys), ("value", layer.format.values)):
-        parts, mean = layer.format.parts(name, named), layer.mean
-        given = (mean, turn) if name == "key" else (None, None)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "empty", lambda *a, **k: torch.full(a, float("nan"), **k))
-            found = dequantise.read(
-                parts, size, dtype, layer.rows, to, 6 * 32, *given, interleaved=interleaved
-            )
+    parts = {name: layer.format.parts(name, named) for name in ("key", "value")}
+    where = size, dtype, layer.rows, to, 6 * 32, layer.mean, turn
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *a, **k: torch.full(a, float("nan"), **k))
+        both = dequantise.read(parts["key"], parts["value"], *where, interleaved=interleaved)
+        alone, _ = dequantise.read(parts["key"], None, *where, interleaved=interleaved)
+    torch.testing.assert_close(alone, both[0], rtol=0, atol=0, equal_nan=True)
+    each = zip(parts, both, (layer.format.keys, layer.format.values), strict=True)
+    for name, found, numbers in each:
+        mean, angles_of = (layer.mean, turn) if name == "key" else (None, None)
         assert found.dtype == dtype
         for row, (b, k, start, held) in enumerate(layer.each()):
-            mine = {part: x[start : start + held].cpu() for part, x in parts.items()}
+            mine = {part: x[start : start + held].cpu() for part, x in parts[name].items()}
             expected = torch.zeros(held, size)
             numbers.dequantise(mine, expected, None)
-            if given[0] is not None:
+            if mean is not None:
                 expected += mean[b, k].cpu()
-            if given[1] is not None:
+            if angles_of is not None:
                 ranks = -named[SHIFT][start : start + held].long().cpu()
                 angles = layer.rotation.table.cpu()[ranks]
                 expected = rotate(expected, angles, interleaved=interleaved)

@@ -46,13 +46,13 @@ class QuantisedRowSlots(RowSlots):
         to, room = rows.shown.starts, pool.slots
         if rows.copies is not None:
             to, room = rows.copies, len(rows.held) * rows.shown.longest
-        named, shape = pool.named(), (pool.size, pool.dtype, rows.shown, to, room)
+        named, parts = pool.named(), pool.format.parts
         turn = None if rotation is None else (pool.aux[SHIFT], rotation.table)
-        keys = dequantise.read(
-            pool.format.parts("key", named), *shape, mean, turn,
+        keys, copy = dequantise.read(
+            parts("key", named), parts("value", named) if values else None,
+            pool.size, pool.dtype, rows.shown, to, room, mean, turn,
             interleaved=rotation is not None and rotation.interleaved,
         )  # fmt: skip
-        copy = dequantise.read(pool.format.parts("value", named), *shape) if values else keys
         return keys, copy, rows.shown._replace(starts=to)
 
     def token(self, *_: Any) -> None:
