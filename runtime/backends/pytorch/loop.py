@@ -97,8 +97,8 @@ class BlockLoop(Loop):
                 logits = self.graphs.read(ids, need_logits)
             if logits is not None:
                 return logits
-        last = torch.full((int(need_logits),), ids.shape[1] - 1, device=ids.device)
-        return self._read(ids, last).flatten(0, 1)
+        tokens = ids.shape[1]
+        return self._read(ids, range(tokens - int(need_logits), tokens)).flatten(0, 1)
 
     @torch.inference_mode()
     def read_every(self, ids: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class BlockLoop(Loop):
         """
         self._allocate(len(ids))
         self.make_room(ids.shape[1])
-        return self._read(ids, torch.arange(ids.shape[1], device=ids.device))
+        return self._read(ids, range(ids.shape[1]))
 
     def launched(self) -> Callable[[], object]:
         """Return a function that waits until the GPU has computed all passes so far.
@@ -138,19 +138,18 @@ class BlockLoop(Loop):
             with self._emptied_without_memory(tokens):
                 self.cache.become_compact()
 
-    def _read(self, ids: Tensor, wanted: Tensor) -> Tensor:
+    def _read(self, ids: Tensor, wanted: range) -> Tensor:
         """Read one block [B, T] without a graph; returns logits [B, n, V] of tokens `wanted` [n].
 
         `wanted` has indices of tokens in the block.
         """
         cache, tokens, graphs = self.cache, ids.shape[1], self.graphs
-        start = cache.next_position
-        # Fillers repeat the last token; their results are dropped.
-        place = torch.arange(self.padded(tokens), device=ids.device).clamp(max=tokens - 1)
-        blocks = blocks_of(cache, tokens)
+        start, padded, blocks = cache.next_position, self.padded(tokens), blocks_of(cache, tokens)
         if cache.guard is not None:
-            cache.guard.check(len(place))
+            cache.guard.check(padded)
         with self._emptied_without_memory(tokens), interrupts_deferred():
+            # Fillers repeat the last token; their results are dropped.
+            place = torch.arange(padded, device=ids.device).clamp(max=tokens - 1)
             model = self.model if graphs is None else graphs.reader(ids, len(wanted) > 0)
             context, first = ForwardContext(start, tokens, blocks), cast("int | Tensor", start)
             if cache.by_rows:
@@ -166,7 +165,7 @@ class BlockLoop(Loop):
                     position_ids=(first + cache.places(place)).expand(ids.shape[0], -1),
                     **cache_argument(model, cache),
                     use_cache=True,
-                    logits_to_keep=wanted,
+                    logits_to_keep=torch.arange(wanted.start, wanted.stop, device=ids.device),
                 )
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits)
