@@ -6,7 +6,7 @@ The counterpart of `backends/pytorch/runtime.py`: the same caps, sessions and ch
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -315,6 +315,46 @@ class OrtRuntime:
             SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: refused.
         """
         saved.restore(session, self._identity(), self.manifest.model["vocabulary"], path)
+
+
+def open_export(
+    folder: Path,
+    given: Sequence[Any],
+    named: Mapping[str, Any],
+    *,
+    device: Any = None,
+    dtype: Any = None,
+    weights: Any = None,
+    **further: Any,
+) -> OrtRuntime:
+    """Load an exported decoder by the arguments of `Runtime.from_pretrained`.
+
+    Raises:
+        NotExportable: an argument that says otherwise than the export, or is for PyTorch.
+    """
+    if device is not None and str(device) != "cpu":
+        raise NotExportable(
+            f"device={str(device)!r} is not for an exported decoder, which runs on the CPU; leave "
+            "it out"
+        )
+    if weights is not None:
+        raise NotExportable(
+            f"weights={weights!r} is not for an exported decoder, whose weights are as they are; "
+            "leave it out, or give the model that it was made from"
+        )
+    usual = CacheSettings(evict_every=None)
+    whole = given if given and isinstance(given[0], CacheSettings) else (usual, *given)
+    settings = CacheSettings.of(whole, named, "policy")
+    policy = None if settings.policy == usual.policy else settings.policy
+    if policy is not None and not isinstance(policy, str):
+        raise NotExportable(
+            "an exported decoder has its policy in its graphs; give policy by its name, or leave "
+            "it out"
+        )
+    return OrtRuntime.from_directory(
+        folder, PolicyRequest(policy, sink_tokens=settings.sink_tokens), settings,
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."), **further,
+    )  # fmt: skip
 
 
 def find_policy(

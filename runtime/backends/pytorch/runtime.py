@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import finalize
 
 import numpy as np
@@ -38,7 +38,7 @@ from kvcap.runtime.models.files import (
     load_packed,
     load_tokenizer,
 )
-from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.names import is_export, locate, resolve
 from kvcap.runtime.models.packed import PackedDtype, check_packing, usual_packing
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
@@ -56,7 +56,7 @@ from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import EVICT_EVERY, POCKET
+from kvcap.runtime.types import BUILT_IN, EVICT_EVERY, POCKET
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -137,7 +137,9 @@ class Runtime:
         """Load a model to chat in fixed memory.
 
         Args:
-            model: 'pocket', a local directory, or a repository of the hub.
+            model: 'pocket', a local directory, or a repository of the hub. A directory that `kvcap
+                export decoder` wrote gives an `OrtRuntime`, which has the same conversations: its
+                policy, sizes and weights are those of the export unless told otherwise.
             given: whole `CacheSettings`, or a policy.
             dtype: 'float32', 'bfloat16' or 'float16'; the checkpoint's by default.
             device: 'cpu', 'cuda' or 'mps'; the best there is by default.
@@ -156,6 +158,13 @@ class Runtime:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
                 weights are read.
         """
+        if str(model) not in BUILT_IN and (folder := locate(model)) and is_export(folder):
+            from kvcap.runtime.backends.onnxruntime.runtime import open_export  # an optional one
+
+            return cast("Runtime", open_export(
+                folder, given, named, device=device, dtype=dtype, weights=weights,
+                memory_cap=memory_cap, enforce=enforce, recall_store=recall_store,
+            ))  # fmt: skip
         where, settings = resolve(model), CacheSettings.of(given, named, "policy")
         config = Sizes(settings, memory_cap).config_for(load_config(where))
         floats = weights in (None, "unpacked")

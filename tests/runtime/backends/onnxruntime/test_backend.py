@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 from tools import PATIENCE, made, operations, pocket_decoder, tiny_decoder  # noqa: F401
 
 from kvcap.cli import run
+from kvcap.policies import load_policy
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.manifest import check, files_named
@@ -173,6 +175,34 @@ def test_an_answer_ends_at_what_the_manifest_does_not_name(copied, ends, capsys)
     found = json.loads(capsys.readouterr().out)["end_tokens"]
     assert [end["id"] for end in found] == [*ends, own]
     assert found[-1]["text"] == text
+
+
+def test_python_takes_an_export_as_it_takes_a_model(exported, tmp_path, monkeypatch, capsys):
+    """By the example of the documentation; what an export cannot do is refused by name."""
+    (tmp_path / "pocket-onnx").symlink_to(exported("compact", MOST))
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "onnxruntime.md").read_text(), re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert len(capsys.readouterr().out.split()) > 3
+    runtime = names["runtime"]
+    assert isinstance(runtime, OrtRuntime)
+    assert (runtime.plan.budget_tokens, runtime.every) == (MOST, BLOCK)
+    other = Runtime.from_pretrained("pocket-onnx", policy="keydiff", evict_every=1, block_size=8)
+    assert (other.plan.block_size, other.every) == (8, 1)
+    for given, error, says in [
+        ({"weights": "int4"}, NotExportable, "weights are as they are"),
+        ({"device": "cuda"}, NotExportable, "runs on the CPU"),
+        ({"policy": "knorm"}, NotExportable, "not in this export, which has keydiff"),
+        ({"policy": load_policy("knorm")}, NotExportable, "by its name"),
+        ({"sink_tokens": 9}, NotExportable, "sink_tokens=9"),
+        ({"budget_tokens": 64}, PlanInfeasible, "--budget-tokens 128"),
+        ({"dtype": "float16"}, NotExportable, "--dtype fp32"),
+    ]:
+        with pytest.raises(error, match=says):
+            Runtime.from_pretrained("pocket-onnx", **given)
 
 
 def test_a_token_beyond_the_embedding_is_refused_by_name(tiny):
