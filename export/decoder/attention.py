@@ -10,6 +10,9 @@ GroupQueryAttention (domain com.microsoft) of ONNX Runtime on a CPU, as measured
 - It also takes buffers of int8, with a scale for each channel of each KV head that is the same for
   all slots, and quantises a token as it writes it. A block attends to what they stand for in
   float32, and to itself as it is (`blocks`).
+- With `local_window_size` W a token sees the last W slots alone, its own included: such slots must
+  lie in time order.
+- A sink logit of every query head is an input of its own.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ from torch import Tensor
 NODE = "com.microsoft::GroupQueryAttention"
 MOST = 127  # the largest number in 8 bits
 QUANTISED = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-BEFORE_SCALES = 5  # inputs of the node that stay empty before its scales
+BEFORE_SINKS = 4  # inputs of the node that stay empty before its sink logits
 
 
 def group_attention(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor,
     scaling: float, softcap: float = 0.0, scales: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Append a block to a layer's buffers, and attend to it and to all slots before it.
 
@@ -42,6 +46,8 @@ def group_attention(
         scaling: of logits.
         softcap: logits are `softcap · tanh(logits / softcap)`; 0: as they are.
         scales: of keys and values in buffers of int8, [K, 1, D] float32 each.
+        window: slots that a token sees, the last ones and its own; None: all.
+        sinks: [H], the sink logit of every query head.
 
     Returns:
         [1, H, T, D], and the buffers with the block in them.
@@ -51,14 +57,18 @@ def group_attention(
     flat = [x.to(kind).transpose(1, 2).flatten(2) for x in (query, key, value)]
     if not torch.compiler.is_compiling():
         given = query.to(kind), key, value, keys, values, last
-        found = _plainly(*given, scaling, softcap, scales)
+        found = _plainly(*given, scaling, softcap, scales, window, sinks)
     else:
         total = last.squeeze(0) + 1
         attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads}
         attributes |= {"scale": float(scaling)} | ({"softcap": float(softcap)} if softcap else {})
+        if window is not None:
+            attributes["local_window_size"] = window
         further: tuple[Tensor | None, ...] = ()
+        if sinks is not None or scales is not None:
+            further = (None,) * BEFORE_SINKS + (None if sinks is None else sinks.to(kind),)
         if scales is not None:
-            attributes, further = attributes | QUANTISED, ((None,) * BEFORE_SCALES + scales)
+            attributes, further = attributes | QUANTISED, further + scales
         out, keys, values = torch.onnx.ops.symbolic_multi_out(
             NODE,
             (*flat, keys, values, last, total, *further),
@@ -73,7 +83,8 @@ def group_attention(
 
 def _plainly(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor,
-    scaling: float, softcap: float, scales: tuple[Tensor, Tensor] | None,
+    scaling: float, softcap: float, scales: tuple[Tensor, Tensor] | None, window: int | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute what the node computes, by copies."""
     length, stop = query.shape[2], int(last) + 1
@@ -91,8 +102,15 @@ def _plainly(
     z = (q @ keys[:, :, :stop].mT).float().unflatten(2, (group, length))  # [1, K, G, T, n]
     if softcap:
         z = softcap * torch.tanh(z / softcap)
-    ahead = torch.arange(stop) > torch.arange(stop - length, stop)[:, None]
-    weights = z.masked_fill(ahead, float("-inf")).softmax(-1).to(values.dtype)
+    places, own = torch.arange(stop), torch.arange(stop - length, stop)[:, None]
+    hidden = places > own
+    if window is not None:
+        hidden |= places <= own - window
+    z = z.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        logits = sinks.float().view(z.shape[1], group, 1, 1).expand(1, -1, -1, length, 1)
+        z = torch.cat((z, logits), -1)
+    weights = z.softmax(-1)[..., :stop].to(values.dtype)
     return (weights.flatten(2, 3) @ values[:, :, :stop]).view(query.shape), *held
 
 

@@ -27,7 +27,6 @@ from kvcap.runtime.models.quantised import is_plain
 PIECE = 512  # tokens, each piece a text of its own
 LEAST, MOST = 2_048, 16_384  # tokens that are read of a text
 TIED = 0.1  # damping for an LM head that is the embedding table, too, whose rows are looked up
-STOCK = "sdpa"  # transformers' own attention, as nothing is evicted
 
 Note = Callable[[str], None]
 
@@ -101,7 +100,7 @@ def calibrate(
     names = {id(module): name for name, module in decoder.named_modules()}
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
-        stack.enter_context(with_attention(model, STOCK))
+        stack.enter_context(with_stock_attention(decoder))
         for i, layer in enumerate(layers):
             said = partial(note, f"calibrating layer {i + 1} of {len(layers)}")
             forward = _Calibrated(layer, names, rounding, packed, said).forward
@@ -209,10 +208,12 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def with_attention(model: Any, name: str) -> Iterator[None]:
-    """Let a model run with another attention."""
+def with_stock_attention(decoder: DecoderGraph) -> Iterator[None]:
+    """Let a decoder's model run with an attention of transformers, as nothing is evicted."""
+    model, shape = decoder.model, decoder.layout.shape
     before = model.config._attn_implementation
-    model.config._attn_implementation = name
+    # `scaled_dot_product_attention` takes neither softcaps nor sink logits.
+    model.config._attn_implementation = "eager" if shape.softcap or shape.sinks else "sdpa"
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ from kvcap.runtime.models.checkpoint import streaming
 
 STEPS = 4  # single tokens after the blocks
 ANSWER = 16  # tokens generated at the end
+WINDOWS = 1024  # tokens; longer windows are not filled, as reading takes a large model minutes
 BRIEF = 4  # tokens of a block, and generated tokens, in a brief check
 
 
@@ -47,17 +48,20 @@ class Tolerance(NamedTuple):
     values: float  # error of numbers, relative to the largest
     worth: float  # relative to the largest score: slots nearer than that are ties
     overlap: float  # least share of equal kept slots, on average over layers and heads
+    held: float  # error of what slots hold, relative to the largest
 
 
 TOLERANCES = {
-    "fp32": Tolerance(1e-4, 1e-5, 1.0),
-    "fp16": Tolerance(3e-2, 1e-5, 0.9),
-    "int8": Tolerance(1e-1, 1e-5, 0.9),  # the reference has weights rounded like the graph's
-    "int4": Tolerance(1e-1, 1e-5, 0.9),
+    "fp32": Tolerance(1e-4, 1e-5, 1.0, 1e-4),
+    "fp16": Tolerance(3e-2, 1e-5, 0.9, 3e-2),
+    "int8": Tolerance(1e-1, 1e-5, 0.9, 1e-1),  # the reference has weights rounded like the graph's
+    # Products round activations, and a real model's have outliers: keys and values of its last
+    # layers were off by 14 % of the largest where logits were by 5 %. A wrong key is off by 100 %.
+    "int4": Tolerance(1e-1, 1e-5, 0.9, 3e-1),
 }
 # For slots in 8 bits, compared with the runtime's in floats and with the module's in 8 bits: there
 # a number that lies between two may be rounded to the other one.
-SLOTS, SLOT = Tolerance(1e-1, 2e-2, 0.8), Tolerance(3e-2, 1e-3, 0.95)
+SLOTS, SLOT = Tolerance(1e-1, 2e-2, 0.8, 1e-1), Tolerance(3e-2, 1e-3, 0.95, 3e-2)
 ROUNDED = {8: 0.05, 4: 0.5}  # error allowed of a rounded matrix, relative to its norm, by bits
 
 
@@ -196,14 +200,14 @@ class Watched(SharedDecoder):
         block = decoder.layout.block_size
         scales = scales_in(decoder)
         super().__init__(facts, ModuleGraph(decoder), graphs, block, evict_every, scales)
-        self.decided: dict[int, Decided] = {}
+        self.decided: dict[int, Decided] = {}  # by their places among capped layers
 
     def _gone(self, layer: LayerSlots, evictor: Graph, *rest: Any) -> Any:
         positions = torch.from_numpy(layer.buffers["positions"][:, :, : layer.held].copy())
         gone = super()._gone(layer, evictor, *rest)
         assert isinstance(evictor, ModuleGraph)
         assert evictor.worth is not None
-        self.decided[self.layers.index(layer)] = Decided(evictor.worth, positions)
+        self.decided[self.capped.index(layer)] = Decided(evictor.worth, positions)
         return gone
 
 
@@ -404,6 +408,9 @@ def _blocks(decoder: DecoderGraph, quick: bool, brief: bool) -> Iterator[Tensor]
     """Yield blocks until some are evicted, an odd one, a full one, single tokens; ids differ."""
     layout = decoder.layout
     size, budget = layout.block_size, max(layout.budgets)
+    if not quick:
+        held = [layer.budget for layer in decoder.layers]
+        budget = max(budget, *(n for n in held if n < WINDOWS))
     full = -(-budget // size) + (1 if quick else 2)
     lengths = [size] * full + [-(-size // 3), size] + [1] * STEPS
     if brief:
@@ -434,7 +441,8 @@ def _row(
 
 def _looser(a: Tolerance, b: Tolerance) -> Tolerance:
     """Return a tolerance that allows what either allows."""
-    return Tolerance(max(a.values, b.values), max(a.worth, b.worth), min(a.overlap, b.overlap))
+    worth, overlap = max(a.worth, b.worth), min(a.overlap, b.overlap)
+    return Tolerance(max(a.values, b.values), worth, overlap, max(a.held, b.held))
 
 
 def _with_state(
@@ -443,7 +451,7 @@ def _with_state(
     """Return the row, failed where what is held differs though the same slots were kept."""
     if row.kept < 1:
         return row
-    allowed = tolerance.values
+    allowed = tolerance.held
     pairs = zip(_in_time(ort, seen), _in_time(module, seen), strict=True)
     fine = all(a.shape == b.shape and _relative(a, b) <= allowed for a, b in pairs)
     return row if fine else CheckedRun(**{**asdict(row), "ok": False})
@@ -454,7 +462,7 @@ def _in_time(decoder: SharedDecoder, seen: int) -> list[Tensor]:
     held, found = decoder.state(seen, decoder.held), []
     for name, array in held.items():
         kind, layer = name.split(".")
-        if kind != "queries":
+        if f"positions.{layer}" in held and kind != "queries":
             order = held[f"positions.{layer}"].argsort(axis=2)
             order = order.reshape(*order.shape, *(1,) * (array.ndim - 3))
             array = np.take_along_axis(array, order, axis=2)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from kvcap.export.decoder.layer import held_layers
 from kvcap.export.decoder.repeat import TRACED, Numbered
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.module_settings import settings
@@ -36,7 +37,7 @@ def are_alike(model: Any, layout: CacheLayout) -> bool:
     found = layers_of(model)
     if found is None or len(found[1]) <= TRACED:
         return False
-    if len(set(layout.budgets)) > 1 or len(set(layout.rotates)) > 1:
+    if len(set(held_layers(layout))) > 1:
         return False
     return all(settings(layer) == settings(found[1][1]) for layer in found[1][2:])
 

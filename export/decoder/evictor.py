@@ -35,7 +35,8 @@ class EvictionGraph(nn.Module):
 
     Args:
         layout: of the cache.
-        layer: its index; the graph serves every layer of its budget and attention.
+        layer: its index among capped layers; the graph serves every layer of its budget and
+            attention.
         scaling: of its logits.
         softcap: of its logits, if they have one.
         dtype: of keys and values, or of what they are computed in.
@@ -131,13 +132,17 @@ def _scaled(port: Port) -> str:
 
 
 def evictors_of(decoder: DecoderGraph) -> list[tuple[EvictionGraph, list[int]]]:
-    """Make the evictors of a decoder, each with the layers it serves."""
+    """Make the evictors of a decoder, each with the layers it serves by their index in the model.
+
+    Layers that slide have none: their oldest tokens go.
+    """
     layout, found = decoder.layout, dict[Any, tuple[EvictionGraph, list[int]]]()
     dtype, quantised = decoder.cache, decoder.slot_scales is not None
-    for layer, (scaling, softcap) in enumerate(decoder.scales):
-        alike = layout.budgets[layer], scaling, softcap
+    for place, layer in enumerate(layout.shape.capped):
+        scaling, softcap = decoder.scales[layer]
+        alike = layout.budgets[place], scaling, softcap
         if alike not in found:
-            found[alike] = EvictionGraph(layout, layer, scaling, softcap, dtype, quantised), []
+            found[alike] = EvictionGraph(layout, place, scaling, softcap, dtype, quantised), []
         found[alike][1].append(layer)
     return list(found.values())
 

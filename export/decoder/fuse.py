@@ -128,8 +128,8 @@ class Fusing:
     def _angles(self, name: str, pairs: int) -> str | None:
         """Return cosines or sines [1, 1, T, R] of a rotation as those [T, R/2] of its node."""
         wide = self.made.get(name)
-        if wide is None or wide.op_type != "Unsqueeze":
-            return None
+        if wide is None or wide.op_type != "Unsqueeze" or self._sizes(wide.input[1]) != [1]:
+            return None  # heads lie behind tokens (Gemma 4), or these are no angles
         whole = wide.input[0]
         if (whole, pairs) not in self.halves:
             bounds = [
@@ -186,7 +186,7 @@ class Fusing:
     def _rows(self, angles: str, total: str, node: Any) -> str:
         """Return angles [T, R/2] with rows behind them, as many as slots."""
         if (angles, total) not in self.padded:
-            found, count = f"{angles}_rows", f"{total}_rows"
+            found, count = f"{angles}_rows_{total}", f"{total}_rows"
             none = self._constant("bound_0", np.zeros(1, np.int64))
             nodes = []
             if count not in self.made:

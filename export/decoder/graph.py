@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from kvcap.export.decoder.layer import Block, LayerPass, lengths
+from kvcap.export.decoder.layer import Block, LayerPass, held_layers, lengths
 from kvcap.export.graphs.portable import Portable
 from kvcap.export.graphs.ports import PORTS, Port, new_port, ports_of
 from kvcap.runtime.cache.layout import CacheLayout
@@ -38,6 +38,8 @@ TURNED = {
     "arrived": replace(PORTS["keys"], dtype="int8", meaning="keys as they were written"),
     "shifts": replace(PORTS["positions"], meaning="by how much keys are turned back since"),
 }
+SLIDING = {"kv_heads": "sliding_kv_heads", "head_dim": "sliding_head_dim"}
+"""Names the axes of layers that slide, whose heads may be of other sizes."""
 LOGITS = Port("logits", "float32", ("batch", "vocabulary"), "logits", "of the block's last token")
 
 
@@ -61,7 +63,8 @@ class DecoderGraph(nn.Module):
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.
-        layout: of the cache, whose layers are all capped and whose heads hold equally many slots.
+        layout: of the cache, whose layers are capped or slide, and whose heads hold equally many
+            slots.
         slot_scales: [L, 2, K, D] of keys and values that are held in int8; None: in floats.
     """
 
@@ -71,10 +74,11 @@ class DecoderGraph(nn.Module):
         super().__init__()
         self.model, self.layout, self.slot_scales = model, layout, slot_scales
         self.register_buffer("table", _table(layout), persistent=False)
+        self.layers = held_layers(layout)
         self.state = state_of(layout, slot_scales is not None)
         self.past = [s for s in self.state if s.name in ("keys", "values")]
-        counts = [HELD] if layout.positions == "compact" else [HELD, SEEN]
-        scales = [] if slot_scales is None else scale_ports(len(layout.budgets))
+        counts = [HELD, SEEN] if _counts_seen(layout) else [HELD]
+        scales = [] if slot_scales is None else scale_ports(len(self.layers))
         self.inputs: list[Port] = [TOKENS, *counts, *(s.port for s in self.past), *scales]
         made = _made(layout)
         self.outputs: list[Port] = [LOGITS, *(s.present for s in self.past), *made.values()]
@@ -90,7 +94,8 @@ class DecoderGraph(nn.Module):
         """Compute the logits [1, V] float32 of a block's last token; return them and its layers."""
         given = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
         ids, held = given["input_ids"], given["held"]
-        block = Block(self.layout, self.table, held, ids.shape[1])
+        seen = given.get("seen")
+        block = Block(self.layout, self.table, held, ids.shape[1], seen)
 
         def scales(layer: int) -> tuple[Tensor, Tensor] | None:
             if self.slot_scales is None:
@@ -99,10 +104,11 @@ class DecoderGraph(nn.Module):
 
         layers = [
             LayerPass(block, i, given[f"keys.{i}"], given[f"values.{i}"], scales(i))
-            for i in range(len(self.layout.budgets))
+            for i in range(len(self.layers))
         ]
-        # Compact positions are ranks: those behind the slots in use.
-        first = given.get("seen", held[0])
+        # Compact positions are ranks: those behind the slots in use. Layers that slide have
+        # their own tokens at true positions, and others rotate the block back to theirs.
+        first = held[0] if seen is None else seen
         with Portable():
             out = self.model(
                 input_ids=ids,
@@ -152,6 +158,8 @@ class DecoderGraph(nn.Module):
             "batch": 1, "one": 1, "tokens": None, "lengths": len(lengths(self.layout)),
             "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_size,
             "vocabulary": shape.vocabulary, "window": self.layout.window_length,
+            **{axis: size for layer in self.layers if layer.window is not None
+               for axis, size in zip(SLIDING.values(), layer[-2:], strict=True)},
             **dict.fromkeys(s.port.axes[2] for s in self.past),
         }  # fmt: skip
 
@@ -166,14 +174,24 @@ def cache_dtype(layout: CacheLayout, weights: torch.dtype) -> torch.dtype:
 
 
 def _table(layout: CacheLayout) -> Tensor:
-    """Return cosines and sines [span, 2, R/2] of how much less a layer holds than the longest."""
+    """Return cosines and sines [span, 2, R/2] of how much less a layer holds than the longest.
+
+    Of a model that slides the inverse frequencies [R/2]: it counts further than any table.
+    """
     rope = layout.rope
     if not any(layout.rotates) or rope is None or rope.inv_freq is None:
         return torch.zeros(0, 2, 0)
+    if layout.shape.slides:
+        return rope.inv_freq.double()
     budgets = lengths(layout)
     if len(budgets) == 1:
         return torch.zeros(0, 2, 0)
     return Rotation(rope.inv_freq, budgets[0] - budgets[-1] + layout.block_size + 1, "cpu").table
+
+
+def _counts_seen(layout: CacheLayout) -> bool:
+    """Return whether the model counts the tokens that were read, and not the slots in use."""
+    return layout.positions != "compact" or layout.shape.slides
 
 
 def scale_ports(layers: int) -> list[Port]:
@@ -195,19 +213,23 @@ def state_of(layout: CacheLayout, quantised: bool = False) -> list[RunBuffer]:
     found, ports = list[RunBuffer](), ports_of(layout.eviction.state)
     shape, block = layout.shape, layout.block_size
     one = len(lengths(layout)) == 1
-    for layer, budget in enumerate(layout.budgets):
-        slots = "slots" if one else f"slots_{budget}"
-        rows = (1, shape.kv_heads, budget + block)
-        names = ["keys", "values", "positions", *layout.eviction.state]
-        for name in names + (list(TURNED) if quantised and layout.rotates[layer] else []):
+    for layer, held in enumerate(held_layers(layout)):
+        slots = "slots" if one else f"slots_{held.budget}"
+        rows = (1, held.kv_heads, held.budget + block)
+        names = ["keys", "values"]
+        if held.window is None:
+            names += ["positions", *layout.eviction.state]
+        for name in names + (list(TURNED) if quantised and held.rotates else []):
             port = TURNED[name] if name in TURNED else ports[name]
             if quantised and name in ("keys", "values"):
                 port = replace(port, dtype="int8")
             axes = tuple(slots if axis == "slots" else axis for axis in port.axes)
+            full = (*rows, held.head_size) if "head_dim" in axes else rows
+            if held.window is not None:
+                axes = tuple(SLIDING.get(axis, axis) for axis in axes)
             own = Port(f"{name}.{layer}", port.dtype, axes, port.unit, port.meaning)
-            full = (*rows, shape.head_size) if "head_dim" in axes else rows
             found.append(RunBuffer(name, layer, own, full))
-        if window := layout.window_length:
+        if (window := layout.window_length) and held.window is None:
             port = PORTS["queries"]
             axes = ("batch", "heads", "window", "head_dim")
             own = Port(f"queries.{layer}", port.dtype, axes, port.unit, port.meaning)
@@ -219,7 +241,7 @@ def state_of(layout: CacheLayout, quantised: bool = False) -> list[RunBuffer]:
 def _made(layout: CacheLayout) -> dict[tuple[str, int], Port]:
     """Return the ports that a run gives an evictor besides the buffers, by name and layer."""
     found = dict[tuple[str, int], Port]()
-    for layer in range(len(layout.budgets)):
+    for layer in layout.shape.capped:
         if layout.eviction.policy.queries_observed != 0:
             what = "queries of the block, as attention saw them"
             port = replace(PORTS["queries"], name="block_queries", meaning=what)

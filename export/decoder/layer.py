@@ -2,12 +2,13 @@
 
 It is the runtime's cache layer without eviction, which is a graph of its own (`evictor`). Past and
 present are one buffer with room for the block: the node of attention writes the block behind the
-slots in use and copies nothing else. Slots lie in any order; keys are as attention sees them.
+slots in use and copies nothing else. Slots lie in any order; keys are as attention sees them. A
+layer that slides holds its last tokens in time order, since attention cuts its window by order.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,32 @@ from kvcap.export.graphs.shape import Shape
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.output_projection import output_projection
-from kvcap.runtime.models.rope import rotate
+from kvcap.runtime.models.rope import rotate, rotations
+
+
+class HeldLayer(NamedTuple):
+    """A layer as the graph holds it: its slots, and what chooses their tokens."""
+
+    budget: int  # slots that stay after a block
+    window: int | None  # the last tokens that it sees and holds; None: a policy chooses
+    rotates: bool  # its keys count by their rank
+    kv_heads: int
+    head_size: int
+
+
+def held_layers(layout: CacheLayout) -> list[HeldLayer]:
+    """Return what every layer of a model holds, in order; each is capped, or slides."""
+    found, capped = [], zip(layout.budgets, layout.rotates, strict=True)
+    for layer in layout.shape.layers:
+        sizes = layer.kv_heads, layer.head_size
+        if layer.kind == "capped":
+            budget, rotates = next(capped)
+            found.append(HeldLayer(budget, None, rotates, *sizes))
+        else:
+            assert layer.window is not None
+            # With the token that is read they are the window's.
+            found.append(HeldLayer(max(1, layer.window - 1), layer.window, False, *sizes))
+    return found
 
 
 class Block:
@@ -27,15 +53,20 @@ class Block:
 
     Args:
         layout: of the cache.
-        table: cosines and sines [span, 2, R/2] of positions from 0 on.
+        table: cosines and sines [span, 2, R/2] of positions from 0 on; of a model that slides
+            the inverse frequencies [R/2] of capped layers, in float64.
         held: slots in use before the block, int32 [lengths], one for each of `lengths`.
         length: tokens of the block.
+        seen: tokens read before it, int32 []; None: the model counts by the longest layers' slots.
     """
 
-    def __init__(self, layout: CacheLayout, table: Tensor, held: Tensor, length: int) -> None:
+    def __init__(
+        self, layout: CacheLayout, table: Tensor, held: Tensor, length: int, seen: Tensor | None
+    ) -> None:
         self.layout, self.table, self.held, self.length = layout, table, held, length
-        self.lengths = lengths(layout)
+        self.lengths, self.seen = lengths(layout), seen
         self._last: dict[int, Tensor] = {}
+        self._ahead: dict[int, Tensor] = {}
 
     def last(self, budget: int) -> Tensor:
         """Return the block's last slot in layers of this budget, int32 [1]; made once."""
@@ -45,15 +76,17 @@ class Block:
         return self._last[budget]
 
     def ahead(self, budget: int) -> Tensor | None:
-        """Return how far before a layer's own slots the block was read, as cosines and sines.
+        """Return how far behind a layer's own slots the block was read, as cosines and sines.
 
         They are [1, 2, R/2]; None for layers that hold as many as the longest, by which the model
-        counts.
-
-        None for layers that hold as many as the longest, by which the model counts.
+        counts. Where layers slide, it counts the tokens that were read, which is any number.
         """
         place = self.lengths.index(budget)
-        return self.table.index_select(0, self.held[:1] - self.held[place]) if place else None
+        if self.seen is None:
+            return self.table.index_select(0, self.held[:1] - self.held[place]) if place else None
+        if budget not in self._ahead:
+            self._ahead[budget] = rotations(self.table, self.seen - self.held[place : place + 1])
+        return self._ahead[budget]
 
 
 def lengths(layout: CacheLayout) -> list[int]:
@@ -61,7 +94,7 @@ def lengths(layout: CacheLayout) -> list[int]:
 
     Layers of one budget hold equally many slots.
     """
-    return sorted(set(layout.budgets), reverse=True)
+    return sorted({layer.budget for layer in held_layers(layout)}, reverse=True)
 
 
 class LayerPass(CacheLayerMixin):  # type: ignore[misc]
@@ -84,8 +117,7 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         super().__init__()
         self.block, self.index, self.past, self.slot_scales = block, index, (keys, values), scales
-        self.budget = block.layout.budgets[index]
-        self.rotates = block.layout.rotates[index]  # keys are rotated by their slot's rank
+        self.budget, self.window, self.rotates, *_ = held_layers(block.layout)[index]
         self.made: dict[str, Tensor] = {}  # the layer's outputs by name
 
     def lazy_initialization(self, *_: Any) -> None:
@@ -127,12 +159,14 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend by the block to all slots and itself. [1, H, T, D] -> [1, H, T, D]."""
-        assert sinks is None, "models with sink logits are refused"
         block, (keys, values), query = self.block, self.arrived, self._aligned(query)
         last, self.scales = block.last(self.budget), (scaling, softcap)
         out, self.made["present_keys"], self.made["present_values"] = group_attention(
-            query, keys, values, *self.past, last, scaling, softcap or 0.0, self.slot_scales
-        )
+            query, keys, values, *self.past, last, scaling, softcap or 0.0, self.slot_scales,
+            self.window, sinks,
+        )  # fmt: skip
+        if self.window is not None:
+            return out
         if block.layout.eviction.policy.queries_observed != 0:
             kind = self.past[0].dtype if self.slot_scales is None else torch.float32
             self.made["queries"] = query.to(kind)

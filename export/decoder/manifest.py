@@ -16,6 +16,7 @@ from typing import Any
 import kvcap
 from kvcap.export.decoder.evictor import EvictionGraph
 from kvcap.export.decoder.graph import DecoderGraph
+from kvcap.export.decoder.layer import held_layers
 from kvcap.export.files import file_entry
 from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import recipe
@@ -46,6 +47,12 @@ RULE = [
     "of a layer that rotates, turn the keys of survivors (and the queries kept) back by the number "
     "of older slots that went, by the angles inv_freq: positions are compact",
 ]
+RULE_OF_WINDOWS = [
+    "a layer that has a number in windows holds its last tokens in the order in which they were "
+    "read, and has neither positions nor an evictor: where it is to hold no more than its budget, "
+    "move its last slots, as many as the budget, to the front. seen is an input of the decoder in "
+    "either way of counting",
+]
 RULE_OF_INT8 = [
     "keys and values are int8: a number is what is held times the scale of its layer, KV head and "
     "channel, from slot_scales [layers, 2, kv_heads, head_dim], keys before values; bind them as "
@@ -64,7 +71,7 @@ def describe(
 ) -> dict[str, Any]:
     """Describe a decoder before its files are written, by what was `asked`."""
     layout, kv_dtype = decoder.layout, None if decoder.slot_scales is None else KV_DTYPE
-    sizes = decoder.sizes
+    sizes, slides = decoder.sizes, layout.shape.slides
     element = str(decoder.cache).removeprefix("torch.")
 
     def said(ports: list[Port]) -> list[dict[str, Any]]:
@@ -74,7 +81,8 @@ def describe(
         "schema": SCHEMA,
         **asked(name, layout, dtype, rounding, text, kv_dtype),
         **({"slot_scales": SLOT_SCALES} if kv_dtype else {}),
-        "rule": RULE + (RULE_OF_INT8 if kv_dtype else []),
+        **({"windows": [layer.window for layer in decoder.layers]} if slides else {}),
+        "rule": RULE + (RULE_OF_WINDOWS if slides else []) + (RULE_OF_INT8 if kv_dtype else []),
         "inputs": said(decoder.inputs),
         "outputs": said(decoder.outputs),
         "state": _state(decoder),
@@ -119,7 +127,7 @@ def asked(
         **policy_facts(layout),
         "positions": layout.positions,
         "budget_tokens": layout.budget_tokens,
-        "budgets": layout.budgets,
+        "budgets": [layer.budget for layer in held_layers(layout)],
         "block_size": layout.block_size,
         "dtype": dtype,
         **blocks,
@@ -144,7 +152,10 @@ def model_facts(shape: ModelShape) -> dict[str, Any]:
 def policy_facts(layout: CacheLayout) -> dict[str, Any]:
     """Describe the policy, what it computes, and the slots of each layer that it pins by itself."""
     eviction = layout.eviction
-    recents = [eviction.recents(budget) for budget in layout.budgets]
+    recents = [
+        eviction.recents(layer.budget) if layer.window is None else 0
+        for layer in held_layers(layout)
+    ]
     return {
         "policy": {**recipe(eviction), "pins": {"sinks": eviction.sinks(), "recents": recents}},
         "formula": "; ".join(c.formula for c in eviction.components),
@@ -214,7 +225,7 @@ def _turns(layout: CacheLayout) -> dict[str, Any]:
     turning = rope is not None and any(layout.rotates) and rope.inv_freq is not None
     return {
         "queries_observed": layout.eviction.policy.queries_observed,
-        "rotates": layout.rotates,
+        "rotates": [layer.rotates for layer in held_layers(layout)],
         "inv_freq": rope.inv_freq.tolist() if turning else [],  # type: ignore[union-attr]
         "interleaved": bool(rope is not None and rope.interleaved),
     }

@@ -8,6 +8,7 @@ the scale of the longest vector that they form, so that a key fits wherever it l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pydoc_data.topics import topics
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from kvcap.export.decoder.attention import MOST
-from kvcap.export.decoder.calibrate import STOCK, pieces, with_attention
+from kvcap.export.decoder.calibrate import pieces, with_stock_attention
 from kvcap.export.decoder.depth import layers_of
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.runtime.errors import NotExportable
@@ -43,10 +44,10 @@ def measure(decoder: DecoderGraph, ids: Tensor, checkpoint: Checkpoint | None = 
         NotExportable: the weights stay in their files, and the model's layers cannot be found.
     """
     model, layers = decoder.model, layers_of(decoder.model)
-    widest = Widest(decoder.layout.rope)
+    widest = Widest([layer.rope for layer in decoder.layout.shape.layers])
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
-        stack.enter_context(with_attention(model, STOCK))
+        stack.enter_context(with_stock_attention(decoder))
         if checkpoint is not None:
             if layers is None:
                 raise NotExportable(
@@ -85,18 +86,18 @@ class Widest(DynamicCache):  # type: ignore[misc]
     """A cache that keeps nothing of a block but the largest number of each channel.
 
     Args:
-        rope: by which keys were turned; None: they were not.
+        ropes: by which the keys of each layer were turned; None: they were not.
     """
 
-    def __init__(self, rope: Rope | None) -> None:
+    def __init__(self, ropes: Sequence[Rope | None]) -> None:
         super().__init__()
-        self.rope, self.found = rope, dict[int, Tensor]()
+        self.ropes, self.found = ropes, dict[int, Tensor]()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Note a block [B, K, T, D] of a layer, which attends to itself alone."""
-        both = reach(key_states.float(), self.rope), value_states.float().abs()
+        both = reach(key_states.float(), self.ropes[layer_idx]), value_states.float().abs()
         self.found[layer_idx] = torch.stack([x.amax((0, 2)) for x in both])
         return key_states, value_states
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from kvcap.dtypes import short, torch_dtype
 from kvcap.export.decoder.depth import are_alike
-from kvcap.export.graphs.shape import refuse_sinks
 from kvcap.export.weights import Rounding
 from kvcap.policies import Eviction
+from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable
@@ -58,6 +58,11 @@ def layout_for(config: Any, settings: CacheSettings) -> CacheLayout:
     (tokens, block), eviction = settings.sizes, settings.eviction
     shape = ModelShape.of(config.get_text_config(decoder=True), tokens + block)
     _check(shape, eviction)
+    if settings.kv_dtype is not None and len(sizes := _slot_sizes(shape)) > 1:
+        raise NotExportable(
+            f"--kv-dtype {settings.kv_dtype} needs KV heads of one size in all layers, and in this "
+            f"{shape.family} there are {', '.join(f'{k} of {d}' for k, d in sizes)}; leave it out"
+        )
     chosen = settings.positions or default_positions(shape, unchanging=True)
     layout = CacheLayout(shape, eviction, tokens, block, chosen)
     layout.eviction.check(tokens, len(shape.capped), shape.kv_heads)
@@ -133,15 +138,27 @@ def check_dtype(dtype: str) -> str:
     return found
 
 
+def _slot_sizes(shape: ModelShape) -> list[tuple[int, int]]:
+    """Return how many KV heads of which size layers have, each once."""
+    return sorted({(layer.kv_heads, layer.head_size) for layer in shape.layers})
+
+
 def _check(shape: ModelShape, eviction: Eviction) -> None:
     """Refuse what one graph of open but equal lengths cannot do."""
     name = eviction.name or "the policy"
-    refuse_sinks(shape)
     if why := shape.not_exportable:
         raise NotExportable(
             f"in this {shape.family} there is what the decoder's graph does not do: {why}; export "
-            "a model whose layers all attend fully, with RoPE of type default, linear, llama3 or "
-            "yarn, or run this one with the PyTorch backend"
+            "a model whose layers attend fully or slide, with RoPE of type default, linear, llama3 "
+            "or yarn, or run this one with the PyTorch backend (--backend torch --weights int4 "
+            "for its weights in 4 bits)"
+        )
+    if shape.sinks and eviction.observes & ATTENTION_VIEWS:
+        raise NotExportable(
+            f"the attention of this {shape.family} has sink logits, learned numbers beside the "
+            f"slots' logits, and {name} reads attention, which the graph that evicts computes "
+            "without them; export it with a policy that does not, such as keydiff or knorm, or "
+            "run it with the PyTorch backend (--backend torch)"
         )
     if not eviction.policy.evicts:
         raise NotExportable(

@@ -170,12 +170,12 @@ class _Export:
                 scales = None if self.scales is None else self.scales[:TRACED]
                 few = DecoderGraph(model, first, scales)
                 filled = fill(few, checkpoint) if checkpoint is not None else []
-                more = len(self.layout.budgets) - TRACED  # further layers, which are like the last
+                more = len(decoder.layers) - TRACED  # further layers, which are like the last
                 decoder.scales = [*few.scales, *few.scales[-1:] * more]
                 self.evictors = save_evictors(decoder, self.folder)
                 graph = trace(few)
                 whole = type(graph).FromString(graph.SerializeToString())
-                done = repeat(whole, numbered(model, WITHIN), len(self.layout.budgets))
+                done = repeat(whole, numbered(model, WITHIN), len(decoder.layers))
                 if done and checkpoint is not None:
                     rows += self._check_few(graph, few, store, checkpoint)
                 empty(filled)

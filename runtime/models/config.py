@@ -239,10 +239,9 @@ class ModelShape:
     @property
     def not_exportable(self) -> str:
         """Return why no graph of open but equal lengths can run the model; '' if one can."""
-        if not self.all_capped:
+        others = {layer.kind for layer in self.layers} - {"capped", "sliding"}
+        if others or self.recurrent:
             return self.uncapped
-        if self.sinks:
-            return "its attention has sink logits"
         if self.latent is not None:
             return f"{layers_named(self.capped)} are multi-head latent attention"
         if any(layer.experts for layer in self.layers):

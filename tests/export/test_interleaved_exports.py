@@ -26,7 +26,7 @@ from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.errors import NotExportable, ToleranceError
+from kvcap.runtime.errors import ToleranceError
 from kvcap.runtime.models import config as models
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rotation
@@ -84,14 +84,6 @@ def test_a_graph_that_rotates_by_the_other_layout_is_not_written(tmp_path, monke
     with pytest.raises(ToleranceError, match="differs"):
         write(Source("tiny", model, None), layout, "fp32", tmp_path / "x", True)
     assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize("family", ["cohere2", "exaone4"])
-def test_layers_that_slide_are_refused_by_name(family):
-    kinds = ["sliding_attention", "full_attention"]
-    config = AutoConfig.for_model(family, **SIZES, sliding_window=12, layer_types=kinds)
-    with pytest.raises(NotExportable, match=f"{family}.* slide over a window"):
-        layout_for(config, CacheSettings(20, 8, load_policy("keydiff"), "compact"))
 
 
 @pytest.mark.slow

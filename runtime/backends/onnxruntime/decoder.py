@@ -15,6 +15,7 @@ position 0, and a copy is rotated to its present position, so that no error adds
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +23,14 @@ from numpy.typing import NDArray
 
 from kvcap.runtime.backends.onnxruntime.graph import TYPES, Array, Binding, Buffer, Graph
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
-from kvcap.runtime.backends.onnxruntime.slots import Int32, LayerSlots, Turns, last_in, rotations
+from kvcap.runtime.backends.onnxruntime.slots import (
+    Int32,
+    LayerSlots,
+    Turns,
+    WindowSlots,
+    last_in,
+    rotations,
+)
 from kvcap.runtime.errors import ManifestError
 from kvcap.runtime.types import Span
 
@@ -35,6 +43,7 @@ class ExportedDecoder(Protocol):
     """A decoder that runs an exported model over its slots, and evicts after every block."""
 
     budgets: list[int]  # slots that a KV head keeps, by layer
+    windows: dict[int, WindowSlots]  # layers that keep a sliding window; no policy evicts there
     block_size: int
     version: str  # of ONNX Runtime
     sinks: int  # first tokens that the policy pins
@@ -60,7 +69,7 @@ class ExportedDecoder(Protocol):
         """
 
     def positions(self, seen: int) -> list[Int32]:
-        """Return the positions of the kept tokens, by layer: [K, held] each, ascending."""
+        """Return the positions of the kept tokens, by capped layer: [K, held] each, ascending."""
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
         """Return views of what `held` slots of each layer have after `seen` tokens, by name.
@@ -108,8 +117,9 @@ def buffers_of(manifest: Manifest, block: int) -> list[DecoderBuffer]:
         ManifestError: the manifest does not describe them, or contradicts itself.
     """
     facts, found, missing = manifest.facts, list[DecoderBuffer](), set[tuple[str, int]]()
-    for layer in range(len(facts["budgets"])):
-        missing |= {(name, layer) for name in ("keys", "values", "positions")}
+    for layer, window in enumerate(windows_of(manifest)):
+        names = ("keys", "values", *(["positions"] if window is None else []))
+        missing |= {(name, layer) for name in names}
     for entry in facts["state"]:
         name, layer, shape = str(entry["name"]), int(entry["layer"]), list(entry["full"])
         if layer >= len(facts["budgets"]) or len(shape) < 3:
@@ -126,6 +136,12 @@ def buffers_of(manifest: Manifest, block: int) -> list[DecoderBuffer]:
     return found
 
 
+def windows_of(manifest: Manifest) -> list[int | None]:
+    """Return for each layer of a shared decoder the tokens of its sliding window; None: all."""
+    facts = manifest.facts
+    return list(facts.get("windows") or [None] * len(facts["budgets"]))
+
+
 def _no_state(manifest: Manifest, what: str) -> ManifestError:
     return ManifestError(
         f"the manifest in {str(manifest.folder)!r} describes {what}, which is no state of this "
@@ -138,12 +154,13 @@ def turns_of(manifest: Manifest, block: int) -> Turns | None:
     facts = manifest.facts
     if not any(facts["rotates"]):
         return None
-    span = max(facts["budgets"]) + block + 1
+    turning = zip(facts["budgets"], facts["rotates"], strict=True)
+    span = max(budget for budget, rotates in turning if rotates) + block + 1
     return Turns(facts["inv_freq"], span, facts["interleaved"])
 
 
 def evictors_of(manifest: Manifest, threads: int | None) -> list[Graph]:
-    """Return the graph that evicts of each layer of a shared decoder; many layers share one.
+    """Return the graph that evicts of each capped layer of a shared decoder; many share one.
 
     Raises:
         GraphBroken: one cannot be loaded.
@@ -187,9 +204,19 @@ class SharedRun(NamedTuple):
 class InPlace:
     """A base class of decoders that write behind slots in buffers that never move."""
 
-    layers: list[LayerSlots]
+    layers: list[LayerSlots | WindowSlots]
     turns: Turns | None
     block_size: int
+
+    @cached_property
+    def windows(self) -> dict[int, WindowSlots]:
+        """Return the layers that keep a sliding window, by their index."""
+        return {i: x for i, x in enumerate(self.layers) if isinstance(x, WindowSlots)}
+
+    @cached_property
+    def capped(self) -> list[LayerSlots]:
+        """Return the layers from which a policy evicts, in order."""
+        return [layer for layer in self.layers if isinstance(layer, LayerSlots)]
 
     @property
     def held(self) -> list[int]:
@@ -218,8 +245,8 @@ class InPlace:
         return sum(x.nbytes for x in self.state(seen, self.held).values())
 
     def positions(self, seen: int) -> list[Int32]:
-        """Return the positions of the kept tokens, by layer: [K, held], ascending."""
-        return [np.sort(x.buffers["positions"][0, :, : x.held], axis=1) for x in self.layers]
+        """Return the positions of the kept tokens, by capped layer: [K, held], ascending."""
+        return [layer.positions(seen) for layer in self.capped]
 
     def state(self, seen: int, held: Sequence[int]) -> Mapping[str, Array]:
         """Return views of all that is held, by buffer and layer; see `ExportedDecoder.state`."""
@@ -237,7 +264,7 @@ class SharedDecoder(InPlace):
     Args:
         manifest: of kind `shared`.
         graph: of the decoder.
-        evictors: the graph that evicts of each layer; see `evictors_of`.
+        evictors: the graph that evicts of each capped layer; see `evictors_of`.
         block_size: tokens read at once, at most as many as it was exported for.
         evict_every: in generation, evict every so many tokens, at most `block_size`.
         scales: of slots in int8, from `scales_of`; None: they are floats.
@@ -266,8 +293,10 @@ class SharedDecoder(InPlace):
         each = [None] * len(buffers) if scales is None else list(scales)
         self.layers = [
             LayerSlots(found, budget, self.turns if rotates else None, scale)
-            for found, budget, rotates, scale in zip(
-                buffers, self.budgets, facts["rotates"], each, strict=True
+            if window is None
+            else WindowSlots(found, budget, scale)
+            for found, budget, rotates, scale, window in zip(
+                buffers, self.budgets, facts["rotates"], each, windows_of(manifest), strict=True
             )
         ]
         self._lengths = sorted(set(self.budgets), reverse=True)
@@ -294,9 +323,10 @@ class SharedDecoder(InPlace):
         names = {(spec.name, spec.layer) for spec in self.specs}
         past = {f"{name}.{layer}" for name, layer in names if name in ("keys", "values")}
         new = {f"new_{name}.{layer}" for name, layer in names} & set(self.graph.outputs)
-        queries = range(len(self.budgets) if self.observed != 0 else 0)
+        queries = set(range(len(self.layers)) if self.observed != 0 else ()) - {*self.windows}
+        counts = {"held"} if self.compact and not self.windows else {"held", "seen"}
         self.graph.require(
-            {"input_ids", "held", *past, *self._scales(), *([] if self.compact else ["seen"])},
+            {"input_ids", *counts, *past, *self._scales()},
             {"logits", *(f"present_{name}" for name in past), *new}
             | {f"block_queries.{layer}" for layer in queries},
         )
@@ -338,7 +368,7 @@ class SharedDecoder(InPlace):
         """Return the bound inputs and outputs for blocks of a length; the last few are kept."""
         ids = np.zeros((1, length), np.int64)
         inputs: dict[str, Array] = {"input_ids": ids, "held": self._held}
-        if not self.compact:
+        if "seen" in self.graph.inputs:
             inputs["seen"] = self._seen
         inputs |= self._scales()
         outputs: dict[str, Array] = {"logits": self._logits}
@@ -359,7 +389,10 @@ class SharedDecoder(InPlace):
     def _evict(self, seen: int, run: SharedRun, spans: Sequence[Span]) -> None:
         """Bring the policy's state up to date and, where it is time, evict down to the budget."""
         self._seen[...], least = seen, 1 if run.ids.shape[1] > 1 else self.evict_every
-        for layer, evictor, made in zip(self.layers, self.evictors, run.made, strict=True):
+        for window in self.windows.values():
+            window.slide(least)
+        told = [made for i, made in enumerate(run.made) if i not in self.windows]
+        for layer, evictor, made in zip(self.capped, self.evictors, told, strict=True):
             due = layer.held - layer.budget >= least
             if not due and not self._states:
                 continue
@@ -452,6 +485,7 @@ class PairedDecoder:
     ) -> None:
         model = manifest.model
         self.model, self.block_size, self.budget = model, block_size, budget
+        self.windows: dict[int, WindowSlots] = {}
         self.layers: int = model["layers"]
         self.budgets, self.recents = [budget] * self.layers, [recents] * self.layers
         self.sinks, self.held = sinks, [0] * self.layers

@@ -39,14 +39,23 @@ class OrtCache:
 
     @property
     def held(self) -> int:
-        """Return the slots in use per KV head and layer, on average (rounded up)."""
-        slots = self.decoder.held
+        """Return the slots in use per KV head and capped layer, on average (rounded up)."""
+        slots = self._capped(self.decoder.held)
         return -(-sum(slots) // len(slots))
 
     @property
     def spare(self) -> int:
         """Return how many tokens fit before any head must evict."""
-        return max(0, min(self.decoder.budgets) - self.seen)
+        return max(0, self.budget - self.seen)
+
+    @property
+    def budget(self) -> int:
+        """Return the slots of a KV head that the smallest capped layer keeps."""
+        return min(self._capped(self.decoder.budgets))
+
+    def _capped(self, numbers: Sequence[int]) -> list[int]:
+        """Return those of each layer's numbers that are of capped layers."""
+        return [n for i, n in enumerate(numbers) if i not in self.decoder.windows]
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +69,7 @@ class OrtCache:
 
     @property
     def positions(self) -> list[Int32]:
-        """Return the positions of the kept tokens in the conversation, by layer: [K, held]."""
+        """Return the positions of the kept tokens, by capped layer: [K, held]."""
         return self.decoder.positions(self.seen)
 
     @property
@@ -70,7 +79,13 @@ class OrtCache:
 
     def kept_tokens(self) -> list[KeptTokens]:
         """Return the tokens that every layer holds, as `BudgetCache.kept_tokens` does."""
-        return [KeptTokens(i, True, list(heads)) for i, heads in enumerate(self.positions)]
+        windows, capped = self.decoder.windows, iter(self.positions)
+        return [
+            KeptTokens(i, i not in windows, list(
+                windows[i].positions(self.seen) if i in windows else next(capped)
+            ))
+            for i in range(len(self.decoder.budgets))
+        ]  # fmt: skip
 
     def pin(self, spans: Sequence[Span]) -> None:
         """Pin these tokens, [start, stop) in tokens read or still to be read: never evict them.
@@ -105,7 +120,8 @@ class OrtCache:
         decoder = self.decoder
         layers = zip(decoder.budgets, decoder.recents, strict=True)
         for layer, (budget, recents) in enumerate(layers):
-            check_slots(spans, decoder.sinks, recents, budget, self.policy, layer)
+            if layer not in decoder.windows:
+                check_slots(spans, decoder.sinks, recents, budget, self.policy, layer)
 
     def reset(self) -> None:
         """Forget the conversation; the buffers stay."""
@@ -166,4 +182,4 @@ class OrtLoop(Loop):
     def room(self) -> Room:
         """Return what the cache holds and what still fits."""
         cache = self.cache
-        return Room(cache.held, cache.spare, min(cache.decoder.budgets), lambda budget: budget)
+        return Room(cache.held, cache.spare, cache.budget, lambda budget: budget)

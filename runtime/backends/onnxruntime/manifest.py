@@ -174,17 +174,28 @@ def _of_shared(facts: Mapping[str, Any]) -> str | None:
     size = facts["model"]["head_dim"]
     if len(budgets) != facts["model"]["layers"]:
         return f"budgets: of {len(budgets)} layers, and there are {facts['model']['layers']}"
-    if sum(budgets) != facts["budget_tokens"] * len(budgets):
+    windows = facts.get("windows") or [None] * len(budgets)
+    if len(windows) != len(budgets):
+        return "windows: not said of each layer"
+    pairs = list(zip(budgets, windows, strict=True))
+    if any(window is not None and budget != max(1, window - 1) for budget, window in pairs):
+        return "windows: a layer that has one holds other than its tokens but one"
+    capped = [i for i, window in enumerate(windows) if window is None]
+    if not capped:
+        return "windows: every layer has one, and none is left for the policy"
+    if sum(budgets[i] for i in capped) != facts["budget_tokens"] * len(capped):
         return f"budgets: not budget_tokens, {facts['budget_tokens']}, on average"
     recents = pins.get("recents", [0] * len(budgets))
     if len(recents) != len(budgets):
         return "policy/pins/recents: not one of each layer"
     if any(pins.get("sinks", 0) + n > budget for n, budget in zip(recents, budgets, strict=True)):
         return "policy/pins: more than a layer's budget"
-    if sorted(i for one in facts["evictors"] for i in one["layers"]) != list(range(len(budgets))):
+    if sorted(i for one in facts["evictors"] for i in one["layers"]) != capped:
         return "evictors: not one of each layer"
     if len(facts["rotates"]) != len(budgets):
         return "rotates: not said of each layer"
+    if any(facts["rotates"][i] for i in range(len(budgets)) if windows[i] is not None):
+        return "rotates: a layer that has a window counts no ranks"
     scales = facts.get("slot_scales")
     if (facts.get("kv_dtype") is None) != (scales is None):
         return "slot_scales: they belong to kv_dtype, and one of the two is not there"

@@ -17,6 +17,7 @@ from kvcap.runtime.backends.onnxruntime.decoder import (
     buffers_of,
     paired_buffers,
     turns_of,
+    windows_of,
 )
 from kvcap.runtime.backends.onnxruntime.grouped import grouped_buffers, state_bytes
 from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, Manifest
@@ -148,11 +149,18 @@ def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPla
 
 
 def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> MemoryPlan:
-    parts = {"keys": 0, "values": 0, "positions": 0, "queries": 0, "state": 0}
+    parts = {"keys": 0, "values": 0, "positions": 0, "queries": 0, "state": 0, "sliding": 0}
+    windows = windows_of(manifest)
     also = {"arrived": "keys", "shifts": "positions"}  # kept for float16 and int8 keys that turn
     cache, slots, kv_dtype = "float32", 1, manifest.facts.get("kv_dtype")
+    numbers = {"sliding": 0, "capped": 0}  # of keys and values of one token
     for spec in buffers_of(manifest, block):
+        if spec.name in ("keys", "values"):
+            kind = "capped" if windows[spec.layer] is None else "sliding"
+            numbers[kind] += spec.shape[1] * spec.shape[3]
         name = also.get(spec.name, spec.name)
+        if windows[spec.layer] is not None:
+            name = "sliding"
         parts[name if name in parts else "state"] += spec.nbytes
         if spec.name == "keys":
             slots = max(slots, spec.shape[2])
@@ -171,14 +179,17 @@ def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> Memo
         evicted_store=0,
         query_window=parts["queries"],
         rotation_table=0 if turns is None else turns.nbytes,
-        sliding_layers=0,
+        sliding_layers=parts["sliding"],
         state_layers=0,
         workspace=_workspace(manifest, slots, block, 1) + _told(manifest, block),
         logits=4 * manifest.model["vocabulary"],
         weights=manifest.model["weights_bytes"],
         weights_from="the manifest",
         **beside._asdict(),
-        **_uncapped(manifest, cache),
+        token_bytes=numbers["capped"] * np.dtype(cache).itemsize,
+        sliding_token_bytes=numbers["sliding"] * np.dtype(cache).itemsize,
+        sliding_window=max((window or 0 for window in windows), default=0),
+        trained_length=manifest.model["trained_length"],
     )
 
 

@@ -96,6 +96,10 @@ class LayerSlots:
             found["queries"] = last_in(window, min(seen, window.shape[2]))
         return found
 
+    def positions(self, seen: int) -> Int32:
+        """Return the positions of the kept tokens, [K, held], ascending."""
+        return np.sort(self.buffers["positions"][0, :, : self.held], axis=1)
+
     def append(self, seen: int, length: int, made: Mapping[str, Array]) -> None:
         """Take in a block after `seen` tokens, whose keys and values lie behind the slots in use.
 
@@ -174,6 +178,49 @@ class LayerSlots:
         found = np.searchsorted(left.ravel(), positions.ravel()).reshape(positions.shape)
         older: Array = found - np.arange(len(gone))[:, None] * gone.shape[1]
         return older
+
+
+class WindowSlots:
+    """A layer's last tokens, in the order in which they were read, as a sliding window sees them.
+
+    Args:
+        buffers: `keys` and `values` [1, K, slots, D].
+        budget: tokens that stay: all that the window's next token can see.
+        scales: of keys and values in int8, [2, K, 1, D]; None: they are floats.
+    """
+
+    def __init__(
+        self, buffers: Mapping[str, Array], budget: int, scales: Array | None = None
+    ) -> None:
+        self.buffers, self.budget, self.scales, self.held = buffers, budget, scales, 0
+
+    @property
+    def capacity(self) -> int:
+        """Return the slots of a head."""
+        return int(self.buffers["keys"].shape[2])
+
+    def views(self, held: int, seen: int) -> dict[str, Array]:
+        """Return views of all buffers by name, with `held` slots in use after `seen` tokens."""
+        return {name: x[:, :, :held] for name, x in self.buffers.items()}
+
+    def append(self, seen: int, length: int, made: Mapping[str, Array]) -> None:
+        """Take in a block, whose keys and values lie behind the slots in use."""
+        self.held += length
+
+    def slide(self, least: int) -> None:
+        """Move the last tokens to the front, where at least so many older ones are to go."""
+        start = self.held - self.budget
+        if start < least:
+            return
+        for x in self.buffers.values():
+            for head in x[0]:
+                head[: self.budget] = head[start : self.held]
+        self.held = self.budget
+
+    def positions(self, seen: int) -> Int32:
+        """Return the positions of the tokens after `seen` of them, [K, held], ascending."""
+        row = np.arange(seen - self.held, seen, dtype=np.int32)
+        return np.broadcast_to(row, (self.buffers["keys"].shape[1], self.held))
 
 
 def last_in(x: Array, count: int) -> Array:

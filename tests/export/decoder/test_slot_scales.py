@@ -37,7 +37,6 @@ from kvcap.runtime.models.rope import Rope, Rotation, rotate
 from kvcap.runtime.types import MANIFEST
 
 BUDGET, BLOCK = 20, 8
-SLIDING = {"gemma2", "gemma3_text"}
 
 
 def exported(
@@ -67,7 +66,7 @@ def test_a_key_is_within_its_reach_at_every_position(size, interleaved):
     assert torch.equal(reach(keys, rope)[..., 16:], keys[..., 16:].abs())
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - SLIDING))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_scales_are_of_what_the_layers_hold(family):
     """What a float cache holds after the same tokens fits, and its largest number is near 127."""
     model = tiny_model(family)
@@ -76,15 +75,20 @@ def test_scales_are_of_what_the_layers_hold(family):
     )
     ids = sample(None, None, layout.shape.vocabulary, 64)
     scales = measure(DecoderGraph(model, layout), ids)
-    assert scales.shape == (len(layout.budgets), 2, layout.shape.kv_heads, layout.shape.head_size)
+    assert scales.shape == (
+        len(layout.shape.layers),
+        2,
+        layout.shape.kv_heads,
+        layout.shape.head_size,
+    )
     assert model.config._attn_implementation == "kvcap"  # as it was
 
     cache = DynamicCache()
-    plain = tiny_model(family, "sdpa")
+    plain = tiny_model(family, "eager" if layout.shape.softcap else "sdpa")
     with torch.no_grad():
         plain(ids, use_cache=True, **as_cache(cache))
-    for layer, scale in zip(cache.layers, scales, strict=True):
-        keys = reach(layer.keys, layout.rope)
+    for layer, scale, shape in zip(cache.layers, scales, layout.shape.layers, strict=True):
+        keys = reach(layer.keys, shape.rope)
         for held, one in ((keys, scale[0]), (layer.values.abs(), scale[1])):
             torch.testing.assert_close(held.amax((0, 2)) * (MARGIN / MOST), one)
 

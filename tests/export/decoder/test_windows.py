@@ -1,0 +1,295 @@
+"""Layers that slide in an exported decoder: the same logits and kept tokens as in PyTorch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from conftest import small_policy, tiny_model
+from families import config_of, model_of
+
+from kvcap import Runtime, pocket
+from kvcap.cli import run
+from kvcap.export.decoder.attention import NODE, group_attention
+from kvcap.export.decoder.check import Watched, facts_of
+from kvcap.export.decoder.graph import DecoderGraph
+from kvcap.export.decoder.spec import Source, layout_for
+from kvcap.export.decoder.write import write
+from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.backends.onnxruntime.slots import WindowSlots
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.errors import ManifestError, NotExportable
+from kvcap.runtime.types import MANIFEST
+
+BUDGET, BLOCK = 20, 8
+LENGTHS = [8, 8, 8, 5, 8, 1, 1, 1, 3, 8, 1]  # beyond the budget, odd blocks, steps
+STEPS = [8, 8, 8, 5, *[1] * 9, 3, *[1] * 6, 8, 1, 1]
+FAMILIES = ["cohere2", "cwm", "exaone4", "gemma2", "gemma4 k=v", "granite_swa", "ministral",
+            "olmo3", "vaultgemma"]  # fmt: skip
+
+
+def decoder(family="gemma3_text", policy="keydiff", positions="compact", budget=BUDGET, **changes):
+    model = model_of(family, **changes)
+    eviction = small_policy(policy, model.config)
+    return DecoderGraph(
+        model, layout_for(model.config, CacheSettings(budget, BLOCK, eviction, positions))
+    )
+
+
+def ids_of(count):
+    """No token twice: equal keys would tie."""
+    return 3 + torch.randperm(94, generator=torch.Generator().manual_seed(1))[None, :count]
+
+
+def beside_the_runtime(made, lengths=LENGTHS, evict_every=1):
+    """The modules over slots as the backend has them, which keep what the runtime keeps."""
+    layout, model = made.layout, made.model
+    cache = BudgetCache(model.config, layout.budget_tokens, layout.block_size, layout.eviction,
+                        positions=layout.positions, evict_every=evict_every)  # fmt: skip
+    loop, seen = BlockLoop(model, cache), 0
+    decoder = Watched(facts_of(made, "fp32"), made, evict_every)
+    for block in ids_of(sum(lengths)).split(lengths, 1):
+        for part in block.split(decoder.room, 1):  # less than a block while some are to go
+            wanted = loop.read(part)
+            logits = decoder.run(part[0].tolist(), seen, ())
+            seen += part.shape[1]
+            torch.testing.assert_close(torch.from_numpy(logits), wanted, rtol=1e-4, atol=1e-4)
+            for mine, theirs in zip(decoder.positions(seen), cache.capped_layers, strict=True):
+                stored = theirs.segments[0].positions[0].sort(-1).values
+                assert torch.equal(torch.from_numpy(mine), stored)
+    return decoder
+
+
+@pytest.mark.slow(keep=4)
+@pytest.mark.parametrize("window", [2, 5, 9, 24, 100])
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_windows_of_any_size_compute_what_the_runtime_does(window, positions):
+    """Below a block and above it, below what is read and above it."""
+    made = decoder(positions=positions, sliding_window=window)
+    found = beside_the_runtime(made)
+    for layer in found.windows.values():
+        assert layer.held == min(window - 1, sum(LENGTHS))
+        last = np.arange(sum(LENGTHS) - layer.held, sum(LENGTHS))
+        assert (layer.positions(sum(LENGTHS)) == last).all()
+
+
+@pytest.mark.slow(keep=6)
+@pytest.mark.parametrize("positions", ["compact", "true"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_that_slides_computes_what_the_runtime_does(family, positions):
+    beside_the_runtime(decoder(family, positions=positions))
+
+
+@pytest.mark.parametrize(("policy", "positions", "evict_every"), [
+    ("snapkv", "compact", 3), ("h2o", "true", 8), ("pyramidkv", "compact", 8),
+    ("criticalkv", "compact", 1),
+])  # fmt: skip
+def test_policies_with_a_state_and_evictions_at_once(policy, positions, evict_every):
+    layers = ["sliding_attention", "full_attention"] * 2
+    made = decoder("gemma3_text", policy, positions, num_hidden_layers=4, layer_types=layers,
+                   sliding_window=13)  # fmt: skip
+    beside_the_runtime(made, STEPS, evict_every)
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_where_all_fits_it_is_the_uncapped_model(positions):
+    """By transformers' own attention over the whole text, which is longer than the window."""
+    made = decoder(positions=positions, budget=64, sliding_window=11)
+    found, seen, ids = Watched(facts_of(made, "fp32"), made), 0, ids_of(47)
+    plain = tiny_model("gemma3_text", "eager", sliding_window=11)
+    with torch.no_grad():
+        wanted = plain(ids, use_cache=False).logits[0]
+    for block in ids.split([8] * 5 + [1] * 7, 1):
+        logits = found.run(block[0].tolist(), seen, ())
+        seen += block.shape[1]
+        torch.testing.assert_close(torch.from_numpy(logits[0]), wanted[seen - 1])
+
+
+@pytest.mark.parametrize("fault", ["slides", "window", "ahead"])
+def test_a_fault_in_how_windows_are_kept_is_found(fault, monkeypatch):
+    made = decoder()
+    if fault == "slides":  # the first tokens stay, not the last
+        monkeypatch.setattr(WindowSlots, "slide", lambda self, least: setattr(
+            self, "held", min(self.held, self.budget)))  # fmt: skip
+    if fault == "window":  # one token more is seen
+        made.layers = [x._replace(window=x.window and x.window + 1) for x in made.layers]
+        monkeypatch.setattr("kvcap.export.decoder.layer.held_layers", lambda layout: made.layers)
+    if fault == "ahead":  # capped layers count tokens that are gone
+        monkeypatch.setattr("kvcap.export.decoder.layer.Block.ahead", lambda self, budget: None)
+    with pytest.raises(AssertionError):
+        beside_the_runtime(made)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 50])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("length", "before"), [(1, 0), (1, 9), (5, 0), (5, 9)])
+def test_the_node_computes_what_the_module_does(length, before, window, sinks):
+    """GroupQueryAttention with a window and with sink logits, over a buffer with room."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=generator)
+
+    query, key, value = drawn(1, 4, length, 16), drawn(1, 2, length, 16), drawn(1, 2, length, 16)
+    keys, values, logits = drawn(1, 2, 20, 16), drawn(1, 2, 20, 16), drawn(4)
+    last = torch.tensor([before + length - 1], dtype=torch.int32)
+    wanted = group_attention(query, key, value, keys, values, last, 0.3, window=window,
+                             sinks=logits if sinks else None)[0]  # fmt: skip
+    flat = [x.transpose(1, 2).flatten(2).numpy() for x in (query, key, value)]
+    total = np.array(before + length, np.int32)
+    given = dict(zip("qkvabclmn"[:7], [*flat, keys.numpy(), values.numpy(), last.numpy(), total],
+                     strict=True))  # fmt: skip
+    names = [*given]
+    if sinks:
+        given["s"], names = logits.numpy(), [*names, "", "", "", "", "s"]
+    helper = onnx.helper
+    node = helper.make_node(
+        NODE.partition("::")[2], names, ["out", "x", "y"], domain="com.microsoft", num_heads=4,
+        kv_num_heads=2, scale=0.3, **({} if window is None else {"local_window_size": window}),
+    )  # fmt: skip
+    ports = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
+        for name, x in given.items()
+    ]
+    out = helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, None)
+    model = helper.make_model(
+        helper.make_graph([node], "node", ports, [out]), ir_version=10,
+        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)],
+    )  # fmt: skip
+    session = library("onnxruntime").InferenceSession(model.SerializeToString())
+    found = torch.from_numpy(session.run(["out"], given)[0])
+    torch.testing.assert_close(found.unflatten(2, (4, -1)).transpose(1, 2), wanted)
+
+
+# --- graphs in files
+
+
+@pytest.mark.slow(keep=3)
+@pytest.mark.parametrize(("family", "positions", "dtype", "kv_dtype"), [
+    ("gemma3_text", "compact", "fp32", "int8"),
+    ("gemma2", "true", "fp32", None),  # two lengths whose angles are the same
+    ("granite_swa", "compact", "fp32", None),  # sink logits; a layer without positions
+    ("gemma2", "compact", "fp32", "int8"),  # softcaps, where slots are measured
+    ("gemma4 k=v", "compact", "fp32", None),  # heads of two sizes
+    ("cohere2", "compact", "int4", None), ("exaone4", "true", "fp16", None),
+    ("olmo3", "compact", "int8", None), ("ministral", "compact", "fp32", None),
+])  # fmt: skip
+def test_graphs_compute_what_modules_do(family, positions, dtype, kv_dtype, tmp_path):
+    model = model_of(family)
+    model = model.half() if dtype == "fp16" else model
+    layout = layout_for(model.config, CacheSettings(
+        BUDGET, BLOCK, small_policy("keydiff", model.config), positions
+    ))  # fmt: skip
+    _, report = write(Source("tiny", model, None), layout, dtype, tmp_path / "made",
+                      kv_dtype=kv_dtype)  # fmt: skip
+    errors = [row.error for row in report.rows if row.who.startswith("graph")]
+    assert len(errors) > 10
+    if dtype == "fp32":
+        assert max(errors) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A model with windows of 12 tokens, exported by the command."""
+    folder = tmp_path_factory.mktemp("windows")
+    model = tiny_model("gemma3_text", vocab_size=2560, sliding_window=12, eos_token_id=[2, 5])
+    model.save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(pocket.path() / name, folder / "model")
+    code = run(["export", "decoder", str(folder / "model"), "-o", str(folder / "made"),
+                "--budget-tokens", "20", "--block-size", "8", "--quick"])  # fmt: skip
+    assert code == 0
+    return folder
+
+
+def test_its_manifest_says_which_layers_slide(shelf):
+    said = json.loads((shelf / "made" / MANIFEST).read_text())
+    assert said["windows"] == [12, None, 12]
+    assert said["budgets"] == [11, 20, 11]
+    assert [entry["layers"] for entry in said["evictors"]] == [[1]]
+    assert {x["name"] for x in said["state"] if x["layer"] != 1} == {"keys", "values"}
+    assert any("windows" in line for line in said["rule"])
+
+
+def test_python_runs_it_by_its_directory(shelf):
+    """`Runtime.from_pretrained` takes it, and it answers as PyTorch does."""
+    text = "The ship sails to the harbour in the morning, and back home at night with its crew."
+    made = Runtime.from_pretrained(shelf / "made")
+    model = Runtime.from_pretrained(
+        shelf / "model", budget_tokens=20, block_size=8, dtype="float32", evict_every=8,
+        positions="compact",
+    )  # fmt: skip
+    answers = []
+    for runtime in (made, model):
+        session = runtime.session()
+        session.set_generation(max_new_tokens=24, do_sample=False)
+        answers.append("".join(session.send(text)))
+    assert answers[0] == answers[1]
+
+
+def test_its_bytes_are_those_of_the_plan(shelf):
+    runtime = Runtime.from_pretrained(shelf / "made")
+    cache = runtime.session().cache
+    plan = runtime.plan
+    assert cache.nbytes == plan.cache_bytes
+    assert plan.sliding_layers == 2 * 2 * 2 * (11 + 8) * 16 * 4  # layers, K and V, heads
+    assert plan.uncapped_bytes(100) == 2 * 2 * 16 * 4 * (100 + 2 * 12)
+
+
+def test_a_conversation_goes_on_from_a_file(shelf, tmp_path):
+    """With windows that have slid, at a time when some tokens wait to go."""
+    runtime = Runtime.from_pretrained(shelf / "made")
+    session = runtime.session()
+    session.set_generation(max_new_tokens=13, do_sample=False)
+    "".join(session.send("The baker of Lund sells nine kinds of bread in the morning."))
+    session.save(tmp_path / "s.safetensors")
+    other = runtime.session()
+    other.restore(tmp_path / "s.safetensors")
+    question = "Which kinds?"
+    assert "".join(other.send(question)) == "".join(session.send(question))
+    kept = session.cache.kept_tokens()
+    assert [(layer.layer, layer.capped) for layer in kept] == [(0, False), (1, True), (2, False)]
+    seen = session.cache.seen
+    held = session.cache.decoder.held[0]
+    assert np.array_equal(kept[0].heads[0], np.arange(seen - held, seen))
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda said: said["windows"].pop(), "windows: not said of each layer"),
+    (lambda said: said["windows"].__setitem__(0, 20), "other than its tokens but one"),
+    (lambda said: said.update(windows=[12, 21, 12]), "none is left for the policy"),
+    (lambda said: said["rotates"].__setitem__(0, True), "counts no ranks"),
+    (lambda said: said["evictors"][0]["layers"].append(0), "evictors"),
+    (lambda said: said.update(windows=["12", None, 12]), "windows"),
+])  # fmt: skip
+def test_a_manifest_that_contradicts_itself_is_refused(change, why, shelf, tmp_path):
+    folder = shutil.copytree(shelf / "made", tmp_path / "made")
+    said = json.loads((folder / MANIFEST).read_text())
+    change(said)
+    (folder / MANIFEST).write_text(json.dumps(said))
+    with pytest.raises(ManifestError, match=why):
+        Runtime.from_pretrained(folder)
+
+
+# --- refused by name
+
+
+@pytest.mark.parametrize(("family", "policy", "kv_dtype", "why"), [
+    ("granite_swa", "snapkv", None, "sink logits.*keydiff or knorm.*--backend torch"),
+    ("gemma4 k=v", "keydiff", "int8", "KV heads of one size"),
+    ("gemma3n", "keydiff", None, "layers 4 to 7 read 2 and 3.*--backend torch --weights int4"),
+    ("gpt_oss", "keydiff", None, "experts.*--backend torch --weights int4"),
+])  # fmt: skip
+def test_what_a_graph_does_not_do_is_said_of_the_config(family, policy, kv_dtype, why):
+    config = config_of(family)
+    asked = CacheSettings(
+        BUDGET, BLOCK, small_policy(policy, config), "compact", kv_dtype=kv_dtype
+    )  # fmt: skip
+    with pytest.raises(NotExportable, match=why):
+        layout_for(config, asked)
