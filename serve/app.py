@@ -36,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
 from kvcap.serve.contract import Ask, Conversations
-from kvcap.serve.errors import ApiError, of_body, respond
+from kvcap.serve.errors import NO_TEMPLATE, ApiError, of_body, respond
 from kvcap.serve.limits import Bodies, RequestLimits
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.streaming import SESSION, ChatForm, Form, TextForm, streamed, whole
@@ -126,8 +126,7 @@ class Api:
         self.conversations, self.settings = conversations, settings
         self.metrics = Metrics(conversations.figures)
         self.bodies = Bodies(settings.limits)
-        self.model = {"id": settings.model, "object": "model", "created": int(time()),
-                      "owned_by": "kvcap"}  # fmt: skip
+        self.created = int(time())
 
     @property
     def routes(self) -> list[Route]:
@@ -142,6 +141,17 @@ class Api:
         ]
 
     @property
+    def model(self) -> dict[str, Any]:
+        """Return the model as OpenAI's API has it, and whether it can chat."""
+        return {
+            "id": self.settings.model,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kvcap",
+            "chat_template": self.conversations.figures().chat_template,
+        }
+
+    @property
     def paths(self) -> list[str]:
         """Return the addresses that can be asked for."""
         return [route.path for route in self.routes]
@@ -149,6 +159,8 @@ class Api:
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
         said = await self._said(request, schemas.ChatRequest)
+        if not self.conversations.figures().chat_template:
+            raise ApiError(400, f"{self.settings.model} {NO_TEMPLATE}", code="no_chat_template")
         ask = said.ask(
             owner_of(request), _session_id(request), self.settings.limits, self.settings.defaults
         )

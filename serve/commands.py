@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvcap.runtime.cli.console import say
+from kvcap.runtime.cli.console import complain, say
 from kvcap.runtime.cli.options import (
     Backend,
     Budget,
+    ChatTemplate,
     Device,
     Model,
     Output,
@@ -238,6 +239,7 @@ def serve_command(
             "conversations are answered by turns with more.",
         ),
     ] = None,
+    chat_template: ChatTemplate = None,
     sampling: Sampling,
     recalling: Recalling,
     quiet: Annotated[
@@ -255,7 +257,9 @@ def serve_command(
     kvcap serve Qwen/Qwen3-0.6B --budget-tokens 1024 --memory-cap 8GiB
     KVCAP_API_KEY=... kvcap serve --host 0.0.0.0
     """  # noqa: D301  # \\b: lines of the help that are not joined
-    running = Running(device=device, threads=threads, evict_every=evict_every)
+    running = Running(
+        device=device, threads=threads, evict_every=evict_every, chat_template=chat_template
+    )
     server = opened(
         model, address, load, engine, backend, budget, running, sampling, Output(quiet=quiet),
         recalling,
@@ -291,6 +295,7 @@ def opened(
     try:
         from kvcap.serve.admission import open_conversations
         from kvcap.serve.app import LOOPBACK, Settings, application
+        from kvcap.serve.errors import NO_TEMPLATE
         from kvcap.serve.limits import RequestLimits
         from kvcap.serve.page_routes import OPEN_PATHS, page_routes
         from kvcap.serve.server import Server, bound, is_loopback
@@ -349,6 +354,8 @@ def opened(
     if not output.quiet:
         where = f"{server.url}/v1, with a chat page at {server.url}/"
         say(("serving", "bold"), f" {settings.model} at {where} · {summary}")
+    if not conversations.figures().chat_template:
+        complain(f"warning: {settings.model} {NO_TEMPLATE}")
     return server
 
 

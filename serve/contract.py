@@ -131,6 +131,7 @@ class Figures:
     """Figures of what a server holds and has done: sizes as they are, and counts since it began."""
 
     policy: str = ""
+    chat_template: bool = True  # says whether messages can be written for the model
     budget_tokens: int = 0
     places: int = 0  # conversations that fit in memory
     in_memory: int = 0  # conversations in memory, idle ones too

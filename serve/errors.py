@@ -24,6 +24,10 @@ from kvcap.runtime.errors import (
     SessionBroken,
 )
 
+NO_TEMPLATE = (
+    "has no chat template, so messages cannot be answered; continue a text by /v1/completions, or "
+    "start the server with --chat-template FILE or NAME, such as chatml"
+)
 SHOWN = 80  # letters of what was given, in a message about it
 ADVICE = {  # pydantic's kinds of errors whose own words say little, by what is to be done
     "extra_forbidden": "is no parameter that this server knows; leave it out",

@@ -378,6 +378,7 @@ class Scheduler:
         }  # fmt: skip
         return Figures(
             policy=plan.policy,
+            chat_template=bool(getattr(self.runtime.tokenizer, "chat_template", None)),
             budget_tokens=plan.budget_tokens,
             places=self.limits.places,
             in_memory=len(held.conversations),

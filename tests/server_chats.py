@@ -10,8 +10,11 @@ from typing import Any
 from tools import PATIENCE
 
 import kvcap
+from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Running, Sampling
+from kvcap.serve.commands import Address, EngineOptions, Load, opened
 from kvcap.serve.contract import Ask, Reply
 from kvcap.serve.scheduler import Limits, Scheduler
+from kvcap.serve.server import Server
 
 NEVER = 1_000_000  # a token that is not drawn
 
@@ -74,3 +77,12 @@ def small(folder: str) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
         folder, budget_tokens=48, block_size=16, dtype="float32", device="cpu"
     )
+
+
+def served(model: str, running: Running | None = None, **address: Any) -> Server:
+    """What `kvcap serve MODEL` opens, on a free port."""
+    return opened(
+        model, Address(port=0, **address), Load(), EngineOptions(), Backend(),
+        Budget(budget_tokens=64, block_size=16, dtype="float32"),
+        running or Running(device="cpu"), Sampling(), Output(), Recalling(),
+    )  # fmt: skip

@@ -171,6 +171,8 @@ def generate_command(
         raise ValueError("--system-prompt needs the chat template; leave --raw out")
     if raw and sampling.template_option:
         raise ValueError("--template-option is of the chat template; leave --raw out")
+    if raw and running.chat_template is not None:
+        raise ValueError("--chat-template writes messages; leave --raw out")
     if not prompt.strip():
         raise ValueError("the prompt is empty; give at least one word")
     check_logprobs(sampling, output)
@@ -382,8 +384,9 @@ def load(
         sys.stderr.flush()
     try:
         if exported:
-            return _load_export(model, budget, running, recall_store)
-        runtime = _load_model(model, budget, running, backend.weights, recall_store)
+            runtime = _load_export(model, budget, running, recall_store)
+        else:
+            runtime = _load_model(model, budget, running, backend.weights, recall_store)
     finally:
         if note:
             sys.stderr.write("\r\x1b[2K")
@@ -393,6 +396,11 @@ def load(
             runtime.plan.weights, runtime.plan.weights_dtype or runtime.plan.dtype
         )
         print(f"{model}: {becomes}", file=sys.stderr)
+    if running.chat_template is not None:
+        from kvcap.runtime.session.named_templates import use_template
+
+        use_template(runtime.tokenizer, running.chat_template)
+        vars(runtime).pop("generation", None)  # found anew, with the tokens that end an answer
     return runtime
 
 

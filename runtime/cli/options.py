@@ -174,6 +174,15 @@ def _cap(text: str | None) -> str | None:
     return text if text == AUTO else _size(text)
 
 
+def _chat_template(given: str | None) -> str | None:
+    """Check a chat template's name or file before the model is loaded, without changing it."""
+    if given is not None:
+        from kvcap.runtime.session.named_templates import check_given
+
+        check_given(given)
+    return given
+
+
 def policy_names(incomplete: str) -> list[str]:
     """Return policies that begin like this, for the shell; after a plus sign, companions.
 
@@ -455,6 +464,18 @@ class Backend:
         return model not in BUILT_IN and is_export(model)
 
 
+ChatTemplate = Annotated[
+    str | None,
+    option(
+        "--chat-template",
+        metavar="FILE|NAME",
+        callback=_chat_template,
+        help="Write chats by this template, in Jinja, or by a usual one: alpaca, chatml, gemma, "
+        "llama-2, llama-3, mistral, phi-3, vicuna or zephyr (the model's own by default).",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Running:
     """A group of options that say how the model runs."""
@@ -475,6 +496,7 @@ class Running:
     ] = None
     device: Device = None
     threads: Threads = None
+    chat_template: ChatTemplate = None
     on_full: Annotated[
         Literal["evict", "stop", "error"],
         option(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvcap.runtime.errors import ChatTemplateMissing
-from kvcap.runtime.session.messages import MARK, render
+from kvcap.runtime.session.messages import MARK, NO_OPTIONS, render
 from kvcap.runtime.types import Message
 
 MOST = 1 << 31  # tokens of a vocabulary: ids are numbers of 32 bits
@@ -81,7 +81,7 @@ def closing_tokens(tokenizer: Any) -> list[int]:
     backend, found = tokenizer.backend_tokenizer, dict[int, None]()
     added = backend.get_added_tokens_decoder()
     for name in [None] if isinstance(templates, str) else templates:
-        tail = _written_behind(tokenizer, {} if name is None else {"chat_template": name})
+        tail = closing_text(tokenizer, {} if name is None else {"chat_template": name})
         ids: list[int] = backend.encode(tail, add_special_tokens=False).ids if tail else []
         token = added.get(ids[0]) if ids else None
         if token is not None and tail.startswith(token.content):
@@ -89,7 +89,7 @@ def closing_tokens(tokenizer: Any) -> list[int]:
     return list(found)
 
 
-def _written_behind(tokenizer: Any, options: Mapping[str, Any]) -> str:
+def closing_text(tokenizer: Any, options: Mapping[str, Any] = NO_OPTIONS) -> str:
     """Return the text that the chat template writes behind an assistant's message."""
     user: Message = {"role": "user", "content": "."}
     said: list[Message] = [user, {"role": "assistant", "content": MARK}]

@@ -199,8 +199,8 @@ def render(
             with contextlib.suppress(TemplateFailed):
                 return write(numbered)
         raise ChatTemplateMissing(
-            f"this model's chat template fails ({str(error) or type(error).__name__}); use "
-            "`kvcap generate --raw`, or a model whose template works"
+            f"this model's chat template fails ({str(error) or type(error).__name__}); give "
+            "another by --chat-template, or use a model whose template works"
         ) from error
 
 
@@ -223,8 +223,9 @@ def _writer(
     """Return the chat template, and a function that renders messages by it as they are."""
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateMissing(
-            "this tokenizer has no chat template; continue a text with `kvcap generate --raw` (in "
-            "Python: session.complete), or use a model that was made for chat"
+            "this tokenizer has no chat template; give one by --chat-template FILE or NAME, such "
+            "as chatml, continue a text (`kvcap generate --raw`, in Python session.complete, of a "
+            "server /v1/completions), or use a model that was made for chat"
         )
     further = dict(options)
     name = further.pop("chat_template", None)

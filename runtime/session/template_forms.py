@@ -171,7 +171,8 @@ def _users_parts(template: str, write: Write) -> bool:
         if not text and not parts:
             raise ChatTemplateMissing(
                 "this model's chat template leaves out what the user says, given as a text or as "
-                "a list of parts; use `kvcap generate --raw`, or a model whose template works"
+                "a list of parts; give another by --chat-template, or use a model whose template "
+                "works"
             )
         found["user"] = bool(parts)
     return found["user"]

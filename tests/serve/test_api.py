@@ -646,7 +646,7 @@ def test_metrics_show_every_figure_and_no_word_of_a_client(url, talk):
     assert "kvcap_waiting 3.0" in text
     assert 'kvcap_http_requests_total{path="other",status="404"}' in text
     assert "made/up" not in text
-    assert unnamed() == {"policy", "closing"}
+    assert unnamed() == {"policy", "chat_template", "closing"}
     assert set(Figures.__dataclass_fields__) > unnamed()
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_chats import plain, pocket, user
+from server_chats import plain, pocket, served, user
+from tiny_chat import save
 from tools import PATIENCE
 
 from kvcap.cli import run
+from kvcap.runtime.cli.options import Running
 from kvcap.serve.app import Settings, application
 from kvcap.serve.commands import Address
 from kvcap.serve.limits import RequestLimits
@@ -167,3 +169,25 @@ def test_without_its_packages_serving_is_refused_by_name(monkeypatch, capsys):
 def test_nothing_of_the_server_is_imported_before_it_is_wanted():
     code = "import sys, kvcap.cli; assert not {'starlette', 'uvicorn', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_a_model_without_a_chat_template_is_named_at_start_and_in_answers(tmp_path, capsys):
+    model = save(tmp_path / "model", template=False)
+    for template, chats in ((None, False), ("phi-3", True)):
+        running = Running(device="cpu", chat_template=template)
+        with served(model, running, name="plain") as server:
+            said = capsys.readouterr().err
+            assert ("warning: plain has no chat template" in said) is not chats
+            assert ("/v1/completions" in said) is ("--chat-template FILE" in said) is not chats
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+            asked: Any = {"model": "plain", "max_tokens": 2}
+            assert client.completions.create(prompt="Once", **asked).choices[0].text
+            (listed,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+            assert listed["chat_template"] is chats
+            if chats:
+                assert client.chat.completions.create(messages=[user("Hello!")], **asked)
+                continue
+            with pytest.raises(openai.BadRequestError, match="--chat-template FILE") as refused:
+                client.chat.completions.create(messages=[user("Hello!")], **asked)
+            assert refused.value.code == "no_chat_template"
+            assert "kvcap generate" not in str(refused.value)
