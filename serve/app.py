@@ -28,6 +28,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -68,6 +69,8 @@ class Settings:
     """Holds settings of generation for what a request leaves out."""
     open_paths: Collection[str] = ()
     """Lists further addresses that ask for no key, such as those of a page."""
+    origins: Sequence[str] = ()
+    """Lists the sites whose pages may ask through a browser; `*` is every site."""
 
 
 def application(
@@ -102,11 +105,24 @@ def application(
         middleware=[
             Middleware(Counted, metrics=api.metrics, paths=frozenset(api.paths)),
             Middleware(KnownHosts, hosts=settings.hosts),
+            *_other_sites(settings.origins),
             Middleware(AuthenticationMiddleware, backend=keys, on_error=_without_key),
         ],
     )  # fmt: skip
     app.state.conversations = conversations
     return app
+
+
+def _other_sites(origins: Sequence[str]) -> list[Middleware]:
+    """Return what lets pages of other sites ask, before a key is asked for, as browsers need it."""
+    if not origins:
+        return []
+    shown = [SESSION, "Retry-After"]
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
+        expose_headers=shown, max_age=600,
+    )  # fmt: skip
+    return [cors]
 
 
 def owner_of(connection: HTTPConnection) -> str:
@@ -274,7 +290,7 @@ class KnownHosts:
             if found is None or found[1].lower() not in self.hosts:
                 said = (
                     f"the request is for host {given[:80]!r}, which is not this server's name; use "
-                    f"{' or '.join(sorted(self.hosts))}"
+                    f"{' or '.join(sorted(self.hosts))}, or start it with --allow-host NAME"
                 )
                 await ApiError(400, said, code="unknown_host").response(scope, receive, send)
                 return

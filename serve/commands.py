@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
+import ssl
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ from kvcap.runtime.units import parse_bytes
 if TYPE_CHECKING:  # needs packages of the extra `serve`
     from kvcap.serve.server import Server
 
+HOST_NAME = re.compile(r"\[[0-9a-fA-F:.]+\]|[^:/\[\]\s]+")
+ORIGIN = re.compile(r"\*|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#]+")
 ADVICE = "--host {host} lets other machines in; give --api-key, or say --insecure to let in anybody"
 
 
@@ -68,10 +72,86 @@ class Address:
     insecure: Annotated[bool, option("--insecure", help="Let in anybody who reaches --host.")] = (
         False
     )
+    allow_host: Annotated[
+        list[str] | None,
+        option(
+            "--allow-host",
+            metavar="NAME",
+            help="Answer requests that reach the server by this name, too, such as "
+            "host.docker.internal; repeatable. Beside --host 0.0.0.0, by no others.",
+        ),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        option(
+            "--cors-origin",
+            metavar="URL",
+            help="Let pages of this site, such as https://chat.example.org, ask through a "
+            "browser; * is every site; repeatable.",
+        ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        option("--tls-cert", metavar="FILE", help="Speak HTTPS, with this certificate (PEM)."),
+    ] = None
+    tls_key: Annotated[
+        Path | None, option("--tls-key", metavar="FILE", help="Of --tls-cert (PEM).")
+    ] = None
     name: Annotated[
         str | None,
         option("--name", metavar="NAME", help="That clients call the model by (MODEL by default)."),
     ] = None
+
+    def hosts(self) -> list[str] | None:
+        """Return the names by which requests may reach the server; None: any.
+
+        Raises:
+            ValueError: one is no name of a host.
+        """
+        from kvcap.serve.app import LOOPBACK
+        from kvcap.serve.server import is_loopback
+
+        names = self.allow_host or []
+        for name in names:
+            if not HOST_NAME.fullmatch(name):
+                raise ValueError(f"--allow-host {name!r} is no name of a host; give one without "
+                                 "scheme and port, such as host.docker.internal")  # fmt: skip
+        if not names and not is_loopback(self.host):
+            return None
+        return [*LOOPBACK, self.host, *names]
+
+    def origins(self) -> list[str]:
+        """Return the sites whose pages may ask.
+
+        Raises:
+            ValueError: one is no origin.
+        """
+        for origin in self.cors_origin or []:
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"--cors-origin {origin!r} is no origin of a page; give its scheme, host and "
+                    "port, such as https://chat.example.org, or *"
+                )
+        return self.cors_origin or []
+
+    def tls(self) -> tuple[Path, Path] | None:
+        """Return the files of certificate and key; None: the server speaks HTTP.
+
+        Raises:
+            ValueError: only one was given, or they cannot be used.
+        """
+        if self.tls_cert is None and self.tls_key is None:
+            return None
+        if self.tls_cert is None or self.tls_key is None:
+            raise ValueError("--tls-cert and --tls-key go together; give both, or none")
+        try:
+            ssl.create_default_context().load_cert_chain(self.tls_cert, self.tls_key)
+        except OSError as error:
+            raise ValueError(
+                f"--tls-cert {self.tls_cert} and --tls-key {self.tls_key} cannot be used "
+                f"({error.strerror or error}); give a certificate and its key in PEM"
+            ) from error
+        return self.tls_cert, self.tls_key
 
     def keys(self) -> list[str]:
         """Return all keys.
@@ -294,11 +374,11 @@ def opened(
     """
     try:
         from kvcap.serve.admission import open_conversations
-        from kvcap.serve.app import LOOPBACK, Settings, application
+        from kvcap.serve.app import Settings, application
         from kvcap.serve.errors import NO_TEMPLATE
         from kvcap.serve.limits import RequestLimits
         from kvcap.serve.page_routes import OPEN_PATHS, page_routes
-        from kvcap.serve.server import Server, bound, is_loopback
+        from kvcap.serve.server import Server, bound
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "kvcap":
             raise
@@ -316,10 +396,12 @@ def opened(
         address.name or _name(model),
         limits,
         address.keys(),
-        (*LOOPBACK, address.host) if is_loopback(address.host) else None,
+        address.hosts(),
         sampling.given(),
         OPEN_PATHS,
+        address.origins(),
     )
+    tls = address.tls()
     engine.check()
     recall = recalling.served()
     listening = bound(address.host, address.port)
@@ -347,7 +429,8 @@ def opened(
         else:
             found = open_conversations(model, backend, budget, running, output, **taken_on)
             conversations, summary = found.scheduler, found.plan.summary
-        server = Server(application(conversations, settings, page_routes()), listening, limits)
+        app = application(conversations, settings, page_routes())
+        server = Server(app, listening, limits, tls=tls)
     except BaseException:
         listening.close()
         raise

@@ -6,6 +6,7 @@ import ipaddress
 import socket
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -31,12 +32,18 @@ class Server:
         limits: on connections.
         patience_s: seconds that answers have to end once the server has to stop; then they are
             stopped.
+        tls: the files of a certificate and its key; None: it speaks HTTP.
     """
 
     def __init__(
-        self, app: Starlette, listening: socket.socket, limits: RequestLimits, patience_s: int = 30
+        self,
+        app: Starlette,
+        listening: socket.socket,
+        limits: RequestLimits,
+        patience_s: int = 30,
+        tls: tuple[Path, Path] | None = None,
     ) -> None:
-        self.app, self.limits, self.socket = app, limits, listening
+        self.app, self.limits, self.socket, self.tls = app, limits, listening, tls
         listening.listen(BACKLOG)  # clients that connect before `run` wait, and are not refused
         config = uvicorn.Config(
             self._answered, interface="asgi3", log_level="error", access_log=False, lifespan="on",
@@ -44,6 +51,7 @@ class Server:
             server_header=False, proxy_headers=False, backlog=BACKLOG,
             timeout_keep_alive=int(limits.head_seconds), timeout_graceful_shutdown=patience_s,
             h11_max_incomplete_event_size=HEAD_BYTES,
+            ssl_certfile=tls and tls[0], ssl_keyfile=tls and tls[1],
         )  # fmt: skip
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -52,7 +60,8 @@ class Server:
     def url(self) -> str:
         """Return the address at which the server is found."""
         host, port, *_ = self.socket.getsockname()
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
         """Serve until a signal, or `stop`; a second Ctrl-C does not wait for answers."""
