@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import time
@@ -36,11 +36,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
-from kvcap.serve.contract import Ask, Conversations
+from kvcap.serve.contract import Ask, Conversations, Reply
 from kvcap.serve.errors import NO_TEMPLATE, ApiError, of_body, respond
 from kvcap.serve.limits import Bodies, RequestLimits
 from kvcap.serve.metrics import Metrics
-from kvcap.serve.streaming import SESSION, ChatForm, Form, TextForm, streamed, whole
+from kvcap.serve.series import Series
+from kvcap.serve.streaming import (
+    SESSION,
+    ChatForm,
+    Form,
+    SeveralForm,
+    TextForm,
+    streamed,
+    whole,
+)
 
 OPEN = frozenset({"/health"})  # paths that need no API key
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -99,7 +108,8 @@ def application(
         routes=[*api.routes, *routes],
         lifespan=lifespan,
         exception_handlers={
-            ApiError: refused, HTTPException: refused, KvcapError: refused, Exception: refused,
+            ApiError: refused, HTTPException: refused, KvcapError: refused, ValueError: refused,
+            Exception: refused,
             ClientDisconnect: _to_nobody,
         },
         middleware=[
@@ -177,20 +187,26 @@ class Api:
         said = await self._said(request, schemas.ChatRequest)
         if not self.conversations.figures().chat_template:
             raise ApiError(400, f"{self.settings.model} {NO_TEMPLATE}", code="no_chat_template")
-        ask = said.ask(
-            owner_of(request), _session_id(request), self.settings.limits, self.settings.defaults
-        )
-        form = ChatForm(self.settings.model, said.include_usage, most_calls=said.most_calls)
-        return await self._answer(request, ask, form, bool(said.stream))
+        asks = said.asks(said.ask(*self._given(request)))
+
+        def form() -> Form:
+            return ChatForm(
+                self.settings.model, said.include_usage, said.usage_each,
+                most_calls=said.most_calls,
+            )  # fmt: skip
+
+        return await self._answer(request, asks, form, said)
 
     async def complete(self, request: Request) -> Response:
         """Continue a text: `POST /v1/completions`."""
         said = await self._said(request, schemas.CompletionRequest)
-        ask = said.ask(
-            owner_of(request), _session_id(request), self.settings.limits, self.settings.defaults
-        )
-        form = TextForm(self.settings.model, said.include_usage)
-        return await self._answer(request, ask, form, bool(said.stream))
+        given = self._given(request)
+        asks = [ask for prompt in said.prompt for ask in said.asks(said.ask(prompt, *given))]
+
+        def form() -> Form:
+            return TextForm(self.settings.model, said.include_usage, said.usage_each)
+
+        return await self._answer(request, asks, form, said)
 
     async def models(self, _: Request) -> Response:
         """List the one model that there is."""
@@ -231,9 +247,22 @@ class Api:
             said = f"there is no model {name[:80]!r} here; use {self.settings.model!r}"
             raise ApiError(404, said, param="model", code="model_not_found")
 
-    async def _answer(self, request: Request, ask: Ask, form: Form, stream: bool) -> Response:
-        reply = self.conversations.submit(ask)
-        if stream:
+    def _given(self, request: Request) -> tuple[str, str | None, RequestLimits, Mapping[str, Any]]:
+        """Return what a request says beside its body, and what the server adds to that."""
+        settings = self.settings
+        return owner_of(request), _session_id(request), settings.limits, settings.defaults
+
+    async def _answer(
+        self, request: Request, asks: list[Ask], made: Callable[[], Form], said: schemas.Request
+    ) -> Response:
+        """Answer one request, or several one after the other, each in a form of its own."""
+        reply: Reply
+        if len(asks) == 1:
+            reply, form = self.conversations.submit(asks[0]), made()
+        else:
+            reply = series = Series(self.conversations.submit, asks, said.n or 1)
+            form = SeveralForm([made() for _ in asks], series)
+        if said.stream:
             quiet = self.settings.limits.quiet_seconds
             return await streamed(request, reply, form, self.metrics, quiet)
         return await whole(request, reply, form, self.metrics)

@@ -28,8 +28,14 @@ class Ask:
 
     A user's message (or a tool's result) comes last.
     """
-    prompt: str | None = None
-    """Holds a text to continue, without a chat template; it is kept for nobody afterwards."""
+    prompt: str | tuple[int, ...] | None = None
+    """Holds a text to continue, or its tokens, without a chat template.
+
+    It is kept for nobody afterwards."""
+    begin: str = ""
+    """Holds the text that the answer to `messages` begins with; only what follows it is sent."""
+    echo: bool = False
+    """Says whether the text of `prompt` is the first piece of the answer."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Holds settings as `Session.set_generation` takes them: temperature, top_p, stop_strings, ...
 
@@ -69,6 +75,8 @@ class Piece(NamedTuple):
     text: str
     logprobs: tuple[Logprob, ...] | None = None
     """Holds the log probabilities of the tokens of `text`, where they were asked for."""
+    prompt_tokens: int = 0  # of the whole request
+    completion_tokens: int = 0  # of the answer up to here
 
 
 @dataclass(frozen=True)

@@ -310,8 +310,9 @@ def begin(session: Session, ask: Ask, count: int, recall: RecallSettings) -> Ite
     messages = list(ask.messages)
     session.tools = tuple(ask.tools)
     if count:
-        return session.send(messages[count:], pin=len(messages) - 1 in ask.pins)
+        pin = len(messages) - 1 in ask.pins
+        return session.send(messages[count:], pin=pin, begin=ask.begin)
     first = int(messages[0]["role"] == "system")
     session.pin_system = bool(first and 0 in ask.pins)
     session.pinned = {index - first for index in ask.pins if index >= first}
-    return session.send(messages)
+    return session.send(messages, begin=ask.begin)

@@ -91,8 +91,28 @@ class Job:
     answer: Iterator[str] | None = None
     key: str = ""  # the conversation's key before this request
     seen: int = 0  # tokens that the conversation had read before this request
+    echoed: bool = False  # the prompt was given to the reader
     noted: int = 0  # tokens whose log probabilities were sent
     paused: float | None = None  # when it began to wait for its reader; None: it does not wait
+
+    def give(self, session: Session, text: str, likely: tuple[Logprob, ...] | None = None) -> None:
+        """Give the reader a piece, with how many tokens the request has taken up to it."""
+        turn = session.turn
+        assert turn is not None
+        prompt = turn.reused_tokens + turn.prompt_tokens
+        self.pieces.append(Piece(text, likely, prompt, turn.completion_tokens))
+
+    def give_prompt(self, session: Session) -> None:
+        """Give the reader the prompt as the first piece, once."""
+        if self.echoed:
+            return
+        self.echoed = True
+        prompt, likely = self.ask.prompt, tuple(session.prompt_logprobs)
+        assert prompt is not None
+        if not isinstance(prompt, str):
+            backend = session.runtime.tokenizer.backend_tokenizer
+            prompt = backend.decode(list(prompt), skip_special_tokens=False)
+        self.give(session, prompt, likely or None)
 
     def likely(self, session: Session) -> tuple[Logprob, ...] | None:
         """Return how likely the tokens of the newest piece were, if that was asked for."""
@@ -255,6 +275,12 @@ class Scheduler:
         """Put a request into the queue; see `Conversations.submit`."""
         check(ask)
         recall_of(ask, self.recall)
+        if self._memory_cap is not None and "prompt_logprobs" in ask.options:
+            raise ValueError(
+                "log probabilities of a prompt need the logits of whole blocks, for which "
+                "--memory-cap plans no memory; leave echo or logprobs out, or start the server "
+                "without a cap"
+            )
         texts = [ask.prompt or "", *(str(x.get("content")) for x in ask.messages or ())]
         letters = sum(map(len, texts))
         with self._lock:
@@ -615,8 +641,11 @@ class Scheduler:
         fed: list[Job] = []
         for session, text, ended, error in self.batch.step():
             job = self._answering[id(session)]
+            if job.ask.echo and (text or (ended and error is None)):
+                job.give_prompt(session)
             if text:
-                job.pieces.append(Piece(text, job.likely(session)))
+                job.give(session, text, job.likely(session))
+            if text or job.ask.echo:
                 fed.append(job)
             if ended:
                 self._finish(job, error)

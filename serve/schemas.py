@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -35,6 +36,8 @@ SCHEMA_DEPTH = 64  # of a JSON schema and of a tool's parameters
 TOP_LOGPROBS, TOP_LOGPROBS_OF_TEXT = 20, 5  # the most there are, as in OpenAI's API
 REPETITION = 10.0
 RECALLED = 2**20  # tokens
+ANSWERS = 128  # of one request: of `n`, and of several prompts
+TOKENS = 2**31  # of a vocabulary: ids are numbers of 32 bits
 
 
 class Strict(BaseModel):
@@ -80,13 +83,35 @@ def _seed(value: Any) -> Any:
     return None if type(value) is int and value == -1 else value
 
 
-def _one_text(value: Any) -> Any:
-    """Return a completion's prompt: one text, alone or in a list."""
-    if isinstance(value, list):
-        if len(value) == 1 and isinstance(value[0], str):
-            return value[0]
-        raise ValueError("give one text; several prompts, and prompts of tokens, are not supported")
-    return value
+def _no_limit(value: Any) -> Any:
+    """Return a number of tokens; -1, as llama.cpp's clients send it, is none."""
+    return None if type(value) is int and value == -1 else value
+
+
+def _all(value: Any) -> Any:
+    """Return `top_k`; -1, as vLLM's clients send it, is all tokens, as 0 is."""
+    return 0 if type(value) is int and value == -1 else value
+
+
+def _prompts(value: Any) -> Any:
+    """Return a completion's prompts, each a text or its tokens."""
+    listed = isinstance(value, list)
+    found = value if listed and not all(type(one) is int for one in value) else [value]
+    for one in found:
+        tokens = (
+            isinstance(one, list)
+            and one
+            and all(type(token) is int and 0 <= token < TOKENS for token in one)
+        )
+        if not isinstance(one, str) and not tokens:
+            raise ValueError("give a text, a list of token ids, or a list of such prompts")
+    return [one if isinstance(one, str) else tuple(one) for one in found]
+
+
+def _biases(value: Any) -> Any:
+    """Return what is added to logits, by the ids of tokens; nothing where there are none."""
+    settings.check({"logit_bias": value})
+    return value or None
 
 
 def _shallow(value: Any) -> Any:
@@ -109,6 +134,8 @@ Stop = Annotated[
     BeforeValidator(_stops),
     Field(max_length=STOPS),
 ]
+Most = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_no_limit)]
+"""Names how many tokens an answer has at most; 0: the prompt is only read."""
 Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 Short = Annotated[str, StringConstraints(max_length=256)]
@@ -280,6 +307,7 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Request(Strict):
@@ -296,6 +324,7 @@ class Request(Strict):
         "seed": "seed",
         "stop": "stop_strings",
         "max_tokens": "max_new_tokens",
+        "logit_bias": "logit_bias",
     }
     """Maps parameters to the settings of generation that they are."""
 
@@ -304,22 +333,25 @@ class Request(Strict):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    top_k: Annotated[Annotated[int, Field(ge=0, le=2**31 - 1)] | None, BeforeValidator(_all)] = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     seed: Annotated[Annotated[int, Field(ge=0, le=2**63 - 1)] | None, BeforeValidator(_seed)] = None
     stop: Stop | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Most = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_biases)] = None
+    n: Annotated[int, Field(ge=1, le=ANSWERS)] | None = None
+    """Asks for so many answers, which are written one after the other."""
     recall: Annotated[Any, AfterValidator(_recall)] | None = None
     """Says how much evicted text is read again in front of the last message; kvcap's own."""
-    # These fields are accepted only with values that ask for nothing.
-    n: Literal[1] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     # LABELS: they are accepted with any value, as they ask for nothing.
     user: Short | None = None
-    metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
+    metadata: (
+        Annotated[dict[str, Short | bool | int | float | None], Field(max_length=16)] | None
+    ) = None
     safety_identifier: Short | None = None
     prompt_cache_key: Short | None = None
     prompt_cache_retention: Short | None = None
@@ -337,6 +369,11 @@ class Request(Strict):
         """Return whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def usage_each(self) -> bool:
+        """Return whether every part of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
     def options(self, limits: RequestLimits, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of generation.
 
@@ -349,7 +386,11 @@ class Request(Strict):
                 setting.
         """
         given = {name: getattr(self, field) for field, name in self.OPTIONS.items()}
+        if self.ignore_eos:
+            given["eos_token_id"] = []
         given |= self.further_options()
+        if self.max_tokens == 0:
+            given |= {"max_new_tokens": None, "only_read": True}
         found = {**defaults, **{k: v for k, v in given.items() if v is not None}}
         if "template_options" in defaults:  # a request changes those that it names
             found["template_options"] = defaults["template_options"] | found["template_options"]
@@ -368,12 +409,28 @@ class Request(Strict):
         """Return settings that are no plain parameter."""
         return {}
 
+    def asks(self, one: Ask) -> list[Ask]:
+        """Return one request `n` times, each with another seed where one was given."""
+        seed = one.options.get("seed")
+        return [
+            one if not number or seed is None
+            else replace(one, options={**one.options, "seed": (seed + number) % 2**63})
+            for number in range(self.n or 1)
+        ]  # fmt: skip
+
 
 class ChatRequest(Request):
     """A body that `POST /v1/chat/completions` takes."""
 
     messages: list[ChatMessage]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_no_limit)] = None
+    max_completion_tokens: Annotated[
+        Annotated[int, Field(ge=1)] | None, BeforeValidator(_no_limit)
+    ] = None
+    continue_final_message: bool | None = None
+    """Says that an assistant's last message is continued, as it always is."""
+    add_generation_prompt: bool | None = None
+    """Says the opposite of `continue_final_message`."""
     tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
     tool_choice: Annotated[Any, AfterValidator(_choice)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -392,14 +449,38 @@ class ChatRequest(Request):
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         shaped = self.response_format is not None and self.response_format.schema_of_answer
         if self.tools and shaped:
             raise ValueError("tools and a response_format of JSON cannot be had together")
         if self.tool_choice not in (None, "auto", "none") and not self.forced:
             raise ValueError("tool_choice asks for a call of what is not among the tools; name one")
+        if self.ignore_eos and self.held_to is not None:
+            raise ValueError("ignore_eos and an answer that is held to a form exclude each other")
+        self._check_begun()
         return self
+
+    def _check_begun(self) -> None:
+        """Refuse an answer that is begun by the last message, and cannot be, or is not to be."""
+        last = self.messages[-1] if self.messages else None
+        begun = last is not None and last.role == "assistant"
+        for name, wanted in (
+            ("continue_final_message", self.continue_final_message),
+            ("add_generation_prompt", _not(self.add_generation_prompt)),
+        ):
+            if wanted not in (None, begun):
+                whose = "an assistant's, which is continued" if begun else "no assistant's"
+                raise ValueError(f"{name} does not fit: the last message is {whose}; leave it out")
+        if last is None or not begun:
+            return
+        if last.tool_calls:
+            raise ValueError("the last message has tool_calls; give what they returned behind it")
+        if last.content and self.held_to is not None:
+            raise ValueError(
+                "an answer that is held to a form (response_format, tool_choice) cannot be begun by "
+                "the last message"
+            )
 
     @property
     def held_to(self) -> dict[str, Any] | None:
@@ -466,13 +547,17 @@ class ChatRequest(Request):
                 f"{limits.messages:,}; what a conversation has read need not fit into one",
                 param="messages",
             )
+        messages, begin = list(self.messages), ""
+        if messages and messages[-1].role == "assistant":
+            begin = messages.pop().content or ""
         return Ask(
-            messages=tuple(one.message for one in self.messages),
+            messages=tuple(one.message for one in messages),
+            begin=begin,
             options=self.options(limits, defaults),
             owner=owner,
             session_id=session_id,
             tools=self.offered,
-            pins=frozenset(i for i, one in enumerate(self.messages) if one.pin),
+            pins=frozenset(i for i, one in enumerate(messages) if one.pin),
             recall=self.recall,
         )
 
@@ -480,21 +565,39 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """A body that `POST /v1/completions` takes."""
 
-    prompt: Annotated[str, BeforeValidator(_one_text)]
+    prompt: Annotated[list[str | tuple[int, ...]], BeforeValidator(_prompts)]
+    """Lists texts, or tokens as they are, each of which is continued."""
+    echo: bool | None = None
+    """Says that the prompt comes before the answer, with its log probabilities if asked for."""
     logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS_OF_TEXT)] | None = None
     # These fields are accepted only with values that ask for nothing.
     best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> CompletionRequest:
+        if (count := len(self.prompt) * (self.n or 1)) > ANSWERS:
+            raise ValueError(f"prompt and n ask for {count} answers; {ANSWERS} at most")
+        if self.echo and self.logprobs is not None and self.recall not in (None, OFF):
+            raise ValueError("recall puts text into the prompt, which echo with logprobs has not")
+        return self
 
     def further_options(self) -> dict[str, Any]:
         """Return settings that are no plain parameter."""
-        return {} if self.logprobs is None else {"logprobs": self.logprobs}
+        if self.logprobs is None:
+            return {}
+        both = {"prompt_logprobs": self.logprobs} if self.echo else {}
+        return {"logprobs": self.logprobs, **both}
 
     def ask(
-        self, owner: str, session_id: str | None, limits: RequestLimits, defaults: Mapping[str, Any]
+        self,
+        prompt: str | tuple[int, ...],
+        owner: str,
+        session_id: str | None,
+        limits: RequestLimits,
+        defaults: Mapping[str, Any],
     ) -> Ask:
-        """Return the request as the conversations take it.
+        """Return the request for one of its prompts, as the conversations take it.
 
         Raises:
             ApiError: a longer answer than this server writes, or a session, which completions
@@ -503,4 +606,11 @@ class CompletionRequest(Request):
         if session_id is not None:
             raise ApiError(400, "a completion goes on with no session; leave X-Session-Id out")
         options = self.options(limits, defaults)
-        return Ask(prompt=self.prompt, options=options, owner=owner, recall=self.recall)
+        return Ask(
+            prompt=prompt, options=options, owner=owner, recall=self.recall, echo=bool(self.echo)
+        )
+
+
+def _not(value: bool | None) -> bool | None:
+    """Return the opposite of a choice, where one was made."""
+    return None if value is None else not value

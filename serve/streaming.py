@@ -27,6 +27,7 @@ from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.serve.contract import Piece, Reply, Usage
 from kvcap.serve.errors import ApiError, of_runtime
 from kvcap.serve.metrics import Metrics
+from kvcap.serve.series import Series
 from kvcap.serve.tool_calls import CallGate, as_calls
 
 LOG = logging.getLogger("kvcap.serve")
@@ -64,18 +65,20 @@ class Form(ABC):
     Args:
         model: the name that the server has for it.
         include_usage: a stream ends with the usage.
+        usage_each: every part of a stream has the usage so far.
     """
 
     prefix: str
     whole_object: str
     part_object: str
 
-    def __init__(self, model: str, include_usage: bool) -> None:
+    def __init__(self, model: str, include_usage: bool, usage_each: bool = False) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.model, self.created, self.include_usage = model, int(time.time()), include_usage
         said = {"id": self.id, "object": self.part_object, "created": self.created, "model": model}
         self._opening = WRITTEN(said)[:-1]  # the fields that every part of the stream begins with
         self.texts: list[str] = []
+        self.so_far = _usage_so_far(0, 0) if usage_each else None
 
     @abstractmethod
     def begin(self) -> list[dict[str, Any]]:
@@ -93,17 +96,26 @@ class Form(ABC):
     def choice(self, reply: Reply) -> dict[str, Any]:
         """Return the choice of the whole answer, once it was ended."""
 
+    def choices(self, reply: Reply) -> list[dict[str, Any]]:
+        """Return all choices of the whole answer, once it was ended."""
+        return [self.choice(reply)]
+
+    def count(self, piece: Piece) -> None:
+        """Note what the request has taken up to a piece that is put next."""
+        if self.so_far is not None:
+            self.so_far = _usage_so_far(piece.prompt_tokens, piece.completion_tokens)
+
     def part(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """Write one event of the stream."""
         said = {"choices": choices, **more}
-        if self.include_usage:
-            said.setdefault("usage", None)
+        if self.include_usage or self.so_far is not None:
+            said.setdefault("usage", self.so_far)
         return _line(f"{self._opening},{WRITTEN(said)[1:]}")
 
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole answer, with its usage."""
         said = {"id": self.id, "object": self.whole_object, "created": self.created,
-                "model": self.model, "choices": [self.choice(reply)]}  # fmt: skip
+                "model": self.model, "choices": self.choices(reply)}  # fmt: skip
         if reply.usage is not None:
             said["usage"] = usage_of(reply.usage)
         return said
@@ -115,14 +127,17 @@ class ChatForm(Form):
     Args:
         model: the name that the server has for it.
         include_usage: a stream ends with the usage.
+        usage_each: every part of a stream has the usage so far.
         most_calls: of tools that it may have, of which further ones are left out; with 0 no tools
             were offered, and all is text.
     """
 
     prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, include_usage: bool, *, most_calls: int) -> None:
-        super().__init__(model, include_usage)
+    def __init__(
+        self, model: str, include_usage: bool, usage_each: bool = False, *, most_calls: int
+    ) -> None:
+        super().__init__(model, include_usage, usage_each)
         self.gate, self.most_calls = CallGate() if most_calls else None, most_calls
         self.content = ""
         self.calls: list[dict[str, Any]] = []
@@ -175,8 +190,8 @@ class TextForm(Form):
 
     prefix, whole_object, part_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, include_usage: bool) -> None:
-        super().__init__(model, include_usage)
+    def __init__(self, model: str, include_usage: bool, usage_each: bool = False) -> None:
+        super().__init__(model, include_usage, usage_each)
         self.logprobs: list[Logprob] = []
         self.letters = 0  # of the text whose log probabilities were sent
 
@@ -204,13 +219,75 @@ class TextForm(Form):
         return _text("".join(self.texts), logprobs, ENDS.get(reply.finish_reason, "length"))
 
 
+class SeveralForm(Form):
+    """A form that several answers have, each as a choice with its number.
+
+    Args:
+        forms: of each.
+        series: the answers.
+    """
+
+    def __init__(self, forms: Sequence[Form], series: Series) -> None:
+        first = forms[0]
+        self.prefix = first.prefix
+        self.whole_object, self.part_object = first.whole_object, first.part_object
+        super().__init__(first.model, first.include_usage, first.so_far is not None)
+        self.forms, self.series, self.place = forms, series, 0
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Return the first choices of the first answer."""
+        return self._numbered(self.forms[0].begin())
+
+    def put(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choices that a piece brings, behind the ends of answers before its own."""
+        ended = self._ended(len(self.series.replies) - 1)
+        return ended + self._numbered(self.forms[self.place].put(piece))
+
+    def end(self, reply: Reply) -> list[dict[str, Any]]:
+        """Return the last choices of all answers that have not ended."""
+        found = self._ended(len(self.forms) - 1)
+        return found + self._numbered(self.forms[-1].end(self.series.replies[-1]))
+
+    def choice(self, reply: Reply) -> dict[str, Any]:
+        """Return the choice of the last answer."""
+        return self.choices(reply)[-1]
+
+    def choices(self, reply: Reply) -> list[dict[str, Any]]:
+        """Return a choice of each answer."""
+        both = zip(self.forms, self.series.replies, strict=True)
+        return [{**form.choice(one), "index": i} for i, (form, one) in enumerate(both)]
+
+    def _ended(self, place: int) -> list[dict[str, Any]]:
+        """Return the last choices of answers before that at `place`, and the first of others."""
+        found = list[dict[str, Any]]()
+        while self.place < place:
+            found += self._numbered(self.forms[self.place].end(self.series.replies[self.place]))
+            self.place += 1
+            found += self._numbered(self.forms[self.place].begin())
+        return found
+
+    def _numbered(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**choice, "index": self.place} for choice in choices]
+
+
+def _usage_so_far(prompt: int, completion: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
 def _columns(logprobs: Sequence[Logprob], start: int) -> dict[str, Any]:
     """Return how likely tokens were, as completions have it: one list for each fact."""
     offsets = [*accumulate((len(one.text) for one in logprobs), initial=start)]
     return {
         "tokens": [one.text for one in logprobs],
         "token_logprobs": [one.logprob for one in logprobs],
-        "top_logprobs": [{each.text: each.logprob for each in one.top} for one in logprobs],
+        "top_logprobs": [
+            None if one.logprob is None else {each.text: each.logprob for each in one.top}
+            for one in logprobs
+        ],
         "text_offset": offsets[:-1],
     }
 
@@ -323,6 +400,8 @@ async def _events(
     quiet_seconds: float,
 ) -> AsyncIterator[bytes]:
     """Yield the stream: OpenAI's chunks and, where the answer did not fail, `[DONE]`."""
+    if first.done() and not first.exception() and (piece := first.result()) is not None:
+        form.count(piece)
     opening = b"".join(form.part([choice]) for choice in form.begin())
     if not first.done():
         yield opening + ALIVE
@@ -331,10 +410,12 @@ async def _events(
         while not await _wait(first, quiet_seconds):
             yield ALIVE
         if (piece := await first) is not None:
+            form.count(piece)
             opening += _parts(form, form.put(piece))
         if opening:
             yield opening
         async for piece in pieces:
+            form.count(piece)
             if parts := _parts(form, form.put(piece)):
                 yield parts
         last = _parts(form, form.end(reply))

@@ -76,6 +76,7 @@ class Written:
     pieces: list[str] = field(default_factory=list)  # of text
     tokens: list[int] = field(default_factory=list)  # without one that ended it
     logprobs: list[Logprob] = field(default_factory=list)  # of the tokens of `pieces`, if asked for
+    prompt_logprobs: list[Logprob] = field(default_factory=list)  # of the prompt's, likewise
     prompt: Sequence[int] = ()  # the last tokens of what it answers
     place: int = 0  # of the answer among the conversation's messages
     held: bool = False  # True: the answer is held to a JSON schema or a regular expression
@@ -122,6 +123,10 @@ class Decoding:
         self.guide(settings.end_tokens(config), settings.shapes(config))
         self.engine.sampler(config, rng)
         self._check_known(ids)
+        if (token := max(settings.biases(config), default=0)) >= self.engine.vocabulary:
+            raise ValueError(f"logit_bias names token {token:,}, and the model has tokens up to "
+                             f"{self.engine.vocabulary - 1:,}")  # fmt: skip
+        self._check_scored(config)
         self.loop.check_room(len(ids), answer_limit(config), emptied=emptied)
 
     def _check_known(self, ids: Sequence[int]) -> None:
@@ -133,6 +138,21 @@ class Decoding:
                 f"the text has {text!r}, token {largest:,} of the tokenizer, and the model has "
                 f"embeddings of {known:,} tokens (0 to {known - 1:,}); leave it out of messages, "
                 "or use the tokenizer that belongs to the model"
+            )
+
+    def _check_scored(self, config: Any) -> None:
+        """Refuse log probabilities of a prompt's tokens where memory is not planned for them."""
+        if getattr(config, "prompt_logprobs", None) is None:
+            return
+        if getattr(self.engine, "memory_cap", None) is not None:
+            raise ValueError(
+                "prompt_logprobs need the logits of whole blocks, for which a memory cap plans no "
+                "memory; leave it out, or give a KV budget instead"
+            )
+        if not hasattr(self.loop, "read_every"):
+            raise ValueError(
+                "prompt_logprobs need the logits of all tokens, which an exported graph does not "
+                "give; use --backend torch"
             )
 
     def guide(self, ends: frozenset[int], shapes: dict[str, Any]) -> Guide | None:
@@ -173,7 +193,13 @@ class Decoding:
         sampler, stops = engine.sampler(config, rng), settings.stop_strings(config)
         guide = self.guide(settings.end_tokens(config), settings.shapes(config))
         start = time.perf_counter()
-        for done, found in self._blocks(ids, insertion, turn):
+        top, found = getattr(config, "prompt_logprobs", None), None
+        blocks = (
+            self._blocks(ids, insertion, turn)
+            if top is None
+            else self._scored(ids, sampler, top, written.prompt_logprobs)
+        )
+        for done, found in blocks:
             if on_block is not None:
                 on_block(done, turn.prompt_tokens)
             if found is None:
@@ -189,7 +215,7 @@ class Decoding:
         source = TokenSource(
             engine, self.loop, sampler, listeners, frozenset(ends), most, history, written.tokens
         )
-        reason: FinishReason | None = None
+        reason: FinishReason | None = None if most else "length"
         while reason is None:
             self._warn_beyond()
             number = source.draw(found)
@@ -255,6 +281,31 @@ class Decoding:
             turn.prompt_tokens, turn.recalled_tokens = len(ids), len(found)
         for more, logits in loop.blocks(engine.token_ids(ids[done:])):
             yield done + more, logits
+
+    def _scored(
+        self, ids: list[int], sampler: TokenSampler, top: int, noted: list[Logprob]
+    ) -> Iterator[tuple[int, Any]]:
+        """Read a prompt as `_blocks` does, and note how likely each of its tokens was.
+
+        The first of a text has no token before it, and so no probability.
+        """
+        loop: Any = self.loop  # of a backend that gives all logits
+        texts, begins = TokenTexts(self.engine.tokenizer), not loop.cache.seen
+        self.read_ids = array("i", [*self.ids_read(loop.cache.seen), *ids])
+        loop.check_room(len(ids))
+        done, last = 0, None
+        while done < len(ids):
+            block = ids[done : done + loop.cache.room]
+            found = loop.read_every(self.engine.token_ids(block))  # [1, T, V]
+            for place, token in enumerate(block):
+                before = found[:, place - 1] if place else last
+                if before is None:
+                    noted.append(texts.noted([(token, None)], begins=begins))
+                    continue
+                likely = sampler.logprobs(before, token, top)
+                noted.append(texts.noted(likely))
+            done, last = done + len(block), found[:, -1].clone()
+            yield done, last if done == len(ids) else None
 
     def ids_read(self, seen: int) -> list[int]:
         """Return the ids of the `seen` tokens that the cache has read; -1: not known."""
@@ -345,6 +396,8 @@ class TokenSource:
 
 def answer_limit(config: Any) -> int:
     """Return the most tokens that an answer may have."""
+    if getattr(config, "only_read", None):
+        return 0
     return config.max_new_tokens or MAX_NEW_TOKENS
 
 

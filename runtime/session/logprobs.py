@@ -25,8 +25,8 @@ class Logprob(NamedTuple):
     text: str
     bytes: bytes
     """Holds the token's bytes; `text` has no letter for them if a letter spans several tokens."""
-    logprob: float
-    """Holds the natural logarithm of its probability."""
+    logprob: float | None
+    """Holds the natural logarithm of its probability; None: no token was before it."""
     top: tuple[Logprob, ...] = ()
     """Holds the likeliest tokens in the place of a token that was drawn, the likeliest first."""
 
@@ -54,7 +54,7 @@ class TokenTexts:
         self._start = len(self._decode(self._before))
         self._bytes, self._letters = byte_tokens(self._tokenizer), _byte_letters()
 
-    def noted(self, likely: Sequence[tuple[int, float]], *, begins: bool = False) -> Logprob:
+    def noted(self, likely: Sequence[tuple[int, float | None]], *, begins: bool = False) -> Logprob:
         """Return the first of some likely tokens, with all others in its `top`.
 
         Args:
@@ -64,13 +64,13 @@ class TokenTexts:
         one, *top = [self._one(token, logprob, begins) for token, logprob in likely]
         return one._replace(top=tuple(top))
 
-    def _one(self, token: int, logprob: float, begins: bool) -> Logprob:
+    def _one(self, token: int, logprob: float | None, begins: bool) -> Logprob:
         if begins:
             text = self._decode([token])
         else:
             text = self._decode([*self._before, token])[self._start :]
         data = self._data(token) if LOST in text else text.encode()
-        return Logprob(token, text, data, max(logprob, LEAST))
+        return Logprob(token, text, data, None if logprob is None else max(logprob, LEAST))
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)

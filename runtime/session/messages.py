@@ -43,6 +43,7 @@ MAY_BE_LEFT_OUT = {
 """Says of roles that some chat templates do not write what is left out, and what to do."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cache
+MARK_BEGUN = "\u2402begun\u2403"  # stands for the beginning of the next answer
 
 
 def checked_messages(said: Any) -> list[Message]:
@@ -175,6 +176,7 @@ def render(
     options: Mapping[str, Any] = NO_OPTIONS,
     *,
     prompt: bool = True,
+    begin: str = "",
 ) -> str:
     """Return the conversation as the chat template writes it; `prompt` opens an answer behind it.
 
@@ -184,11 +186,22 @@ def render(
         tools: that the model may call.
         options: further names that the template gets; `chat_template` names one of several.
         prompt: whether the opening of an answer follows.
+        begin: the text that this answer begins with.
 
     Raises:
         ChatTemplateMissing: there is no template, it fails on these messages, or leaves out what
             the user says.
     """
+    if begin:
+        begun: Message = {"role": "assistant", "content": MARK_BEGUN}
+        text = render(tokenizer, [*messages, begun], tools, options, prompt=False)
+        before, found, _ = text.rpartition(MARK_BEGUN)
+        if not found:
+            raise ChatTemplateMissing(
+                "this model's chat template rewrites answers, so none can be continued; let the "
+                "last message be of the user"
+            )
+        return before + begin
     template, write = _writer(tokenizer, tools, options, prompt=prompt)
     taken = as_taken(template, write, messages)
     try:
@@ -357,6 +370,7 @@ def render_turn(
     messages: Sequence[Message],
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] = NO_OPTIONS,
+    begin: str = "",
 ) -> str:
     """Return the text to read for messages that follow an answer which is in the cache already.
 
@@ -366,7 +380,7 @@ def render_turn(
     Raises:
         ChatTemplateMissing: no template, or one that changes the answer it is given.
     """
-    return _around_answer(tokenizer, system, messages, tools, options)[1]
+    return _around_answer(tokenizer, system, messages, tools, options, begin)[1]
 
 
 def same_opening(
@@ -393,10 +407,12 @@ def _around_answer(
     messages: Sequence[Message],
     tools: Sequence[Tool],
     options: Mapping[str, Any],
+    begin: str = "",
 ) -> tuple[str, str]:
     """Return the text before a stand-in for an answer, and that of the messages after it."""
     said = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-    whole = render(tokenizer, [*system_message(system), *said, *messages], tools, options)
+    all_of_them = [*system_message(system), *said, *messages]
+    whole = render(tokenizer, all_of_them, tools, options, begin=begin)
     head, found, tail = whole.partition(MARK)
     if not found:
         raise ChatTemplateMissing(

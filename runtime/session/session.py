@@ -66,6 +66,7 @@ class PreparedPrompt:
     emptied: bool = False  # the cache is reset first, and the whole conversation read again
     reread: bool = False  # it begins with earlier messages, which are read again
     question: int | None = None  # index in `ids` in front of which evicted text is read again
+    begin: str = ""  # text that the answer begins with, at the end of `ids`
 
 
 class Session:
@@ -215,6 +216,15 @@ class Session:
         return (found or parsed_text(written.text, raw, self.tools)).with_ids(written.place)
 
     @property
+    def prompt_logprobs(self) -> list[Logprob]:
+        """Return the log probability of each token of the last prompt, the first's being None.
+
+        Empty unless `set_generation(prompt_logprobs=N)` asks for them; see `logprobs`. A prompt's
+        blocks are read with all logits then, for which a memory cap plans no memory.
+        """
+        return self._written.prompt_logprobs
+
+    @property
     def stats(self) -> Stats:
         """Return the conversation's current figures: tokens, bytes, and the last turn's timing."""
         cache, plan = self.cache, self.runtime.plan
@@ -317,6 +327,7 @@ class Session:
         *,
         pin: bool = False,
         tools: Sequence[Tool] | None = None,
+        begin: str = "",
     ) -> Iterator[str]:
         """Send a message and stream the answer; a pinned message is never evicted.
 
@@ -335,6 +346,7 @@ class Session:
                 as templates write them before it. None: those of the conversation so far. What the
                 answer calls is in `parsed`, and its message has it as `tool_calls`. Where the
                 template writes a result together with its call, the conversation is read again.
+            begin: text that the answer begins with; only what follows it is streamed.
 
         Raises:
             EmptyPrompt: there is nothing to answer.
@@ -351,13 +363,14 @@ class Session:
         """
         messages = checked_messages(said)
         called = None if tools is None else tuple(checked_tools(tools))
-        return self._begin(lambda: self._message_prompt(messages, pin, called))
+        check_letters(begin)
+        return self._begin(lambda: self._message_prompt(messages, pin, called, begin))
 
-    def complete(self, text: str, *, recall: bool = False) -> Iterator[str]:
+    def complete(self, text: str | Sequence[int], *, recall: bool = False) -> Iterator[str]:
         """Read `text` as it is, without a chat template, and stream the continuation.
 
         Args:
-            text: to go on from.
+            text: to go on from; or its tokens, which are read as they are.
             recall: read evicted text again amid it, in front of its last lines; see `recall`.
 
         Raises:
@@ -366,7 +379,8 @@ class Session:
             MessagesInvalid: it is no text, or holds what is no letter.
             MemoryCapExceeded, ValueError, UnsupportedModel, SessionBroken: as in `send`.
         """
-        if not isinstance(text, str):
+        tokens = isinstance(text, (list, tuple)) and all(type(x) is int and x >= 0 for x in text)
+        if not tokens and not isinstance(text, str):
             raise MessagesInvalid(f"a {type(text).__name__} was given; give the text to continue")
         return self._begin(lambda: self._text_prompt(text, recall))
 
@@ -430,10 +444,11 @@ class Session:
         """Change settings from the next answer on; None is the model's default.
 
         temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-        max_new_tokens, do_sample, seed, eos_token_id, stop_strings, logprobs, json_schema, regex,
-        template_options: further names that the chat template gets, such as
-        `{"enable_thinking": False}`; `chat_template` names one of several templates. Where they
-        change what stands before the last answer, the conversation is read again.
+        logit_bias (numbers added to logits, by token id), max_new_tokens, only_read (the prompt is
+        read and nothing written), do_sample, seed, eos_token_id, stop_strings, logprobs,
+        prompt_logprobs, json_schema, regex, template_options: further names that the chat template
+        gets, such as `{"enable_thinking": False}`; `chat_template` names one of several templates.
+        Where they change what stands before the last answer, the conversation is read again.
 
         Answers are held to `json_schema`, or match the whole of `regex`, where `turn.finish_reason`
         is 'stop' and `turn.stop_string` None; else they were cut short, as by `max_new_tokens`.
@@ -488,9 +503,12 @@ class Session:
         return [token] if since == self.cache.seen else []
 
     def _message_prompt(
-        self, given: list[Message], pin: bool, called: tuple[Tool, ...] | None
+        self, given: list[Message], pin: bool, called: tuple[Tool, ...] | None, begin: str
     ) -> PreparedPrompt:
-        """Return the prompt of new messages, with the tools that were given, if any."""
+        """Return the prompt of new messages, with the tools that were given, if any.
+
+        The answer begins with the text `begin`.
+        """
         before, seen = self._transcript, self.cache.seen
         tools = before.tools if called is None else called
         if seen and tools != before.tools:
@@ -515,29 +533,35 @@ class Session:
             and same_opening(tokenizer, system, tools, self._read_with, options)
             and turn_has_results(tokenizer, system, before.messages[-1:], given, tools, options)
         ):
-            text = self._ready(render_turn(tokenizer, system, given, tools, options))
+            text = self._ready(render_turn(tokenizer, system, given, tools, options, begin))
             ids = self._unread + self.encode(text, follows=True)
             spans = [(seen, seen + len(ids))] if pin else []
             question = self._question(ids, text, given[-1], seen)
-            return self._checked(PreparedPrompt(ids, after, spans, options, question=question))
+            return self._checked(
+                PreparedPrompt(ids, after, spans, options, question=question, begin=begin)
+            )
         if seen and not before.messages:
             raise MessagesInvalid(
                 "the text that was continued would be forgotten, as these messages, or the options "
                 "of the chat template, need the whole conversation to be read again; clear it first"
             )
         check_tools_read(tokenizer, messages, tools, options)
-        ids, spans, question = self._encode_all(after)
+        ids, spans, question = self._encode_all(after, begin)
         reread = bool(before.messages)
         return self._checked(
             PreparedPrompt(
-                ids, after, spans, options, emptied=seen > 0, reread=reread, question=question
+                ids, after, spans, options, emptied=seen > 0, reread=reread, question=question,
+                begin=begin,
             )
-        )
+        )  # fmt: skip
 
-    def _text_prompt(self, text: str, recall: bool) -> PreparedPrompt:
+    def _text_prompt(self, text: str | Sequence[int], recall: bool) -> PreparedPrompt:
         """Return the prompt of a text that is no message."""
         follows = bool(self.cache.seen)
-        ids = self.encode(text, special=not follows, follows=follows)
+        if isinstance(text, str):
+            ids = self.encode(text, special=not follows, follows=follows)
+        else:
+            ids = list(text)
         if not ids:
             raise EmptyPrompt("the prompt is empty; give at least one token of text")
         ids = self._unread + ids
@@ -559,12 +583,17 @@ class Session:
             PreparedPrompt(ids, after, spans, options, emptied=True, reread=True, question=question)
         )
 
-    def _encode_all(self, whole: Transcript) -> tuple[list[int], list[Span], int | None]:
-        """Return the tokens of a whole conversation, its pins, and where its question begins."""
+    def _encode_all(
+        self, whole: Transcript, begin: str = ""
+    ) -> tuple[list[int], list[Span], int | None]:
+        """Return the tokens of a whole conversation, its pins, and where its question begins.
+
+        The answer that follows begins with the text `begin`.
+        """
         tokenizer, options = self.runtime.tokenizer, self._template_options
 
         def write(some: Sequence[Message]) -> str:
-            return self._ready(render(tokenizer, some, whole.tools, options))
+            return self._ready(render(tokenizer, some, whole.tools, options, begin=begin))
 
         def encode(some: Sequence[Message]) -> list[int]:
             return self.encode(write(some))
@@ -750,9 +779,9 @@ class Session:
             if before.messages and not cache.seen:
                 notice += f"; {REREAD}"
         else:
-            said = Parsed(answer).as_message()
+            said = Parsed(prompt.begin + answer).as_message()
             if self.tools and (parsed := self.parsed).tool_calls:
-                called = parsed.as_message()
+                called = parsed._replace(content=prompt.begin + parsed.content).as_message()
                 if calls_are_written(self.runtime.tokenizer, called, self.tools, prompt.options):
                     said = called
             self.messages.append(said)

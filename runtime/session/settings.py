@@ -44,19 +44,33 @@ NUMBERS = {
     "frequency_penalty": Bounds(float, -2, 2),
     "max_new_tokens": Bounds(int, 1),
     "logprobs": Bounds(int, 0, 20),
+    "prompt_logprobs": Bounds(int, 0, 20),
     "seed": Bounds(int, 0, 2**63 - 1),
 }
 SHAPES = ("json_schema", "regex")
 """Names the settings that say what a whole answer is held to; at most one of them is set."""
 PENALTIES = ("presence_penalty", "frequency_penalty")
 """Names what an answer's own tokens lose in their logits, as OpenAI's API defines it."""
+BIAS = 100
+"""Bounds what `logit_bias` adds to a logit, as in OpenAI's API."""
 LEAST = 1e-20
 """Says below which temperature or `top_p` only the likeliest token is left, as with 0."""
 LARGEST = 1e18
 """Bounds the logits that are drawn from: divided by the least temperature they stay finite."""
-OURS = ("logprobs", *PENALTIES, *SHAPES, "template_options")
+OURS = (
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "only_read",
+    *PENALTIES,
+    *SHAPES,
+    "template_options",
+)
 """Names the settings that transformers does not have."""
-NAMES = (*NUMBERS, "do_sample", "eos_token_id", "stop_strings", *SHAPES, "template_options")
+NAMES = (
+    *NUMBERS, "do_sample", "eos_token_id", "stop_strings", "logit_bias", "only_read", *SHAPES,
+    "template_options",
+)  # fmt: skip
 GIVEN = ("messages", "tools", "add_generation_prompt")
 """Names what a chat template always gets, so that no option may be called so."""
 
@@ -75,7 +89,7 @@ def check(settings: Mapping[str, Any]) -> None:
         if name in NUMBERS:
             bounds = NUMBERS[name]
             allowed, fits = str(bounds), bounds.holds(value)
-        elif name == "do_sample":
+        elif name in ("do_sample", "only_read"):
             allowed, fits = "True or False", isinstance(value, bool)
         elif name == "eos_token_id":
             ids = value if isinstance(value, (list, tuple)) else [value]
@@ -87,6 +101,9 @@ def check(settings: Mapping[str, Any]) -> None:
         elif name == "template_options":
             allowed = f"a dictionary of names and JSON values, without {', '.join(GIVEN)}"
             fits = _are_template_options(value)
+        elif name == "logit_bias":
+            allowed = f"a dictionary of token ids and numbers from -{BIAS} to {BIAS}"
+            fits = _are_biases(value)
         elif name == "regex":
             allowed, fits = "a regular expression as a text", isinstance(value, str)
         else:
@@ -107,6 +124,15 @@ def _are_template_options(value: Any) -> bool:
     except (ValueError, TypeError, RecursionError):
         return False
     return not set(value) & set(GIVEN)
+
+
+def _are_biases(value: Any) -> bool:
+    """Return whether a value has a number for each of some token ids, which JSON has as texts."""
+    token, bias = Bounds(int, 0), Bounds(float, -BIAS, BIAS)
+    return isinstance(value, dict) and all(
+        (token.holds(key) or (isinstance(key, str) and key.isdecimal())) and bias.holds(number)
+        for key, number in value.items()
+    )
 
 
 def copied(config: Any) -> Any:
@@ -149,6 +175,12 @@ def penalties(config: Any) -> tuple[float, float]:
     """Return the penalties of a token that is in the answer: once, and per occurrence."""
     presence, frequency = (getattr(config, name, None) or 0.0 for name in PENALTIES)
     return presence, frequency
+
+
+def biases(config: Any) -> dict[int, float]:
+    """Return what is added to the logits of some tokens."""
+    found = getattr(config, "logit_bias", None) or {}
+    return {int(token): float(number) for token, number in found.items()}
 
 
 def end_tokens(config: Any) -> frozenset[int]:

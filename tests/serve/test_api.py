@@ -32,6 +32,7 @@ from kvcap.serve.tool_calls import CallGate
 
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 KEYS = ("one-key", "another-key")
+BEGUN: Any = {"role": "assistant", "content": "Well, "}
 TOOL: Any = {
     "type": "function",
     "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
@@ -154,10 +155,11 @@ def test_texts_in_parts_developers_and_pins_are_understood(url, talk):
 
 
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
-    ({"n": 2}, "n"), ({"frequency_penalty": 2.5}, "frequency_penalty"),
-    ({"presence_penalty": -3}, "presence_penalty"), ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"n": 0}, "n"), ({"n": 129}, "n"), ({"frequency_penalty": 2.5}, "frequency_penalty"),
+    ({"presence_penalty": -3}, "presence_penalty"), ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"), ({"ignore_eos": 1}, "ignore_eos"),
     ({"temperature": 3}, "temperature"), ({"temperature": "0.5"}, "temperature"),
-    ({"top_p": 1.5}, "top_p"), ({"top_k": -1}, "top_k"), ({"seed": -2}, "seed"),
+    ({"top_p": 1.5}, "top_p"), ({"top_k": -2}, "top_k"), ({"seed": -2}, "seed"),
     ({"seed": 2**63}, "seed"), ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 10**9}, "max_tokens"), ({"max_tokens": 1, "max_completion_tokens": 2}, None),
     ({"stop": ["x"] * 17}, "stop"), ({"stop": 5}, "stop.0"), ({"verbosity": "low"}, "verbosity"),
@@ -186,8 +188,15 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"recall": "some"}, "recall"), ({"recall": -1}, "recall"), ({"recall": True}, "recall"),
     ({"recall": 2**30}, "recall"), ({"recall": "64"}, "recall"), ({"recall": []}, "recall"),
     ({"prompt": "x", "recall": 1.5}, "recall"),
-    ({"prompt": ["a", "b"]}, "prompt"), ({"prompt": [1, 2]}, "prompt"),
-    ({"prompt": "x", "echo": True}, "echo"), ({"prompt": "x", "best_of": 2}, "best_of"),
+    ({"prompt": []}, "prompt"), ({"prompt": [1, "a"]}, "prompt"), ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [True]}, "prompt"), ({"prompt": 5}, "prompt"),
+    ({"prompt": ["a"] * 65, "n": 2}, None), ({"prompt": "x", "max_tokens": -2}, "max_tokens"),
+    ({"prompt": "x", "echo": True, "logprobs": 1, "recall": 5}, None),
+    ({"continue_final_message": True}, None), ({"add_generation_prompt": False}, None),
+    ({"continue_final_message": False, "messages": [*HELLO, BEGUN]}, None),
+    ({"response_format": {"type": "json_object"}, "messages": [*HELLO, BEGUN]}, None),
+    ({"ignore_eos": True, "response_format": {"type": "json_object"}}, None),
+    ({"prompt": "x", "best_of": 2}, "best_of"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
 ]  # fmt: skip
 
@@ -249,7 +258,8 @@ def test_values_that_ask_for_nothing_are_taken(url, talk):
         "n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "store": False,
         "parallel_tool_calls": True, "tool_choice": "auto", "modalities": ["text"], "stop": None,
         "response_format": {"type": "text"}, "logprobs": False, "service_tier": "auto",
-        "metadata": {"a": "b"}, "stream": False,
+        "metadata": {"a": "b", "c": 1, "d": 0.5, "e": True}, "stream": False, "top_logprobs": 0,
+        "max_tokens": -1, "max_completion_tokens": -1, "ignore_eos": False,
     }  # fmt: skip
     nothing |= {"store": True, "seed": -1, "service_tier": "flex", "verbosity": "medium",
                 "prompt_cache_retention": "24h", "functions": None, "unheard_of": None}  # fmt: skip

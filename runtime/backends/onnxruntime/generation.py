@@ -37,6 +37,9 @@ class Generation:
     eos_token_id: int | list[int] | None = None
     stop_strings: str | list[str] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[Any, float] | None = None
+    only_read: bool | None = None
     json_schema: dict[str, Any] | bool | None = None
     regex: str | None = None
     template_options: dict[str, Any] | None = None
@@ -75,7 +78,11 @@ class NumpySampler:
     def recipe(self) -> tuple[float, ...] | None:
         """Return the settings that tokens are drawn by; see `TokenSampler.recipe` in engine.py."""
         config = self.config
-        if any(settings.penalties(config)) or config.repetition_penalty not in (None, 1.0):
+        if (
+            any(settings.penalties(config))
+            or settings.biases(config)
+            or config.repetition_penalty not in (None, 1.0)
+        ):
             return None
         drawn = config.temperature, config.top_k, config.top_p, config.min_p
         return () if self.greedy else tuple(float(x or 0) for x in drawn)
@@ -100,6 +107,8 @@ class NumpySampler:
             known = min(len(allowed), len(found))
             found[:known][~allowed[:known]] = -np.inf
             found[known:] = -np.inf
+        for token, bias in settings.biases(self.config).items():
+            found[token] += bias
         presence, frequency = settings.penalties(self.config)
         if said and (presence or frequency):
             own, times = np.unique(np.array(said), return_counts=True)

@@ -55,7 +55,7 @@ class Sampler:
 
     Args:
         config: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-            frequency_penalty, do_sample.
+            frequency_penalty, logit_bias, do_sample.
         generator: random numbers on the CPU: one seed gives the same on any device.
 
     Settings that are not read, and would change what is drawn, are warned of by name.
@@ -87,6 +87,7 @@ class Sampler:
 
         No other token can be drawn by `top_k`."""
         self.presence, self.frequency = settings.penalties(config)
+        self.biases = settings.biases(config)
         self.recipe = _recipe(config, self.greedy)
         """Holds the settings that draw a token by its logits alone; see `TokenSampler.recipe`."""
 
@@ -114,6 +115,10 @@ class Sampler:
         if self.recipe == ():
             return logits.argmax(-1)
         scores: Tensor = logits.float()
+        if self.biases:
+            tokens, more = torch.tensor([*self.biases]), torch.tensor([*self.biases.values()])
+            more = _sent(more, logits.device).expand(len(scores), -1)
+            scores = scores.index_add(-1, _sent(tokens, logits.device), more)
         if said and (self.presence or self.frequency):
             tokens, times = torch.tensor(said).unique(return_counts=True)
             less = _sent(self.presence + self.frequency * times.float(), logits.device)
@@ -226,7 +231,8 @@ def _given(config: GenerationConfig, name: str) -> bool:
 
 
 def _recipe(config: GenerationConfig, greedy: bool) -> tuple[float, ...] | None:
-    if _given(config, "repetition_penalty") or any(settings.penalties(config)):
+    penalties = _given(config, "repetition_penalty") or any(settings.penalties(config))
+    if penalties or settings.biases(config):
         return None
     names = () if greedy else ("temperature", "top_k", "top_p", "min_p")
     return tuple(float(getattr(config, x) if _given(config, x) else NEUTRAL[x]) for x in names)
