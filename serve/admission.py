@@ -7,6 +7,7 @@ the plan made again with that; from then on every conversation adds the same byt
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.threads import by_a_thread
 
+SWITCH_S = 0.0005  # seconds after which a busy thread lets others run; 5 ms by default
 DISK = "4GiB"  # the most that saved conversations take, by default
 
 
@@ -75,6 +77,9 @@ def open_conversations(
         SessionNotSaved: the folder cannot be used.
         KvcapError: as loading a model.
     """
+    # Every operation of a pass gives Python's lock away and waits for it again, as long as this
+    # where another thread reads requests: some hundred times for every token.
+    sys.setswitchinterval(SWITCH_S)
     cap = None if budget.memory_cap is None else parse_cap(budget.memory_cap)
     if cap is not None:
         budget = replace(budget, memory_cap=str(cap))

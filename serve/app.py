@@ -6,6 +6,7 @@ touches a file.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -152,6 +153,8 @@ class Api:
         self.conversations, self.settings = conversations, settings
         self.metrics = Metrics(conversations.figures)
         self.bodies = Bodies(settings.limits)
+        self.one_at_a_time = asyncio.Lock()
+        """Is held while a body is understood, so that streams send tokens between two of them."""
         self.created = int(time())
 
     @property
@@ -233,7 +236,8 @@ class Api:
         Raises:
             ApiError: it is none of this kind, or for another model.
         """
-        async with self.bodies.of(request) as body:
+        async with self.bodies.of(request) as body, self.one_at_a_time:
+            await asyncio.sleep(0)
             try:
                 said = kind.model_validate_json(body)
             except ValidationError as error:
@@ -257,11 +261,13 @@ class Api:
     ) -> Response:
         """Answer one request, or several one after the other, each in a form of its own."""
         reply: Reply
-        if len(asks) == 1:
-            reply, form = self.conversations.submit(asks[0]), made()
-        else:
-            reply = series = Series(self.conversations.submit, asks, said.n or 1)
-            form = SeveralForm([made() for _ in asks], series)
+        async with self.one_at_a_time:
+            await asyncio.sleep(0)
+            if len(asks) == 1:
+                reply, form = self.conversations.submit(asks[0]), made()
+            else:
+                reply = series = Series(self.conversations.submit, asks, said.n or 1)
+                form = SeveralForm([made() for _ in asks], series)
         if said.stream:
             quiet = self.settings.limits.quiet_seconds
             return await streamed(request, reply, form, self.metrics, quiet)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
 import signal
 import ssl
@@ -240,6 +240,17 @@ class Load:
     max_connections: Annotated[
         int, option("--max-connections", min=1, metavar="N", help="At once.", show_default=True)
     ] = 256
+    grace: Annotated[
+        float,
+        option(
+            "--grace",
+            min=0,
+            metavar="SECONDS",
+            help="How long answers may go on once the server has to end (SIGTERM); then they end "
+            "by an error, within 3 more.",
+            show_default=True,
+        ),
+    ] = 5.0
     keep: Annotated[
         Path | None,
         option(
@@ -346,8 +357,14 @@ def serve_command(
     )  # fmt: skip
     # uvicorn handles SIGTERM, and raises it again once all is saved: then the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         server.run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if server.forced and engine.engine == "local":
+            say("the server has ended at once, at a second signal")
+            os._exit(1)  # threads that save or answer are not waited for
     if not quiet:
         say("the server has ended")
 
@@ -430,7 +447,7 @@ def opened(
             found = open_conversations(model, backend, budget, running, output, **taken_on)
             conversations, summary = found.scheduler, found.plan.summary
         app = application(conversations, settings, page_routes())
-        server = Server(app, listening, limits, tls=tls)
+        server = Server(app, listening, limits, load.grace, tls)
     except BaseException:
         listening.close()
         raise

@@ -84,30 +84,36 @@ class Held:
         known = {id(session): session for session in sessions if session is not None}
         return sum(session.recall.store.nbytes for session in known.values())
 
-    def find(self, ask: Ask, keys: Sequence[str]) -> MatchedConversation:
+    def find(self, ask: Ask, counts: Mapping[str, int]) -> MatchedConversation:
         """Find the longest conversation that a request goes on.
 
-        One that is named is waited for, whatever it does. Of others those are passed over that are
-        being answered, so that two requests never share a conversation. A completion goes on none.
+        One that is named is waited for, whatever it does: every round of the worker asks here for
+        all that wait, so that takes no time that grows with a request. Of others those are passed
+        over that are being answered, so that two requests never share a conversation. A completion
+        goes on none.
+
+        Args:
+            ask: the request.
+            counts: its `beginnings`.
         """
         held = MatchedConversation()
         if ask.messages is None:
             return held
         named = None if ask.session_id is None else tag(ask.session_id)
-        usable = [key for count, key in enumerate(keys[:-1], 1) if _pins_fit(ask, count)]
-        counts = {key: count for count, key in enumerate(keys, 1) if key in usable}
         for one in self.conversations:
             if one.owner != ask.owner or named not in (None, tag(one.id)):
                 continue
-            count = counts.get(one.key, 0)
             if named is not None and one.state != "idle":
                 return MatchedConversation(wait=True)
+            count = counts.get(one.key, 0)
             if one.state == "answering" or count < max(1, held.messages):
                 continue
             if count == held.messages and held.conversation and one.used < held.conversation.used:
                 continue
             held = MatchedConversation(one, None, count, wait=one.state == "moving")
-        on_disk = None if self.disk is None else self.disk.find(ask.owner, ask.session_id, usable)
+        on_disk = (
+            None if self.disk is None else self.disk.find(ask.owner, ask.session_id, [*counts])
+        )
         if on_disk is not None and (count := counts[on_disk[0].key]) > held.messages:
             return MatchedConversation(None, on_disk[0], count)
         return held
@@ -224,14 +230,19 @@ def _add(total: Any, what: Any) -> None:
     total.update(len(data).to_bytes(8, "little") + data)
 
 
-def _pins_fit(ask: Ask, count: int) -> bool:
-    """Return whether messages can be pinned as asked for, where those before `count` are held.
+def beginnings(ask: Ask, keys: Sequence[str]) -> dict[str, int]:
+    """Return the number of messages by key, of conversations that a request can go on.
 
-    A session pins all messages that it is sent at once, or none of them.
+    A session pins all messages that it is sent at once, or none of them, so that those behind a
+    beginning must all be pinned, or none.
     """
-    assert ask.messages is not None
-    new = {index for index in ask.pins if index >= count}
-    return len(new) in (0, len(ask.messages) - count)
+    found, total = dict[str, int](), len(keys)
+    pinned = total - 1 in ask.pins
+    same = next((n for n in range(1, total + 1) if (total - n in ask.pins) != pinned), total + 1)
+    for count, key in enumerate(keys[:-1], 1):
+        if total - count < same:  # so many messages at the end are all pinned, or none is
+            found[key] = count
+    return found
 
 
 def check(ask: Ask) -> None:

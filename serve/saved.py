@@ -13,13 +13,14 @@ path. Knows nothing of HTTP.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -37,6 +38,7 @@ NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{32})\.kvcap")
 FACTS = 64 << 10  # bytes of a file besides the cache and the messages
 LOCK, WRITING = ".lock", ".writing"
 ASIDE = ".unreadable"  # is appended to an unreadable file's name, then -2, -3, ... if that exists
+FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))  # errors of a disk without room
 TICK_NS = 100_000_000  # two changes of a folder closer than this can have the same time
 log = logging.getLogger("kvcap.serve")
 
@@ -238,9 +240,10 @@ class SavedConversations:
                     f"a conversation takes up to {needed:,} bytes, and the cap on disk is "
                     f"{self.cap:,}{also}; {do}"
                 )
+            spared = {name, "" if wanted is None else wanted.name}
             with self._writing():
                 self._make_room(needed, name, "" if wanted is None else wanted.name)
-                session.save(self.folder / name)
+                self._write(session, name, needed, spared)
             nbytes = os.stat(self.folder / name).st_size
         except (KvcapError, OSError) as error:
             self.dropped += 1
@@ -255,6 +258,28 @@ class SavedConversations:
             self._add(ConversationFile(name, nbytes, time.time()))
         self.saved += 1
         return name
+
+    def _write(self, session: Any, name: str, needed: int, spared: Collection[str]) -> None:
+        """Write a conversation; where the disk is full, those used longest ago go for it.
+
+        As many go as it takes, and no more bytes than it needs: others may fill the disk.
+
+        Raises:
+            SessionNotSaved: it cannot be written.
+        """
+        try:
+            session.save(self.folder / name)
+        except SessionNotSaved as error:
+            with self._lock:
+                others = [one for one in self._all() if one.name not in spared]
+            if not _disk_is_full(error) or needed <= 0 or not others:
+                raise
+            oldest = min(others, key=lambda one: one.used)
+            log.warning("the disk is full: the conversation used longest ago is forgotten")
+            self._remove(oldest)
+        else:
+            return
+        self._write(session, name, needed - oldest.nbytes, spared)
 
     def restore(self, session: Any, saved: ConversationFile) -> bool:
         """Make a session the saved one; False where the file cannot be taken.
@@ -365,3 +390,9 @@ class SavedConversations:
         by_id.pop(one.tag, None)
         if not by_id:
             self._files.pop(place, None)
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    """Return whether an error, or what it came from, says that the disk has no more room."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in FULL

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,7 @@ from kvcap.serve.conversations import (
     Conversation,
     Held,
     begin,
+    beginnings,
     blank,
     check,
     key_of,
@@ -74,7 +75,7 @@ class Job:
     """A request that is being served. Fields belong to the worker unless said otherwise."""
 
     ask: Ask
-    keys: list[str]
+    counts: Mapping[str, int]  # the request's `beginnings`
     loop: asyncio.AbstractEventLoop  # its reader's
     ready: asyncio.Event
     letters: int
@@ -293,7 +294,8 @@ class Scheduler:
             self._queued += 1
             self._queued_letters += letters
         loop = asyncio.get_running_loop()
-        job = Job(ask, keys_of(ask, self._salt), loop, asyncio.Event(), letters)
+        counts = beginnings(ask, keys_of(ask, self._salt))
+        job = Job(ask, counts, loop, asyncio.Event(), letters)
         self._calls.put(lambda: self._waiting.append(job))
         return Answering(job, self)
 
@@ -511,7 +513,7 @@ class Scheduler:
             )
             if self._closing or active >= self.limits.together:
                 return
-            found = self._held.find(job.ask, job.keys)
+            found = self._held.find(job.ask, job.counts)
             if found.wait:
                 continue  # this request waits for its conversation, others need not
             leaving = None

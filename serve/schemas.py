@@ -478,8 +478,8 @@ class ChatRequest(Request):
             raise ValueError("the last message has tool_calls; give what they returned behind it")
         if last.content and self.held_to is not None:
             raise ValueError(
-                "an answer that is held to a form (response_format, tool_choice) cannot be begun by "
-                "the last message"
+                "an answer that is held to a form (response_format, tool_choice) cannot be begun "
+                "by the last message"
             )
 
     @property

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import logging
+import math
 import socket
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -14,6 +18,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvcap.runtime.errors import PortTaken
+from kvcap.serve.contract import Conversations
 from kvcap.serve.errors import ApiError
 from kvcap.serve.limits import HEAD_BYTES, Patient, RequestLimits
 
@@ -21,6 +26,48 @@ if TYPE_CHECKING:
     from typing import Self
 
 BACKLOG = 512  # connections that may wait to be accepted
+ANSWERS_S = 5.0  # seconds that answers have to end, of 8 in all: Docker kills after 10
+ERRORS_S = 3  # seconds in which clients are sent the error that ends their answers
+LOG = logging.getLogger("kvcap.serve")
+
+
+class Ending(uvicorn.Server):
+    """A server of uvicorn that ends answers by an error, and at once at a second signal.
+
+    Args:
+        config: uvicorn's.
+        patience_s: seconds that answers have to come to their end.
+        conversations: that write them.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, patience_s: float, conversations: Conversations
+    ) -> None:
+        super().__init__(config)
+        self.patience_s, self.conversations = patience_s, conversations
+        self._closing: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; at a second signal, whichever, do not wait for anything."""
+        self.force_exit = self.should_exit
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more connections, and wait for answers before they are ended by an error."""
+        timer = asyncio.get_running_loop().call_later(self.patience_s, self._end_answers)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _end_answers(self) -> None:
+        figures = self.conversations.figures()
+        LOG.warning(
+            "the server ends after %g s: %d answers are cut short, %d requests are not answered",
+            self.patience_s, figures.answering, figures.waiting,
+        )  # fmt: skip
+        # As it is kept, nobody takes it away while it runs.
+        self._closing = asyncio.ensure_future(self.conversations.aclose())
 
 
 class Server:
@@ -30,8 +77,8 @@ class Server:
         app: the application.
         listening: a socket of `bound`.
         limits: on connections.
-        patience_s: seconds that answers have to end once the server has to stop; then they are
-            stopped.
+        patience_s: seconds that answers have to end once the server has to stop; then they end
+            by an error.
         tls: the files of a certificate and its key; None: it speaks HTTP.
     """
 
@@ -40,7 +87,7 @@ class Server:
         app: Starlette,
         listening: socket.socket,
         limits: RequestLimits,
-        patience_s: int = 30,
+        patience_s: float = ANSWERS_S,
         tls: tuple[Path, Path] | None = None,
     ) -> None:
         self.app, self.limits, self.socket, self.tls = app, limits, listening, tls
@@ -49,11 +96,12 @@ class Server:
             self._answered, interface="asgi3", log_level="error", access_log=False, lifespan="on",
             ws="none", loop="asyncio", http=type("Connection", (Patient,), {"limits": limits}),
             server_header=False, proxy_headers=False, backlog=BACKLOG,
-            timeout_keep_alive=int(limits.head_seconds), timeout_graceful_shutdown=patience_s,
+            timeout_keep_alive=int(limits.head_seconds),
+            timeout_graceful_shutdown=math.ceil(patience_s + ERRORS_S),
             h11_max_incomplete_event_size=HEAD_BYTES,
             ssl_certfile=tls and tls[0], ssl_keyfile=tls and tls[1],
         )  # fmt: skip
-        self.server = uvicorn.Server(config)
+        self.server = Ending(config, patience_s, app.state.conversations)
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     @property
@@ -64,8 +112,13 @@ class Server:
         return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Serve until a signal, or `stop`; a second Ctrl-C does not wait for answers."""
+        """Serve until a signal, or `stop`; a second signal waits for nothing."""
         self.server.run(sockets=[self.socket])
+
+    @property
+    def forced(self) -> bool:
+        """Return whether a second signal has ended the server."""
+        return self.server.force_exit
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it where there are more connections than may be."""

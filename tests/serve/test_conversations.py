@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import kvcap
 from kvcap.policies import load_policy
 from kvcap.runtime.errors import SessionNotSaved
 from kvcap.runtime.session.session import Session
-from kvcap.serve.conversations import keys_of
+from kvcap.serve.conversations import Held, beginnings, keys_of
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
 
@@ -382,3 +383,26 @@ def test_spaces_around_an_answer_do_not_make_another_conversation() -> None:
     trimmed = (user("Hello!"), said("Hi."), user("And now?"))
     assert keys_of(ask(*asked), "") == keys_of(ask(*trimmed), "")
     assert keys_of(ask(user(" Hello!")), "") != keys_of(ask(user("Hello!")), "")
+
+
+def test_conversations_that_pins_allow_are_found_as_the_rule_says():
+    """New messages are all pinned, or none: found at once for all beginnings of a request."""
+    for pins in itertools.product((False, True), repeat=5):
+        pinned = frozenset(index for index, pin in enumerate(pins) if pin)
+        asked = ask(*[user(str(n)) for n in range(5)], pins=pinned)
+        keys = keys_of(asked, "")
+        allowed = {keys[count - 1]: count for count in range(1, 5) if len(set(pins[count:])) == 1}
+        assert beginnings(asked, keys) == allowed
+
+
+def test_waiting_for_a_named_conversation_takes_no_look_at_the_request():
+    """Every round of the worker asks for each that waits, so that tokens would wait for it."""
+
+    class Unread(dict[str, int]):
+        def get(self, *_: Any) -> Any:
+            raise AssertionError("the messages were looked at")
+
+    held = Held(None, 1, None)  # type: ignore[arg-type]
+    asked = ask(user("Hello!"), session_id="same")
+    held.open(asked, None, None)
+    assert held.find(asked, Unread()).wait

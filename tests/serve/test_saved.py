@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -199,3 +200,42 @@ def test_a_file_that_another_process_set_aside_is_left(two: Any, tmp_path: Path)
     assert not one.restore(Unreadable(), found[0])
     assert not other.restore(Unreadable(), again[0])
     assert [path.name for path in tmp_path.glob("*.unreadable*")] == [f"{name}.unreadable"]
+
+
+class FullDisk:
+    """A session whose file fits a disk of so many bytes beside what lies there, or does not."""
+
+    messages = ()
+    cache = SimpleNamespace(nbytes=SIZE, seen=0)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def save(self, path: Path) -> None:
+        if sum(x.stat().st_size for x in path.parent.glob("*.kvcap")) + SIZE > self.size:
+            raise SessionNotSaved("no room") from OSError(errno.ENOSPC, "No space left on device")
+        path.write_bytes(bytes(SIZE))
+
+
+def test_on_a_full_disk_the_newest_conversations_are_kept(tmp_path):
+    disk = SavedConversations(tmp_path, 1 << 20)
+    for number in range(5):
+        session = FullDisk(3 * SIZE)
+        assert disk.save(session, "ada", f"number {number}", key(number), None) is not None
+        os.utime(tmp_path / disk.find("ada", None, [key(number)])[0].name, (number, number))  # type: ignore[index]
+    kept = [number for number in range(5) if disk.find("ada", None, [key(number)])]
+    assert kept == [2, 3, 4]
+    assert len(disk) == len([*tmp_path.glob("*.kvcap")]) == 3
+    disk.close()
+
+
+def test_a_disk_that_others_fill_costs_no_more_than_one_conversation_takes(tmp_path):
+    disk = SavedConversations(tmp_path, 1 << 30)
+    FullDisk.cache = SimpleNamespace(nbytes=SIZE, seen=0)
+    count = FACTS // SIZE + 10
+    for number in range(count):
+        assert disk.save(FullDisk(1 << 30), "ada", f"number {number}", key(number), None)
+    assert disk.save(FullDisk(0), "ada", "more", key(count), None) is None
+    assert 0 < len(disk) < count
+    assert disk.find("ada", None, [key(count - 1)]) is not None
+    disk.close()
