@@ -77,6 +77,7 @@ class Piece(NamedTuple):
     """Holds the log probabilities of the tokens of `text`, where they were asked for."""
     prompt_tokens: int = 0  # of the whole request
     completion_tokens: int = 0  # of the answer up to here
+    opened: str = ""  # the mark by which the prompt opened thoughts, in which the answer begins
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import Message
 from kvcap.serve.contract import Ask
 from kvcap.serve.saved import ConversationFile, SavedConversations, tag
+from kvcap.serve.thoughts import without_thoughts
 
 State = Literal["idle", "answering", "moving"]
 """Says what a conversation does; `moving`: it is read from or written to disk."""
@@ -220,8 +221,8 @@ def key_of(session: Session, tools: Sequence[Mapping[str, Any]], salt: str) -> s
 
 def _known(message: Message) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if value or name in ("role", "content")}
-    if found["role"] == "assistant":  # clients send answers back with other white space around
-        found["content"] = found["content"].strip()
+    if found["role"] == "assistant":  # clients send answers back without thoughts, and stripped
+        found["content"] = without_thoughts(found["content"]).strip()
     return found
 
 

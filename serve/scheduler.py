@@ -92,6 +92,7 @@ class Job:
     answer: Iterator[str] | None = None
     key: str = ""  # the conversation's key before this request
     seen: int = 0  # tokens that the conversation had read before this request
+    opened: str | None = None  # the mark by which the prompt opened thoughts; None: not known yet
     echoed: bool = False  # the prompt was given to the reader
     noted: int = 0  # tokens whose log probabilities were sent
     paused: float | None = None  # when it began to wait for its reader; None: it does not wait
@@ -101,7 +102,9 @@ class Job:
         turn = session.turn
         assert turn is not None
         prompt = turn.reused_tokens + turn.prompt_tokens
-        self.pieces.append(Piece(text, likely, prompt, turn.completion_tokens))
+        if self.opened is None:
+            self.opened = "" if self.ask.messages is None else session.thoughts_opened
+        self.pieces.append(Piece(text, likely, prompt, turn.completion_tokens, self.opened))
 
     def give_prompt(self, session: Session) -> None:
         """Give the reader the prompt as the first piece, once."""

@@ -28,6 +28,7 @@ from kvcap.serve.contract import Piece, Reply, Usage
 from kvcap.serve.errors import ApiError, of_runtime
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.series import Series
+from kvcap.serve.thoughts import ThoughtGate, without_thoughts
 from kvcap.serve.tool_calls import CallGate, as_calls
 
 LOG = logging.getLogger("kvcap.serve")
@@ -139,7 +140,8 @@ class ChatForm(Form):
     ) -> None:
         super().__init__(model, include_usage, usage_each)
         self.gate, self.most_calls = CallGate() if most_calls else None, most_calls
-        self.content = ""
+        self.thinking = ThoughtGate()
+        self.content = self.thoughts = ""
         self.calls: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
 
@@ -150,19 +152,36 @@ class ChatForm(Form):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return a choice with the piece's text; none while it may be a call."""
         self.texts.append(piece.text)
-        text = piece.text if self.gate is None else self.gate.put(piece.text)
+        thoughts, text = self.thinking.put(piece.text, piece.opened)
+        parts = self._thought(thoughts)
+        text = self._certain(text)
         found: dict[str, Any] | None = None
         if piece.logprobs:
             content = [one.as_dict() for one in piece.logprobs]
             self.logprobs += content
             found = {"content": content, "refusal": None}
-        return [_delta({"content": text}, found)] if text or found else []
+        return [*parts, _delta({"content": text}, found)] if text or found else parts
+
+    def _thought(self, text: str) -> list[dict[str, Any]]:
+        """Return a choice with thoughts, if there are any."""
+        self.thoughts += text
+        return [_delta({"reasoning_content": text})] if text else []
+
+    def _certain(self, text: str) -> str:
+        """Return what of more content is none of a call."""
+        self.content += text
+        return text if self.gate is None else self.gate.put(text)
 
     def end(self, reply: Reply) -> list[dict[str, Any]]:
         """Return choices with what was held back, the calls, and why the answer ended."""
-        self.content, found = "".join(self.texts), list[dict[str, Any]]()
+        thoughts, text = self.thinking.end()
+        found = self._thought(thoughts)
+        if text := self._certain(text):
+            found.append(_delta({"content": text}))
         if self.gate is not None:
             parsed = reply.parsed or Parsed(self.content)
+            if self.thoughts:
+                parsed = parsed._replace(content=without_thoughts(parsed.content))
             if text := self.gate.end(parsed):
                 found.append(_delta({"content": text}))
             if parsed.tool_calls:
@@ -175,6 +194,8 @@ class ChatForm(Form):
     def choice(self, reply: Reply) -> dict[str, Any]:
         """Return the choice with the message, once `end` was called."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts
         if self.calls:
             message |= {"content": self.content or None, "tool_calls": self.calls}
         logprobs = {"content": self.logprobs, "refusal": None} if self.logprobs else None

@@ -36,12 +36,13 @@ from kvcap.runtime.session.messages import (
     turn_has_results,
 )
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
-from kvcap.runtime.session.template_forms import with_thoughts_closed
+from kvcap.runtime.session.template_forms import THOUGHTS, with_thoughts_closed
 from kvcap.runtime.session.tool_calls import Parsed, parsed_by_template, parsed_text
 from kvcap.runtime.types import Message, OnFull, SlotUse, Span, Tool
 
 REREAD = "the conversation is read again with the next message"
 PROMPT_SEEN = 256  # tokens of a prompt by which an answer is parsed
+MARK_SEEN = 16  # tokens that a mark of thoughts has at most, with the space behind it
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,13 @@ class Session:
         blocks are read with all logits then, for which a memory cap plans no memory.
         """
         return self._written.prompt_logprobs
+
+    @property
+    def thoughts_opened(self) -> str:
+        """Return the mark by which the last prompt opened thoughts; "": it did not."""
+        last, tokenizer = list(self._written.prompt)[-MARK_SEEN:], self.runtime.tokenizer
+        text = tokenizer.backend_tokenizer.decode(last, skip_special_tokens=False).rstrip()
+        return next((mark for mark in THOUGHTS if text.endswith(mark)), "")
 
     @property
     def stats(self) -> Stats:

@@ -1,0 +1,85 @@
+"""Splits what a model thinks from its answer, also while it is streamed."""
+
+from __future__ import annotations
+
+from kvcap.runtime.session.template_forms import THOUGHTS
+
+
+class ThoughtGate:
+    r"""Splits a streamed answer into thoughts, which a mark opens at its begin, and content.
+
+    >>> gate = ThoughtGate()
+    >>> gate.put("<thi"), gate.put("nk>\nTwo and two"), gate.put(" is</think>\n"), gate.put("\n4.")
+    (('', ''), ('Two and two', ''), (' is', ''), ('', '4.'))
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._closing: str | None = None  # the mark that ends the thoughts; None: none are open
+        self._begun = self._strip = False
+
+    def put(self, text: str, opened: str = "") -> tuple[str, str]:
+        """Take more text; return what of it is certain to be thoughts, and to be content.
+
+        Args:
+            text: of the answer.
+            opened: the mark by which the prompt has opened thoughts; "": it has not.
+        """
+        self._held += text
+        if not self._begun and not self._begin(opened):
+            return "", ""
+        if self._closing is None:
+            return "", self._given(len(self._held))
+        thoughts, found, rest = self._held.partition(self._closing)
+        if not found:
+            sizes = range(min(len(self._closing), len(self._held)), 0, -1)
+            kept = next((n for n in sizes if self._closing.startswith(self._held[-n:])), 0)
+            certain = self._held[: len(self._held) - kept].rstrip()
+            return self._given(len(certain)), ""
+        thoughts = self._stripped(thoughts.rstrip())
+        self._closing, self._held, self._strip = None, rest, True
+        return thoughts, self._given(len(rest))
+
+    def end(self) -> tuple[str, str]:
+        """Return what was held back, since no text follows."""
+        text = self._given(len(self._held))
+        return ("", text) if self._closing is None else (text.rstrip(), "")
+
+    def _begin(self, opened: str) -> bool:
+        """Find out whether thoughts are open; return whether that is certain."""
+        begins = self._held.lstrip()
+        if opened:
+            self._closing = THOUGHTS[opened]
+        elif mark := next((mark for mark in THOUGHTS if begins.startswith(mark)), None):
+            self._closing, self._held = THOUGHTS[mark], begins.removeprefix(mark)
+        elif any(mark.startswith(begins) for mark in THOUGHTS):
+            return False
+        self._begun, self._strip = True, self._closing is not None
+        return True
+
+    def _given(self, count: int) -> str:
+        """Return the first letters that were held back, and hold them back no longer."""
+        text, self._held = self._held[:count], self._held[count:]
+        return self._stripped(text)
+
+    def _stripped(self, text: str) -> str:
+        """Return text without the space behind a mark."""
+        if self._strip:
+            text = text.lstrip()
+            self._strip = not text
+        return text
+
+
+def without_thoughts(text: str) -> str:
+    r"""Return an answer without its thoughts, whoever opened them.
+
+    >>> without_thoughts("Two and two is\n</think>\n\n4."), without_thoughts("<think>\nTwo"), "4."
+    ('4.', '', '4.')
+    """
+    for opening, closing in THOUGHTS.items():
+        before, found, after = text.partition(closing)
+        if found:
+            return after.lstrip()
+        if before.lstrip().startswith(opening):
+            return ""
+    return text
