@@ -40,7 +40,9 @@ from kvcap.serve import schemas
 from kvcap.serve.contract import Ask, Conversations, Reply
 from kvcap.serve.errors import NO_TEMPLATE, ApiError, of_body, respond
 from kvcap.serve.limits import Bodies, RequestLimits
+from kvcap.serve.messages import Messages
 from kvcap.serve.metrics import Metrics
+from kvcap.serve.responses import Responses
 from kvcap.serve.series import Series
 from kvcap.serve.streaming import (
     SESSION,
@@ -58,7 +60,7 @@ HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(:\d*)?")  # a name or an addr
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 GONE = 499  # status of an answer whose client has left
 
-Body = TypeVar("Body", bound=schemas.Request)
+Body = TypeVar("Body", bound=schemas.Strict)
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class Api:
         self.one_at_a_time = asyncio.Lock()
         """Is held while a body is understood, so that streams send tokens between two of them."""
         self.created = int(time())
+        self.messages, self.responses = Messages(self), Responses(self)
 
     @property
     def routes(self) -> list[Route]:
@@ -163,6 +166,8 @@ class Api:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/messages", self.messages.create, methods=["POST"]),
+            Route("/v1/responses", self.responses.create, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -187,22 +192,30 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
-        said = await self._said(request, schemas.ChatRequest)
-        if not self.conversations.figures().chat_template:
-            raise ApiError(400, f"{self.settings.model} {NO_TEMPLATE}", code="no_chat_template")
-        asks = said.asks(said.ask(*self._given(request)))
+        said = await self.said(request, schemas.ChatRequest)
 
         def form() -> Form:
             return ChatForm(
-                self.settings.model, said.include_usage, said.usage_each,
-                most_calls=said.most_calls,
-            )  # fmt: skip
+                self.settings.model, said.include_usage, said.usage_each, most_calls=said.most_calls
+            )
 
-        return await self._answer(request, asks, form, said)
+        return await self.answer(request, said, form)
+
+    async def answer(
+        self, request: Request, said: schemas.ChatRequest, form: Callable[[], Form]
+    ) -> Response:
+        """Answer a chat in any form: of OpenAI's API, or of another that was translated to it."""
+        if said.model is not None:
+            self.check_model(said.model)
+        if not self.conversations.figures().chat_template:
+            raise ApiError(400, f"{self.settings.model} {NO_TEMPLATE}", code="no_chat_template")
+        return await self._answer(request, said.asks(said.ask(*self._given(request))), form, said)
 
     async def complete(self, request: Request) -> Response:
         """Continue a text: `POST /v1/completions`."""
-        said = await self._said(request, schemas.CompletionRequest)
+        said = await self.said(request, schemas.CompletionRequest)
+        if said.model is not None:
+            self.check_model(said.model)
         given = self._given(request)
         asks = [ask for prompt in said.prompt for ask in said.asks(said.ask(prompt, *given))]
 
@@ -217,7 +230,7 @@ class Api:
 
     async def one_model(self, request: Request) -> Response:
         """Describe a model by its name."""
-        self._check_model(request.path_params["name"])
+        self.check_model(request.path_params["name"])
         return JSONResponse(self.model)
 
     async def health(self, _: Request) -> Response:
@@ -230,11 +243,11 @@ class Api:
         """Show figures for Prometheus."""
         return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def _said(self, request: Request, kind: type[Body]) -> Body:
+    async def said(self, request: Request, kind: type[Body]) -> Body:
         """Return a request's body.
 
         Raises:
-            ApiError: it is none of this kind, or for another model.
+            ApiError: it is none of this kind.
         """
         async with self.bodies.of(request) as body, self.one_at_a_time:
             await asyncio.sleep(0)
@@ -242,11 +255,14 @@ class Api:
                 said = kind.model_validate_json(body)
             except ValidationError as error:
                 raise of_body(error) from error
-        if said.model is not None:
-            self._check_model(said.model)
         return said
 
-    def _check_model(self, name: str) -> None:
+    def check_model(self, name: str) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            ApiError: naming the one there is.
+        """
         if name != self.settings.model:
             said = f"there is no model {name[:80]!r} here; use {self.settings.model!r}"
             raise ApiError(404, said, param="model", code="model_not_found")
@@ -294,7 +310,10 @@ class Keys(AuthenticationBackend):
         """
         owner = ""
         if self.digests and conn.scope["path"] not in self.open_paths:
-            scheme, _, key = conn.headers.get("authorization", "").partition(" ")
+            named = conn.headers.get("authorization", "")
+            if not named and "x-api-key" in conn.headers:  # as Anthropic's clients send it
+                named = f"Bearer {conn.headers['x-api-key']}"
+            scheme, _, key = named.partition(" ")
             given = hashlib.sha256(key.strip().encode("latin-1")).digest()
             # Every key is compared in constant time, so that timing does not show how near one is.
             same = [hmac.compare_digest(given, known) for known in self.digests]

@@ -93,6 +93,7 @@ class Usage:
     cap_bytes: int  # the cap of the conversation's cache
     recalled_tokens: int = 0  # prompt tokens that are evicted text, read again
     recalled_passages: int = 0  # passages of evicted text that these tokens are
+    stop_string: str | None = None  # the text that ended the answer, if one of `stop` did
 
 
 class Reply(Protocol):

@@ -73,14 +73,19 @@ class ApiError(Exception):
         return {"error": said}
 
     @property
-    def response(self) -> JSONResponse:
-        """Return the whole answer to a request."""
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the answer to a request."""
         headers = {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body, self.status, headers)
+        return headers
+
+    @property
+    def response(self) -> JSONResponse:
+        """Return the whole answer to a request."""
+        return JSONResponse(self.body, self.status, self.headers)
 
 
 def of_runtime(error: Exception) -> ApiError:

@@ -706,6 +706,7 @@ class Scheduler:
             evicted=seen - held,
             cap_bytes=self.runtime.cap_bytes,
             recalled_tokens=turn.recalled_tokens,
+            stop_string=turn.stop_string,
             recalled_passages=len(session.recall.passages) if turn.recalled_tokens else 0,
         )
         self._counted("prompt_tokens", turn.read_tokens)

@@ -106,6 +106,29 @@ class Form(ABC):
         if self.so_far is not None:
             self.so_far = _usage_so_far(piece.prompt_tokens, piece.completion_tokens)
 
+    media_type = "text/event-stream"
+    alive = ALIVE
+    """Holds what a stream has while a prompt is read, so that no proxy takes it for dead."""
+
+    def opening(self) -> bytes:
+        """Write what a stream begins with."""
+        return b"".join([self.part([choice]) for choice in self.begin()])
+
+    def written(self, piece: Piece) -> bytes:
+        """Write what a piece brings."""
+        return b"".join([self.part([choice]) for choice in self.put(piece)])
+
+    def closing(self, reply: Reply) -> bytes:
+        """Write what a stream ends with."""
+        last = b"".join([self.part([choice]) for choice in self.end(reply)])
+        if self.include_usage and reply.usage is not None:
+            last += self.part([], usage=usage_of(reply.usage))
+        return last + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Write what a stream ends with whose answer failed."""
+        return event(error.body)
+
     def part(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """Write one event of the stream."""
         said = {"choices": choices, **more}
@@ -384,7 +407,8 @@ async def streamed(
         if isinstance(error, Exception):
             raise _refusal(error) from error
         raise
-    return AnswerStream(reply, first, _events(reply, first, pieces, form, quiet_seconds))
+    events = _events(reply, first, pieces, form, quiet_seconds)
+    return AnswerStream(reply, first, events, form.media_type)
 
 
 class AnswerStream(StreamingResponse):
@@ -394,15 +418,19 @@ class AnswerStream(StreamingResponse):
         reply: the answer.
         first: the wait for its first piece.
         events: what is sent.
+        media_type: of the stream.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
-        self, reply: Reply, first: asyncio.Future[Piece | None], events: AsyncIterator[bytes]
+        self,
+        reply: Reply,
+        first: asyncio.Future[Piece | None],
+        events: AsyncIterator[bytes],
+        media_type: str,
     ) -> None:
         # Proxies must not buffer the answer, which would undo the stream.
-        super().__init__(events, headers={"X-Accel-Buffering": "no", **_session(reply)})
+        headers = {"X-Accel-Buffering": "no", **_session(reply)}
+        super().__init__(events, headers=headers, media_type=media_type)
         self.reply, self.first = reply, first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -420,35 +448,28 @@ async def _events(
     form: Form,
     quiet_seconds: float,
 ) -> AsyncIterator[bytes]:
-    """Yield the stream: OpenAI's chunks and, where the answer did not fail, `[DONE]`."""
+    """Yield the stream as its form has it."""
     if first.done() and not first.exception() and (piece := first.result()) is not None:
         form.count(piece)
-    opening = b"".join(form.part([choice]) for choice in form.begin())
+    opening = form.opening()
     if not first.done():
-        yield opening + ALIVE
+        yield opening + form.alive
         opening = b""
     try:
         while not await _wait(first, quiet_seconds):
-            yield ALIVE
+            yield form.alive
         if (piece := await first) is not None:
             form.count(piece)
-            opening += _parts(form, form.put(piece))
+            opening += form.written(piece)
         if opening:
             yield opening
         async for piece in pieces:
             form.count(piece)
-            if parts := _parts(form, form.put(piece)):
+            if parts := form.written(piece):
                 yield parts
-        last = _parts(form, form.end(reply))
-        if form.include_usage and reply.usage is not None:
-            last += form.part([], usage=usage_of(reply.usage))
-        yield last + DONE
+        yield form.closing(reply)
     except Exception as error:
-        yield event(_refusal(error).body)
-
-
-def _parts(form: Form, choices: Sequence[dict[str, Any]]) -> bytes:
-    return b"".join([form.part([choice]) for choice in choices])
+        yield form.failed(_refusal(error))
 
 
 def _refusal(error: Exception) -> ApiError:

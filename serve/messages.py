@@ -1,0 +1,316 @@
+"""Answers `POST /v1/messages`, Anthropic's API, by the one path that answers chats.
+
+A body becomes a `ChatRequest`, and `MessageForm` puts the answer into Anthropic's words. What the
+model thinks is a block of its own; counts of tokens are this tokenizer's.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvcap.runtime.errors import KvcapError
+from kvcap.serve import schemas
+from kvcap.serve.contract import Piece, Reply
+from kvcap.serve.errors import ApiError, of_body, of_runtime
+from kvcap.serve.streaming import WRITTEN, ChatForm
+
+ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+         429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+UNUSED = ("thinking", "redacted_thinking")  # blocks of earlier answers that are not read again
+
+
+class Tool(schemas.Strict):
+    """A tool that the model may call."""
+
+    name: schemas.Name
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    input_schema: schemas.Schema | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+
+    @property
+    def openai(self) -> dict[str, Any]:
+        """Return the tool as OpenAI's API has it."""
+        said = {"description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {"name": self.name, **said}}
+
+
+class Counted(schemas.Strict):
+    """A body that `POST /v1/messages/count_tokens` takes."""
+
+    model: Annotated[str, Field(max_length=256)]
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: Annotated[list[Tool], Field(max_length=schemas.TOOLS)] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    """Goes to the chat template as `enable_thinking`; a budget of its tokens is not kept."""
+
+    def openai(self) -> dict[str, Any]:
+        """Return the body as OpenAI's API has it.
+
+        Raises:
+            ValueError: a block that this server does not read.
+        """
+        found: dict[str, Any] = {"model": self.model, "messages": self._messages()}
+        if self.tools:
+            found["tools"] = [tool.openai for tool in self.tools]
+        choice = dict(self.tool_choice or {})
+        if choice.pop("disable_parallel_tool_use", None):
+            found["parallel_tool_calls"] = False
+        if kind := choice.pop("type", None):
+            named = {"type": "function", "function": {"name": choice.pop("name", None)}}
+            found["tool_choice"] = {"any": "required", "tool": named}.get(kind, kind)
+        if choice:
+            raise ValueError(f"tool_choice has {next(iter(choice))!r}; leave it out")
+        if self.thinking is not None:
+            on = self.thinking.get("type") != "disabled"
+            found["chat_template_kwargs"] = {"enable_thinking": on}
+        return found
+
+    def _messages(self) -> list[dict[str, Any]]:
+        found = list[dict[str, Any]]()
+        if self.system:
+            found.append({"role": "system", "content": _text(self.system, "system")})
+        for number, message in enumerate(self.messages):
+            found += _translated(message, f"messages.{number}")
+        return found
+
+
+class Body(Counted):
+    """A body that `POST /v1/messages` takes."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Any = None  # it asks for nothing
+    service_tier: Any = None  # likewise
+
+    def openai(self) -> dict[str, Any]:
+        """Return the body as OpenAI's API has it."""
+        same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        given = {name: getattr(self, name) for name in same}
+        return super().openai() | given | {"stop": self.stop_sequences}
+
+
+def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return a message as OpenAI's API has it; results of tools are messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant") or message.keys() - {"role", "content"}:
+        raise ValueError(f"{where} is no message; give role, user or assistant, and content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    results, texts, calls = list[dict[str, Any]](), list[Any](), list[dict[str, Any]]()
+    for number, block in enumerate(content if isinstance(content, list) else [None]):
+        place = f"{where}.content.{number}"
+        match block:
+            case {"type": "text"}:
+                texts.append(block)
+            case {"type": "tool_result", "tool_use_id": str(id_)} if role == "user":
+                text = _text(block.get("content") or "", f"{place}.content")
+                text = f"Error: {text}" if block.get("is_error") else text
+                results.append({"role": "tool", "tool_call_id": id_, "content": text})
+            case {"type": "tool_use", "id": id_, "name": name, "input": input_} if (
+                role == "assistant"
+            ):
+                function = {"name": name, "arguments": json.dumps(input_)}
+                calls.append({"type": "function", "id": id_, "function": function})
+            case {"type": kind} if kind in UNUSED:
+                pass
+            case _:
+                kind = block.get("type") if isinstance(block, dict) else None
+                raise ValueError(f"{place} is {str(kind)[:40]!r}; a message of the {role} has "
+                                 "text, tool_use or tool_result here")  # fmt: skip
+    if not texts and not calls:
+        return results
+    said: dict[str, Any] = {"role": role, "content": _text(texts, f"{where}.content")}
+    return [*results, said | ({"tool_calls": calls} if calls else {})]
+
+
+def _text(content: Any, where: str) -> str:
+    """Return a text, given as such or as blocks.
+
+    Raises:
+        ValueError: a block is none.
+    """
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for block in blocks if isinstance(blocks, list) else [None]:
+        if (
+            not isinstance(block, dict)
+            or block.get("type") != "text"
+            or not isinstance(block.get("text"), str)
+        ):
+            raise ValueError(f"{where} has a block that is no text; this server reads texts")
+    return "".join(block["text"] for block in blocks)
+
+
+class MessageForm(ChatForm):
+    """A form that puts a chat's answer into Anthropic's words."""
+
+    prefix = "msg"
+    alive = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, model: str, most_calls: int) -> None:
+        super().__init__(model, include_usage=False, usage_each=True, most_calls=most_calls)
+        self.blocks = 0  # that were opened
+        self.open: str | None = None  # the kind of the last one, until it is closed
+
+    def opening(self) -> bytes:
+        """Write the message without its content."""
+        assert self.so_far is not None
+        usage = {"input_tokens": self.so_far["prompt_tokens"], "output_tokens": 0}
+        said = {**self._message([], None), "stop_sequence": None, "usage": usage}
+        return _event("message_start", message=said)
+
+    def written(self, piece: Piece) -> bytes:
+        """Write the blocks that a piece opens or continues."""
+        return b"".join([self._delta(choice["delta"]) for choice in self.put(piece)])
+
+    def closing(self, reply: Reply) -> bytes:
+        """Write what was held back, the calls, and why the answer ended."""
+        last = b"".join([self._delta(choice["delta"]) for choice in self.end(reply)])
+        ended = {"stop_reason": self._stopped(reply), "stop_sequence": _stop_string(reply)}
+        last += self._close() + _event("message_delta", delta=ended, usage=_usage(reply))
+        return last + _event("message_stop")
+
+    def failed(self, error: ApiError) -> bytes:
+        """Write the error."""
+        return _event("error", **_error(error))
+
+    def body(self, reply: Reply) -> dict[str, Any]:
+        """Return the whole message."""
+        content = list[dict[str, Any]]()
+        if self.thoughts:
+            content.append({"type": "thinking", "thinking": self.thoughts, "signature": ""})
+        if self.content:
+            content.append({"type": "text", "text": self.content})
+        content += [
+            {**_call(call), "input": json.loads(call["function"]["arguments"])}
+            for call in self.calls
+        ]
+        said = self._message(content, self._stopped(reply))
+        return {**said, "stop_sequence": _stop_string(reply), "usage": _usage(reply)}
+
+    def _message(self, content: list[Any], reason: str | None) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model,
+                "content": content, "stop_reason": reason}  # fmt: skip
+
+    def _stopped(self, reply: Reply) -> str:
+        return "stop_sequence" if _stop_string(reply) else ENDS[self._reason(reply)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        """Write one delta of OpenAI's stream."""
+        found = b""
+        if text := delta.get("reasoning_content"):
+            found += self._begin("thinking", {"thinking": "", "signature": ""})
+            found += self._go_on({"type": "thinking_delta", "thinking": text})
+        if text := delta.get("content"):
+            found += self._begin("text", {"text": ""})
+            found += self._go_on({"type": "text_delta", "text": text})
+        for call in delta.get("tool_calls", ()):
+            found += self._close() + self._begin("tool_use", {**_call(call), "input": {}})
+            text = call["function"]["arguments"]
+            found += self._go_on({"type": "input_json_delta", "partial_json": text})
+        return found
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
+        """Write that a block begins, unless it is open."""
+        if self.open == kind:
+            return b""
+        closed, self.open = self._close(), kind
+        self.blocks += 1
+        block = {"type": kind, **block}
+        return closed + _event("content_block_start", index=self.blocks - 1, content_block=block)
+
+    def _go_on(self, delta: dict[str, Any]) -> bytes:
+        return _event("content_block_delta", index=self.blocks - 1, delta=delta)
+
+    def _close(self) -> bytes:
+        """Write that the block ends that is open."""
+        if self.open is None:
+            return b""
+        self.open = None
+        return _event("content_block_stop", index=self.blocks - 1)
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    usage = reply.usage
+    if usage is None:
+        return {"input_tokens": 0, "output_tokens": 0}
+    return {
+        "input_tokens": usage.prompt_tokens - usage.reused_tokens,
+        "cache_read_input_tokens": usage.reused_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _stop_string(reply: Reply) -> str | None:
+    return None if reply.usage is None else reply.usage.stop_string
+
+
+def _event(kind: str, **said: Any) -> bytes:
+    return f"event: {kind}\ndata: {WRITTEN({'type': kind, **said})}\n\n".encode("ascii")
+
+
+def _error(error: ApiError) -> dict[str, Any]:
+    kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"type": kind, "message": error.message}}
+
+
+class Messages:
+    """An application that answers at Anthropic's addresses.
+
+    Args:
+        api: that answers chats.
+    """
+
+    def __init__(self, api: Any) -> None:
+        self.api = api
+
+    async def create(self, request: Request) -> Response:
+        """Answer messages: `POST /v1/messages`."""
+        try:
+            body = await self.api.said(request, Body)
+            said = chat_request(body.openai)
+            return await self.api.answer(
+                request, said, lambda: MessageForm(self.api.settings.model, said.most_calls)
+            )
+        except (ApiError, KvcapError, ValueError) as error:
+            return refused(error)
+
+
+def chat_request(made: Any) -> schemas.ChatRequest:
+    """Return the chat that another API's body asks for.
+
+    Args:
+        made: makes OpenAI's body of it, or raises a `ValueError`.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+    try:
+        return schemas.ChatRequest.model_validate(made())
+    except ValidationError as error:
+        raise of_body(error) from error
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+
+
+def refused(error: Exception) -> Response:
+    """Return the answer to a request that is refused, in Anthropic's form."""
+    found = error if isinstance(error, ApiError) else of_runtime(error)
+    return JSONResponse({"type": "error", **_error(found)}, found.status, found.headers)

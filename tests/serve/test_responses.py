@@ -1,0 +1,130 @@
+"""`/v1/responses`: by OpenAI's own client, over a stand-in and over a true model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from server_chats import pocket
+from stand_in import Script, StandIn
+
+from kvcap.serve.app import Settings, application
+from kvcap.serve.limits import RequestLimits
+from kvcap.serve.scheduler import Limits, Scheduler
+from kvcap.serve.server import Server, bound
+
+TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[StandIn, openai.OpenAI]]:
+    talk = StandIn()
+    settings = Settings("pocket", limits=RequestLimits(body_bytes=5_000))
+    with Server(application(talk, settings), bound("127.0.0.1", 0), RequestLimits()) as server:
+        yield talk, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def talk(served: tuple[StandIn, openai.OpenAI]) -> StandIn:
+    served[0].script = Script()
+    return served[0]
+
+
+@pytest.fixture
+def client(served: tuple[StandIn, openai.OpenAI]) -> openai.OpenAI:
+    return served[1]
+
+
+def test_an_input_is_answered_with_its_usage(client, talk):
+    said = client.responses.create(
+        model="pocket", input="Hi", instructions="Be brief.", max_output_tokens=9, temperature=0.5
+    )
+    assert (said.output_text, said.status) == ("Hello there", "completed")
+    assert (said.usage.input_tokens, said.usage.input_tokens_details.cached_tokens) == (11, 4)
+    assert talk.asked.messages == (
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+    )  # fmt: skip
+    assert talk.asked.options == {"max_new_tokens": 9, "temperature": 0.5}
+    talk.script = Script(reason="length")
+    said = client.responses.create(model="pocket", input="Hi")
+    assert (said.status, said.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_a_stream_is_put_together_by_the_client(client, talk):
+    talk.script = Script(["<think>Hm</think>", "Hel", "lo\n", CALL])
+    with client.responses.stream(model="pocket", input="Hi", tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        said = stream.get_final_response()
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert kinds.count("response.output_text.delta") == 2
+    assert [item.type for item in said.output] == ["reasoning", "message", "function_call"]
+    assert (said.output_text, said.output[2].arguments) == ("Hello", '{"a": 1}')
+
+
+def test_a_call_and_its_output_are_those_of_a_chat(client, talk):
+    talk.script = Script([CALL])
+    first = client.responses.create(model="pocket", input="1+1?", tools=[TOOL])
+    (call,) = first.output
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+    for more in (
+        {"input": [output], "previous_response_id": first.id},
+        {"input": [{"role": "user", "content": "1+1?"}, call.model_dump(), output]},
+    ):
+        client.responses.create(model="pocket", tools=[TOOL], **more)
+        asked, called, returned = talk.asked.messages
+        assert asked == {"role": "user", "content": "1+1?"}
+        assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+        assert returned == {"role": "tool", "tool_call_id": call.call_id, "content": "2"}
+
+
+def test_a_schema_holds_the_answer(client, talk):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    format_: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
+    client.responses.create(model="pocket", input="Hi", text={"format": format_})
+    assert talk.asked.options["json_schema"] == schema
+
+
+def test_a_response_goes_on_and_one_that_is_not_known_is_refused(client, talk):
+    first = client.responses.create(model="pocket", input="One", instructions="Be brief.")
+    second = client.responses.create(
+        model="pocket", input="Two", previous_response_id=first.id, stream=False
+    )
+    client.responses.create(model="pocket", input="Three", previous_response_id=second.id)
+    assert [one["content"] for one in talk.asked.messages] == [
+        "One", "Hello there", "Two", "Hello there", "Three"
+    ]  # fmt: skip
+    unkept = client.responses.create(model="pocket", input="One", store=False)
+    for id_ in (unkept.id, "none"):
+        with pytest.raises(openai.NotFoundError, match="previous_response_id") as refused:
+            client.responses.create(model="pocket", input="Two", previous_response_id=id_)
+        assert refused.value.code == "previous_response_not_found"
+    for _ in range(10):  # beyond 20,000 bytes the oldest are forgotten
+        client.responses.create(model="pocket", input="x" * 4_000)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="pocket", input="Four", previous_response_id=second.id)
+
+
+@pytest.mark.parametrize("body", [
+    {"input": [{"type": "item_reference", "id": "x"}]}, {"background": True},
+    {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+    {"tools": [{"type": "web_search"}]}, {"conversation": "x"}, {"unheard_of": 1},
+])  # fmt: skip
+def test_what_cannot_be_answered_is_refused_by_name(client, talk, body):
+    with pytest.raises(openai.BadRequestError, match=next(iter(body))):
+        client.responses.create(model="pocket", **{"input": "Hi"}, extra_body=body)
+
+
+def test_a_response_goes_on_with_what_its_conversation_holds():
+    scheduler = Scheduler(pocket(), Limits(places=2, together=1))
+    app = application(scheduler, Settings("pocket"))
+    with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        first = client.responses.create(model="pocket", input="Hello!", temperature=0)
+        second = client.responses.create(
+            model="pocket", input="Thanks.", previous_response_id=first.id, temperature=0
+        )
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
