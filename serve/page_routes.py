@@ -16,13 +16,13 @@ from starlette.routing import BaseRoute, Route
 from kvcap.serve.contract import Conversations
 
 PAGE = Path(__file__).parent / "page"
+TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = {  # by their paths, with their types
     "": ("index.html", "text/html"),
-    "page/style.css": ("style.css", "text/css"),
-    "page/icon.svg": ("icon.svg", "image/svg+xml"),
     **{
-        f"page/{name}.js": (f"{name}.js", "text/javascript")
-        for name in ("api", "app", "dom", "markdown", "store", "strip")
+        f"page/{path.name}": (path.name, TYPES[path.suffix])
+        for path in sorted(PAGE.iterdir())
+        if path.suffix in TYPES
     },
 }
 HEADERS = {

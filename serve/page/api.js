@@ -55,8 +55,8 @@ export class Api {
    * @returns {Promise<{reason: string | null, usage: object | null}>} why it ended, and what it took
    */
   async answer({ model, messages, pins, id }, signal, hear) {
-    const marked = messages.map((one, i) => (pins.includes(i) ? { ...one, pin: true } : one));
-    const body = { model, messages: marked, stream: true, stream_options: { include_usage: true } };
+    const said = messages.map(({ role, content }, i) => ({ role, content, ...(pins.includes(i) && { pin: true }) }));
+    const body = { model, messages: said, stream: true, stream_options: { include_usage: true } };
     const response = await this.#ask("v1/chat/completions",
       { method: "POST", body: JSON.stringify(body), signal },
       { "Content-Type": "application/json", "X-Session-Id": id });

@@ -1,22 +1,22 @@
 // The chat page: what it shows when. Conversations lie in `store.js`, the network in `api.js`.
 
+import { Answer, answerIn, keepAll } from "./answers.js";
 import { Api } from "./api.js";
 import { byId, bytes, html, number, show } from "./dom.js";
-import { Growing } from "./markdown.js";
+import { exportJson } from "./exports.js";
+import { closePanels } from "./panels.js";
 import * as store from "./store.js";
 import { Strip } from "./strip.js";
+import { LiveTurn, turn } from "./turns.js";
 
+const READING = "Reading …"; // the messages, before there is an answer
 const NEAR = 120; // pixels from the end within which what is written is followed
-const ENDS = {
-  length: "The answer has as many tokens as it may have.",
-  stopped: "Stopped. The answer so far stays in the conversation.",
-};
 const WHY_KEY = "It was started with an API key. The key stays in this tab until it is closed, and is sent to this server alone.";
 
 const api = new Api(store.apiKey.get), strip = new Strip();
 let now = store.begun(); // the conversation that is shown
 let model = null; // its name for the API
-let writing = null; // the answer that is being written: {stop, conversation, text}
+let live = null; // what is shown of the answer in sight that is being written: {one, turn, frame}
 
 // The server, its model and its key
 
@@ -113,21 +113,36 @@ function forgetMemory() {
 
 function showList() {
   const item = (one) => {
-    const shown = one.id === now.id, title = store.titled(one);
-    const open = html("button", { type: "button", class: "open", "aria-current": shown ? "true" : null, title }, title);
+    const shown = one.id === now.id, title = store.titled(one), busy = answerIn(one.id) !== undefined;
+    const open = html("button", { type: "button", class: "open", "aria-current": shown ? "true" : null, title }, title,
+      busy && html("span", { class: "unseen" }, ", being answered"));
     open.addEventListener("click", () => choose(store.find(one.id) ?? one));
     const drop = html("button", { type: "button", class: "delete", "aria-label": `Delete “${title}”`, title: "Delete" }, "✕");
     drop.addEventListener("click", () => remove(one.id));
-    return html("li", { class: shown ? "current" : null }, open, drop);
+    return html("li", { class: `${shown ? "current" : ""}${busy ? " busy" : ""}` }, open, drop);
   };
   byId("list").replaceChildren(...store.all().map(item));
+  showFull();
 }
 
+/** Tell of conversations that are lost with this tab, as the browser has no room for them. */
+function showFull() {
+  const lost = store.onlyHere(), text = `This browser has no room left: ${lost.length === 1
+    ? `“${store.titled(lost[0])}” is` : `${number(lost.length)} conversations are`} lost when this tab is closed or loaded again. ` +
+    "Delete others to make room, or export.";
+  show("full", lost.length > 0);
+  if (byId("full-text").textContent !== text) byId("full-text").textContent = text; // it is read out once
+}
+
+byId("full-export").addEventListener("click", () => exportJson("conversations", store.onlyHere()));
+addEventListener("beforeunload", (event) => {
+  if (store.onlyHere().length) event.preventDefault(); // the browser asks
+});
+
 function choose(conversation) {
-  writing?.stop();
   now = conversation;
   store.current.set(now.id);
-  byId("notice").textContent = "";
+  tell(answerIn(now.id)?.text === "" ? READING : "");
   trouble(null);
   closePanels();
   showConversation();
@@ -138,96 +153,65 @@ function choose(conversation) {
 
 function remove(id) {
   const gone = store.find(id);
-  if (writing?.conversation.id === id) writing.stop();
+  answerIn(id)?.stop();
   store.drop(id);
   if (id === now.id) choose(store.begun());
   else showList();
-  const undo = html("button", { type: "button", class: "small" }, "Undo");
-  undo.addEventListener("click", () => {
-    keep(gone);
+  tell("The conversation is deleted in this browser.", "Undo", () => {
+    store.keep(gone);
     choose(gone);
   });
-  byId("notice").replaceChildren("The conversation is deleted in this browser.", undo);
 }
 
-function keep(conversation) {
-  if (!store.keep(conversation)) {
-    byId("notice").textContent = "This browser has no room for more conversations; delete some to keep this one.";
-  }
+/** Say something below the conversation, perhaps with something to do about it. */
+function tell(text, label = null, act = null) {
+  const button = label && html("button", { type: "button", class: "small" }, label);
+  button?.addEventListener("click", act);
+  byId("notice").replaceChildren(...[text, button].filter(Boolean));
+}
+
+/** Change the conversation in sight, as it is by now: another tab may have changed it. */
+function change(how) {
+  now = store.find(now.id) ?? now;
+  how(now);
+  store.keep(now);
+  showFull();
 }
 
 byId("new").addEventListener("click", () => choose(store.begun()));
-addEventListener("storage", ({ key }) => {
-  if (store.concerns(key)) showList();
+store.watch((id) => {
+  showList();
+  if (answerIn(now.id) || (id !== null && id !== now.id)) return;
+  now = store.find(now.id) ?? now; // one that was deleted stays in sight
+  showConversation(false);
+  refresh().catch(() => {});
 });
 
 // What was said
 
-function showConversation() {
+function showConversation(toEnd = true) {
+  const one = answerIn(now.id), messages = one?.earlier ?? now.messages, last = messages.length - 1;
   byId("title").textContent = store.titled(now);
-  document.title = now.messages.length ? `${store.titled(now)} – kvcap` : "kvcap";
-  byId("log").replaceChildren(...now.messages.map((_, i) => turn(i)));
-  show("log", now.messages.length > 0);
-  show("empty", now.messages.length === 0);
-  follow(true);
+  document.title = messages.length ? `${store.titled(now)} – kvcap` : "kvcap";
+  const acts = (i) => ({ pin: () => pin(i), ...(i === last && !one && { again: repeat, goOn }) });
+  byId("log").replaceChildren(...messages.map((message, i) => turn(message, now.pins.includes(i), acts(i))));
+  live = one?.asked ? { one, turn: new LiveTurn(), frame: 0 } : null;
+  if (live) {
+    byId("log").append(live.turn.element);
+    draw();
+  }
+  show("log", messages.length > 0);
+  show("empty", messages.length === 0);
+  show("send", !one);
+  show("stop", one !== undefined);
+  follow(toEnd);
   showList();
 }
 
-/** A message with what can be done with it. */
-function turn(index) {
-  const { role, content } = now.messages[index];
-  const said = html("div", { class: "said" }), last = index === now.messages.length - 1;
-  const article = html("article", { class: `turn ${role}`, "aria-label": role === "user" ? "You" : "Answer" }, said);
-  if (role === "user") {
-    said.textContent = content;
-    article.append(html("div", { class: "tools" }, pinButton(index, article)));
-    if (last && !writing) article.lastChild.append(tool("Answer it", repeat));
-  } else {
-    new Growing(said).update(content);
-    article.append(html("div", { class: "tools" }, tool("Copy", copy),
-      last ? tool("Answer again", repeat) : null, recalledBefore(index)));
-  }
-  return article;
-
-  async function copy({ currentTarget }) {
-    const done = await navigator.clipboard?.writeText(content).then(() => true, () => false);
-    currentTarget.textContent = done ? "Copied" : "Not allowed here";
-  }
-}
-
-/** How much evicted text was read again in front of the message that was answered; null where none was. */
-function recalledBefore(index) {
-  const { passages = 0, tokens = 0 } = now.recalled?.[index] ?? {};
-  if (!tokens) return null;
-  return html("span", { class: "recall-note" },
-    `recalled ${number(passages)} passage${passages === 1 ? "" : "s"}, ${number(tokens)} tokens`);
-}
-
-function tool(text, act) {
-  const button = html("button", { type: "button" }, text);
-  button.addEventListener("click", act);
-  return button;
-}
-
-function pinButton(index, article) {
-  const button = tool("", () => {
-    const pinned = now.pins.includes(index);
-    now.pins = pinned ? now.pins.filter((one) => one !== index) : [...now.pins, index].sort((a, b) => a - b);
-    keep(now);
-    draw();
-    byId("notice").textContent = pinned
-      ? "No longer pinned, from the next message on; the conversation is read again with it."
-      : "Pinned from the next message on; the conversation is read again with it.";
-  });
-  const draw = () => {
-    const pinned = now.pins.includes(index);
-    button.setAttribute("aria-pressed", String(pinned));
-    button.textContent = pinned ? "Pinned" : "Pin";
-    button.title = "Its tokens are never evicted";
-    article.classList.toggle("pinned", pinned);
-  };
-  draw();
-  return button;
+function draw() {
+  live.frame = 0;
+  live.turn.update(live.one.message);
+  follow();
 }
 
 /** Keep the end in sight, if it was, or `always`. */
@@ -236,82 +220,82 @@ function follow(always = false) {
   if (always || scrollHeight - clientHeight - scrollTop < NEAR) byId("log").scrollTop = scrollHeight;
 }
 
+function pin(index) {
+  const pinned = now.pins.includes(index);
+  change((found) => {
+    found.pins = pinned ? found.pins.filter((one) => one !== index) : [...found.pins, index].sort((a, b) => a - b);
+  });
+  showConversation(false);
+  byId("log").children[index].querySelector("[aria-pressed]").focus();
+  tell(pinned ? "No longer pinned, from the next message on; the conversation is read again with it."
+    : "Pinned from the next message on; the conversation is read again with it.");
+}
+
 // Answers
 
 /**
- * Answer the conversation in sight with these messages, of which the last is the user's. Where
- * nothing comes of it the conversation is as it was, and `takeBack` is called.
+ * Answer the conversation in sight; whichever is in sight by then, the answer goes on in this one.
+ * @param {(messages: object[]) => object[]} ask gives what to answer, of the messages kept by then
+ * @param {() => void} takeBack is called where nothing comes of it
+ * @param {() => void} again tries once more
  */
-async function answer(messages, takeBack, again) {
-  if (writing || !model) return;
-  const conversation = now, before = now.messages, control = new AbortController();
-  writing = { conversation, text: "", stop: () => control.abort() };
-  Object.assign(now, { messages, changed: Date.now() });
-  keep(now);
+async function answer(ask, takeBack, again) {
+  if (!model || answerIn(now.id)) return;
+  const one = new Answer(now, ask), seen = () => one.id === now.id;
   store.current.set(now.id);
-  working(true);
+  const writing = one.write(api, model, () => hear(one), seen);
   trouble(null);
-  byId("notice").textContent = "Reading …";
+  tell(READING);
   byId("spoken").textContent = "Answering";
   showConversation();
-  const said = html("div", { class: "said writing", "aria-busy": "true" }), growing = new Growing(said);
-  byId("log").append(html("article", { class: "turn assistant", "aria-label": "Answer" }, said));
-  follow(true);
-  let frame = 0, reason = null, usage = null, failed = null;
-  const draw = () => {
-    frame = 0;
-    growing.update(writing.text);
-    follow();
-  };
-  try {
-    ({ reason, usage } = await api.answer({ ...conversation, model }, control.signal, (piece) => {
-      if (!writing.text) byId("notice").textContent = "";
-      writing.text += piece;
-      frame ||= requestAnimationFrame(draw);
-    }));
-  } catch (error) {
-    if (control.signal.aborted) reason = "stopped";
-    else failed = error;
+  const where = await writing;
+  if (seen()) {
+    now = store.find(one.id) ?? { ...now, messages: [], pins: [] };
+    showConversation();
+    if (one.empty) takeBack();
+    tell(one.empty && !one.failed ? "Stopped before there was an answer; the message is taken back." : "");
+    byId("spoken").textContent = one.message.content || "There is no answer";
+    if (one.failed) refused(one.failed, one.empty ? again : null);
+    else refresh().catch((error) => refused(error, greet));
+    focusText();
+  } else showList();
+  const found = where && store.find(where);
+  if (where === null) tell("The conversation was deleted while it was answered.");
+  else if (where !== one.id) {
+    tell("Another tab has gone on with this conversation; the answer is kept in a conversation of its own.", "Open it", () => choose(found));
+  } else if (!seen() && one.reason !== "stopped") {
+    const title = `“${store.titled(found)}”`;
+    tell(one.failed ? `${title}: ${one.failed.message}.` : `${title} is answered.`, "Open it", () => choose(found));
   }
-  cancelAnimationFrame(frame);
-  const { text } = writing, seen = conversation.id === now.id;
-  const nothing = !text && (failed !== null || reason === "stopped");
-  writing = null;
-  working(false);
-  if (!nothing) {
-    conversation.messages = [...messages, { role: "assistant", content: text }];
-    conversation.recalled = { ...conversation.recalled,
-      [messages.length]: { passages: usage?.recalled_passages, tokens: usage?.recalled } };
-  }
-  else if (seen) conversation.messages = before; // elsewhere the message waits to be answered
-  conversation.pins = conversation.pins.filter((index) => index < conversation.messages.length);
-  if (!conversation.messages.length) store.drop(conversation.id);
-  else if (store.find(conversation.id)) keep(conversation); // it may have been deleted meanwhile
-  if (!seen) return showList();
-  showConversation();
-  if (nothing) takeBack();
-  byId("spoken").textContent = text || "There is no answer";
-  byId("notice").textContent = nothing && !failed ? "Stopped before there was an answer; the message is taken back." : ENDS[reason] ?? "";
-  if (failed) refused(failed, text ? null : again);
-  else refresh().catch((error) => refused(error, greet));
-  focusText();
+}
+
+/** Show what is new of an answer, if it is in sight. */
+function hear(one) {
+  if (one.id !== now.id) return;
+  if (live?.one !== one) showConversation();
+  else live.frame ||= requestAnimationFrame(() => live?.one === one && draw());
+  if (one.text && byId("notice").textContent === READING) tell("");
 }
 
 /** Send a message; one that was never answered is sent with it. */
 function send(text) {
-  const left = now.messages.at(-1)?.role === "user" ? now.messages.at(-1).content : null;
-  const said = left === null ? text : `${left}\n\n${text}`;
-  const earlier = left === null ? now.messages : now.messages.slice(0, -1);
-  const takeBack = () => {
+  answer((messages) => {
+    const left = messages.at(-1)?.role === "user" ? messages.at(-1).content : null;
+    return left === null ? [...messages, { role: "user", content: text }]
+      : [...messages.slice(0, -1), { role: "user", content: `${left}\n\n${text}` }];
+  }, () => {
     byId("text").value ||= text;
-  };
-  answer([...earlier, { role: "user", content: said }], takeBack, () => byId("form").requestSubmit());
+  }, () => byId("form").requestSubmit());
 }
 
 /** Answer the last message, perhaps again. */
 function repeat() {
-  const last = now.messages.findLastIndex(({ role }) => role === "user");
-  answer(now.messages.slice(0, last + 1), () => {}, repeat);
+  answer((messages) => messages.slice(0, messages.findLastIndex(({ role }) => role === "user") + 1), () => {}, repeat);
+}
+
+/** Go on with the last answer, which ended before its time. */
+function goOn() {
+  answer((messages) => messages, () => {}, goOn);
 }
 
 /** Where a focus opens no keyboard over the screen. */
@@ -319,15 +303,10 @@ function focusText() {
   if (matchMedia("(hover: hover)").matches && !byId("key-dialog").open) byId("text").focus();
 }
 
-function working(busy) {
-  show("send", !busy);
-  show("stop", busy);
-}
-
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("text").value;
-  if (writing || !text.trim()) return;
+  if (answerIn(now.id) || !text.trim()) return;
   if (!model) return greet(); // the text stays where it is
   byId("text").value = "";
   send(text);
@@ -342,51 +321,12 @@ if (!CSS.supports("field-sizing", "content")) {
     target.rows = Math.min(8, target.value.split("\n").length);
   });
 }
-byId("stop").addEventListener("click", () => writing?.stop());
-
-// What is written when the page goes is kept; the server ends an answer that nobody reads.
-addEventListener("pagehide", () => {
-  if (!writing?.text) return;
-  const { conversation, text } = writing;
-  store.keep({ ...conversation, messages: [...conversation.messages, { role: "assistant", content: text }] });
-});
-
-// The drawers of a narrow screen
-
-const PANELS = ["list", "memory"];
-
-function openPanel(name) {
-  byId(`${name}-panel`).classList.add("open");
-  byId(`${name}-open`).setAttribute("aria-expanded", "true");
-  byId("main").inert = true;
-  byId(`${name}-close`).focus();
-}
-
-/** Close what is open; whether anything was. */
-function closePanels() {
-  const open = PANELS.filter((name) => byId(`${name}-panel`).classList.contains("open"));
-  byId("main").inert = false;
-  for (const name of open) {
-    byId(`${name}-panel`).classList.remove("open");
-    byId(`${name}-open`).setAttribute("aria-expanded", "false");
-    byId(`${name}-open`).focus();
-  }
-  return open.length > 0;
-}
-
-for (const name of PANELS) {
-  byId(`${name}-open`).addEventListener("click", () => openPanel(name));
-  byId(`${name}-close`).addEventListener("click", closePanels);
-}
-addEventListener("click", ({ target }) => { // beside a drawer
-  if (target === document.documentElement || target === document.body) closePanels();
-});
+byId("stop").addEventListener("click", () => answerIn(now.id)?.stop());
+addEventListener("pagehide", keepAll);
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || byId("key-dialog").open) return;
-  if (!closePanels()) writing?.stop();
+  if (!closePanels()) answerIn(now.id)?.stop();
 });
-matchMedia("(max-width: 1100px)").addEventListener("change", closePanels);
-matchMedia("(max-width: 760px)").addEventListener("change", closePanels);
 
 now = store.find(store.current.get()) ?? now;
 showConversation();

@@ -9,7 +9,7 @@ export function html(name, attributes = {}, ...children) {
     if (value === null || value === undefined || value === false) continue;
     element.setAttribute(key, value === true ? "" : value);
   }
-  element.append(...children.filter((child) => child !== null && child !== undefined));
+  element.append(...children.filter((child) => child || child === 0));
   return element;
 }
 

@@ -1,5 +1,6 @@
 // Conversations as this browser keeps them, each under a key of its own, so that tabs do not
-// overwrite each other's. The API key is the tab's alone. Knows no screen and no network.
+// overwrite each other's. Whoever changes one reads it anew first, as another tab may have changed
+// it. The API key is the tab's alone. Knows no screen and no network.
 
 const PREFIX = "kvcap.conversation.", KEY = "kvcap.api-key", CURRENT = "kvcap.current";
 const LONGEST = 60; // letters of a title
@@ -30,7 +31,7 @@ function fresh() {
 }
 
 /** A conversation that has not begun; it is kept once something is said. */
-export const begun = () => ({ id: fresh(), messages: [], pins: [], recalled: {}, changed: 0 });
+export const begun = () => ({ id: fresh(), messages: [], pins: [], changed: 0 });
 
 /** What a list calls a conversation: the beginning of its first message. */
 export function titled({ messages }) {
@@ -53,18 +54,29 @@ function read(key) {
   }
 }
 
+/** Conversations that the browser had no room for, as they are in this tab, by their ids. */
+const unsaved = new Map();
+
 /** Every conversation, those that changed last first. */
 export function all() {
   const keys = Array.from({ length: local.length }, (_, i) => local.key(i));
-  return keys.filter((key) => key?.startsWith(PREFIX)).map(read).filter(Boolean)
-    .sort((a, b) => b.changed - a.changed);
+  const saved = keys.filter((key) => key?.startsWith(PREFIX) && !unsaved.has(key.slice(PREFIX.length)));
+  return [...saved.map(read).filter(Boolean), ...onlyHere()].sort((a, b) => b.changed - a.changed);
 }
 
 /** A conversation by its id; null where there is none. */
-export const find = (id) => read(PREFIX + id);
+export const find = (id) => (unsaved.has(id) ? structuredClone(unsaved.get(id)) : read(PREFIX + id));
 
-/** Keep a conversation; false where the browser has no room for it. */
+/** Those that are lost with this tab, as the browser has no room for them. */
+export const onlyHere = () => structuredClone([...unsaved.values()]);
+
+/** Keep a conversation: in the browser or, where that has no room, in this tab. */
 export function keep(conversation) {
+  if (save(conversation)) unsaved.delete(conversation.id);
+  else unsaved.set(conversation.id, structuredClone(conversation));
+}
+
+function save(conversation) {
   try {
     local.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
     return true;
@@ -73,10 +85,20 @@ export function keep(conversation) {
   }
 }
 
-export const drop = (id) => local.removeItem(PREFIX + id);
+/** Forget a conversation, which may leave room for others. */
+export function drop(id) {
+  unsaved.delete(id);
+  local.removeItem(PREFIX + id);
+  onlyHere().forEach(keep);
+}
 
-/** Whether a change in another tab, of this key, is one of conversations. */
-export const concerns = (key) => key === null || key.startsWith(PREFIX);
+/** Hear of conversations that another tab changed: of the id of one, or of null where it may be any. */
+export function watch(hear) {
+  addEventListener("storage", ({ key }) => {
+    if (key === null) hear(null);
+    else if (key.startsWith(PREFIX)) hear(key.slice(PREFIX.length));
+  });
+}
 
 /** The conversation that this tab shows, through reloads. */
 export const current = {

@@ -373,7 +373,7 @@ def test_an_answer_is_stopped_and_given_again(page, url):
     write(page, FACT)
     page.get_by_text("Okay", exact=False).wait_for()
     page.keyboard.press("Escape")
-    page.get_by_text("Stopped. The answer so far stays").wait_for()
+    page.get_by_text("Stopped before its end").wait_for()
     begun = answered(page)
     assert kept(page)[0]["messages"][-1]["content"].strip() == begun
     page.evaluate("window.next = null; setInterval(() => window.next?.(), 1)")
@@ -400,6 +400,173 @@ def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
     page.unroute("**/v1/chat/completions")
     page.keyboard.press("Enter")
     assert "4821" in answered(page)
+
+
+@pytest.mark.parametrize("hears", [True, False])
+@in_browser
+def test_two_tabs_of_a_conversation_lose_nothing(page, url, hears):
+    """Also where a tab has not heard yet of what the other one said."""
+    opened(page, url)
+    say(page, "Hello!")
+    other = page.context.new_page()
+    other.set_default_timeout(SOON)
+    if not hears:
+        other.add_init_script("addEventListener('storage', (e) => e.stopImmediatePropagation())")
+    opened(other, url)
+    other.get_by_role("button", name="Conversations").click()
+    other.get_by_role("button", name="Hello!", exact=True).click()
+    answered(other)
+    say(page, FACT)
+    if hears:
+        other.locator(".user .said", has_text=FACT).wait_for()
+    say(other, QUESTION)
+    page.locator(".user .said", has_text=QUESTION).wait_for()
+    (one,) = kept(page)
+    said = [message["content"] for message in one["messages"] if message["role"] == "user"]
+    assert said == ["Hello!", FACT, QUESTION]
+    assert page.locator(".said").all_inner_texts() == other.locator(".said").all_inner_texts()
+
+
+def second_tab(page: Any, url: str, script: str = "") -> Any:
+    """Another tab, on the conversation that is listed first."""
+    other = page.context.new_page()
+    other.set_default_timeout(SOON)
+    other.add_init_script(script)
+    opened(other, url)
+    other.get_by_role("button", name="Conversations").click()
+    other.locator("#list .open").first.click()
+    return other
+
+
+@in_browser
+def test_one_tab_at_a_time_answers_a_conversation(page, url):
+    page.add_init_script(SLOWLY)
+    opened(page, url)
+    write(page, FACT)
+    page.get_by_text("Okay", exact=False).wait_for()
+    other = second_tab(page, url)
+    write(other, QUESTION)
+    other.get_by_role("alert").get_by_text("being answered in another tab").wait_for()
+    assert other.get_by_role("textbox").input_value() == QUESTION
+    assert [one["content"] for one in kept(page)[0]["messages"]] == [FACT]
+    page.evaluate("setInterval(() => window.next?.(), 1)")
+    answered(page)
+    answered(other)
+    other.get_by_role("textbox").press("Enter")
+    page.locator(".user .said", has_text=QUESTION).wait_for()
+    assert "4821" in answered(page)
+
+
+@in_browser
+def test_without_locks_what_two_tabs_say_at_once_is_kept_twice(page, url):
+    """As over plain HTTP from another machine."""
+    lockless = "Object.defineProperty(navigator, 'locks', { value: undefined });"
+    page.add_init_script(lockless + SLOWLY)
+    opened(page, url)
+    write(page, FACT)
+    page.get_by_text("Okay", exact=False).wait_for()
+    other = second_tab(page, url, lockless)
+    write(other, QUESTION)  # waits for the other answer, as the server answers by turns
+    other.locator(".user .said", has_text=QUESTION).wait_for()
+    page.evaluate("setInterval(() => window.next?.(), 1)")
+    answered(other)
+    page.get_by_text("Another tab has gone on with this conversation").wait_for()
+    chats = [[one["content"] for one in chat["messages"]] for chat in kept(page)]
+    assert sorted(map(len, chats)) == [2, 2]
+    assert {chat[0] for chat in chats} == {FACT, f"{FACT}\n\n{QUESTION}"}
+    page.get_by_role("button", name="Open it").click()
+    assert page.locator(".user .said").inner_text() == FACT
+
+
+FULL = """for (let size = 2 ** 20; size >= 1; size /= 2) {
+  try {
+    for (;;) {
+      const key = `kvcap.conversation.junk${size}-${localStorage.length}`;
+      localStorage.setItem(key, 'x'.repeat(size));
+    }
+  } catch { /* the next half */ }
+}"""  # fmt: skip
+
+
+@in_browser
+def test_full_storage_is_told_and_loses_nothing(page, url):
+    opened(page, url)
+    say(page, "Hello!")
+    page.evaluate(FULL)
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="New conversation").click()
+    first = say(page, FACT)
+    alert = page.get_by_role("alert")
+    alert.get_by_text(f"no room left: “{FACT}” is lost when this tab is closed").wait_for()
+    say(page, QUESTION)
+    with page.expect_download() as download:
+        alert.get_by_role("button", name="Export").click()
+    (saved,) = json.loads(download.value.path().read_text())
+    assert [one["content"] for one in saved["messages"]][:3] == [FACT, first, QUESTION]
+    asked: list[str] = []
+    page.once("dialog", lambda dialog: (asked.append(dialog.type), dialog.dismiss()))
+    page.evaluate("setTimeout(() => location.reload())")
+    while not asked:  # the browser asks, and the page stays
+        page.wait_for_timeout(10)
+    assert asked == ["beforeunload"]
+    page.get_by_role("button", name="Conversations").click()
+    page.locator("#list .open", has_text="Hello!").click()
+    page.get_by_role("button", name="Conversations").click()
+    page.locator("#list .open", has_text=FACT).click()
+    assert page.locator(".said").count() == 4
+    page.evaluate(
+        "for (const key in localStorage) if (key.includes('junk')) delete localStorage[key]"
+    )
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="Delete “Hello!”").click()
+    page.locator("#full").wait_for(state="hidden")
+    assert [one["id"] for one in kept(page)] == [saved["id"]]
+
+
+@in_browser
+def test_an_answer_goes_on_while_another_conversation_is_in_sight(page, url, runtime):
+    page.add_init_script(SLOWLY)
+    opened(page, url)
+    write(page, FACT)
+    page.get_by_text("Okay", exact=False).wait_for()
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="New conversation").click()
+    assert page.locator(".said").count() == 0
+    assert page.get_by_role("button", name="Send").is_visible()
+    page.locator("#list .busy", has_text="being answered").wait_for(state="attached")
+    page.evaluate("setInterval(() => window.next?.(), 1)")
+    page.get_by_text(f"“{FACT}” is answered.").wait_for()
+    page.get_by_role("button", name="Open it").click()
+    session = runtime.session()
+    session.set_generation(max_new_tokens=64)
+    assert answered(page) == "".join(session.send(FACT))
+
+
+@in_browser
+def test_half_an_answer_is_marked_after_a_reload_and_gone_on_with(page, url):
+    page.add_init_script(SLOWLY)
+    opened(page, url)
+    write(page, FACT)
+    page.get_by_text("Okay", exact=False).wait_for()
+    page.reload()
+    page.get_by_text("Stopped before its end").wait_for()
+    half = kept(page)[0]["messages"]
+    assert half[1]["ended"] == "stopped"
+    asked: list[Any] = []
+
+    def go_on(route: Any) -> None:
+        asked.append(json.loads(route.request.post_data)["messages"])
+        piece = {"choices": [{"delta": {"content": " and more"}, "finish_reason": "stop"}]}
+        route.fulfill(body=f"data: {json.dumps(piece)}\n\ndata: [DONE]\n\n")
+
+    page.route("**/v1/chat/completions", go_on)
+    page.evaluate("setInterval(() => window.next?.(), 1)")
+    page.get_by_role("button", name="Continue").click()
+    page.locator(".assistant .said", has_text="and more").wait_for()
+    assert asked == [[{key: one[key] for key in ("role", "content")} for one in half]]
+    answered(page)
+    whole = {"role": "assistant", "content": f"{half[1]['content']} and more", "took": {}}
+    assert kept(page)[0]["messages"] == [half[0], whole]
 
 
 def fulfilled(given: dict[str, Any], route: Any) -> None:
