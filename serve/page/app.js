@@ -114,7 +114,7 @@ function forgetMemory() {
 function showList() {
   const item = (one) => {
     const shown = one.id === now.id, title = store.titled(one), busy = answerIn(one.id) !== undefined;
-    const open = html("button", { type: "button", class: "open", "aria-current": shown ? "true" : null, title }, title,
+    const open = html("button", { type: "button", class: "open", "aria-current": shown ? "true" : null, title, dir: "auto" }, title,
       busy && html("span", { class: "unseen" }, ", being answered"));
     open.addEventListener("click", () => choose(store.find(one.id) ?? one));
     const drop = html("button", { type: "button", class: "delete", "aria-label": `Delete “${title}”`, title: "Delete" }, "✕");

@@ -20,16 +20,28 @@ export class Growing {
   }
 
   update(text) {
-    const found = blocks(text.split("\n"), 0);
+    const found = leveled(blocks(text.split("\n"), 0));
     let same = 0;
     while (same < found.length && found[same].source === this.#shown[same]?.source) same += 1;
     for (const { node } of this.#shown.slice(same)) node.remove();
     for (const block of found.slice(same)) {
       block.node = block.make();
+      block.node.dir ||= "auto"; // from right to left where it begins so
       this.element.append(block.node);
     }
     this.#shown = [...this.#shown.slice(0, same), ...found.slice(same)];
   }
+}
+
+/** Headings, below the page's own two, without leaving out a level between them. */
+function leveled(found) {
+  let last = 2;
+  return found.map(({ source, make }) => {
+    const marks = HEADING.exec(source)?.[1].length;
+    if (!marks) return { source, make };
+    const level = last = Math.min(6, marks + 2, last + 1);
+    return { source: `${level} ${source}`, make: () => make(level) };
+  });
 }
 
 const nodes = (lines, depth) => blocks(lines, depth).map(({ make }) => make());
@@ -56,8 +68,8 @@ function block(lines, i, depth) {
   let match;
   if ((match = FENCE.exec(line))) return code(lines, i, match[1], match[2]);
   if ((match = HEADING.exec(line))) {
-    const [, marks, text] = match; // below the page's own two
-    return [i + 1, () => html(`h${Math.min(6, marks.length + 2)}`, {}, ...inline(text))];
+    const text = match[2]; // within a list or a quote it is no heading of the answer
+    return [i + 1, (level) => (level ? html(`h${level}`, {}, ...inline(text)) : html("p", {}, html("strong", {}, ...inline(text))))];
   }
   if (RULE.test(line)) return [i + 1, () => html("hr")];
   if (depth < DEPTH && QUOTE.test(line)) {
@@ -86,7 +98,7 @@ function code(lines, i, fence, language) {
   const closes = (line) => line.trim().length >= fence.length && line.trim() === fence[0].repeat(line.trim().length);
   const stop = end(lines, i, (line) => !closes(line));
   const text = lines.slice(i + 1, stop).join("\n");
-  return [Math.min(stop + 1, lines.length), () => html("pre", { tabindex: 0, "aria-label": language ? `Code in ${language}` : "Code" },
+  return [Math.min(stop + 1, lines.length), () => html("pre", { dir: "ltr", tabindex: 0, "aria-label": language ? `Code in ${language}` : "Code" },
     html("code", {}, text))];
 }
 
@@ -207,7 +219,7 @@ function span(text, i, dead) {
     dead.add(ticks);
     return { made: ticks, stop: i + ticks.length };
   }
-  return { made: html("code", {}, text.slice(i + ticks.length, stop).replace(/^ (.*\S.*) $/, "$1")), stop: stop + ticks.length };
+  return { made: html("code", { dir: "ltr" }, text.slice(i + ticks.length, stop).replace(/^ (.*\S.*) $/, "$1")), stop: stop + ticks.length };
 }
 
 const NAMED = /!?\[((?:[^[\]\\]|\\.){0,1000})\]\(\s*<?([^\s<>()]{1,2000}(?:\([^\s<>()]{0,200}\)[^\s<>()]{0,200})?)>?(?:\s+["'][^"']{0,300}["'])?\s*\)/y;

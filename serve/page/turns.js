@@ -9,11 +9,14 @@ const ENDS = {
   broken: "The answer broke off before its end.",
 };
 
+/** Who says it, by which screen readers go from one to the next. */
+const heading = (role) => html("h2", { class: "unseen" }, role === "user" ? "You" : "Answer");
+
 /** An answer as it is written: `update` shows the message that it is so far. */
 export class LiveTurn {
   #said = html("div", { class: "said writing", "aria-busy": "true" });
   #growing = new Growing(this.#said);
-  element = html("article", { class: "turn assistant", "aria-label": "Answer" }, this.#said);
+  element = html("article", { class: "turn assistant" }, heading("assistant"), this.#said);
 
   update({ content }) {
     this.#growing.update(content);
@@ -29,14 +32,14 @@ export class LiveTurn {
  */
 export function turn(message, pinned, { pin, again, goOn }) {
   const { role, content, ended } = message, user = role === "user";
-  const said = html("div", { class: "said" });
+  const said = html("div", { class: "said", dir: user && "auto" });
   if (user) said.textContent = content;
   else new Growing(said).update(content);
   const tools = user
     ? [pinButton(pinned, pin), again && tool("Answer it", again)]
     : [tool("Copy", copied(content)), ended && content && goOn && tool("Continue", goOn), again && tool("Answer again", again), recalledFor(message)];
-  return html("article", { class: `turn ${role}${user && pinned ? " pinned" : ""}`, "aria-label": user ? "You" : "Answer" },
-    said, ended && html("p", { class: "ended hint" }, ENDS[ended]), html("div", { class: "tools" }, ...tools));
+  return html("article", { class: `turn ${role}${user && pinned ? " pinned" : ""}` }, heading(role), said,
+    ended && html("p", { class: "ended hint" }, ENDS[ended]), html("div", { class: "tools" }, ...tools));
 }
 
 function tool(text, act, attributes = {}) {

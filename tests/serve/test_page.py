@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -643,7 +644,8 @@ MADE = """async (text) => {
 
 
 def drawn(page: Any, text: str, steps: list[int] | None = None) -> str:
-    return str(page.evaluate(DRAWN, {"text": text, "steps": steps}))
+    found = page.evaluate(DRAWN, {"text": text, "steps": steps})
+    return re.sub(r' dir="(auto|ltr)"', "", found)
 
 
 @pytest.fixture
@@ -683,6 +685,59 @@ def test_answers_become_elements(blank):
 
 
 @in_browser
+def test_headings_leave_out_no_level(blank):
+    text = "### A\n\n# B\n\n##### C\n\n- # D\n\n###### E\n\n# F"
+    found = [name for name, _ in blank.evaluate(MADE, text) if name[0] == "h"]
+    assert found == ["h3", "h3", "h4", "h5", "h3"]
+    assert "<li><strong>D</strong></li>" in drawn(blank, text)
+    assert drawn(blank, text, [*range(len(text)), len(text)]) == drawn(blank, text)
+
+
+def answering(page: Any, *deltas: dict[str, str], **more: Any) -> None:
+    """Answer everything by these deltas, without the model."""
+    choices = [{"delta": delta, "finish_reason": None} for delta in deltas]
+    events = [{"choices": [one]} for one in choices] + [{"choices": [], **more}]
+    body = "".join(f"data: {json.dumps(one)}\n\n" for one in events) + "data: [DONE]\n\n"
+    page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", partial(fulfilled, {"body": body}))
+
+
+@in_browser
+def test_the_headings_of_the_page_are_in_order(page, url):
+    answering(page, {"content": "### A\n\n# B\n\n##### C"})
+    opened(page, url).set_viewport_size({"width": 1300, "height": 800})
+    say(page, "Hello!")
+    names = page.locator("h1, h2, h3, h4, h5, h6").evaluate_all(
+        "all => all.filter((one) => one.checkVisibility()).map((one) => Number(one.localName[1]))"
+    )
+    assert names == [1, 2, 2, 3, 3, 4, 2]
+
+
+@in_browser
+def test_texts_from_right_to_left(page, url):
+    hebrew = "\u05e9\u05dc\u05d5\u05dd"
+    answering(page, {"content": f"Hello\n\n{hebrew} `a` b\n\n- {hebrew}\n\n```\n{hebrew}\n```"})
+    opened(page, url)
+    page.get_by_role("textbox").fill(hebrew)
+    directions = "all => all.map((one) => getComputedStyle(one).direction)"
+    assert page.get_by_role("textbox").evaluate_all(directions) == ["rtl"]
+    page.keyboard.press("Enter")
+    answered(page)
+    parts = {
+        ".user .said": "rtl",
+        "h1": "rtl",
+        ".assistant li": "rtl",
+        "pre": "ltr",
+        "p code": "ltr",
+    }
+    for selector, direction in parts.items():
+        assert page.locator(selector).evaluate_all(directions) == [direction], selector
+    assert page.locator(".assistant .said > p").evaluate_all(directions) == ["ltr", "rtl"]
+    starts = "one => getComputedStyle(one).paddingRight"
+    assert page.locator(".assistant ul").evaluate(starts) != "0px"
+
+
+@in_browser
 def test_no_text_becomes_markup_or_leads_elsewhere(blank):
     hostile = [
         "<img src=x onerror=alert(1)>", "<script>alert(1)</script>", "[a](javascript:alert(1))",
@@ -694,7 +749,7 @@ def test_no_text_becomes_markup_or_leads_elsewhere(blank):
         for name, attributes in blank.evaluate(MADE, text):
             assert name in ELEMENTS
             assert not set(attributes) - {"href", "title", "target", "rel", "class", "role",
-                                          "scope", "tabindex", "aria-label"}  # fmt: skip
+                                          "scope", "tabindex", "aria-label", "dir"}  # fmt: skip
             assert attributes.get("href", "https://").startswith("https://")
 
 
