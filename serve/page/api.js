@@ -31,10 +31,10 @@ export class Api {
     return response;
   }
 
-  /** The model that answers, and the policy and budget of every conversation. */
+  /** The model that answers, whether it can chat, and the policy and budget of every conversation. */
   async facts() {
-    const { data } = await (await this.#ask("v1/models")).json();
-    return { model: data[0].id, ...(await (await this.#ask("v1/kvcap/memory")).json()) };
+    const { data: [{ id, chat_template: chats = true }] } = await (await this.#ask("v1/models")).json();
+    return { model: id, chats, ...(await (await this.#ask("v1/kvcap/memory")).json()) };
   }
 
   /** Which tokens of a conversation are held; null where the server has none of that id at hand. */

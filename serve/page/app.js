@@ -25,6 +25,8 @@ async function greet() {
   try {
     const { policy, budget_tokens: budget, ...found } = await api.facts();
     model = found.model;
+    show("no-template", !found.chats);
+    byId("text").disabled = byId("send").disabled = !found.chats;
     byId("lead").textContent = `${model.split("/").at(-1)}: ${policy} keeps ${number(budget)} slots`;
     byId("policy").replaceChildren(policy, html("small", {}, `budget ${number(budget)} slots`));
     trouble(null);

@@ -603,6 +603,18 @@ def test_refusals_are_told_and_nothing_is_lost(page, url):
     assert answered(page)
 
 
+@pytest.mark.parametrize("template", [{}, {"chat_template": True}, {"chat_template": False}])
+@in_browser
+def test_a_model_without_a_chat_template_is_told_before_the_first_message(page, url, template):
+    models = {"data": [{"id": "a-model", **template}]}
+    page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    opened(page, url)
+    chats = template.get("chat_template", True)
+    assert page.get_by_text("has no chat template").is_visible() == (not chats)
+    assert page.get_by_role("textbox").is_enabled() == chats
+    assert page.get_by_role("button", name="Send").is_enabled() == chats
+
+
 @in_browser
 def test_a_key_is_asked_for_and_stays_in_the_tab(page, runtime):
     with serving(Scheduler(runtime), *KEYS) as server:
