@@ -16,6 +16,7 @@ export const keepAll = () => running.forEach((one) => one.keepHalf());
 
 export class Answer {
   text = ""; // what is written of it here
+  thoughts = ""; // what is thought before that, where the server tells them apart
   asked = null; // the messages that the model is given; null until it is begun
   reason = null; // why it ended, if it was before its time: length, stopped or broken
   failed = null; // an error
@@ -41,11 +42,17 @@ export class Answer {
 
   /** The message that it is so far. */
   get message() {
-    const begun = this.asked?.at(-1).role === "assistant" ? this.asked.at(-1).content : "";
-    return { role: "assistant", content: begun + this.text, ...(this.reason ? { ended: this.reason } : {}) };
+    const last = this.asked?.at(-1), former = last?.role === "assistant" ? last : { content: "" };
+    const thoughts = (former.reasoning_content ?? "") + this.thoughts;
+    return {
+      role: "assistant", content: former.content + this.text,
+      ...(thoughts && { reasoning_content: thoughts }), ...(this.reason && { ended: this.reason }), ...(this.took && { took: this.took }),
+    };
   }
 
-  get empty() { return !this.text && (this.failed !== null || this.reason === "stopped"); }
+  get begun() { return Boolean(this.text || this.thoughts); }
+
+  get empty() { return !this.begun && (this.failed !== null || this.reason === "stopped"); }
 
   stop() { this.#control.abort(); }
 
@@ -60,12 +67,18 @@ export class Answer {
       await alone(this.id, async () => {
         const conversation = this.#begin();
         hear();
-        const { reason, usage } = await api.answer({ ...conversation, messages: this.asked, model }, this.#control.signal, (piece) => {
-          this.text += piece;
-          hear();
-        });
+        let first = null; // when the first token came
+        const { reason, usage } = await api.answer({ ...conversation, messages: this.asked, model }, this.#control.signal,
+          ({ content = "", reasoning_content: thought = "" }) => {
+            first ??= performance.now();
+            this.text += content ?? "";
+            this.thoughts += thought ?? "";
+            hear();
+          });
         this.reason = reason === "length" ? reason : null;
-        this.took = { passages: usage?.recalled_passages, recalled: usage?.recalled };
+        const { completion_tokens: tokens, recalled, recalled_passages: passages } = usage ?? {};
+        const speed = tokens > 1 ? (tokens - 1) / ((performance.now() - first) / 1000) : undefined;
+        this.took = { tokens, speed, recalled, passages };
       });
     } catch (error) {
       if (this.#control.signal.aborted) this.reason = "stopped";
@@ -89,7 +102,7 @@ export class Answer {
   }
 
   #end(takeBack) {
-    const found = store.find(this.id), messages = [...this.earlier, { ...this.message, ...(this.took && { took: this.took }) }];
+    const found = store.find(this.id), messages = [...this.earlier, this.message];
     if (found === null) return null;
     if (JSON.stringify(found.messages) === this.#base) {
       if (!this.empty) found.messages = messages;
@@ -107,7 +120,7 @@ export class Answer {
 
   /** Keep what there is of it, as it is about to break off. */
   keepHalf() {
-    const found = this.text ? store.find(this.id) : null;
+    const found = this.begun ? store.find(this.id) : null;
     if (!found || JSON.stringify(found.messages) !== this.#base) return;
     found.messages = [...this.earlier, { ...this.message, ended: "stopped" }];
     this.#base = JSON.stringify(found.messages); // should the page come back after all

@@ -51,11 +51,12 @@ export class Api {
    * Answer a conversation.
    * @param {object} asked the model, the messages, the pinned ones' indices, the conversation's id
    * @param {AbortSignal} signal stops the answer
-   * @param {(text: string) => void} hear hears of every piece
+   * @param {(piece: {content?: string, reasoning_content?: string}) => void} hear hears of every piece
    * @returns {Promise<{reason: string | null, usage: object | null}>} why it ended, and what it took
    */
   async answer({ model, messages, pins, id }, signal, hear) {
-    const said = messages.map(({ role, content }, i) => ({ role, content, ...(pins.includes(i) && { pin: true }) }));
+    const said = messages.map(({ role, content, reasoning_content }, i) =>
+      ({ role, content, reasoning_content, ...(pins.includes(i) && { pin: true }) }));
     const body = { model, messages: said, stream: true, stream_options: { include_usage: true } };
     const response = await this.#ask("v1/chat/completions",
       { method: "POST", body: JSON.stringify(body), signal },
@@ -67,7 +68,7 @@ export class Api {
       if (error) throw new Refused(error.message, 500);
       usage = more.usage ?? usage;
       for (const { delta, finish_reason: ended } of choices) {
-        if (delta?.content) hear(delta.content);
+        if (delta?.content || delta?.reasoning_content) hear(delta);
         reason = ended ?? reason;
       }
     }

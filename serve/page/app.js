@@ -7,6 +7,7 @@ import { exportJson } from "./exports.js";
 import { closePanels } from "./panels.js";
 import * as store from "./store.js";
 import { Strip } from "./strip.js";
+import { parted } from "./thoughts.js";
 import { LiveTurn, turn } from "./turns.js";
 
 const READING = "Reading …"; // the messages, before there is an answer
@@ -84,8 +85,28 @@ async function refresh() {
   const { id, messages } = now;
   const found = messages.length ? await api.strip(id) : null;
   if (id !== now.id) return; // another one is in sight by now
-  if (found) showMemory(found);
-  else forgetMemory();
+  if (!found) return forgetMemory();
+  showMemory(found);
+  keepRecalled(found);
+}
+
+/** Keep with the last answer what was recalled for it, as long as the server knows. */
+function keepRecalled({ tokens, recalled }) {
+  const { took } = now.messages.at(-1);
+  const texts = took?.recalled && !took.texts && lastOf(recalled, took.recalled)?.map((span) => tokens.slice(...span).join("").trim());
+  if (!texts) return;
+  change(({ messages }) => Object.assign(messages.at(-1).took, { texts }));
+  showConversation(false);
+}
+
+/** The last spans that are so many tokens together; null where none are. */
+function lastOf(spans, count) {
+  const found = [];
+  for (let i = spans.length; count > 0 && i > 0;) {
+    found.unshift(spans[--i]);
+    count -= spans[i][1] - spans[i][0];
+  }
+  return count === 0 ? found : null;
 }
 
 function showMemory(found) {
@@ -144,7 +165,7 @@ addEventListener("beforeunload", (event) => {
 function choose(conversation) {
   now = conversation;
   store.current.set(now.id);
-  tell(answerIn(now.id)?.text === "" ? READING : "");
+  tell(answerIn(now.id)?.begun === false ? READING : "");
   trouble(null);
   closePanels();
   showConversation();
@@ -256,7 +277,7 @@ async function answer(ask, takeBack, again) {
     showConversation();
     if (one.empty) takeBack();
     tell(one.empty && !one.failed ? "Stopped before there was an answer; the message is taken back." : "");
-    byId("spoken").textContent = one.message.content || "There is no answer";
+    byId("spoken").textContent = parted(one.message).text || "There is no answer";
     if (one.failed) refused(one.failed, one.empty ? again : null);
     else refresh().catch((error) => refused(error, greet));
     focusText();
@@ -276,7 +297,7 @@ function hear(one) {
   if (one.id !== now.id) return;
   if (live?.one !== one) showConversation();
   else live.frame ||= requestAnimationFrame(() => live?.one === one && draw());
-  if (one.text && byId("notice").textContent === READING) tell("");
+  if (one.begun && byId("notice").textContent === READING) tell("");
 }
 
 /** Send a message; one that was never answered is sent with it. */

@@ -2,6 +2,7 @@
 
 import { html, number } from "./dom.js";
 import { Growing } from "./markdown.js";
+import { parted } from "./thoughts.js";
 
 const ENDS = {
   length: "The answer has as many tokens as it may have.",
@@ -12,14 +13,40 @@ const ENDS = {
 /** Who says it, by which screen readers go from one to the next. */
 const heading = (role) => html("h2", { class: "unseen" }, role === "user" ? "You" : "Answer");
 
+/** What an answer says, and folded above it what the model thought. */
+class Said {
+  #thinking = html("summary", {});
+  #thoughts = html("div", { class: "thought prose" });
+  #folded = html("details", { class: "thoughts", hidden: true }, this.#thinking, this.#thoughts);
+  #growing = [new Growing(this.#thoughts)];
+  said = html("div", { class: "said prose" });
+  nodes = [this.#folded, this.said];
+
+  constructor() {
+    this.#growing.push(new Growing(this.said));
+  }
+
+  update(message, writing = false) {
+    const { thoughts, text } = parted(message);
+    this.#folded.hidden = !thoughts;
+    this.#thinking.textContent = writing && !text ? "Thinking …" : "Thoughts";
+    [thoughts, text].forEach((one, i) => this.#growing[i].update(one));
+    return this;
+  }
+}
+
 /** An answer as it is written: `update` shows the message that it is so far. */
 export class LiveTurn {
-  #said = html("div", { class: "said writing", "aria-busy": "true" });
-  #growing = new Growing(this.#said);
-  element = html("article", { class: "turn assistant" }, heading("assistant"), this.#said);
+  #shown = new Said();
+  element = html("article", { class: "turn assistant" }, heading("assistant"), ...this.#shown.nodes);
 
-  update({ content }) {
-    this.#growing.update(content);
+  constructor() {
+    this.#shown.said.classList.add("writing");
+    this.#shown.said.setAttribute("aria-busy", "true");
+  }
+
+  update(message) {
+    this.#shown.update(message, true);
   }
 }
 
@@ -32,14 +59,12 @@ export class LiveTurn {
  */
 export function turn(message, pinned, { pin, again, goOn }) {
   const { role, content, ended } = message, user = role === "user";
-  const said = html("div", { class: "said", dir: user && "auto" });
-  if (user) said.textContent = content;
-  else new Growing(said).update(content);
+  const said = user ? [html("div", { class: "said", dir: "auto" }, content)] : new Said().update(message).nodes;
   const tools = user
     ? [pinButton(pinned, pin), again && tool("Answer it", again)]
-    : [tool("Copy", copied(content)), ended && content && goOn && tool("Continue", goOn), again && tool("Answer again", again), recalledFor(message)];
-  return html("article", { class: `turn ${role}${user && pinned ? " pinned" : ""}` }, heading(role), said,
-    ended && html("p", { class: "ended hint" }, ENDS[ended]), html("div", { class: "tools" }, ...tools));
+    : [tool("Copy", copied(parted(message).text)), ended && content && goOn && tool("Continue", goOn), again && tool("Answer again", again), tookFor(message)];
+  return html("article", { class: `turn ${role}${user && pinned ? " pinned" : ""}` }, heading(role), ...said,
+    ended && html("p", { class: "ended hint" }, ENDS[ended]), recalledFor(message), html("div", { class: "tools" }, ...tools));
 }
 
 function tool(text, act, attributes = {}) {
@@ -56,10 +81,20 @@ const copied = (text) => async ({ currentTarget }) => {
   currentTarget.textContent = done ? "Copied" : "Not allowed here";
 };
 
+/** How many tokens an answer has, and how fast they came; null where that is not known. */
+function tookFor({ took }) {
+  const { tokens, speed } = took ?? {};
+  if (!tokens) return null;
+  const fast = speed && `, ${number(Number(speed.toPrecision(2)))} a second`;
+  return html("span", { class: "note" }, `${number(tokens)} token${tokens === 1 ? "" : "s"}${fast || ""}`);
+}
+
 /** How much evicted text was read again in front of the message that was answered; null where none was. */
 function recalledFor({ took }) {
-  const { passages = 0, recalled = 0 } = took ?? {};
+  const { passages = 0, recalled = 0, texts } = took ?? {};
   if (!recalled) return null;
-  return html("span", { class: "recall-note" },
-    `recalled ${number(passages)} passage${passages === 1 ? "" : "s"}, ${number(recalled)} tokens`);
+  const note = `recalled ${number(passages)} passage${passages === 1 ? "" : "s"}, ${number(recalled)} tokens`;
+  if (!texts) return html("p", { class: "recall-note" }, note);
+  return html("details", { class: "recalled-texts" }, html("summary", { class: "recall-note" }, note),
+    ...texts.map((text) => html("p", { dir: "auto" }, text)));
 }

@@ -299,8 +299,13 @@ def test_what_was_recalled_is_marked_and_told_below_the_answer(page):
         assert f"{tokens} are recalled text" in page.locator("#summary").inner_text()
         page.locator("#strip .recalled").first.click()
         assert "evicted text that was read again" in page.locator("#said").inner_text()
+        page.keyboard.press("Escape")
         page.reload()
         assert page.locator(".recall-note").all_inner_texts() == [note]
+        page.locator(".recall-note").click()
+        told = page.locator(".recalled-texts p").inner_text()
+        assert told.split() == "".join(marked).replace("↵", "").split()
+        assert "vault is 7421" in told
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
@@ -740,13 +745,47 @@ def test_texts_from_right_to_left(page, url):
         "h1": "rtl",
         ".assistant li": "rtl",
         "pre": "ltr",
-        "p code": "ltr",
+        ".assistant p code": "ltr",
     }
     for selector, direction in parts.items():
         assert page.locator(selector).evaluate_all(directions) == [direction], selector
     assert page.locator(".assistant .said > p").evaluate_all(directions) == ["ltr", "rtl"]
     starts = "one => getComputedStyle(one).paddingRight"
     assert page.locator(".assistant ul").evaluate(starts) != "0px"
+
+
+THOUGHTS = [
+    ([{"reasoning_content": "So"}, {"reasoning_content": " it is."}, {"content": "Yes."}],
+     "So it is.", "Yes."),
+    ([{"content": "<think>\nSo it"}, {"content": " is.\n</think>\n\nYes."}], "So it is.", "Yes."),
+    ([{"content": "So it is.\n</think>\n"}, {"content": "\nYes."}], "So it is.", "Yes."),
+    ([{"content": "<think>\n\n</think>\n\nYes."}], "", "Yes."),
+    ([{"content": "`</think>` ends thoughts."}], "", "</think> ends thoughts."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("deltas", "thoughts", "text"), THOUGHTS)
+@in_browser
+def test_what_a_model_thinks_is_folded(page, url, deltas, thoughts, text):
+    answering(page, *deltas)
+    opened(page, url)
+    assert say(page, "Is it?") == text
+    folded = page.locator(".thoughts")
+    assert folded.is_visible() == bool(thoughts)
+    if thoughts:
+        assert page.get_by_text(thoughts).is_hidden()
+        page.get_by_text("Thoughts", exact=True).click()
+        assert page.get_by_text(thoughts).is_visible()
+    given = deltas[0].get("reasoning_content")
+    assert kept(page)[0]["messages"][1].get("reasoning_content") == (thoughts if given else None)
+
+
+@in_browser
+def test_how_fast_an_answer_came_is_told(page, url):
+    answering(page, {"content": "a"}, {"content": "b"}, usage={"completion_tokens": 1200})
+    opened(page, url)
+    say(page, "Hello!")
+    assert re.fullmatch(r"1,200 tokens, [\d,.]+ a second", page.locator(".note").inner_text())
 
 
 @in_browser
