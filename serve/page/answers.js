@@ -20,6 +20,7 @@ export class Answer {
   asked = null; // the messages that the model is given; null until it is begun
   reason = null; // why it ended, if it was before its time: length, stopped or broken
   failed = null; // an error
+  replaced = null; // the messages there were, where it takes the place of some
   #control = new AbortController();
   #ask; #conversation; #before; #base;
 
@@ -105,7 +106,10 @@ export class Answer {
     const found = store.find(this.id), messages = [...this.earlier, this.message];
     if (found === null) return null;
     if (JSON.stringify(found.messages) === this.#base) {
-      if (!this.empty) found.messages = messages;
+      if (!this.empty) {
+        if (this.asked.length < this.#before.length) this.replaced = this.#before;
+        found.messages = messages;
+      }
       else if (takeBack) found.messages = this.#before;
       found.pins = found.pins.filter((index) => index < found.messages.length);
       if (found.messages.length) store.keep(found);

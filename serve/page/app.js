@@ -17,6 +17,7 @@ const WHY_KEY = "It was started with an API key. The key stays in this tab until
 const api = new Api(store.apiKey.get), strip = new Strip();
 let now = store.begun(); // the conversation that is shown
 let model = null; // its name for the API
+let editing = null; // the message that is written anew: {index, content, draft}
 let live = null; // what is shown of the answer in sight that is being written: {one, turn, frame}
 
 // The server, its model and its key
@@ -163,6 +164,7 @@ addEventListener("beforeunload", (event) => {
 });
 
 function choose(conversation) {
+  endEdit();
   now = conversation;
   store.current.set(now.id);
   tell(answerIn(now.id)?.begun === false ? READING : "");
@@ -216,7 +218,7 @@ function showConversation(toEnd = true) {
   const one = answerIn(now.id), messages = one?.earlier ?? now.messages, last = messages.length - 1;
   byId("title").textContent = store.titled(now);
   document.title = messages.length ? `${store.titled(now)} – kvcap` : "kvcap";
-  const acts = (i) => ({ pin: () => pin(i), ...(i === last && !one && { again: repeat, goOn }) });
+  const acts = (i) => ({ pin: () => pin(i), ...(!one && { edit: () => edit(i) }), ...(i === last && !one && { again: repeat, goOn }) });
   byId("log").replaceChildren(...messages.map((message, i) => turn(message, now.pins.includes(i), acts(i))));
   live = one?.asked ? { one, turn: new LiveTurn(), frame: 0 } : null;
   if (live) {
@@ -275,8 +277,9 @@ async function answer(ask, takeBack, again) {
   if (seen()) {
     now = store.find(one.id) ?? { ...now, messages: [], pins: [] };
     showConversation();
-    if (one.empty) takeBack();
     tell(one.empty && !one.failed ? "Stopped before there was an answer; the message is taken back." : "");
+    if (one.empty) takeBack();
+    if (one.replaced) tell("What was said before from here on is replaced.", "Undo", () => undo(one.replaced));
     byId("spoken").textContent = parted(one.message).text || "There is no answer";
     if (one.failed) refused(one.failed, one.empty ? again : null);
     else refresh().catch((error) => refused(error, greet));
@@ -290,6 +293,14 @@ async function answer(ask, takeBack, again) {
     const title = `“${store.titled(found)}”`;
     tell(one.failed ? `${title}: ${one.failed.message}.` : `${title} is answered.`, "Open it", () => choose(found));
   }
+}
+
+/** Go back to the messages there were. */
+function undo(messages) {
+  if (answerIn(now.id)) return;
+  change((found) => Object.assign(found, { messages }));
+  tell("");
+  showConversation();
 }
 
 /** Show what is new of an answer, if it is in sight. */
@@ -308,6 +319,35 @@ function send(text) {
       : [...messages.slice(0, -1), { role: "user", content: `${left}\n\n${text}` }];
   }, () => {
     byId("text").value ||= text;
+  }, () => byId("form").requestSubmit());
+}
+
+/** Write a message of the user's anew, in the place of the next one. */
+function edit(index) {
+  const { content } = now.messages[index];
+  editing = { index, content, draft: editing?.draft ?? byId("text").value };
+  byId("text").value = content;
+  byId("text").focus();
+  tell("Send the message as it is to be; what follows it is answered anew.", "Keep it as it was", endEdit);
+}
+
+function endEdit() {
+  if (!editing) return false;
+  byId("text").value = editing.draft;
+  editing = null;
+  tell("");
+  return true;
+}
+
+/** Send a message in the place of an earlier one and all that follows. */
+function sendEdited({ index, content }, text) {
+  answer((messages) => {
+    if (messages[index]?.content !== content) throw new Error("another tab has changed the conversation");
+    return [...messages.slice(0, index), { role: "user", content: text }];
+  }, () => {
+    const same = now.messages[index]?.content === content, draft = byId("text").value;
+    if (same) edit(index);
+    byId("text").value = same || !draft ? text : `${draft}\n\n${text}`;
   }, () => byId("form").requestSubmit());
 }
 
@@ -331,8 +371,11 @@ byId("form").addEventListener("submit", (event) => {
   const text = byId("text").value;
   if (answerIn(now.id) || !text.trim()) return;
   if (!model) return greet(); // the text stays where it is
-  byId("text").value = "";
-  send(text);
+  const edited = editing;
+  byId("text").value = editing?.draft ?? "";
+  editing = null;
+  if (edited) sendEdited(edited, text);
+  else send(text);
 });
 byId("text").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -348,7 +391,7 @@ byId("stop").addEventListener("click", () => answerIn(now.id)?.stop());
 addEventListener("pagehide", keepAll);
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || byId("key-dialog").open) return;
-  if (!closePanels()) answerIn(now.id)?.stop();
+  if (!closePanels() && !endEdit()) answerIn(now.id)?.stop();
 });
 
 now = store.find(store.current.get()) ?? now;

@@ -54,14 +54,14 @@ export class LiveTurn {
  * A message.
  * @param {object} message
  * @param {boolean} pinned
- * @param {object} acts what is offered, null where it is not: `pin` of a user's message; `again`
- *   and `goOn` of the last one
+ * @param {object} acts what is offered, null where it is not: `pin` and `edit` of a user's message;
+ *   `again` and `goOn` of the last one
  */
-export function turn(message, pinned, { pin, again, goOn }) {
+export function turn(message, pinned, { pin, edit, again, goOn }) {
   const { role, content, ended } = message, user = role === "user";
   const said = user ? [html("div", { class: "said", dir: "auto" }, content)] : new Said().update(message).nodes;
   const tools = user
-    ? [pinButton(pinned, pin), again && tool("Answer it", again)]
+    ? [pinButton(pinned, pin), edit && tool("Edit", edit), again && tool("Answer it", again)]
     : [tool("Copy", copied(parted(message).text)), ended && content && goOn && tool("Continue", goOn), again && tool("Answer again", again), tookFor(message)];
   return html("article", { class: `turn ${role}${user && pinned ? " pinned" : ""}` }, heading(role), ...said,
     ended && html("p", { class: "ended hint" }, ENDS[ended]), recalledFor(message), html("div", { class: "tools" }, ...tools));

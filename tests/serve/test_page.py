@@ -391,6 +391,36 @@ def test_an_answer_is_stopped_and_given_again(page, url):
     assert [one["role"] for one in kept(page)[0]["messages"]] == ["user", "assistant"]
 
 
+@in_browser
+def test_a_message_is_edited_and_that_is_undone(page, url):
+    opened(page, url)
+    first = say(page, FACT)
+    second = say(page, QUESTION)
+    text = page.get_by_role("textbox", name="Your message")
+    text.fill("a draft")
+    page.get_by_role("button", name="Edit").first.click()
+    assert text.input_value() == FACT
+    page.keyboard.press("Escape")
+    assert text.input_value() == "a draft"
+    page.get_by_role("button", name="Edit").first.click()
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    write(page, FACT.replace("4821", "1930"))
+    page.get_by_role("alert").get_by_text("cannot be reached").wait_for()
+    assert text.input_value() == FACT.replace("4821", "1930")
+    assert page.locator(".said").count() == 4
+    page.unroute("**/v1/chat/completions")
+    page.keyboard.press("Enter")
+    page.get_by_text("What was said before from here on is replaced").wait_for()
+    assert text.input_value() == "a draft"
+    assert [one["content"] for one in kept(page)[0]["messages"]] == [
+        FACT.replace("4821", "1930"), answered(page),
+    ]  # fmt: skip
+    page.get_by_role("button", name="Undo").click()
+    said = [FACT, first, QUESTION, second]
+    assert page.locator(".said").all_inner_texts() == said
+    assert [one["content"].strip() for one in kept(page)[0]["messages"]] == said
+
+
 @pytest.mark.slow
 @in_browser
 def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
