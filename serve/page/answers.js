@@ -20,7 +20,7 @@ export class Answer {
   asked = null; // the messages that the model is given; null until it is begun
   reason = null; // why it ended, if it was before its time: length, stopped or broken
   failed = null; // an error
-  replaced = null; // the messages there were, where it takes the place of some
+  replaced = null; // the messages and pins there were, where it takes the place of some
   #control = new AbortController();
   #ask; #conversation; #before; #base;
 
@@ -107,7 +107,7 @@ export class Answer {
     if (found === null) return null;
     if (JSON.stringify(found.messages) === this.#base) {
       if (!this.empty) {
-        if (this.asked.length < this.#before.length) this.replaced = this.#before;
+        if (this.asked.length < this.#before.length) this.replaced = { messages: this.#before, pins: found.pins };
         found.messages = messages;
       }
       else if (takeBack) found.messages = this.#before;
@@ -115,7 +115,7 @@ export class Answer {
       if (found.messages.length) store.keep(found);
       else store.drop(found.id);
     } else if (!this.empty) { // another tab has gone on meanwhile: both are kept
-      const own = { ...found, ...store.begun(), messages, changed: Date.now() };
+      const own = { ...store.begun(), title: found.title, settings: found.settings, messages, changed: Date.now() };
       store.keep(own);
       return own.id;
     }

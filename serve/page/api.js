@@ -50,14 +50,19 @@ export class Api {
   /**
    * Answer a conversation.
    * @param {object} asked the model, the messages, the pinned ones' indices, the conversation's id
+   *   and settings
    * @param {AbortSignal} signal stops the answer
    * @param {(piece: {content?: string, reasoning_content?: string}) => void} hear hears of every piece
    * @returns {Promise<{reason: string | null, usage: object | null}>} why it ended, and what it took
    */
-  async answer({ model, messages, pins, id }, signal, hear) {
+  async answer({ model, messages, pins, id, settings }, signal, hear) {
     const said = messages.map(({ role, content, reasoning_content }, i) =>
       ({ role, content, reasoning_content, ...(pins.includes(i) && { pin: true }) }));
-    const body = { model, messages: said, stream: true, stream_options: { include_usage: true } };
+    const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
+    const body = {
+      model, messages: [...system, ...said], temperature: settings.temperature, max_tokens: settings.tokens,
+      stream: true, stream_options: { include_usage: true },
+    };
     const response = await this.#ask("v1/chat/completions",
       { method: "POST", body: JSON.stringify(body), signal },
       { "Content-Type": "application/json", "X-Session-Id": id });

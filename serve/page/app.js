@@ -1,5 +1,6 @@
 // The chat page: what it shows when. Conversations lie in `store.js`, the network in `api.js`.
 
+import { askAbout } from "./about.js";
 import { Answer, answerIn, keepAll } from "./answers.js";
 import { Api } from "./api.js";
 import { byId, bytes, html, number, show } from "./dom.js";
@@ -199,10 +200,17 @@ function tell(text, label = null, act = null) {
 function change(how) {
   now = store.find(now.id) ?? now;
   how(now);
-  store.keep(now);
+  if (now.messages.length) store.keep(now);
   showFull();
 }
 
+byId("about-open").addEventListener("click", () => askAbout(() => store.find(now.id) ?? now, (title, settings) => {
+  store.settings.set(settings);
+  const other = JSON.stringify(settings) !== JSON.stringify(now.settings);
+  change((found) => Object.assign(found, { title, settings }));
+  showConversation(false);
+  if (other && now.messages.length) tell("From the next message on; with another system prompt the conversation is read again.");
+}));
 byId("new").addEventListener("click", () => choose(store.begun()));
 store.watch((id) => {
   showList();
@@ -295,10 +303,10 @@ async function answer(ask, takeBack, again) {
   }
 }
 
-/** Go back to the messages there were. */
-function undo(messages) {
+/** Go back to the messages and pins there were. */
+function undo(former) {
   if (answerIn(now.id)) return;
-  change((found) => Object.assign(found, { messages }));
+  change((found) => Object.assign(found, former));
   tell("");
   showConversation();
 }
@@ -390,7 +398,7 @@ if (!CSS.supports("field-sizing", "content")) {
 byId("stop").addEventListener("click", () => answerIn(now.id)?.stop());
 addEventListener("pagehide", keepAll);
 addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || byId("key-dialog").open) return;
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (!closePanels() && !endEdit()) answerIn(now.id)?.stop();
 });
 

@@ -3,6 +3,7 @@
 // it. The API key is the tab's alone. Knows no screen and no network.
 
 const PREFIX = "kvcap.conversation.", KEY = "kvcap.api-key", CURRENT = "kvcap.current";
+const SETTINGS = "kvcap.settings", PLAIN = { system: "", temperature: null, tokens: null };
 const LONGEST = 60; // letters of a title
 
 /** A storage; where it is forbidden, as in some private windows, one that lasts as long as the page. */
@@ -30,11 +31,12 @@ function fresh() {
   return Array.from(drawn, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-/** A conversation that has not begun; it is kept once something is said. */
-export const begun = () => ({ id: fresh(), messages: [], pins: [], changed: 0 });
+/** A conversation that has not begun, with the settings chosen last; it is kept once something is said. */
+export const begun = () => ({ id: fresh(), title: "", messages: [], pins: [], settings: settings.get(), changed: 0 });
 
-/** What a list calls a conversation: the beginning of its first message. */
-export function titled({ messages }) {
+/** What a list calls a conversation: by its title or, where it has none, the beginning of its first message. */
+export function titled({ title, messages }) {
+  if (title) return title;
   const text = (messages[0]?.content ?? "").trim().replace(/\s+/g, " ");
   const letters = [...text];
   return letters.length > LONGEST ? `${letters.slice(0, LONGEST - 1).join("")}…` : text || "New conversation";
@@ -48,7 +50,7 @@ const sound = (found) =>
 function read(key) {
   try {
     const found = JSON.parse(local.getItem(key));
-    return sound(found) ? found : null;
+    return sound(found) ? { title: "", settings: PLAIN, ...found } : null;
   } catch {
     return null; // not ours, or broken off
   }
@@ -72,13 +74,14 @@ export const onlyHere = () => structuredClone([...unsaved.values()]);
 
 /** Keep a conversation: in the browser or, where that has no room, in this tab. */
 export function keep(conversation) {
-  if (save(conversation)) unsaved.delete(conversation.id);
+  if (save(PREFIX + conversation.id, conversation)) unsaved.delete(conversation.id);
   else unsaved.set(conversation.id, structuredClone(conversation));
 }
 
-function save(conversation) {
+/** Put a value into the browser's storage, if there is room. */
+function save(key, value) {
   try {
-    local.setItem(PREFIX + conversation.id, JSON.stringify(conversation));
+    local.setItem(key, JSON.stringify(value));
     return true;
   } catch {
     return false;
@@ -99,6 +102,18 @@ export function watch(hear) {
     else if (key.startsWith(PREFIX)) hear(key.slice(PREFIX.length));
   });
 }
+
+/** How conversations are answered that begin from now on; null leaves it to the server. */
+export const settings = {
+  get() {
+    try {
+      return { ...PLAIN, ...JSON.parse(local.getItem(SETTINGS)) };
+    } catch {
+      return PLAIN; // not ours
+    }
+  },
+  set: (chosen) => save(SETTINGS, chosen),
+};
 
 /** The conversation that this tab shows, through reloads. */
 export const current = {

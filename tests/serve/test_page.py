@@ -819,6 +819,64 @@ def test_how_fast_an_answer_came_is_told(page, url):
 
 
 @in_browser
+def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
+    answering(page, {"content": "<think>Hm.</think>Yes."})
+    opened(page, url)
+    for label, value in {
+        "Title": "Doors", "System prompt": "Be brief.", "Temperature": "0.3",
+        "Most tokens of an answer": "7",
+    }.items():  # fmt: skip
+        if label == "Title":
+            page.get_by_role("button", name="About this conversation").click()
+        page.get_by_label(label).fill(value)
+    page.get_by_role("button", name="Save").click()
+    assert kept(page) == []
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, FACT)
+    body = json.loads(asked.value.post_data)
+    system = {"role": "system", "content": "Be brief."}
+    assert body["messages"] == [system, {"role": "user", "content": FACT}]
+    assert (body["temperature"], body["max_tokens"]) == (0.3, 7)
+    page.reload()
+    assert page.locator("h1").inner_text() == "Doors"
+    page.get_by_role("button", name="About this conversation").click()
+    files = {}
+    for kind in ("Markdown", "JSON"):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=f"Export as {kind}").click()
+        files[download.value.suggested_filename] = download.value.path().read_text()
+    assert json.loads(files["Doors.json"]) == kept(page)[0]
+    assert files["Doors.md"] == (
+        f"# Doors\n\n## System prompt\n\nBe brief.\n\n## You\n\n{FACT}\n\n## Answer\n\nYes.\n"
+    )
+    page.get_by_label("Title").fill("")
+    page.get_by_label("Most tokens of an answer").fill("")
+    page.get_by_role("button", name="Save").click()
+    assert page.locator("h1").inner_text() == FACT
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="New conversation").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "Hello!")
+    body = json.loads(asked.value.post_data)
+    assert body["messages"][0] == system
+    assert (body["temperature"], body["max_tokens"]) == (0.3, None)
+
+
+@in_browser
+def test_a_system_prompt_and_a_length_reach_the_model(page, url, runtime):
+    opened(page, url)
+    page.get_by_role("button", name="About this conversation").click()
+    page.get_by_label("System prompt").fill("Be kind.")
+    page.get_by_label("Most tokens of an answer").fill("3")
+    page.get_by_role("button", name="Save").click()
+    said = say(page, FACT)
+    assert page.get_by_text("as many tokens as it may have").is_visible()
+    session = runtime.session(system="Be kind.")
+    session.set_generation(max_new_tokens=3)
+    assert said == "".join(session.send(FACT)).strip()
+
+
+@in_browser
 def test_no_text_becomes_markup_or_leads_elsewhere(blank):
     hostile = [
         "<img src=x onerror=alert(1)>", "<script>alert(1)</script>", "[a](javascript:alert(1))",
