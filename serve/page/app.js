@@ -146,7 +146,9 @@ function showList() {
     drop.addEventListener("click", () => remove(one.id));
     return html("li", { class: `${shown ? "current" : ""}${busy ? " busy" : ""}` }, open, drop);
   };
-  byId("list").replaceChildren(...store.all().map(item));
+  const all = store.all(), found = store.holding(all, byId("find").value);
+  byId("list").replaceChildren(...found.map(item));
+  show("none-found", all.length > 0 && found.length === 0);
   showFull();
 }
 
@@ -204,6 +206,7 @@ function change(how) {
   showFull();
 }
 
+byId("find").addEventListener("input", showList);
 byId("about-open").addEventListener("click", () => askAbout(() => store.find(now.id) ?? now, (title, settings) => {
   store.settings.set(settings);
   const other = JSON.stringify(settings) !== JSON.stringify(now.settings);
@@ -247,11 +250,23 @@ function draw() {
   follow();
 }
 
-/** Keep the end in sight, if it was, or `always`. */
+/** Keep the end in sight, if it was, or `always`; offer to go there where it is not. */
 function follow(always = false) {
-  const { scrollHeight, clientHeight, scrollTop } = byId("log");
-  if (always || scrollHeight - clientHeight - scrollTop < NEAR) byId("log").scrollTop = scrollHeight;
+  const log = byId("log");
+  if (always || atEnd()) log.scrollTop = log.scrollHeight;
+  show("to-end", !atEnd());
 }
+
+function atEnd() {
+  const { scrollHeight, clientHeight, scrollTop } = byId("log");
+  return scrollHeight - clientHeight - scrollTop < NEAR;
+}
+
+byId("log").addEventListener("scroll", () => show("to-end", !atEnd()));
+byId("to-end").addEventListener("click", () => {
+  follow(true);
+  byId("log").focus();
+});
 
 function pin(index) {
   const pinned = now.pins.includes(index);

@@ -13,6 +13,17 @@ export function html(name, attributes = {}, ...children) {
   return element;
 }
 
+/** A button that copies a text; named more fully where `label` says what. */
+export function copyButton(text, label = null) {
+  const button = html("button", { type: "button", "aria-label": label }, "Copy");
+  button.addEventListener("click", async () => {
+    const done = await navigator.clipboard?.writeText(text).then(() => true, () => false);
+    button.removeAttribute("aria-label");
+    button.textContent = done ? "Copied" : "Not allowed here";
+  });
+  return button;
+}
+
 /** Show some of the page's parts by id, hide others. */
 export function show(ids, visible = true) {
   for (const id of [ids].flat()) byId(id).hidden = !visible;

@@ -66,6 +66,15 @@ export function all() {
   return [...saved.map(read).filter(Boolean), ...onlyHere()].sort((a, b) => b.changed - a.changed);
 }
 
+/** Those whose title or messages hold these words, each somewhere. */
+export function holding(conversations, words) {
+  const wanted = words.toLocaleLowerCase().split(/\s+/).filter(Boolean);
+  return conversations.filter((one) => {
+    const text = [one.title, ...one.messages.map(({ content }) => content)].join("\n").toLocaleLowerCase();
+    return wanted.every((word) => text.includes(word));
+  });
+}
+
 /** A conversation by its id; null where there is none. */
 export const find = (id) => (unsaved.has(id) ? structuredClone(unsaved.get(id)) : read(PREFIX + id));
 

@@ -1,6 +1,6 @@
 // What was said: a message with what can be done with it. Knows no conversations and no network.
 
-import { html, number } from "./dom.js";
+import { copyButton, html, number } from "./dom.js";
 import { Growing } from "./markdown.js";
 import { parted } from "./thoughts.js";
 
@@ -62,7 +62,7 @@ export function turn(message, pinned, { pin, edit, again, goOn }) {
   const said = user ? [html("div", { class: "said", dir: "auto" }, content)] : new Said().update(message).nodes;
   const tools = user
     ? [pinButton(pinned, pin), edit && tool("Edit", edit), again && tool("Answer it", again)]
-    : [tool("Copy", copied(parted(message).text)), ended && content && goOn && tool("Continue", goOn), again && tool("Answer again", again), tookFor(message)];
+    : [copyButton(parted(message).text), ended && content && goOn && tool("Continue", goOn), again && tool("Answer again", again), tookFor(message)];
   return html("article", { class: `turn ${role}${user && pinned ? " pinned" : ""}` }, heading(role), ...said,
     ended && html("p", { class: "ended hint" }, ENDS[ended]), recalledFor(message), html("div", { class: "tools" }, ...tools));
 }
@@ -75,11 +75,6 @@ function tool(text, act, attributes = {}) {
 
 const pinButton = (pinned, pin) =>
   tool(pinned ? "Pinned" : "Pin", pin, { "aria-pressed": String(pinned), title: "Its tokens are never evicted" });
-
-const copied = (text) => async ({ currentTarget }) => {
-  const done = await navigator.clipboard?.writeText(text).then(() => true, () => false);
-  currentTarget.textContent = done ? "Copied" : "Not allowed here";
-};
 
 /** How many tokens an answer has, and how fast they came; null where that is not known. */
 function tookFor({ took }) {

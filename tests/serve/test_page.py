@@ -692,7 +692,7 @@ MADE = """async (text) => {
 
 def drawn(page: Any, text: str, steps: list[int] | None = None) -> str:
     found = page.evaluate(DRAWN, {"text": text, "steps": steps})
-    return re.sub(r' dir="(auto|ltr)"', "", found)
+    return re.sub(r' dir="(auto|ltr)"|<button.*?</button>', "", found)
 
 
 @pytest.fixture
@@ -702,7 +702,7 @@ def blank(page, url) -> Any:
     return page
 
 
-ELEMENTS = {"p", "a", "pre", "code", "div", "table", "thead", "tbody", "tr", "th", "td"}
+ELEMENTS = {"p", "a", "pre", "code", "div", "table", "thead", "tbody", "tr", "th", "td", "button"}
 LINK = 'target="_blank" rel="noopener noreferrer nofollow"'
 
 
@@ -718,8 +718,8 @@ def test_answers_become_elements(blank):
         "</ul>",
         "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
         "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
-        "```py\n<b>\n\n*x*\n```\nc": '<pre tabindex="0" aria-label="Code in py"><code>&lt;b&gt;'
-        "\n\n*x*</code></pre><p>c</p>",
+        "```py\n<b>\n\n*x*\n```\nc": '<div class="code"><pre tabindex="0" aria-label="Code in py">'
+        "<code>&lt;b&gt;\n\n*x*</code></pre></div><p>c</p>",
         "a\n\n***\nb": "<p>a</p><hr><p>b</p>",
         "[a](https://b.example/c_(d)) https://e.example/f.": f'<p><a href="https://b.example/c_(d)"'
         f' title="https://b.example/c_(d)" {LINK}>a</a> <a href="https://e.example/f" '
@@ -877,6 +877,46 @@ def test_a_system_prompt_and_a_length_reach_the_model(page, url, runtime):
 
 
 @in_browser
+def test_conversations_are_searched(page, url):
+    answering(page, {"content": "Larch and fir."})
+    opened(page, url)
+    for text in ("Trees of the north?", "Trees of the south?"):
+        page.get_by_role("button", name="Conversations").click()
+        page.get_by_role("button", name="New conversation").click()
+        say(page, text)
+    page.get_by_role("button", name="Conversations").click()
+    search = page.get_by_role("searchbox", name="Search the conversations")
+    for words, found in {"": 2, "LARCH tree": 2, "larch north": 1, "palm": 0}.items():
+        search.fill(words)
+        assert page.locator("#list .open").count() == found
+        assert page.get_by_text("No conversation has these words").is_visible() == (not found)
+
+
+@in_browser
+def test_the_end_is_one_click_away(page, url):
+    answering(page, {"content": "a\n\n" * 100})
+    opened(page, url)
+    say(page, "Hello!")
+    to_end = page.get_by_role("button", name="To the end")
+    assert to_end.is_hidden()
+    page.locator("#log").evaluate("one => { one.scrollTop = 0; }")
+    to_end.click()
+    to_end.wait_for(state="hidden")
+    assert page.locator(".assistant .tools").is_visible()
+
+
+@in_browser
+def test_code_is_copied(page, url):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answering(page, {"content": "So:\n\n```py\nprint(1)\n\nprint(2)\n```\n\nDone."})
+    opened(page, url)
+    say(page, "Hello!")
+    page.get_by_role("button", name="Copy the code").click()
+    page.locator(".code").get_by_text("Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "print(1)\n\nprint(2)"
+
+
+@in_browser
 def test_no_text_becomes_markup_or_leads_elsewhere(blank):
     hostile = [
         "<img src=x onerror=alert(1)>", "<script>alert(1)</script>", "[a](javascript:alert(1))",
@@ -888,7 +928,8 @@ def test_no_text_becomes_markup_or_leads_elsewhere(blank):
         for name, attributes in blank.evaluate(MADE, text):
             assert name in ELEMENTS
             assert not set(attributes) - {"href", "title", "target", "rel", "class", "role",
-                                          "scope", "tabindex", "aria-label", "dir"}  # fmt: skip
+                                          "scope", "tabindex", "aria-label", "dir",
+                                          "type"}  # fmt: skip
             assert attributes.get("href", "https://").startswith("https://")
 
 
