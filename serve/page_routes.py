@@ -17,14 +17,11 @@ from kvcap.serve.contract import Conversations
 
 PAGE = Path(__file__).parent / "page"
 TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-FILES = {  # by their paths, with their types
-    "": ("index.html", "text/html"),
-    **{
-        f"page/{path.name}": (path.name, TYPES[path.suffix])
-        for path in sorted(PAGE.iterdir())
-        if path.suffix in TYPES
-    },
-}
+FILES = {"": ("index.html", "text/html")}  # by their paths, with their types
+for found in sorted(PAGE.rglob("*")):
+    if found.suffix in TYPES:
+        name = found.relative_to(PAGE).as_posix()
+        FILES[f"page/{name}"] = (name, TYPES[found.suffix])
 HEADERS = {
     # Nothing is loaded from, sent to or framed by anywhere else; no text becomes markup or code.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

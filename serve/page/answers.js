@@ -6,6 +6,8 @@ import * as store from "./store.js";
 
 const ELSEWHERE = "this conversation is being answered in another tab; wait for it, or begin another conversation";
 
+const SHORTEST = 0.25; // seconds between the first and the last token from which they tell a speed
+
 const running = new Map(); // by their conversations' ids
 
 /** The answer that this tab is writing in a conversation, if there is one. */
@@ -78,7 +80,8 @@ export class Answer {
           });
         this.reason = reason === "length" ? reason : null;
         const { completion_tokens: tokens, recalled, recalled_passages: passages } = usage ?? {};
-        const speed = tokens > 1 ? (tokens - 1) / ((performance.now() - first) / 1000) : undefined;
+        const seconds = (performance.now() - first) / 1000;
+        const speed = tokens > 1 && seconds > SHORTEST ? (tokens - 1) / seconds : undefined;
         this.took = { tokens, speed, recalled, passages };
       });
     } catch (error) {

@@ -195,7 +195,9 @@ function remove(id) {
 function tell(text, label = null, act = null) {
   const button = label && html("button", { type: "button", class: "small" }, label);
   button?.addEventListener("click", act);
+  const followed = atEnd();
   byId("notice").replaceChildren(...[text, button].filter(Boolean));
+  follow(followed); // it may have taken room
 }
 
 /** Change the conversation in sight, as it is by now: another tab may have changed it. */

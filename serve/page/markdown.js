@@ -1,6 +1,7 @@
 // Markdown as elements. Text only ever becomes text nodes, links lead to the web alone, images are
 // links, and HTML is shown as it is written. Time grows with the length of the text, whatever it is.
 
+import { colour } from "./colours.js";
 import { copyButton, html } from "./dom.js";
 
 const DEPTH = 12; // of lists, quotes and emphasis within each other; what is deeper stays text
@@ -98,8 +99,12 @@ function code(lines, i, fence, language) {
   const closes = (line) => line.trim().length >= fence.length && line.trim() === fence[0].repeat(line.trim().length);
   const stop = end(lines, i, (line) => !closes(line));
   const text = lines.slice(i + 1, stop).join("\n");
-  return [Math.min(stop + 1, lines.length), () => html("div", { class: "code", dir: "ltr" }, copyButton(text, "Copy the code"),
-    html("pre", { tabindex: 0, "aria-label": language ? `Code in ${language}` : "Code" }, html("code", {}, text)))];
+  return [Math.min(stop + 1, lines.length), () => {
+    const shown = html("code", {}, text);
+    colour(shown, language).catch(() => {}); // the server may be gone
+    return html("div", { class: "code", dir: "ltr" }, copyButton(text, "Copy the code"),
+      html("pre", { tabindex: 0, role: "region", "aria-label": language ? `Code in ${language}` : "Code" }, shown));
+  }];
 }
 
 /** A list goes on as long as lines are its items', or are indented below one. */

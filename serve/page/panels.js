@@ -5,7 +5,10 @@ import { byId } from "./dom.js";
 const PANELS = ["list", "memory"];
 
 function openPanel(name) {
-  byId(`${name}-panel`).classList.add("open");
+  const panel = byId(`${name}-panel`);
+  panel.classList.add("open");
+  panel.role = "dialog";
+  panel.ariaModal = "true";
   byId(`${name}-open`).setAttribute("aria-expanded", "true");
   byId("main").inert = true;
   byId(`${name}-close`).focus();
@@ -16,7 +19,9 @@ export function closePanels() {
   const open = PANELS.filter((name) => byId(`${name}-panel`).classList.contains("open"));
   byId("main").inert = false;
   for (const name of open) {
-    byId(`${name}-panel`).classList.remove("open");
+    const panel = byId(`${name}-panel`);
+    panel.classList.remove("open");
+    panel.role = panel.ariaModal = null;
     byId(`${name}-open`).setAttribute("aria-expanded", "false");
     byId(`${name}-open`).focus();
   }

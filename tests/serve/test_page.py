@@ -141,7 +141,8 @@ def kept(page: Any) -> list[dict[str, Any]]:
 
 def test_the_page_is_a_fixed_list_of_files_under_a_strict_policy(client):
     """And needs no key."""
-    assert {name for name, _ in FILES.values()} == {path.name for path in PAGE.iterdir()}
+    there = {str(path.relative_to(PAGE)) for path in PAGE.rglob("*") if path.is_file()}
+    assert {name for name, _ in FILES.values()} == {name for name in there if "LICENSE" not in name}
     for path, (name, kind) in FILES.items():
         found = client.get(f"/{path}")
         assert found.content == (PAGE / name).read_bytes()
@@ -169,7 +170,7 @@ def test_nothing_else_is_handed_out(client, path):
 
 def test_the_page_has_no_way_to_make_markup_of_a_text():
     """The browser refuses these, too (Trusted Types); nothing is there that asks for them."""
-    for path in PAGE.glob("*.js"):
+    for path in PAGE.rglob("*.js"):
         text = path.read_text()
         for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
             assert name not in text, f"{path.name} has {name}"
@@ -718,7 +719,8 @@ def test_answers_become_elements(blank):
         "</ul>",
         "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
         "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
-        "```py\n<b>\n\n*x*\n```\nc": '<div class="code"><pre tabindex="0" aria-label="Code in py">'
+        "```py\n<b>\n\n*x*\n```\nc": '<div class="code"><pre tabindex="0" role="region" '
+        'aria-label="Code in py">'
         "<code>&lt;b&gt;\n\n*x*</code></pre></div><p>c</p>",
         "a\n\n***\nb": "<p>a</p><hr><p>b</p>",
         "[a](https://b.example/c_(d)) https://e.example/f.": f'<p><a href="https://b.example/c_(d)"'
@@ -812,10 +814,11 @@ def test_what_a_model_thinks_is_folded(page, url, deltas, thoughts, text):
 
 @in_browser
 def test_how_fast_an_answer_came_is_told(page, url):
+    page.add_init_script("let seconds = 0; performance.now = () => 1000 * (seconds += 10);")
     answering(page, {"content": "a"}, {"content": "b"}, usage={"completion_tokens": 1200})
     opened(page, url)
     say(page, "Hello!")
-    assert re.fullmatch(r"1,200 tokens, [\d,.]+ a second", page.locator(".note").inner_text())
+    assert page.locator(".note").inner_text() == "1,200 tokens, 120 a second"
 
 
 @in_browser
@@ -874,6 +877,30 @@ def test_a_system_prompt_and_a_length_reach_the_model(page, url, runtime):
     session = runtime.session(system="Be kind.")
     session.set_generation(max_new_tokens=3)
     assert said == "".join(session.send(FACT)).strip()
+
+
+CODE = {
+    "py": ("def f(): # four\n    return 'a' < 4\n", {"kwd": "def", "str": "'a'", "num": "4"}),
+    "Python": ("return None", {"kwd": "return", "bool": "None"}),
+    "sh": ("echo $A # <b>", {"cmnt": "# <b>"}),
+    "html": ("<p>a</p><script>let b = 1;</script>", {"kwd": "let", "num": "1"}),
+    "no-such": ("let b = 1;", {}),
+    "": ("let b = 1;", {}),
+}
+
+
+@in_browser
+def test_code_has_colours(page, url):
+    texts = [f"```{name}\n{code}\n```" for name, (code, _) in CODE.items()]
+    answering(page, {"content": "\n\n".join(texts)})
+    opened(page, url)
+    say(page, "Hello!")
+    for i, (name, (code, pieces)) in enumerate(CODE.items()):
+        block = page.locator("pre code").nth(i)
+        for kind, piece in pieces.items():
+            block.locator(f".code-{kind}").get_by_text(piece, exact=True).first.wait_for()
+        assert block.locator("span").count() > 0 if pieces else block.locator("span").count() == 0
+        assert block.text_content() == code, name
 
 
 @in_browser
