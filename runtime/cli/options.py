@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames, current_name
 from kvcap.runtime.errors import PlanInfeasible
@@ -34,14 +35,39 @@ if TYPE_CHECKING:  # PyTorch stands behind it
 ENVIRONMENT = "KVCAP_"
 CONTEXT = inspect.Parameter.POSITIONAL_OR_KEYWORD
 STDIN = "-"
+HEADINGS = (  # of a command's help, in order
+    "Arguments", "Options", "Model", "Memory", "Recall", "Conversation", "Sampling", "Output",
+    "Device", "Address", "Limits", "Replicas",
+)  # fmt: skip
 
 
-def option(*names: str, help: str, **settings: Any) -> Any:
-    """Return a typer option that the environment can set: `--kv-budget` by `KVCAP_KV_BUDGET`."""
+class GroupedHelp(TyperCommand):
+    """A command whose help lists options under the headings of their groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, those of one heading together."""
+        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
+        for parameter in self.get_params(ctx):
+            heading = getattr(parameter, "rich_help_panel", None) or HEADINGS[1]
+            if parameter.param_type_name == "argument":
+                heading = HEADINGS[0]
+            if line := parameter.get_help_record(ctx):
+                groups[heading].append(line)
+        for heading, lines in groups.items():
+            if lines:
+                with formatter.section(heading):
+                    formatter.write_dl(lines)
+
+
+def option(*names: str, help: str, panel: str | None = None, **settings: Any) -> Any:
+    """Return a typer option that the environment can set: `--kv-budget` by `KVCAP_KV_BUDGET`.
+
+    The help lists it under the heading `panel`, or under that of its group.
+    """
     variable = ENVIRONMENT + names[0].lstrip("-").replace("-", "_").upper()
     # None stands for a default of the model or the plan; the help text names it.
     shown = {"show_envvar": False, "show_default": False, **settings}
-    return typer.Option(*names, help=help, envvar=variable, **shown)
+    return typer.Option(*names, help=help, envvar=variable, rich_help_panel=panel, **shown)
 
 
 def current_arguments(arguments: Iterable[str]) -> list[str]:
@@ -136,6 +162,9 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
             own.append(parameter.replace(annotation=hints[name]))
     for group in groups.values():
         types = get_type_hints(group, include_extras=True)
+        for annotation in types.values():
+            for info in getattr(annotation, "__metadata__", ()):
+                info.rich_help_panel = info.rich_help_panel or group.heading
         own += [
             inspect.Parameter(
                 f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name]
@@ -245,13 +274,18 @@ Model = Annotated[
         metavar="MODEL",
         envvar=ENVIRONMENT + "MODEL",
         show_envvar=False,
-        help="A repository of the hub, a local directory, or pocket, the built-in model "
-        "(others: pocket-plain, pocket-text).",
+        help="Constrain the answer to the JSON schema in this file. - reads stdin; a text "
+        "in braces is the schema itself.",
     ),
 ]
 Device = Annotated[
     str | None,
-    option("--device", metavar="NAME", help="cpu, cuda or mps (the best there is by default)."),
+    option(
+        "--device",
+        metavar="NAME",
+        panel="Device",
+        help="Run on cpu, cuda or mps (the best there is by default).",
+    ),
 ]
 EvictEvery = Annotated[
     int,
@@ -259,7 +293,8 @@ EvictEvery = Annotated[
         "--evict-every",
         min=1,
         metavar="N",
-        help="While answering, evict every so many tokens; 16 pay on a GPU.",
+        panel="Memory",
+        help="While answering, evict every N tokens. 16 pay on a GPU.",
     ),
 ]
 Threads = Annotated[
@@ -268,15 +303,18 @@ Threads = Annotated[
         "--threads",
         min=1,
         metavar="N",
-        help="Of the CPU, that compute (all cores, or OMP_NUM_THREADS, by default).",
+        panel="Device",
+        help="Compute with N threads of the CPU (all cores, or OMP_NUM_THREADS, by default).",
     ),
 ]
-Json = Annotated[bool, option("--json", help="Print one JSON document per result.")]
+Json = Annotated[bool, option("--json", panel="Output", help="Print one JSON document per result.")]
 
 
 @dataclass(frozen=True)
 class CacheOptions:
     """Options that say how much is kept, whatever the policy."""
+
+    heading: ClassVar = "Memory"
 
     kv_budget: Annotated[
         str | None,
@@ -284,7 +322,7 @@ class CacheOptions:
             "--kv-budget",
             metavar="BYTES",
             callback=_size,
-            help="Bytes of the whole KV cache, such as 256KiB or 64MiB.",
+            help="Keep at most so many bytes of keys and values, such as 256KiB or 64MiB.",
         ),
     ] = None
     budget_tokens: Annotated[
@@ -294,7 +332,7 @@ class CacheOptions:
             "--max-kv-size",
             min=1,
             metavar="N",
-            help="Or slots kept per KV head and layer (256 by default).",
+            help="Or keep at most N slots per KV head and layer (256 by default).",
         ),
     ] = None
     memory_cap: Annotated[
@@ -303,8 +341,8 @@ class CacheOptions:
             "--memory-cap",
             metavar="BYTES",
             callback=_cap,
-            help="Bytes of the whole process, weights too, or auto: all that is free. Takes the "
-            "largest budget that fits.",
+            help="Hold the whole process, weights included, within so many bytes, or within "
+            "all that is free (auto). The largest budget that fits is taken.",
         ),
     ] = None
     block_size: Annotated[
@@ -314,8 +352,8 @@ class CacheOptions:
             "--prefill-chunk-size",
             min=1,
             metavar="N",
-            help="Tokens read at once (by default 128, less where --kv-budget is small; a GPU "
-            "reads prompts up to three times faster at 1024).",
+            help="Read N tokens at once (128 by default, fewer where --kv-budget is small). A "
+            "GPU reads prompts up to three times faster at 1024.",
         ),
     ] = None
     sink_tokens: Annotated[
@@ -324,20 +362,22 @@ class CacheOptions:
             "--sink-tokens",
             min=0,
             metavar="N",
-            help="First tokens that are never evicted, besides those of the policy (4 by default, "
-            "fewer where it leaves less than 32 slots unpinned; 0: the policy as in its paper).",
+            help="Never evict the first N tokens, besides those that the policy keeps (4 by "
+            "default, fewer where less than 32 slots would stay unpinned; 0 runs the "
+            "policy as in its paper).",
         ),
     ] = None
     recent_tokens: Annotated[
         int | None,
-        option("--recent-tokens", min=0, metavar="N", help="Newest tokens that are never evicted."),
+        option("--recent-tokens", min=0, metavar="N", help="Never evict the newest N tokens."),
     ] = None
     positions: Annotated[
         Literal["compact", "true", "auto"] | None,
         option(
             "--positions",
-            help="Renumber what is kept, do not, or do from where the text leaves the length that "
-            "the model was trained on (by default compact, where that is exact).",
+            help="Renumber kept tokens from 0 (compact, the default where that is exact), "
+            "leave their positions as they are (true), or renumber them once the text is "
+            "longer than what the model was trained on (auto).",
         ),
     ] = None
     dtype: Annotated[
@@ -345,16 +385,18 @@ class CacheOptions:
         option(
             "--dtype",
             metavar="NAME",
-            help="float32, bfloat16 or float16, or fp32, bf16, fp16, half (the checkpoint's by "
-            "default).",
+            panel="Model",
+            help="Compute in float32, bfloat16 or float16, also written fp32, bf16, fp16, half "
+            "(the checkpoint's type by default).",
         ),
     ] = None
     kv_dtype: Annotated[
         Literal["int8", "int8-int4", "int4"] | None,
         option(
             "--kv-dtype",
-            help="Quantise what is kept: keys and values in 8 bits, keys in 8 and values in 4, or "
-            "both in 4 (by default they stay as they are). The same bytes keep more.",
+            help="Quantise kept keys and values: both to 8 bits, keys to 8 and values to 4, or "
+            "both to 4, so that the same bytes keep more (by default they stay as they "
+            "are).",
         ),
     ] = None
 
@@ -391,19 +433,22 @@ class Budget(CacheOptions):
             "--policy",
             metavar="NAME",
             autocompletion=policy_names,
-            help=f"What is evicted (by default {DEFAULT_POLICY}, or an export's own); see kvcap "
-            "policies.",
+            help=f"Choose what is evicted by this policy (by default {DEFAULT_POLICY}, or an "
+            "export's own). `kvcap policies` lists all.",
         ),
     ] = None
     policy_option: Annotated[
         list[str] | None,
-        option("--policy-option", metavar="KEY=VALUE", help="Of the policy; repeatable."),
+        option(
+            "--policy-option", metavar="KEY=VALUE", help="Set an option of the policy; repeatable."
+        ),
     ] = None
     enforce: Annotated[
         Literal["check", "rlimit"],
         option(
             "--enforce",
-            help="Hold --memory-cap by looking before every block, or by the system too.",
+            help="Hold --memory-cap by checking before every block, or by a limit of the "
+            "operating system as well.",
         ),
     ] = "check"
 
@@ -423,12 +468,14 @@ class Budget(CacheOptions):
 class Backend:
     """A group of options that say what runs the model."""
 
+    heading: ClassVar = "Model"
+
     backend: Annotated[
         Literal["torch", "onnxruntime"] | None,
         option(
             "--backend",
-            help="PyTorch, or ONNX Runtime (by default where MODEL is a directory that kvcap "
-            "export decoder wrote).",
+            help="Run the model in PyTorch or in ONNX Runtime (by default the latter where "
+            "MODEL is a directory that `kvcap export decoder` wrote).",
         ),
     ] = None
 
@@ -436,8 +483,9 @@ class Backend:
         Literal["int8", "int4"] | None,
         option(
             "--weights",
-            help="Run MODEL on the CPU with its weights in so many bits: in ONNX Runtime, exported "
-            "once into the cache folder; with --backend torch, rounded whenever it is loaded.",
+            help="Run MODEL on the CPU with weights of 8 or 4 bits. ONNX Runtime runs an "
+            "export that is made once, in the cache folder; --backend torch rounds the "
+            "weights whenever it loads them.",
         ),
     ] = None
 
@@ -446,8 +494,9 @@ class Backend:
         option(
             "--calibrate",
             metavar="FILE",
-            help="Round --weights int4 by a text like those that MODEL will read: the export takes "
-            "minutes, and loses less. With --kv-dtype int8, measure keys and values by it.",
+            help="Round --weights int4 by a text like those that MODEL will read: the export "
+            "takes minutes, and loses less. With --kv-dtype int8, keys and values are "
+            "measured by it.",
         ),
     ] = None
 
@@ -470,8 +519,10 @@ ChatTemplate = Annotated[
         "--chat-template",
         metavar="FILE|NAME",
         callback=_chat_template,
-        help="Write chats by this template, in Jinja, or by a usual one: alpaca, chatml, gemma, "
-        "llama-2, llama-3, mistral, phi-3, vicuna or zephyr (the model's own by default).",
+        panel="Model",
+        help="Write chats by this Jinja template, or by a common one: alpaca, chatml, "
+        "gemma, llama-2, llama-3, mistral, phi-3, vicuna or zephyr (the model's own "
+        "by default).",
     ),
 ]
 
@@ -480,18 +531,28 @@ ChatTemplate = Annotated[
 class Running:
     """A group of options that say how the model runs."""
 
+    heading: ClassVar = "Conversation"
+
     system_prompt: Annotated[
-        str | None, option("--system-prompt", metavar="TEXT", help="Said before the conversation.")
+        str | None,
+        option(
+            "--system-prompt",
+            metavar="TEXT",
+            panel="Conversation",
+            help="Put this text before the conversation, as its system message.",
+        ),
     ] = None
-    pin_system: Annotated[bool, option("--pin-system", help="Never evict the system prompt.")] = (
-        False
-    )
+    pin_system: Annotated[
+        bool, option("--pin-system", panel="Conversation", help="Never evict the system prompt.")
+    ] = False
     session: Annotated[
         str | None,
         option(
             "--session",
             metavar="FILE",
-            help="Go on with this conversation if there is one; saved after every answer.",
+            panel="Conversation",
+            help="Continue the conversation in this file, if there is one, and save it after "
+            "every answer.",
         ),
     ] = None
     device: Device = None
@@ -501,7 +562,8 @@ class Running:
         Literal["evict", "stop", "error"],
         option(
             "--on-full",
-            help="When the budget is used up: evict, end the answer, or fail with exit code 4.",
+            panel="Memory",
+            help="When the budget is used up, evict, end the answer, or fail with exit code 4.",
             show_default=True,
         ),
     ] = "evict"
@@ -511,8 +573,8 @@ class Running:
             "--evict-every",
             min=1,
             metavar="N",
-            help="While answering, evict every so many tokens: 64 on a CPU, 1 on a GPU, where "
-            "16 pay.",
+            panel="Memory",
+            help="While answering, evict every N tokens (64 on a CPU; 1 on a GPU, where 16 pay).",
         ),
     ] = None
 
@@ -521,13 +583,15 @@ class Running:
 class Recalling:
     """A group of options that say how much evicted text is read again."""
 
+    heading: ClassVar = "Recall"
+
     recall: Annotated[
         str,
         option(
             "--recall",
             metavar="auto|off|N",
-            help="Read evicted text again in front of a message that asks about it, at most N "
-            "tokens (auto: 64, or half of the budget).",
+            help="Read at most N evicted tokens again in front of a message that asks about "
+            "them (auto: 64, or half of the budget).",
             show_default=True,
         ),
     ] = "auto"
@@ -537,8 +601,8 @@ class Recalling:
             "--recall-store",
             metavar="SIZE",
             callback=_size,
-            help="The most memory that the index of a conversation's text takes (8MiB by default, "
-            "less under a --memory-cap below 256MiB; 1MiB for each of a server's).",
+            help="Limit the memory of a conversation's text index (8MiB by default, less under "
+            "a --memory-cap below 256MiB; 1MiB for each of a server's).",
         ),
     ] = None
 
@@ -567,18 +631,26 @@ class Recalling:
 class Sampling:
     """A group of options that say how the next token is drawn; None: the model's own setting."""
 
+    heading: ClassVar = "Sampling"
+
     max_new_tokens: Annotated[
         int | None,
         option(
             "--max-new-tokens",
             min=1,
             metavar="N",
-            help="The longest answer (the model's limit, or 512, by default).",
+            help="Answer with at most N tokens (the model's limit, or 512, by default).",
         ),
     ] = None
     temperature: Annotated[
         float | None,
-        option("--temperature", "--temp", min=0, metavar="X", help="0 takes the likeliest token."),
+        option(
+            "--temperature",
+            "--temp",
+            min=0,
+            metavar="X",
+            help="Divide logits by X before drawing; 0 always takes the likeliest token.",
+        ),
     ] = None
     top_p: Annotated[
         float | None,
@@ -587,12 +659,18 @@ class Sampling:
             min=0,
             max=1,
             metavar="X",
-            help="Draw from the likeliest tokens of this much mass; 0 takes the likeliest.",
+            help="Draw from the likeliest tokens that together have probability X; 0 takes the "
+            "likeliest.",
         ),
     ] = None
     top_k: Annotated[
         int | None,
-        option("--top-k", min=0, metavar="N", help="Draw from so many tokens; 0 is all."),
+        option(
+            "--top-k",
+            min=0,
+            metavar="N",
+            help="Draw from the N likeliest tokens; 0 draws from all.",
+        ),
     ] = None
     min_p: Annotated[
         float | None,
@@ -601,7 +679,7 @@ class Sampling:
             min=0,
             max=1,
             metavar="X",
-            help="Drop tokens below this share of the likeliest.",
+            help="Drop tokens that are less probable than X times the likeliest.",
         ),
     ] = None
     repetition_penalty: Annotated[
@@ -611,11 +689,13 @@ class Sampling:
             "--repeat-penalty",
             min=0.01,
             metavar="X",
-            help="Above 1, what was said before is said again less; 1 changes nothing.",
+            help="Make tokens that occurred before less likely, by dividing by X; 1 changes "
+            "nothing.",
         ),
     ] = None
     seed: Annotated[
-        int | None, option("--seed", min=0, metavar="N", help="Makes the draws repeatable.")
+        int | None,
+        option("--seed", min=0, metavar="N", help="Repeat the same draws with the same N."),
     ] = None
     stop: Annotated[
         list[str] | None,
@@ -632,15 +712,16 @@ class Sampling:
     ] = None
     regex: Annotated[
         str | None,
-        option("--regex", metavar="TEXT", help="Or to a regular expression, which they match."),
+        option("--regex", metavar="TEXT", help="Constrain the answer to this regular expression."),
     ] = None
     template_option: Annotated[
         list[str] | None,
         option(
             "--template-option",
             metavar="KEY=VALUE",
-            help="Of the chat template, VALUE in JSON or a text, such as enable_thinking=false; "
-            "chat_template=NAME takes one of several templates; repeatable.",
+            help="Set an option of the chat template, with a VALUE in JSON or a text, such as "
+            "enable_thinking=false. chat_template=NAME takes one of several templates; "
+            "repeatable.",
         ),
     ] = None
     logprobs: Annotated[
@@ -650,7 +731,8 @@ class Sampling:
             min=0,
             max=20,
             metavar="N",
-            help="With --json: how likely each token was, and the N likeliest in its place.",
+            panel="Output",
+            help="With --json, print how likely each token was, and the N likeliest in its place.",
         ),
     ] = None
 
@@ -701,7 +783,9 @@ class Sampling:
 class Output:
     """A group of options that say what is printed."""
 
+    heading: ClassVar = "Output"
+
     json: Json = False
     quiet: Annotated[
-        bool, option("--quiet", "-q", help="Nothing on stderr but warnings and errors.")
+        bool, option("--quiet", "-q", help="Print nothing on stderr but warnings and errors.")
     ] = False
