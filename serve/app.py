@@ -40,8 +40,10 @@ from kvcap.serve import schemas
 from kvcap.serve.contract import Ask, Conversations, Reply
 from kvcap.serve.errors import NO_TEMPLATE, ApiError, of_body, respond
 from kvcap.serve.limits import Bodies, RequestLimits
-from kvcap.serve.messages import Messages
+from kvcap.serve.messages import Messages, chat_request
 from kvcap.serve.metrics import Metrics
+from kvcap.serve.ollama import Ollama
+from kvcap.serve.openapi import openapi_of
 from kvcap.serve.responses import Responses
 from kvcap.serve.series import Series
 from kvcap.serve.streaming import (
@@ -53,6 +55,7 @@ from kvcap.serve.streaming import (
     streamed,
     whole,
 )
+from kvcap.serve.tokens import Tokens
 
 OPEN = frozenset({"/health"})  # paths that need no API key
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
@@ -159,6 +162,8 @@ class Api:
         """Is held while a body is understood, so that streams send tokens between two of them."""
         self.created = int(time())
         self.messages, self.responses = Messages(self), Responses(self)
+        self.tokens, self.ollama = Tokens(self), Ollama(self)
+        self.schema = openapi_of(settings.model)
 
     @property
     def routes(self) -> list[Route]:
@@ -168,6 +173,12 @@ class Api:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/messages", self.messages.create, methods=["POST"]),
             Route("/v1/responses", self.responses.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.messages.count, methods=["POST"]),
+            Route("/tokenize", self.tokens.tokenize, methods=["POST"]),
+            Route("/detokenize", self.tokens.detokenize, methods=["POST"]),
+            *self.ollama.routes,
+            Route("/docs", self.docs, methods=["GET"]),
+            Route("/openapi.json", self.docs, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -211,6 +222,17 @@ class Api:
             raise ApiError(400, f"{self.settings.model} {NO_TEMPLATE}", code="no_chat_template")
         return await self._answer(request, said.asks(said.ask(*self._given(request))), form, said)
 
+    def ask(self, request: Request, made: Callable[[], Mapping[str, Any]]) -> Ask:
+        """Return what the body of a chat asks for, which is made of another API's.
+
+        Raises:
+            ApiError: nothing that could be answered.
+        """
+        said = chat_request(made)
+        if said.model is not None:
+            self.check_model(said.model)
+        return said.ask(*self._given(request))
+
     async def complete(self, request: Request) -> Response:
         """Continue a text: `POST /v1/completions`."""
         said = await self.said(request, schemas.CompletionRequest)
@@ -232,6 +254,10 @@ class Api:
         """Describe a model by its name."""
         self.check_model(request.path_params["name"])
         return JSONResponse(self.model)
+
+    async def docs(self, _: Request) -> Response:
+        """Describe what is answered, as OpenAPI does."""
+        return JSONResponse(self.schema)
 
     async def health(self, _: Request) -> Response:
         """Answer whether the server runs; nothing more, as it asks for no key."""

@@ -6,7 +6,7 @@ them, and a test of either can put a small stand-in in the place of the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -141,7 +141,6 @@ class Figures:
     """Figures of what a server holds and has done: sizes as they are, and counts since it began."""
 
     policy: str = ""
-    chat_template: bool = True  # says whether messages can be written for the model
     budget_tokens: int = 0
     places: int = 0  # conversations that fit in memory
     in_memory: int = 0  # conversations in memory, idle ones too
@@ -170,6 +169,7 @@ class Figures:
     saved: int = 0  # conversations written to disk
     restored: int = 0  # conversations read from disk
     dropped: int = 0  # saved files that could not be read, and conversations that were not saved
+    chat_template: bool = True  # says whether messages can be written for the model
 
 
 class Conversations(Protocol):
@@ -183,6 +183,16 @@ class Conversations(Protocol):
                 again.
             MessagesInvalid, EmptyPrompt, ValueError: nothing that can be answered.
         """
+
+    async def encode(self, ask: Ask, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text or of messages; `special` adds those that open a text.
+
+        Raises:
+            ChatTemplateMissing, MessagesInvalid: messages cannot be written.
+        """
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
 
     async def strip(self, owner: str, session_id: str) -> Strip:
         """Return which tokens of a conversation are held, evicted and pinned, at any time.

@@ -7,7 +7,7 @@ model thinks is a block of its own; counts of tokens are this tokenizer's.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request
@@ -18,6 +18,9 @@ from kvcap.serve import schemas
 from kvcap.serve.contract import Piece, Reply
 from kvcap.serve.errors import ApiError, of_body, of_runtime
 from kvcap.serve.streaming import WRITTEN, ChatForm
+
+if TYPE_CHECKING:
+    from kvcap.serve.app import Api
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
@@ -278,7 +281,7 @@ class Messages:
         api: that answers chats.
     """
 
-    def __init__(self, api: Any) -> None:
+    def __init__(self, api: Api) -> None:
         self.api = api
 
     async def create(self, request: Request) -> Response:
@@ -289,6 +292,16 @@ class Messages:
             return await self.api.answer(
                 request, said, lambda: MessageForm(self.api.settings.model, said.most_calls)
             )
+        except (ApiError, KvcapError, ValueError) as error:
+            return refused(error)
+
+    async def count(self, request: Request) -> Response:
+        """Count the tokens that messages would take: `POST /v1/messages/count_tokens`."""
+        try:
+            body = await self.api.said(request, Counted)
+            ask = self.api.ask(request, body.openai)
+            found = await self.api.conversations.encode(ask)
+            return JSONResponse({"input_tokens": len(found)})
         except (ApiError, KvcapError, ValueError) as error:
             return refused(error)
 

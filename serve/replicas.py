@@ -143,6 +143,20 @@ class Replica:
             return sent(error)
         return None
 
+    async def encode(self, ask: Ask, special: bool) -> list[int] | Exception:
+        """Return the tokens of a text or of messages, or why there are none."""
+        try:
+            return await self.opened.scheduler.encode(ask, special=special)
+        except Exception as error:
+            return sent(error)
+
+    async def decode(self, tokens: Sequence[int]) -> str | Exception:
+        """Return the text of tokens."""
+        try:
+            return await self.opened.scheduler.decode(tokens)
+        except Exception as error:
+            return sent(error)
+
     async def state(self) -> ReplicaState:
         """Return the replica's state: what it holds, or why it could not open."""
         from ray import serve
@@ -310,11 +324,31 @@ class Replicas:
             ConversationUnknown: its replica has none of that id in memory.
             ReplicaLost: it has gone.
         """
+        found: Strip = await self._asked("strip", place_of(owner, session_id), owner, session_id)
+        return found
+
+    async def encode(self, ask: Ask, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text or of messages; see `Conversations.encode`."""
+        found: list[int] = await self._asked("encode", "", ask, special)
+        return found
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        found: str = await self._asked("decode", "", tokens)
+        return found
+
+    async def _asked(self, method: str, place: str, *given: Any) -> Any:
+        """Ask the replica of a place on the ring; of none, any.
+
+        Raises:
+            Exception: what it answers instead.
+            ReplicaLost: it has gone.
+        """
         from ray.exceptions import RayError
 
-        handle = self._handle.options(method_name="strip", session_id=place_of(owner, session_id))
+        handle = self._handle.options(method_name=method, session_id=place)
         try:
-            found: Strip | Exception = await handle.remote(owner, session_id)
+            found = await handle.remote(*given)
         except RayError as error:
             raise ReplicaLost("the conversation's replica has gone; ask again") from error
         if isinstance(found, Exception):

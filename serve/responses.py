@@ -12,7 +12,7 @@ import json
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from starlette.requests import Request
@@ -23,6 +23,9 @@ from kvcap.serve.contract import Piece, Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.messages import chat_request
 from kvcap.serve.streaming import WRITTEN, ChatForm
+
+if TYPE_CHECKING:
+    from kvcap.serve.app import Api
 
 TEXTS = ("input_text", "output_text", "text")
 
@@ -189,7 +192,7 @@ class Responses:
         api: that answers chats.
     """
 
-    def __init__(self, api: Any) -> None:
+    def __init__(self, api: Api) -> None:
         self.api = api
         self.most_bytes = 4 * api.settings.limits.body_bytes
         self.kept = OrderedDict[tuple[str, str], Said]()  # by owner and id

@@ -46,6 +46,7 @@ from kvcap.serve.conversations import (
 )
 from kvcap.serve.saved import ConversationFile, SavedConversations
 from kvcap.serve.threads import by_a_thread
+from kvcap.serve.tokens import decoded, encoded
 
 if TYPE_CHECKING:
     from kvcap.serve.strip import Strip
@@ -311,6 +312,15 @@ class Scheduler:
         """Note that a piece was read, so that a paused answer may go on."""
         if job.paused is not None and len(job.pieces) <= self.limits.buffered // 2:
             self._calls.put(lambda: self._resume(job))
+
+    async def encode(self, ask: Ask, *, special: bool = True) -> list[int]:
+        """Return the tokens of a text or of messages; see `Conversations.encode`."""
+        check(ask)
+        return await asyncio.to_thread(encoded, self.runtime.tokenizer, ask, special=special)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return await asyncio.to_thread(decoded, self.runtime.tokenizer, tokens)
 
     async def strip(self, owner: str, session_id: str) -> Strip:
         """Return which tokens of a conversation are held; see `Conversations.strip`."""

@@ -1,0 +1,321 @@
+"""Answers at ollama's addresses, `/api/chat`, `/api/generate` and others, by the path of chats.
+
+A body becomes a `ChatRequest`, and `OllamaForm` puts the answer into ollama's words: lines of JSON,
+streamed unless the body says otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvcap import __version__
+from kvcap.runtime.errors import KvcapError
+from kvcap.serve import schemas
+from kvcap.serve.contract import Piece, Reply
+from kvcap.serve.errors import ApiError, of_runtime
+from kvcap.serve.messages import chat_request
+from kvcap.serve.streaming import WRITTEN, ChatForm
+
+if TYPE_CHECKING:
+    from kvcap.serve.app import Api
+
+OPTIONS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+           "seed": "seed", "stop": "stop", "num_predict": "max_tokens",
+           "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+           "frequency_penalty": "frequency_penalty"}  # fmt: skip
+UNUSED = ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap",
+          "use_mlock", "low_vram", "numa")  # fmt: skip
+"""Names the options that say how ollama runs a model, which this server's own options do."""
+
+
+class Body(schemas.Strict):
+    """A body with what a chat and a text have in common."""
+
+    model: Annotated[str, Field(max_length=256)]
+    stream: bool | None = None
+    options: dict[str, Any] | None = None
+    format: Literal["json", ""] | schemas.Schema | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: Any = None  # it asks for nothing: the model stays
+
+    def openai(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the body as OpenAI's API has it.
+
+        Raises:
+            ValueError: an option that this server has not.
+        """
+        found: dict[str, Any] = {"model": self.model.removesuffix(":latest"), "messages": messages}
+        found["stream"] = self.stream is not False
+        for name, value in (self.options or {}).items():
+            if name in OPTIONS:
+                found[OPTIONS[name]] = value
+            elif name not in UNUSED:
+                raise ValueError(f"options has {name[:40]!r}, which this server has not; use "
+                                 f"{', '.join(OPTIONS)}")  # fmt: skip
+        if self.format:
+            schema = {"type": "object"} if self.format == "json" else self.format
+            named = {"name": "answer", "schema": schema}
+            found["response_format"] = {"type": "json_schema", "json_schema": named}
+        if isinstance(self.think, str):
+            found["reasoning_effort"] = self.think
+        elif self.think is not None:
+            found["chat_template_kwargs"] = {"enable_thinking": self.think}
+        return found
+
+
+class ChatBody(Body):
+    """A body that `POST /api/chat` takes."""
+
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is to be answered."""
+        return not self.messages
+
+    def chat(self) -> dict[str, Any]:
+        """Return the body as OpenAI's API has it; ollama's calls have no ids, and get their own."""
+        found, waiting = list[dict[str, Any]](), list[str]()
+        for number, message in enumerate(self.messages):
+            said = {k: v for k, v in message.items() if v and k not in ("thinking", "tool_name")}
+            said.setdefault("content", "")
+            if message.get("images"):
+                raise ValueError(f"messages.{number} has images; this server reads texts")
+            if calls := message.get("tool_calls"):
+                said["tool_calls"] = [
+                    _as_openai(call, f"call_{number}_{place}") for place, call in enumerate(calls)
+                ]
+                waiting = [call["id"] for call in said["tool_calls"]]
+            if message.get("role") == "tool" and "tool_call_id" not in said:
+                said["tool_call_id"] = waiting.pop(0) if waiting else "call"
+            found.append(said)
+        return {**self.openai(found), "tools": self.tools}
+
+
+def _as_openai(call: Any, id_: str) -> dict[str, Any]:
+    """Return a call as OpenAI's API has it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise ValueError("tool_calls has no function; give name and arguments")
+    arguments = json.dumps(function.get("arguments") or {})
+    named = {"name": function.get("name"), "arguments": arguments}
+    return {"type": "function", "id": call.get("id") or id_, "function": named}
+
+
+class GenerateBody(Body):
+    """A body that `POST /api/generate` takes."""
+
+    prompt: str = ""
+    system: str | None = None
+    suffix: Literal[""] | None = None
+    raw: Literal[False] | None = None  # `/v1/completions` continues texts
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is to be answered."""
+        return not self.prompt
+
+    def chat(self) -> dict[str, Any]:
+        """Return the body as OpenAI's API has it."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return self.openai([*system, {"role": "user", "content": self.prompt}])
+
+
+class ShowBody(schemas.Strict):
+    """A body that `POST /api/show` takes."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+class OllamaForm(ChatForm):
+    """A form that puts a chat's answer into ollama's words.
+
+    Args:
+        model: the name that the server has for it.
+        most_calls: of tools.
+        chat: whether a message is answered, or a prompt.
+    """
+
+    prefix, media_type, alive = "ollama", "application/x-ndjson", b""
+
+    def __init__(self, model: str, most_calls: int, *, chat: bool) -> None:
+        super().__init__(model, include_usage=False, most_calls=most_calls)
+        self.chat, self.begun = chat, time.perf_counter_ns()
+        self.first: int | None = None  # when the first piece came
+
+    def opening(self) -> bytes:
+        """Write nothing, as a stream has no first line of its own."""
+        return b""
+
+    def put(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choices of a piece, and note when the first came."""
+        self.first = self.first or time.perf_counter_ns()
+        return super().put(piece)
+
+    def written(self, piece: Piece) -> bytes:
+        """Write the lines that a piece brings."""
+        return b"".join([self._line(choice["delta"]) for choice in self.put(piece)])
+
+    def closing(self, reply: Reply) -> bytes:
+        """Write what was held back, the calls, and the figures."""
+        last = b"".join([self._line(choice["delta"]) for choice in self.end(reply)])
+        return last + _json_line({**self._said({}), **self._figures(reply)})
+
+    def failed(self, error: ApiError) -> bytes:
+        """Write the error."""
+        return _json_line({"error": error.message})
+
+    def body(self, reply: Reply) -> dict[str, Any]:
+        """Return the whole answer, with its figures."""
+        delta = {"content": self.content, "reasoning_content": self.thoughts}
+        said = self._said({**delta, "tool_calls": self.calls})
+        return {**said, **self._figures(reply)}
+
+    def _line(self, delta: dict[str, Any]) -> bytes:
+        return _json_line({**self._said(delta), "done": False}) if delta else b""
+
+    def _said(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """Return one delta of a chat's stream in ollama's words."""
+        text, thoughts = delta.get("content") or "", delta.get("reasoning_content")
+        found = {"model": self.model, "created_at": now()}
+        thinking = {"thinking": thoughts} if thoughts else {}
+        if not self.chat:
+            return {**found, "response": text, **thinking}
+        message = {"role": "assistant", "content": text, **thinking}
+        if calls := delta.get("tool_calls"):
+            message["tool_calls"] = [
+                {"id": call["id"], "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.loads(call["function"]["arguments"]),
+                }}
+                for call in calls
+            ]  # fmt: skip
+        return {**found, "message": message}
+
+    def _figures(self, reply: Reply) -> dict[str, Any]:
+        usage, ended = reply.usage, time.perf_counter_ns()
+        first = self.first or ended
+        return {
+            "done": True,
+            "done_reason": "length" if self._reason(reply) == "length" else "stop",
+            "total_duration": ended - self.begun,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens if usage else 0,
+            "prompt_eval_duration": first - self.begun,
+            "eval_count": usage.completion_tokens if usage else 0,
+            "eval_duration": ended - first,
+        }
+
+
+class Ollama:
+    """An application that answers at ollama's addresses.
+
+    Args:
+        api: that answers chats.
+    """
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        name = api.settings.model
+        self.model = {
+            "name": name, "model": name, "modified_at": now(), "size": 0, "digest": "0" * 64,
+            "details": {"parent_model": "", "format": "kvcap", "family": "", "families": [],
+                        "parameter_size": "", "quantization_level": ""},
+        }  # fmt: skip
+
+    @property
+    def routes(self) -> list[Route]:
+        """Return the routes that can be asked for."""
+        return [
+            Route("/api/chat", self.chat, methods=["POST"]),
+            Route("/api/generate", self.generate, methods=["POST"]),
+            Route("/api/show", self.show, methods=["POST"]),
+            Route("/api/tags", self.tags, methods=["GET"]),
+            Route("/api/ps", self.running, methods=["GET"]),
+            Route("/api/version", self.version, methods=["GET"]),
+        ]
+
+    async def chat(self, request: Request) -> Response:
+        """Answer messages; none ask only for the model to be there."""
+        return await self._answer(request, ChatBody)
+
+    async def generate(self, request: Request) -> Response:
+        """Answer a prompt; an empty one asks only for the model to be there."""
+        return await self._answer(request, GenerateBody)
+
+    async def _answer(
+        self, request: Request, kind: type[ChatBody] | type[GenerateBody]
+    ) -> Response:
+        chats, name = kind is ChatBody, self.api.settings.model
+        try:
+            body = await self.api.said(request, kind)
+            if body.is_empty:
+                self.api.check_model(body.model.removesuffix(":latest"))
+                answer = {"message": {"role": "assistant", "content": ""}} if chats else {
+                    "response": ""
+                }  # fmt: skip
+                ended = {"done": True, "done_reason": "load"}
+                return JSONResponse({"model": name, "created_at": now(), **answer, **ended})
+            said = chat_request(body.chat)
+            response: Response = await self.api.answer(
+                request, said, lambda: OllamaForm(name, said.most_calls, chat=chats)
+            )
+        except (ApiError, KvcapError, ValueError) as error:
+            return _refused(error)
+        return response
+
+    async def show(self, request: Request) -> Response:
+        """Describe the model."""
+        try:
+            said = await self.api.said(request, ShowBody)
+            self.api.check_model((said.model or said.name or "").removesuffix(":latest"))
+        except (ApiError, KvcapError, ValueError) as error:
+            return _refused(error)
+        chats = self.api.conversations.figures().chat_template
+        can = ["completion", *(["tools"] if chats else [])]
+        return JSONResponse({"modelfile": "", "parameters": "", "template": "",
+                             "details": self.model["details"], "model_info": {},
+                             "capabilities": can})  # fmt: skip
+
+    async def tags(self, _: Request) -> Response:
+        """List the one model."""
+        return JSONResponse({"models": [self.model]})
+
+    async def running(self, _: Request) -> Response:
+        """List the one model, which is always loaded."""
+        figures = self.api.conversations.figures()
+        more = {"expires_at": "2100-01-01T00:00:00Z", "size": figures.process_bytes, "size_vram": 0}
+        return JSONResponse({"models": [{**self.model, **more}]})
+
+    async def version(self, _: Request) -> Response:
+        """Return kvcap's version."""
+        return JSONResponse({"version": __version__})
+
+
+def now() -> str:
+    """Return the time as ollama writes it."""
+    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def _json_line(said: dict[str, Any]) -> bytes:
+    return f"{WRITTEN(said)}\n".encode("ascii")
+
+
+def _refused(error: Exception) -> Response:
+    found = error if isinstance(error, ApiError) else of_runtime(error)
+    return JSONResponse({"error": found.message}, found.status, found.headers)

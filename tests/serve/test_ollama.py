@@ -1,0 +1,152 @@
+"""ollama's addresses, tokens of texts, and the document of what is answered, over plain HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from server_chats import pocket
+from stand_in import Script, StandIn
+
+from kvcap import __version__
+from kvcap.serve.app import Settings, application
+from kvcap.serve.limits import RequestLimits
+from kvcap.serve.scheduler import Limits, Scheduler
+from kvcap.serve.server import Server, bound
+
+ASKED: Any = {"model": "pocket:latest", "messages": [{"role": "user", "content": "Hi"}]}
+TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[StandIn, str]]:
+    talk = StandIn()
+    app = application(talk, Settings("pocket"))
+    with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
+        yield talk, server.url
+
+
+@pytest.fixture
+def talk(served: tuple[StandIn, str]) -> StandIn:
+    served[0].script = Script()
+    return served[0]
+
+
+@pytest.fixture
+def url(served: tuple[StandIn, str]) -> str:
+    return served[1]
+
+
+def lines(answer: httpx.Response) -> list[dict[str, Any]]:
+    assert answer.headers["Content-Type"].startswith("application/x-ndjson")
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_a_chat_is_streamed_unless_the_body_says_otherwise(url, talk):
+    options = {"temperature": 0.5, "num_predict": 9, "stop": ["END"], "num_ctx": 4096}
+    found = lines(httpx.post(f"{url}/api/chat", json={**ASKED, "options": options}))
+    assert [one["message"]["content"] for one in found[:-1]] == ["Hel", "lo", " there"]
+    assert all(not one["done"] for one in found[:-1])
+    assert (found[-1]["done"], found[-1]["done_reason"]) == (True, "stop")
+    assert (found[-1]["prompt_eval_count"], found[-1]["eval_count"]) == (11, 3)
+    assert talk.asked.options == {
+        "temperature": 0.5, "max_new_tokens": 9, "stop_strings": ["END"]
+    }  # fmt: skip
+    whole = httpx.post(f"{url}/api/chat", json={**ASKED, "stream": False}).json()
+    assert whole["message"] == {"role": "assistant", "content": "Hello there"}
+    assert whole["done"] is True
+
+
+def test_calls_thoughts_and_results_are_those_of_a_chat(url, talk):
+    talk.script = Script(["<think>Hm</think>", CALL])
+    asked = {**ASKED, "tools": [TOOL]}
+    found = lines(httpx.post(f"{url}/api/chat", json=asked))
+    assert found[0]["message"]["thinking"] == "Hm"
+    (call,) = found[-2]["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": {"a": 1}}
+    whole = httpx.post(f"{url}/api/chat", json={**asked, "stream": False}).json()
+    assert whole["message"]["tool_calls"][0]["function"] == call["function"]
+    del call["id"]  # as older clients send it back
+    said = [*ASKED["messages"], {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_name": "add"}]  # fmt: skip
+    httpx.post(f"{url}/api/chat", json={**asked, "messages": said})
+    _, called, returned = talk.asked.messages
+    assert called["tool_calls"][0]["function"] == call["function"]
+    assert returned["tool_call_id"] == called["tool_calls"][0]["id"]
+
+
+def test_a_prompt_is_answered(url, talk):
+    asked = {"model": "pocket", "prompt": "Hi", "system": "Be brief.", "think": False}
+    found = lines(httpx.post(f"{url}/api/generate", json=asked))
+    assert "".join(one["response"] for one in found) == "Hello there"
+    assert [one["content"] for one in talk.asked.messages] == ["Be brief.", "Hi"]
+    assert talk.asked.options["template_options"] == {"enable_thinking": False}
+    loaded = httpx.post(f"{url}/api/generate", json={"model": "pocket"}).json()
+    assert (loaded["done_reason"], loaded["response"]) == ("load", "")
+
+
+def test_a_schema_holds_the_answer(url, talk):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for given, wanted in ((schema, schema), ("json", {"type": "object"})):
+        httpx.post(f"{url}/api/chat", json={**ASKED, "format": given})
+        assert talk.asked.options["json_schema"] == wanted
+
+
+@pytest.mark.parametrize(("path", "body", "words"), [
+    ("chat", {"model": "llama3"}, "use 'pocket'"),
+    ("chat", {**ASKED, "options": {"mirostat": 1}}, "'mirostat'"),
+    ("chat", {**ASKED, "messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "images"),
+    ("chat", {**ASKED, "unheard_of": 1}, "unheard_of"),
+    ("generate", {"model": "pocket", "prompt": "x", "raw": True}, "raw"),
+    ("show", {"model": "llama3"}, "use 'pocket'"),
+])  # fmt: skip
+def test_what_cannot_be_answered_is_refused_in_its_form(url, talk, path, body, words):
+    said = httpx.post(f"{url}/api/{path}", json=body)
+    assert said.status_code in (400, 404)
+    assert words in said.json()["error"]
+
+
+def test_the_one_model_is_described(url, talk):
+    for path in ("tags", "ps"):
+        (model,) = httpx.get(f"{url}/api/{path}").json()["models"]
+        assert model["name"] == "pocket"
+    shown = httpx.post(f"{url}/api/show", json={"model": "pocket"}).json()
+    assert shown["capabilities"] == ["completion", "tools"]
+    assert httpx.get(f"{url}/api/version").json() == {"version": __version__}
+
+
+def test_the_document_describes_every_body(url, talk):
+    found = httpx.get(f"{url}/docs").json()
+    assert httpx.get(f"{url}/openapi.json").json() == found
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"):
+        body = found["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        name = body["schema"]["$ref"].rpartition("/")[2]
+        assert found["components"]["schemas"][name]["properties"]
+
+
+def test_texts_become_tokens_and_tokens_text():
+    runtime = pocket()
+    app = application(Scheduler(runtime, Limits(places=1, together=1)), Settings("pocket"))
+    with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
+
+        def post(path: str, **body: Any) -> Any:
+            return httpx.post(f"{server.url}{path}", json=body).json()
+
+        ids = runtime.tokenizer.backend_tokenizer.encode("Hello there").ids
+        plain = runtime.tokenizer.backend_tokenizer.encode(
+            "Hello there", add_special_tokens=False
+        ).ids
+        assert post("/tokenize", prompt="Hello there") == {"tokens": ids, "count": len(ids)}
+        assert post("/tokenize", content="Hello there")["tokens"] == plain
+        assert post("/detokenize", tokens=plain)["content"] == "Hello there"
+        chat = [{"role": "user", "content": "Hello!"}]
+        whole = post("/v1/chat/completions", messages=chat, max_tokens=1)
+        count = whole["usage"]["prompt_tokens"]
+        assert post("/tokenize", messages=chat)["count"] == count
+        asked = {"model": "pocket", "messages": chat}
+        assert post("/v1/messages/count_tokens", **asked) == {"input_tokens": count}
+        assert "prompt, content or messages" in post("/tokenize")["error"]["message"]
