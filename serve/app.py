@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import time
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
@@ -37,10 +37,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
+from kvcap.serve.chat_path import Body, chat_request
 from kvcap.serve.contract import Ask, Conversations, Reply
 from kvcap.serve.errors import NO_TEMPLATE, ApiError, of_body, respond
 from kvcap.serve.limits import Bodies, RequestLimits
-from kvcap.serve.messages import Messages, chat_request
+from kvcap.serve.messages import Messages
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.ollama import Ollama
 from kvcap.serve.openapi import openapi_of
@@ -62,8 +63,6 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]]+)(:\d*)?")  # a name or an address, and a port
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 GONE = 499  # status of an answer whose client has left
-
-Body = TypeVar("Body", bound=schemas.Strict)
 
 
 @dataclass(frozen=True)
@@ -164,6 +163,16 @@ class Api:
         self.messages, self.responses = Messages(self), Responses(self)
         self.tokens, self.ollama = Tokens(self), Ollama(self)
         self.schema = openapi_of(settings.model)
+
+    @property
+    def name(self) -> str:
+        """Return the name that clients call the model by."""
+        return self.settings.model
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Return the limits on requests."""
+        return self.settings.limits
 
     @property
     def routes(self) -> list[Route]:

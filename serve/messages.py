@@ -7,20 +7,18 @@ model thinks is a block of its own; counts of tokens are this tokenizer's.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
+from kvcap.serve.chat_path import ChatPath, chat_request
 from kvcap.serve.contract import Piece, Reply
-from kvcap.serve.errors import ApiError, of_body, of_runtime
+from kvcap.serve.errors import ApiError, of_runtime
 from kvcap.serve.streaming import WRITTEN, ChatForm
-
-if TYPE_CHECKING:
-    from kvcap.serve.app import Api
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
@@ -281,7 +279,7 @@ class Messages:
         api: that answers chats.
     """
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: ChatPath) -> None:
         self.api = api
 
     async def create(self, request: Request) -> Response:
@@ -290,7 +288,7 @@ class Messages:
             body = await self.api.said(request, Body)
             said = chat_request(body.openai)
             return await self.api.answer(
-                request, said, lambda: MessageForm(self.api.settings.model, said.most_calls)
+                request, said, lambda: MessageForm(self.api.name, said.most_calls)
             )
         except (ApiError, KvcapError, ValueError) as error:
             return refused(error)
@@ -304,23 +302,6 @@ class Messages:
             return JSONResponse({"input_tokens": len(found)})
         except (ApiError, KvcapError, ValueError) as error:
             return refused(error)
-
-
-def chat_request(made: Any) -> schemas.ChatRequest:
-    """Return the chat that another API's body asks for.
-
-    Args:
-        made: makes OpenAI's body of it, or raises a `ValueError`.
-
-    Raises:
-        ApiError: it cannot be answered.
-    """
-    try:
-        return schemas.ChatRequest.model_validate(made())
-    except ValidationError as error:
-        raise of_body(error) from error
-    except ValueError as error:
-        raise ApiError(400, str(error)) from error
 
 
 def refused(error: Exception) -> Response:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -19,13 +19,10 @@ from starlette.routing import Route
 from kvcap import __version__
 from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
+from kvcap.serve.chat_path import ChatPath, chat_request
 from kvcap.serve.contract import Piece, Reply
 from kvcap.serve.errors import ApiError, of_runtime
-from kvcap.serve.messages import chat_request
 from kvcap.serve.streaming import WRITTEN, ChatForm
-
-if TYPE_CHECKING:
-    from kvcap.serve.app import Api
 
 OPTIONS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
            "seed": "seed", "stop": "stop", "num_predict": "max_tokens",
@@ -229,9 +226,9 @@ class Ollama:
         api: that answers chats.
     """
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: ChatPath) -> None:
         self.api = api
-        name = api.settings.model
+        name = api.name
         self.model = {
             "name": name, "model": name, "modified_at": now(), "size": 0, "digest": "0" * 64,
             "details": {"parent_model": "", "format": "kvcap", "family": "", "families": [],
@@ -261,7 +258,7 @@ class Ollama:
     async def _answer(
         self, request: Request, kind: type[ChatBody] | type[GenerateBody]
     ) -> Response:
-        chats, name = kind is ChatBody, self.api.settings.model
+        chats, name = kind is ChatBody, self.api.name
         try:
             body = await self.api.said(request, kind)
             if body.is_empty:

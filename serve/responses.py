@@ -12,20 +12,17 @@ import json
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcap.serve import schemas
+from kvcap.serve.chat_path import ChatPath, chat_request
 from kvcap.serve.contract import Piece, Reply
 from kvcap.serve.errors import ApiError
-from kvcap.serve.messages import chat_request
 from kvcap.serve.streaming import WRITTEN, ChatForm
-
-if TYPE_CHECKING:
-    from kvcap.serve.app import Api
 
 TEXTS = ("input_text", "output_text", "text")
 
@@ -192,9 +189,9 @@ class Responses:
         api: that answers chats.
     """
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: ChatPath) -> None:
         self.api = api
-        self.most_bytes = 4 * api.settings.limits.body_bytes
+        self.most_bytes = 4 * api.limits.body_bytes
         self.kept = OrderedDict[tuple[str, str], Said]()  # by owner and id
         self.nbytes = 0
 
@@ -214,7 +211,7 @@ class Responses:
                 size = len(json.dumps(new))
                 self._keep((owner, form.id), Said(body.previous_response_id, new, size))
 
-        model = self.api.settings.model
+        model = self.api.name
         response: Response = await self.api.answer(
             request, said, lambda: ResponseForm(model, said.most_calls, body, keep)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -12,10 +12,8 @@ from starlette.responses import JSONResponse, Response
 from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.messages import render
 from kvcap.serve import schemas
+from kvcap.serve.chat_path import ChatPath
 from kvcap.serve.contract import Ask
-
-if TYPE_CHECKING:
-    from kvcap.serve.app import Api
 
 
 def encoded(tokenizer: Any, ask: Ask, *, special: bool = True) -> list[int]:
@@ -76,7 +74,7 @@ class Tokens:
         api: that answers chats.
     """
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: ChatPath) -> None:
         self.api = api
 
     async def tokenize(self, request: Request) -> Response:

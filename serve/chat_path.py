@@ -1,0 +1,75 @@
+"""Defines the one path that answers chats, as translators of other APIs use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvcap.serve import schemas
+from kvcap.serve.contract import Ask, Conversations
+from kvcap.serve.errors import ApiError, of_body
+from kvcap.serve.limits import RequestLimits
+from kvcap.serve.streaming import Form
+
+Body = TypeVar("Body", bound=schemas.Strict)
+
+
+class ChatPath(Protocol):
+    """A protocol of what answers chats, whichever API they were asked by."""
+
+    conversations: Conversations
+
+    @property
+    def name(self) -> str:
+        """Return the name that clients call the model by."""
+
+    @property
+    def limits(self) -> RequestLimits:
+        """Return the limits on requests."""
+
+    async def said(self, request: Request, kind: type[Body]) -> Body:
+        """Return a request's body.
+
+        Raises:
+            ApiError: it is none of this kind.
+        """
+
+    async def answer(
+        self, request: Request, said: schemas.ChatRequest, form: Callable[[], Form]
+    ) -> Response:
+        """Answer a chat in any form."""
+
+    def ask(self, request: Request, made: Callable[[], Mapping[str, Any]]) -> Ask:
+        """Return what the body of a chat asks for, which is made of another API's.
+
+        Raises:
+            ApiError: nothing that could be answered.
+        """
+
+    def check_model(self, name: str) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            ApiError: naming the one there is.
+        """
+
+
+def chat_request(made: Callable[[], Mapping[str, Any]]) -> schemas.ChatRequest:
+    """Return the chat that another API's body asks for.
+
+    Args:
+        made: makes OpenAI's body of it, or raises a `ValueError`.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+    try:
+        return schemas.ChatRequest.model_validate(made())
+    except ValidationError as error:
+        raise of_body(error) from error
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
