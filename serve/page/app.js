@@ -231,6 +231,7 @@ function showConversation(toEnd = true) {
   const one = answerIn(now.id), messages = one?.earlier ?? now.messages, last = messages.length - 1;
   byId("title").textContent = store.titled(now);
   document.title = messages.length ? `${store.titled(now)} – kvcap` : "kvcap";
+  const focused = byId("log").contains(document.activeElement) ? placeOf(document.activeElement) : null;
   const acts = (i) => ({ pin: () => pin(i), ...(!one && { edit: () => edit(i) }), ...(i === last && !one && { again: repeat, goOn }) });
   byId("log").replaceChildren(...messages.map((message, i) => turn(message, now.pins.includes(i), acts(i))));
   live = one?.asked ? { one, turn: new LiveTurn(), frame: 0 } : null;
@@ -244,6 +245,15 @@ function showConversation(toEnd = true) {
   show("stop", one !== undefined);
   follow(toEnd);
   showList();
+  focused?.().focus({ preventScroll: true });
+}
+
+/** Where in which message an element is; it may be made anew. */
+function placeOf(element) {
+  const turns = [...byId("log").children], index = turns.findIndex((one) => one.contains(element));
+  const within = (one) => [...(one?.querySelectorAll("button, summary, pre, a, .wide") ?? [])];
+  const place = within(turns[index]).indexOf(element);
+  return () => within(byId("log").children[index])[place] ?? byId("log");
 }
 
 function draw() {
@@ -276,7 +286,6 @@ function pin(index) {
     found.pins = pinned ? found.pins.filter((one) => one !== index) : [...found.pins, index].sort((a, b) => a - b);
   });
   showConversation(false);
-  byId("log").children[index].querySelector("[aria-pressed]").focus();
   tell(pinned ? "No longer pinned, from the next message on; the conversation is read again with it."
     : "Pinned from the next message on; the conversation is read again with it.");
 }

@@ -21,7 +21,8 @@ export function closePanels() {
   for (const name of open) {
     const panel = byId(`${name}-panel`);
     panel.classList.remove("open");
-    panel.role = panel.ariaModal = null;
+    panel.role = "complementary";
+    panel.ariaModal = null;
     byId(`${name}-open`).setAttribute("aria-expanded", "false");
     byId(`${name}-open`).focus();
   }

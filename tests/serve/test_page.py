@@ -1,6 +1,6 @@
 """The chat page: what its addresses hand out, and conversations in a real browser, headless.
 
-Needs Debian's package chromium.
+Needs Debian's package chromium; what axe-core finds needs that, too (scripts/install-axe).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from kvcap.serve.server import Server, bound
 from kvcap.serve.strip import Strip, strip_of
 
 CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
+AXE = Path(__file__).parents[2] / ".axe/axe.min.js"
 SOON = 1000 * PATIENCE  # milliseconds
 FACT = "Please remember: the code for the blue door is 4821."
 QUESTION = "What is the code for the blue door?"
@@ -316,6 +318,7 @@ def test_a_pinned_message_stays(page, url):
     say(page, FACT)
     page.get_by_role("button", name="Pin").click()
     assert page.get_by_role("button", name="Pinned").get_attribute("aria-pressed") == "true"
+    assert page.evaluate("document.activeElement.textContent") == "Pinned"
     say(page, LONG)
     say(page, LONG)
     page.locator("#strip .pinned").first.wait_for(state="attached")
@@ -901,6 +904,38 @@ def test_code_has_colours(page, url):
             block.locator(f".code-{kind}").get_by_text(piece, exact=True).first.wait_for()
         assert block.locator("span").count() > 0 if pieces else block.locator("span").count() == 0
         assert block.text_content() == code, name
+
+
+MANY = (
+    "### A\n\n`b` [c](https://d.example)\n\n```py\ndef e(): # f\n    return 1, 'g'\n```\n\n"
+    "|h|\n|-|\n|i|"
+)
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="no axe-core: scripts/install-axe")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+@in_browser
+def test_axe_finds_nothing(page, url, width, scheme):
+    """Of the page with and without a conversation, of its drawers and its dialog."""
+    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    page.set_viewport_size({"width": width, "height": 844})
+    answering(page, {"reasoning_content": "Hm."}, {"content": MANY}, usage={"completion_tokens": 9})
+    opened(page, url)
+    look = (
+        f"{AXE.read_text()}; axe.run().then(({{ violations }}) => violations.map((one) => one.id))"
+    )
+    assert page.evaluate(look) == []
+    say(page, "Hello!")
+    page.get_by_text("Thoughts").click()
+    page.locator(".code-kwd").first.wait_for()
+    assert page.evaluate(look) == []
+    names = ["About this conversation"] + ["Conversations", "Memory"] * (width < 760)
+    for name in names:
+        page.get_by_role("button", name=name, exact=True).click()
+        assert page.evaluate(look) == [], name
+        page.keyboard.press("Escape")
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
 @in_browser
