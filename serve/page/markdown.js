@@ -3,13 +3,16 @@
 
 import { colour } from "./colours.js";
 import { copyButton, html } from "./dom.js";
+import { formula } from "./formulas.js";
 
+const FORMULA_LINES = 100;
 const DEPTH = 12; // of lists, quotes and emphasis within each other; what is deeper stays text
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
 const RULE = /^ {0,3}(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( +|$)/;
+const DISPLAY = /^ {0,3}(?:\$\$|\\\[)/;
 const TABLE = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 
 /** Shows a text that grows: only those blocks of it are made anew that changed. */
@@ -73,6 +76,8 @@ function block(lines, i, depth) {
     return [i + 1, (level) => (level ? html(`h${level}`, {}, ...inline(text)) : html("p", {}, html("strong", {}, ...inline(text))))];
   }
   if (RULE.test(line)) return [i + 1, () => html("hr")];
+  const shown = DISPLAY.test(line) && display(lines, i);
+  if (shown) return shown;
   if (depth < DEPTH && QUOTE.test(line)) {
     const stop = end(lines, i, (next) => QUOTE.test(next));
     const inner = lines.slice(i, stop).map((one) => one.replace(QUOTE, ""));
@@ -85,7 +90,7 @@ function block(lines, i, depth) {
 }
 
 const interrupts = (line, depth) =>
-  FENCE.test(line) || HEADING.test(line) || RULE.test(line) ||
+  FENCE.test(line) || HEADING.test(line) || RULE.test(line) || DISPLAY.test(line) ||
   (depth < DEPTH && (QUOTE.test(line) || /^ {0,3}(?:[-*+]|1[.)]) +\S/.test(line)));
 
 /** The first line from `i + 1` on that does not belong. */
@@ -105,6 +110,19 @@ function code(lines, i, fence, language) {
     return html("div", { class: "code", dir: "ltr" }, copyButton(text, "Copy the code"),
       html("pre", { tabindex: 0, role: "region", "aria-label": language ? `Code in ${language}` : "Code" }, shown));
   }];
+}
+
+/** A formula between `$$` or `\\[` and its end, alone on its lines; null where it is none. */
+function display(lines, i) {
+  const closing = lines[i].trimStart().startsWith("$$") ? "$$" : "\\]";
+  for (let stop = i; stop < Math.min(i + FORMULA_LINES, lines.length); stop += 1) {
+    const rest = (stop === i ? lines[i].trimStart().slice(2) : lines[stop]).trimEnd(), at = rest.indexOf(closing);
+    if (at < 0) continue;
+    if (at < rest.length - 2) return null; // a text goes on behind it
+    const source = lines.slice(i, stop + 1).join("\n").trim();
+    return [stop + 1, () => formula(source, source.slice(2, -2), true)];
+  }
+  return null;
 }
 
 /** A list goes on as long as lines are its items', or are indented below one. */
@@ -153,7 +171,8 @@ function table(lines, i) {
 const broken = (lines) => lines.flatMap((line, i) => [...(i ? [html("br")] : []), ...inline(line.trim())]);
 
 const WRAPS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
-const SPECIAL = /[\\`*_~[!<h]/g;
+const SPECIAL = /[\\`*_~[!<h$]/g;
+const FORMULA = /\$\$([^$]{1,1000})\$\$|\$(?!\s)([^$]{1,1000})(?<!\s)\$(?!\d)|\\\((.{1,1000}?)\\\)|\\\[(.{1,1000}?)\\\]/y;
 
 /** The nodes of a line's text. */
 function inline(text, depth = 0) {
@@ -187,6 +206,10 @@ function inline(text, depth = 0) {
 /** What stands at `i`, if it is more than a letter: a node or a text, and where it ends. */
 function special(text, i, depth, dead) {
   const letter = text[i];
+  FORMULA.lastIndex = i;
+  const tex = letter === "$" || letter === "\\" ? FORMULA.exec(text) : null;
+  if (tex) return { made: formula(tex[0], tex.slice(1).find(Boolean)), stop: FORMULA.lastIndex };
+  if (letter === "$") return null;
   if (letter === "\\") return /[!-/:-@[-`{-~]/.test(text[i + 1] ?? "") ? { made: text[i + 1], stop: i + 2 } : null;
   if (letter === "`") return span(text, i, dead);
   if (letter === "!" || letter === "[") return named(text, i, depth, dead);

@@ -938,6 +938,39 @@ def test_axe_finds_nothing(page, url, width, scheme):
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
+FORMULAS = """Euler: $e^{i\\pi} + 1 = 0$, \\(a_1\\) and $$b^2$$ in a line; $5 and $6, $7-$8.
+
+As here:
+$$
+\\int_0^1 x^2 \\, dx
+= \\frac{1}{3}
+$$
+\\[ \\sum_k k \\]
+
+No TeX: $\\frac{1$, $\\href{javascript:alert(1)}{d}$, $\\includegraphics{e.png}$.
+Too wide: $\\rule{9999em}{1em}$."""
+
+
+@in_browser
+def test_formulas_are_set(page, url):
+    answering(page, {"content": FORMULAS})
+    opened(page, url)
+    say(page, "Hello!")
+    page.locator("math").nth(5).wait_for()
+    parts = {"msup": 3, "msub": 1, "mfrac": 1, "munder": 1, "math[display=block]": 2}
+    assert {name: page.locator(name).count() for name in parts} == parts
+    text = page.locator(".assistant .said").inner_text()
+    for plain in (
+        "$5 and $6, $7-$8.",
+        "$\\frac{1$",
+        "$\\href{javascript",
+        "$\\includegraphics{e.png}$",
+    ):
+        assert plain in text
+    assert page.locator(".said a, .said img").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
 @in_browser
 def test_conversations_are_searched(page, url):
     answering(page, {"content": "Larch and fir."})
