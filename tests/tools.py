@@ -131,6 +131,26 @@ def pocket_decoder(factory: pytest.TempPathFactory, mode: str = "compact") -> Pa
     return made(factory, f"shared-{mode}", make)
 
 
+def sliding_decoder(factory: pytest.TempPathFactory, positions: str = "compact") -> Path:
+    """A random Gemma 3 that speaks the built-in model's tokens: windows of 12, 24 slots."""
+
+    def make(folder: Path) -> None:
+        from kvcap import pocket
+        from kvcap.export.decoder.spec import layout_for, load
+        from kvcap.export.decoder.write import write
+        from kvcap.policies import load_policy
+
+        model = tiny_model("gemma3_text", vocab_size=2560, sliding_window=12, eos_token_id=[2, 5])
+        model.save_pretrained(folder / "model")
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(pocket.path() / name, folder / "model")
+        source = load(folder / "model", "fp32")
+        layout = layout_for(source.config, CacheSettings(24, 8, load_policy("keydiff"), positions))
+        write(source, layout, "fp32", folder / "decoder", quick=True)
+
+    return made(factory, f"sliding-{positions}", make)
+
+
 def found_decoder(factory: pytest.TempPathFactory) -> Path:
     """A random model that can chat, in `model`; its decoder as others export it, in `decoder`."""
 

@@ -1,7 +1,8 @@
 /* A whole decoder of kvcap's export: its loop over two kinds of graphs, and what of it is timed.
  *
  * The twin of runner/decoder.py. Past and present of a layer are one buffer, bound as input and as output; an evictor
- * says which slots go, and survivors move into the holes. Policies that keep state or look at queries are refused. */
+ * says which slots go, and survivors move into the holes. Of a layer that slides the last tokens stay, in their order.
+ * Policies that keep state or look at queries are refused. */
 #include "bench.h"
 
 #include <math.h>
@@ -10,18 +11,18 @@
 #include <string.h>
 
 typedef struct {
-  Tensor keys, values, positions; /* [1, K, slots, D], [1, K, slots] */
+  Tensor keys, values, positions; /* [1, K, slots, D], [1, K, slots]; no positions where it slides */
   const cJSON *reads;             /* inputs of its evictor */
   Session *evictor;
   int budget, held;
-  bool rotates;
+  bool rotates, slides;
 } Layer;
 
 typedef struct {
   Layer *layers;
   int count, heads, size, capacity; /* layers, KV heads, numbers of a key; the most slots */
   int block, every, lengths, vocabulary, seen;
-  bool compact, interleaved;
+  bool counts, interleaved; /* whether the graph is told how many tokens were read */
   int pairs;
   float *table; /* cosines and sines of each shift [span, 2, pairs] */
   Session *graph, **evictors;
@@ -56,12 +57,13 @@ static const cJSON *item(const cJSON *object, const char *name) {
 
 /* Buffers of all layers, as the manifest lists them. */
 static bool make_layers(Decoder *made, const cJSON *facts, Fault *fault) {
-  const cJSON *entry, *budget;
+  const cJSON *entry, *budget, *windows = cJSON_GetObjectItemCaseSensitive(facts, "windows");
   made->count = cJSON_GetArraySize(list_of(facts, "budgets"));
   made->layers = calloc((size_t)made->count, sizeof *made->layers);
   int at = 0;
   cJSON_ArrayForEach(budget, list_of(facts, "budgets")) {
     made->layers[at].budget = budget->valueint;
+    made->layers[at].slides = cJSON_IsNumber(cJSON_GetArrayItem(windows, at));
     made->layers[at].rotates = cJSON_IsTrue(cJSON_GetArrayItem(list_of(facts, "rotates"), at));
     at++;
   }
@@ -79,6 +81,7 @@ static bool make_layers(Decoder *made, const cJSON *facts, Fault *fault) {
     const char *type = text_of(entry, "dtype");
     Type kind = !strcmp(type, "int32") ? INT32 : !strcmp(type, "float16") ? FLOAT16 : FLOAT32;
     if (!tensor(into, name, kind, rank, dims, fault)) return false;
+    if (layer->slides) continue;
     made->heads = (int)dims[1];
     if (rank == 4) made->size = (int)dims[3];
     if (dims[2] > made->capacity) made->capacity = (int)dims[2];
@@ -129,7 +132,8 @@ static bool load_graphs(Decoder *made, const cJSON *facts, const char *folder, i
 static bool make_decoder(Decoder *made, const cJSON *facts, const char *folder, int every, int threads, Fault *fault) {
   if (!make_layers(made, facts, fault) || !load_graphs(made, facts, folder, threads, fault)) return false;
   made->block = (int)number_of(facts, "block_size"), made->every = every;
-  made->compact = !strcmp(text_of(facts, "positions"), "compact");
+  const cJSON *port;
+  cJSON_ArrayForEach(port, list_of(facts, "inputs")) made->counts |= !strcmp(text_of(port, "name"), "seen");
   made->interleaved = cJSON_IsTrue(item(facts, "interleaved"));
   made->vocabulary = (int)number_of(item(facts, "model"), "vocabulary");
   for (int i = 0; i < made->count; i++) { /* budgets, each once */
@@ -172,7 +176,7 @@ static double held_bytes(const Decoder *made) {
 static int room(const Decoder *made) {
   int least = made->block;
   for (int i = 0; i < made->count; i++) {
-    int left = (int)made->layers[i].positions.dims[2] - made->layers[i].held;
+    int left = (int)made->layers[i].keys.dims[2] - made->layers[i].held;
     if (left < least) least = left;
   }
   return least;
@@ -228,7 +232,22 @@ static void give_up(const Decoder *made, Layer *layer, int count) {
   layer->held = kept;
 }
 
+/* Keep a layer's last tokens: they move to the front. */
+static bool slide(Layer *layer) {
+  Tensor *both[] = {&layer->keys, &layer->values};
+  for (int i = 0; i < 2; i++) {
+    size_t row = both[i]->bytes / (size_t)(both[i]->dims[1] * both[i]->dims[2]);
+    for (int64_t head = 0; head < both[i]->dims[1]; head++) {
+      char *first = (char *)both[i]->data + (size_t)(head * both[i]->dims[2]) * row;
+      memmove(first, first + (size_t)(layer->held - layer->budget) * row, (size_t)layer->budget * row);
+    }
+  }
+  layer->held = layer->budget;
+  return true;
+}
+
 static bool evict(Decoder *made, Layer *layer, Fault *fault) {
+  if (layer->slides) return slide(layer);
   int count = layer->held - layer->budget, ins = 0;
   int64_t rows[] = {1, made->heads, layer->held}, out[] = {1, made->heads, count};
   const Tensor given[] = {layer->keys, layer->values, made->seen_now, made->stay, made->pinned,
@@ -271,7 +290,7 @@ static bool run_block(Decoder *made, int length, Fault *fault) {
   say_held(made);
   made->inputs[ins++] = shaped(&made->ids, "input_ids", 2, ids);
   made->inputs[ins++] = made->held;
-  if (!made->compact) made->inputs[ins++] = made->seen_now;
+  if (made->counts) made->inputs[ins++] = made->seen_now;
   made->outputs[outs++] = made->logits;
   for (int i = 0; i < made->count; i++) {
     Tensor *past[] = {&made->layers[i].keys, &made->layers[i].values};
@@ -287,7 +306,7 @@ static bool run_block(Decoder *made, int length, Fault *fault) {
   int least = length > 1 ? 1 : made->every;
   for (int i = 0; i < made->count; i++) {
     Layer *layer = &made->layers[i];
-    for (int head = 0; head < made->heads; head++)
+    for (int head = 0; head < made->heads && !layer->slides; head++)
       for (int t = 0; t < length; t++)
         ((int32_t *)layer->positions.data)[head * layer->positions.dims[2] + layer->held + t] = made->seen + t;
     layer->held += length;

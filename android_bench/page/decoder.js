@@ -5,7 +5,7 @@
 // slots go, and survivors move into their places. Knows no text.
 
 import { Graph, NoMemory, Numbers } from "./bound-ort.js";
-import { LayerSlots, Turns } from "./slots.js";
+import { LayerSlots, Turns, WindowSlots } from "./slots.js";
 
 const EVERY = 64; // tokens in generation after which it evicts
 const NONE = [1, 2]; // the shape of the pinned spans: one that is empty
@@ -33,12 +33,14 @@ export class Decoder {
   constructor(facts, graph, evictors, every) {
     const { budgets, block_size: block } = facts;
     Object.assign(this, { facts, graph, evictors, block, seen: 0, every: Math.min(every, block) });
-    this.turns = facts.rotates.some(Boolean)
-      ? new Turns(facts.inv_freq, Math.max(...budgets) + block + 1, facts.interleaved) : null;
+    const turning = budgets.filter((_, i) => facts.rotates[i]);
+    this.turns = turning.length ? new Turns(facts.inv_freq, Math.max(...turning) + block + 1, facts.interleaved) : null;
     const buffers = budgets.map(() => ({}));
     for (const { name, layer, dtype, full } of facts.state) buffers[layer][name] = new Numbers(dtype, full);
-    this.layers = budgets.map((budget, i) =>
-      new LayerSlots(buffers[i], budget, facts.rotates[i] ? this.turns : null));
+    this.layers = budgets.map((budget, i) => facts.windows?.[i] ? new WindowSlots(buffers[i], budget)
+      : new LayerSlots(buffers[i], budget, facts.rotates[i] ? this.turns : null));
+    this.windows = this.layers.filter((layer) => layer instanceof WindowSlots);
+    this.capped = this.layers.filter((layer) => layer instanceof LayerSlots);
     this.lengths = [...new Set(budgets)].sort((a, b) => b - a);
     this.held = new Numbers("int32", [this.lengths.length]);
     this.count = { seen: new Numbers("int32", []), stay: new Numbers("int32", []), pinned: new Numbers("int32", NONE) };
@@ -51,7 +53,7 @@ export class Decoder {
         const [, kind, layer] = name.match(/^[a-z]+_(.*)\.(\d+)$/);
         return { name, kind, layer: Number(layer), sized, numbers: new Numbers(dtype, sized(block)) };
       });
-    this.states = evictors[0].outputs.filter((name) => name !== "gone").map((name) => name.replace("next_", ""));
+    this.states = evictors.find(Boolean).outputs.filter((name) => name !== "gone").map((name) => name.replace("next_", ""));
     this.#scratch();
   }
 
@@ -59,7 +61,7 @@ export class Decoder {
   #scratch() {
     this.parts = {};
     const rows = ([, heads, capacity]) => [1, heads, capacity];
-    const largest = this.layers.reduce((a, b) => (a.capacity >= b.capacity ? a : b));
+    const largest = this.capped.reduce((a, b) => (a.capacity >= b.capacity ? a : b));
     for (const name of ["positions", ...largest.state]) {
       const { shape } = largest.buffers[name], { dtype } = this.facts.state.find((entry) => entry.name === name);
       this.parts[name] = new Numbers(dtype, rows(shape));
@@ -86,9 +88,9 @@ export class Decoder {
     return this.layers.reduce((sum, layer) => sum + layer.usedBytes, 0);
   }
 
-  /** Slots in use per KV head and layer, on average (rounded up). */
+  /** Slots in use per KV head and capped layer, on average (rounded up). */
   get slots() {
-    return Math.ceil(this.layers.reduce((sum, { held }) => sum + held, 0) / this.layers.length);
+    return Math.ceil(this.capped.reduce((sum, { held }) => sum + held, 0) / this.capped.length);
   }
 
   /** Tokens that the next block has at most: a slot each, behind those in use. */
@@ -96,9 +98,9 @@ export class Decoder {
     return Math.min(this.block, ...this.layers.map(({ capacity, held }) => capacity - held));
   }
 
-  /** Positions of the kept tokens by layer and head, ascending. */
+  /** Positions of the kept tokens by capped layer and head, ascending. */
   get positions() {
-    return this.layers.map(({ buffers: { positions }, heads, capacity, held }) =>
+    return this.capped.map(({ buffers: { positions }, heads, capacity, held }) =>
       Array.from({ length: heads }, (_, head) => Array.from(positions.array.subarray(head * capacity, head * capacity + held)).sort((a, b) => a - b)));
   }
 
@@ -139,7 +141,9 @@ export class Decoder {
   #evict(length, told) {
     const least = length > 1 ? 1 : this.every;
     this.count.seen.array[0] = this.seen;
+    for (const window of this.windows) window.slide(least);
     this.layers.forEach((layer, i) => {
+      if (!this.evictors[i]) return; // its window slid
       const due = layer.held - layer.budget >= least;
       if (!due && !this.states.length) return;
       const count = due ? layer.held - layer.budget : 0;

@@ -136,3 +136,38 @@ export class LayerSlots {
     this.held = kept;
   }
 }
+
+/** A layer's last tokens, in the order in which they were read, as a sliding window sees them. */
+export class WindowSlots {
+  /**
+   * @param {Object<string, Numbers>} buffers keys and values [1, K, slots, D]
+   * @param {number} budget tokens that stay
+   */
+  constructor(buffers, budget) {
+    Object.assign(this, { buffers, budget, held: 0 });
+    [, this.heads, this.capacity] = buffers.keys.shape;
+  }
+
+  /** Bytes of the slots in use. */
+  get usedBytes() {
+    return Object.values(this.buffers).reduce((sum, { bytes }) => sum + (bytes / this.capacity) * this.held, 0);
+  }
+
+  /** Take in a block, whose keys and values lie behind the slots in use. */
+  append(seen, length) {
+    this.held += length;
+  }
+
+  /** Move the last tokens to the front, where at least so many older ones are to go. */
+  slide(least) {
+    const start = this.held - this.budget;
+    if (start < least) return;
+    for (const { array, shape: [, , , size] } of Object.values(this.buffers)) {
+      for (let head = 0; head < this.heads; head++) {
+        const first = head * this.capacity;
+        array.copyWithin(first * size, (first + start) * size, (first + this.held) * size);
+      }
+    }
+    this.held = this.budget;
+  }
+}

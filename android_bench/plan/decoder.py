@@ -15,7 +15,7 @@ import torch
 from kvcap.android_bench.decoders import decoder_in
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.plan.expected import Folder
-from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
+from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of, windows_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 from kvcap.runtime.types import EVICT_EVERY, MANIFEST
@@ -85,7 +85,8 @@ def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
     prompt, runs = facts["sample"]["prompt"], facts["sample"]["runs"]
     exact = facts["dtype"] == "fp32"
     if not exact:
-        least = min(facts["budgets"])
+        pairs = zip(facts["budgets"], windows_of(manifest), strict=True)
+        least = min(budget for budget, window in pairs if window is None)
         runs = [n for n, whole in zip(runs, accumulate(runs), strict=True) if whole <= least]
         runs = runs or [min(runs_of(facts), least)]
     block = int(facts["block_size"])

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_requests import asked, vendored
-from tools import PATIENCE, pocket_decoder, tiny_decoder
+from tools import PATIENCE, pocket_decoder, sliding_decoder, tiny_decoder
 
 from kvcap.android_bench.decoders import PAGE_BYTES, decoder_for_a_page, decoder_in
 from kvcap.android_bench.server.serving import ChatServer
@@ -102,12 +102,16 @@ def test_the_page_answers_as_python_does_and_sends_nothing(decoder, page):
 
 @in_browser
 @pytest.mark.parametrize("mode", ["compact", pytest.param("true", marks=pytest.mark.slow)], ids=str)
-def test_logits_and_kept_tokens_are_pythons(mode, tmp_path_factory, page):
-    folder = pocket_decoder(tmp_path_factory, mode)
+@pytest.mark.parametrize("slides", [False, True], ids=["all attend", "some slide"])
+def test_logits_and_kept_tokens_are_pythons(slides, mode, tmp_path_factory, page):
+    if slides:
+        folder = sliding_decoder(tmp_path_factory, mode) / "decoder"
+    else:
+        folder = pocket_decoder(tmp_path_factory, mode)
     found = read(folder)
     sample, block = found.facts["sample"], found.facts["block_size"]
     text = sample["prompt"] * 3
-    runs = [block, block - 5, *[block] * 6, *[1] * 40, 9, block]
+    runs = [block, block - 5, *[block] * 6, *[1] * 40, block // 4 + 1, block]
     python = SharedDecoder(
         found, Graph(found.decoder, 1), evictors_of(found, 1), block, min(EVICT_EVERY, block)
     )
@@ -143,7 +147,9 @@ def test_logits_and_kept_tokens_are_pythons(mode, tmp_path_factory, page):
     np.testing.assert_allclose(np.array(got["logits"]), np.array(expected), atol=2e-4)
     for layer, kept in zip(got["positions"], python.positions(seen), strict=True):
         np.testing.assert_array_equal(layer, kept)
-        assert (kept[:, :4] == np.arange(4)).all()  # the attention sink, which its graph pins
+        assert (
+            kept[:, : python.sinks] == np.arange(python.sinks)
+        ).all()  # the attention sink, which its graph pins
     assert (got["bytes"], got["used"]) == (python.nbytes, python.used_bytes(seen))
 
 

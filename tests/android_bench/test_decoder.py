@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_requests import edited, posted, vendored
-from tools import PATIENCE, compilers, installed, pocket_decoder, runner_here, tiny_decoder
+from tools import (
+    PATIENCE,
+    compilers,
+    installed,
+    pocket_decoder,
+    runner_here,
+    sliding_decoder,
+    tiny_decoder,
+)
 
 from kvcap.android_bench.devices.host import run_here
 from kvcap.android_bench.documents import read_plan, read_result
@@ -34,12 +42,16 @@ WORK = DecoderWork(prompt=20, answer=20, long=300, minutes=0.002, every=0.05)
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory) -> Path:
     """One small cell, and the built-in model's decoder of 128 slots."""
-    decoder = pocket_decoder(tmp_path_factory)
+    return planned(pocket_decoder(tmp_path_factory), tmp_path_factory)
+
+
+def planned(decoder: Path, factory: pytest.TempPathFactory) -> Path:
+    """A plan of one small cell and a decoder."""
     quick = narrowed("quick", ["keydiff"], ["stateless"], ["fp32"], ["score"], [64])
     rules = replace(quick.rules, min_runs=3, min_seconds=0.006, warmup_seconds=0.001, rounds=2)
     sizes = shape_of(decoder)
     name = sizes.pop("name")
-    folder = tmp_path_factory.mktemp("decoder") / "plan"
+    folder = factory.mktemp("decoder") / "plan"
     wanted = Wanted("quick", replace(quick, rules=rules), Shape(**sizes), name, decoder, WORK)
     write_plan(wanted, folder)
     return folder
@@ -113,6 +125,28 @@ def test_the_c_runner_times_it(plan, tmp_path_factory, tmp_path):
     row = only(read_result(tmp_path / "c.json"))
     assert (row["status"], "accumulated" in row["reason"]) == ("skipped", True)
     assert "--browser" in row["reason"]
+
+
+@pytest.mark.slow
+@installed
+@compilers
+@pytest.mark.parametrize("mode", ["compact", "true"])
+def test_runners_time_a_decoder_whose_layers_slide(mode, tmp_path_factory, tmp_path):
+    """Its logits are checked over several budgets and windows."""
+    plan = planned(sliding_decoder(tmp_path_factory, mode) / "decoder", tmp_path_factory)
+    wanted = read_plan(plan)["decoder"]
+    assert len(wanted["check"]["prompt"]) > 24 + 12
+    here = runner_here(tmp_path_factory)
+    command = [here / "kvcap-bench", plan / "plan.json", "-o", tmp_path / "c.json", "--cores",
+               "none", "--lib", here / "libonnxruntime.so"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {"c": read_result(tmp_path / "c.json"), "python": run_here(plan, ["--cores", "none"])}
+    for result in found.values():
+        row = only(result)
+        assert row["status"] == "ok", row["reason"]
+        assert row["parity"]["passed"], row["parity"]
+        assert row["held_bytes"] >= wanted["state_bytes"]
 
 
 @vendored

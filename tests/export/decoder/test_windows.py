@@ -11,9 +11,9 @@ import pytest
 import torch
 from conftest import small_policy, tiny_model
 from families import config_of, model_of
+from tools import operations, sliding_decoder  # noqa: F401
 
-from kvcap import Runtime, pocket
-from kvcap.cli import run
+from kvcap import Runtime
 from kvcap.export.decoder.attention import NODE, group_attention
 from kvcap.export.decoder.check import Watched, facts_of
 from kvcap.export.decoder.graph import DecoderGraph
@@ -196,22 +196,14 @@ def test_graphs_compute_what_modules_do(family, positions, dtype, kv_dtype, tmp_
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    """A model with windows of 12 tokens, exported by the command."""
-    folder = tmp_path_factory.mktemp("windows")
-    model = tiny_model("gemma3_text", vocab_size=2560, sliding_window=12, eos_token_id=[2, 5])
-    model.save_pretrained(folder / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(pocket.path() / name, folder / "model")
-    code = run(["export", "decoder", str(folder / "model"), "-o", str(folder / "made"),
-                "--budget-tokens", "20", "--block-size", "8", "--quick"])  # fmt: skip
-    assert code == 0
-    return folder
+    """A model with windows of 12 tokens in `model`, and its export in `decoder`."""
+    return sliding_decoder(tmp_path_factory)
 
 
 def test_its_manifest_says_which_layers_slide(shelf):
-    said = json.loads((shelf / "made" / MANIFEST).read_text())
+    said = json.loads((shelf / "decoder" / MANIFEST).read_text())
     assert said["windows"] == [12, None, 12]
-    assert said["budgets"] == [11, 20, 11]
+    assert said["budgets"] == [11, 24, 11]
     assert [entry["layers"] for entry in said["evictors"]] == [[1]]
     assert {x["name"] for x in said["state"] if x["layer"] != 1} == {"keys", "values"}
     assert any("windows" in line for line in said["rule"])
@@ -220,9 +212,9 @@ def test_its_manifest_says_which_layers_slide(shelf):
 def test_python_runs_it_by_its_directory(shelf):
     """`Runtime.from_pretrained` takes it, and it answers as PyTorch does."""
     text = "The ship sails to the harbour in the morning, and back home at night with its crew."
-    made = Runtime.from_pretrained(shelf / "made")
+    made = Runtime.from_pretrained(shelf / "decoder")
     model = Runtime.from_pretrained(
-        shelf / "model", budget_tokens=20, block_size=8, dtype="float32", evict_every=8,
+        shelf / "model", budget_tokens=24, block_size=8, dtype="float32", evict_every=8,
         positions="compact",
     )  # fmt: skip
     answers = []
@@ -234,7 +226,7 @@ def test_python_runs_it_by_its_directory(shelf):
 
 
 def test_its_bytes_are_those_of_the_plan(shelf):
-    runtime = Runtime.from_pretrained(shelf / "made")
+    runtime = Runtime.from_pretrained(shelf / "decoder")
     cache = runtime.session().cache
     plan = runtime.plan
     assert cache.nbytes == plan.cache_bytes
@@ -244,7 +236,7 @@ def test_its_bytes_are_those_of_the_plan(shelf):
 
 def test_a_conversation_goes_on_from_a_file(shelf, tmp_path):
     """With windows that have slid, at a time when some tokens wait to go."""
-    runtime = Runtime.from_pretrained(shelf / "made")
+    runtime = Runtime.from_pretrained(shelf / "decoder")
     session = runtime.session()
     session.set_generation(max_new_tokens=13, do_sample=False)
     "".join(session.send("The baker of Lund sells nine kinds of bread in the morning."))
@@ -263,13 +255,13 @@ def test_a_conversation_goes_on_from_a_file(shelf, tmp_path):
 @pytest.mark.parametrize(("change", "why"), [
     (lambda said: said["windows"].pop(), "windows: not said of each layer"),
     (lambda said: said["windows"].__setitem__(0, 20), "other than its tokens but one"),
-    (lambda said: said.update(windows=[12, 21, 12]), "none is left for the policy"),
+    (lambda said: said.update(windows=[12, 25, 12]), "none is left for the policy"),
     (lambda said: said["rotates"].__setitem__(0, True), "counts no ranks"),
     (lambda said: said["evictors"][0]["layers"].append(0), "evictors"),
     (lambda said: said.update(windows=["12", None, 12]), "windows"),
 ])  # fmt: skip
 def test_a_manifest_that_contradicts_itself_is_refused(change, why, shelf, tmp_path):
-    folder = shutil.copytree(shelf / "made", tmp_path / "made")
+    folder = shutil.copytree(shelf / "decoder", tmp_path / "made")
     said = json.loads((folder / MANIFEST).read_text())
     change(said)
     (folder / MANIFEST).write_text(json.dumps(said))
