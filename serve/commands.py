@@ -12,7 +12,7 @@ import ssl
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from kvcap.runtime.cli.console import complain, say
 from kvcap.runtime.cli.options import (
@@ -48,13 +48,26 @@ ADVICE = "--host {host} lets other machines in; give --api-key, or say --insecur
 class Address:
     """A group of options that say where the server is found, and by whom."""
 
+    heading: ClassVar = "Address"
+
     host: Annotated[
         str,
-        option("--host", metavar="ADDRESS", help="Of this machine.", show_default=True),
+        option(
+            "--host",
+            metavar="ADDRESS",
+            help="Listen on this address of the machine.",
+            show_default=True,
+        ),
     ] = "127.0.0.1"
     port: Annotated[
         int,
-        option("--port", min=0, max=65535, help="0 takes a free one.", show_default=True),
+        option(
+            "--port",
+            min=0,
+            max=65535,
+            help="Listen on this port; 0 takes a free one.",
+            show_default=True,
+        ),
     ] = 8000
     api_key: Annotated[
         list[str] | None,
@@ -62,12 +75,15 @@ class Address:
             "--api-key",
             metavar="KEY",
             help="Let in only who has this key; repeatable, and no key sees another's "
-            "conversations. Others see the command line: KVCAP_API_KEY or a file is better.",
+            "conversations. Other users of the machine see the command line: "
+            "KVCAP_API_KEY or a file is better.",
         ),
     ] = None
     api_key_file: Annotated[
         Path | None,
-        option("--api-key-file", metavar="FILE", help="Of keys, one in each line."),
+        option(
+            "--api-key-file", metavar="FILE", help="Read keys from this file, one in each line."
+        ),
     ] = None
     insecure: Annotated[bool, option("--insecure", help="Let in anybody who reaches --host.")] = (
         False
@@ -78,7 +94,8 @@ class Address:
             "--allow-host",
             metavar="NAME",
             help="Answer requests that reach the server by this name, too, such as "
-            "host.docker.internal; repeatable. Beside --host 0.0.0.0, by no others.",
+            "host.docker.internal; repeatable. Beside --host 0.0.0.0, other names are "
+            "refused.",
         ),
     ] = None
     cors_origin: Annotated[
@@ -95,11 +112,15 @@ class Address:
         option("--tls-cert", metavar="FILE", help="Speak HTTPS, with this certificate (PEM)."),
     ] = None
     tls_key: Annotated[
-        Path | None, option("--tls-key", metavar="FILE", help="Of --tls-cert (PEM).")
+        Path | None, option("--tls-key", metavar="FILE", help="Use this key (PEM) with --tls-cert.")
     ] = None
     name: Annotated[
         str | None,
-        option("--name", metavar="NAME", help="That clients call the model by (MODEL by default)."),
+        option(
+            "--name",
+            metavar="NAME",
+            help="Let clients call the model by this name (MODEL by default).",
+        ),
     ] = None
 
     def hosts(self) -> list[str] | None:
@@ -187,13 +208,15 @@ class Address:
 class Load:
     """A group of options that say how much the server takes on."""
 
+    heading: ClassVar = "Limits"
+
     max_together: Annotated[
         int | None,
         option(
             "--max-together",
             min=1,
             metavar="N",
-            help="Answers that are written at once (by default as many as fit, up to 8).",
+            help="Write at most N answers at once (by default as many as fit, up to 8).",
         ),
     ] = None
     max_conversations: Annotated[
@@ -202,7 +225,8 @@ class Load:
             "--max-conversations",
             min=1,
             metavar="N",
-            help="In memory (by default as many as fit into --memory-cap, or 64).",
+            help="Hold at most N conversations in memory (by default as many as fit into "
+            "--memory-cap, or 64).",
         ),
     ] = None
     max_queue: Annotated[
@@ -211,7 +235,7 @@ class Load:
             "--max-queue",
             min=0,
             metavar="N",
-            help="Requests that wait; further ones are told to come back (429).",
+            help="Let at most N requests wait; further ones are answered with 429.",
             show_default=True,
         ),
     ] = 64
@@ -220,12 +244,19 @@ class Load:
         option(
             "--max-body",
             metavar="BYTES",
-            help="Of a request (4MiB; 256KiB with --memory-cap, which holds the memory to tokenise "
-            "it free).",
+            help="Refuse requests of more bytes (4MiB; 256KiB with --memory-cap, which keeps "
+            "free what reading them takes).",
         ),
     ] = None
     max_messages: Annotated[
-        int, option("--max-messages", min=1, metavar="N", help="Of a request.", show_default=True)
+        int,
+        option(
+            "--max-messages",
+            min=1,
+            metavar="N",
+            help="Refuse requests of more than N messages.",
+            show_default=True,
+        ),
     ] = 4096
     max_answer_tokens: Annotated[
         int,
@@ -233,12 +264,19 @@ class Load:
             "--max-answer-tokens",
             min=1,
             metavar="N",
-            help="That a request may ask for.",
+            help="Refuse requests for answers of more than N tokens.",
             show_default=True,
         ),
     ] = 32768
     max_connections: Annotated[
-        int, option("--max-connections", min=1, metavar="N", help="At once.", show_default=True)
+        int,
+        option(
+            "--max-connections",
+            min=1,
+            metavar="N",
+            help="Serve at most N connections at once.",
+            show_default=True,
+        ),
     ] = 256
     grace: Annotated[
         float,
@@ -246,8 +284,8 @@ class Load:
             "--grace",
             min=0,
             metavar="SECONDS",
-            help="How long answers may go on once the server has to end (SIGTERM); then they end "
-            "by an error, within 3 more.",
+            help="Let answers go on for so long once the server has to end (SIGTERM); then "
+            "they end with an error, within 3 seconds more.",
             show_default=True,
         ),
     ] = 5.0
@@ -256,13 +294,18 @@ class Load:
         option(
             "--keep",
             metavar="DIR",
-            help="Save idle conversations there, to go on with them later, also after a restart; "
-            "without it, those that have no place in memory are read again.",
+            help="Save idle conversations in this folder and continue them later, also after a "
+            "restart. Without it, those that have no place in memory are read again.",
         ),
     ] = None
     keep_cap: Annotated[
         str,
-        option("--keep-cap", metavar="BYTES", help="Of all files in --keep.", show_default=True),
+        option(
+            "--keep-cap",
+            metavar="BYTES",
+            help="Limit the size of all files in --keep.",
+            show_default=True,
+        ),
     ] = "4GiB"
 
 
@@ -270,12 +313,15 @@ class Load:
 class EngineOptions:
     """A group of options that say which processes answer."""
 
+    heading: ClassVar = "Replicas"
+
     engine: Annotated[
         Literal["local", "ray"],
         option(
             "--engine",
-            help="This process, or replicas of the model by Ray Serve: all other options but "
-            "--host to --name and --max-connections are of each replica, which share --keep.",
+            help="Answer in this process, or in replicas of the model by Ray Serve. All "
+            "options are of each replica, but those of the address, --max-connections and "
+            "--keep.",
             show_default=True,
         ),
     ] = "local"
@@ -285,7 +331,8 @@ class EngineOptions:
             "--replicas",
             min=1,
             metavar="N",
-            help="With --engine ray, a GPU or CPUs each (by default one per GPU, or machine).",
+            help="With --engine ray, run N replicas on a GPU or some CPUs each (by default one "
+            "per GPU, or machine).",
         ),
     ] = None
     ray_address: Annotated[
@@ -293,7 +340,8 @@ class EngineOptions:
         option(
             "--ray-address",
             metavar="ADDRESS",
-            help="With --engine ray, of a cluster that runs (by default one is started here).",
+            help="With --engine ray, join the cluster at this address (by default one is "
+            "started here).",
         ),
     ] = None
 
@@ -326,15 +374,19 @@ def serve_command(
             "--evict-every",
             min=1,
             metavar="N",
-            help="While answering, evict every so many tokens: 64 on a CPU; 1 on a GPU, where "
-            "conversations are answered by turns with more.",
+            panel="Memory",
+            help="While answering, evict every N tokens (64 on a CPU; 1 on a GPU, where "
+            "conversations are answered by turns with more).",
         ),
     ] = None,
     chat_template: ChatTemplate = None,
     sampling: Sampling,
     recalling: Recalling,
     quiet: Annotated[
-        bool, option("--quiet", "-q", help="Nothing on stderr but warnings and errors.")
+        bool,
+        option(
+            "--quiet", "-q", panel="Output", help="Print nothing on stderr but warnings and errors."
+        ),
     ] = False,
 ) -> None:
     """Serve a model over OpenAI's API, with a fixed amount of KV memory for every conversation.

@@ -68,7 +68,7 @@ def chat_command(
     no_commands: Annotated[
         bool,
         typer.Option(
-            "--no-commands", help="Every line is a message, also one that begins with a slash."
+            "--no-commands", help="Take every line as a message, even one that begins with a slash."
         ),
     ] = False,
     *,
@@ -132,16 +132,17 @@ def generate_command(
             "--model",
             "-m",
             metavar="MODEL",
+            rich_help_panel="Model",
             envvar="KVCAP_MODEL",
             show_envvar=False,
-            help="The model, where no MODEL is given.",
+            help="Run this model, where no MODEL is given.",
         ),
     ] = POCKET,
     raw: Annotated[
         bool,
         typer.Option(
             "--raw",
-            help="Continue the prompt, without the chat template; evicted text is read again in "
+            help="Continue the prompt without the chat template. Evicted text is read again in "
             "it only with --recall N.",
         ),
     ] = False,
@@ -201,8 +202,8 @@ def plan_command(
             "--context",
             min=1,
             metavar="N",
-            help="Tokens for which to say what an uncapped cache takes (by default as many as the "
-            "model was trained on).",
+            help="Say what an uncapped cache would take for N tokens (as many as the model was "
+            "trained on, by default).",
         ),
     ] = None,
     *,
@@ -210,8 +211,8 @@ def plan_command(
         bool,
         typer.Option(
             "--serve",
-            help="Say how many conversations a server holds at once under --memory-cap, or in what "
-            "is free.",
+            help="Say how many conversations a server holds at once under --memory-cap, or in "
+            "the memory that is free.",
         ),
     ] = False,
     backend: Backend,

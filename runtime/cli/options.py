@@ -274,8 +274,8 @@ Model = Annotated[
         metavar="MODEL",
         envvar=ENVIRONMENT + "MODEL",
         show_envvar=False,
-        help="Constrain the answer to the JSON schema in this file. - reads stdin; a text "
-        "in braces is the schema itself.",
+        help="A repository of the hub, a local directory, or pocket, the built-in model "
+        "(others: pocket-plain, pocket-text).",
     ),
 ]
 Device = Annotated[
@@ -706,8 +706,8 @@ class Sampling:
         option(
             "--json-schema",
             metavar="FILE",
-            help="Hold answers to the JSON schema in a file; - is stdin, and a text in braces is "
-            "the schema itself.",
+            help="Constrain the answer to the JSON schema in this file. - reads stdin; a text in "
+            "braces is the schema itself.",
         ),
     ] = None
     regex: Annotated[

@@ -19,7 +19,7 @@ from kvcap.export.commands import export
 from kvcap.runtime.cli import commands
 from kvcap.runtime.cli.cache import cache
 from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
-from kvcap.runtime.cli.options import current_arguments, variables
+from kvcap.runtime.cli.options import GroupedHelp, current_arguments, variables
 from kvcap.serve.commands import serve_command
 
 app = typer.Typer(
@@ -32,11 +32,11 @@ app = typer.Typer(
     "KVCAP_DEBUG=1 shows tracebacks. Exit codes: 0 done, 1 failed, 2 wrong input, 3 no plan fits, "
     "4 cap reached, 130 interrupted.",
 )
-app.command("chat")(commands.chat_command)
-app.command("generate")(commands.generate_command)
-app.command("plan")(commands.plan_command)
-app.command("warm")(commands.warm_command)
-app.command("serve")(serve_command)
+app.command("chat", cls=GroupedHelp)(commands.chat_command)
+app.command("generate", cls=GroupedHelp)(commands.generate_command)
+app.command("plan", cls=GroupedHelp)(commands.plan_command)
+app.command("warm", cls=GroupedHelp)(commands.warm_command)
+app.command("serve", cls=GroupedHelp)(serve_command)
 
 
 class _Named(TyperGroup):
@@ -58,7 +58,7 @@ app.add_typer(export, name="export")
 app.add_typer(android, name="android")
 app.command("demo")(evals.demo_command)
 app.command("eval")(evals.eval_command)
-app.command("tune")(evals.tune_command)
+app.command("tune", cls=GroupedHelp)(evals.tune_command)
 app.command("analyze")(evals.analyze_command)
 app.command("report")(evals.report_command)
 app.command("bench")(evals.bench_command)
