@@ -51,6 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def kvcap(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        capsys.readouterr()  # transformers' progress while a test wrote its model
         code = cli.run(arguments)
         out, err = capsys.readouterr()
         return code, out, err
