@@ -9,12 +9,20 @@ from kvcap.runtime.models.wrappers import M_ROPE
 
 HEAD = """# Models
 
-To see whether kvcap runs your model, find its type here; it stands in `config.json`. \
-`kvcap plan MODEL` says the same of one model, with what it takes in memory.
+To see whether kvcap runs your model, ask for its plan, or find its type below; it stands in \
+`config.json`:
 
-The tests hold these models to full attention over the tokens that were kept: past the budget, in \
-every position mode, for `keydiff`, `snapkv`, `h2o`, `dropkv` and `streaming_llm`. Their keys, \
-moved, are held to those that the model itself makes there. `scripts/list-models` writes the table.
+```sh
+kvcap plan MODEL
+```
+
+You see the layers that are capped, how positions are counted, and what the model takes in memory; \
+or a refusal with its reason.
+
+The tests compare these models with full attention over the tokens that were kept: past the \
+budget, in every position mode, for `keydiff`, `snapkv`, `h2o`, `dropkv` and `streaming_llm`. Keys \
+that were moved are compared with those that the model itself makes there. `scripts/list-models` \
+writes the table.
 
 | model type | layers | positions | exported to ONNX Runtime | transformers |
 |---|---|---|---|---|
@@ -32,19 +40,21 @@ others) hold `latents`: the compressed latent of a token and the rotated part of
 keys and values of heads. Queries are taken to the latents, or, for large blocks, slots are \
 expanded to every head's keys and values, whichever costs less; both are exact. Load such a model \
 with `attn_implementation="kvcap"`; its `kv_b_proj` must not be quantised. What policies make of \
-latents is in [Choose a policy](policies.md#latents).
+latents is in [Know what a policy does](policy-facts.md#latents).
 
-Types marked * are not listed in kvcap: like any other that is not in this table they are tried \
-when they are met, as a small random copy of their config. It shows whether the layers attend \
-through transformers' interface, whether kvcap's attention gives the model's own logits, and how \
-keys depend on their position. So a new family often runs at once; if not, the refusal names the \
-layers and the reason.
+Types marked * are not listed in kvcap. Like any other that is not in this table, they are tried \
+as a small random copy of their config when a model is loaded. That shows whether the layers \
+attend through transformers' interface, whether kvcap's attention gives the model's own logits, \
+and how keys depend on their position. So a new family often runs at once; if not, the refusal \
+names the layers and the reason.
 
 ## Models that read more than text
 
 Gemma 3 (4B, 12B, 27B), Mistral 3, Llava, InternVL, Idefics 3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and \
 other wrappers of these text models run as text models: the text model alone is loaded, without \
-the vision tower. PaliGemma, which reads a prompt in both directions, is refused.
+the vision tower. `kvcap.cap` also takes a whole one, and text. Of quantised ones those run whose \
+weights are unpacked. Qwen3.5's checkpoints are read as text models, too. PaliGemma, which reads a \
+prompt in both directions, is refused.
 
 ## What is refused
 
@@ -58,7 +68,40 @@ the vision tower. PaliGemma, which reads a prompt in both directions, is refused
 | positions that are learned for each place, and no rotation of keys | GPT-2, OPT, BERT |
 | attention that does not go through transformers' interface | BLOOM, JetMoE, RoFormer |
 
-Quantised weights are in [Python](python.md), with GGUF files.
+What is refused is never run uncapped or wrong.
+
+## Weights, numbers and devices
+
+| | |
+|---|---|
+| numbers | float32, bfloat16, float16 |
+| devices | CPU, CUDA, MPS |
+| transformers | 4.57 and 5.x |
+| quantised checkpoints | those of bitsandbytes and torchao stay packed; FP8, MXFP4 (gpt-oss) and \
+compressed-tensors are unpacked when they are loaded, and planned so \
+(`pip install '.[quantised]'`) |
+| GGUF files | of the families above that transformers maps (`pip install '.[gguf]'`); on a CPU \
+their [weights stay in their bits](weights.md#run-a-gguf-file), elsewhere they are unpacked |
+| files | safetensors and GGUF only; pickles and a model's own code are refused by name |
+| adapters (`adapter_config.json`) | beside a model's weights: not applied, with a warning; alone: \
+refused. Merge one once, by peft's `merge_and_unload`. It is the same whether peft is installed \
+or not |
+| a tokenizer with more tokens than the model | runs; a message with a token that the model has no \
+embedding of is refused before it is read (`TokenUnknown`, in the server a 400) |
+
+## Layers that are not capped
+
+| layers | what happens |
+|---|---|
+| native sliding layers (Gemma 2, 3, 3n and 4, Granite SWA, gpt-oss) | stay as they are and are \
+counted in the plan; their global layers are capped. They forget pinned tokens with their window |
+| layers that read an earlier layer's keys and values (Gemma 3n and 4) | hold nothing |
+| recurrent layers (gated delta nets, short convolutions, Mamba 2) | hold a state of one size: \
+transformers' own, allocated once, counted in the plan to the byte and saved with a session. A \
+state has read every token, evicted ones too, and cannot go back: after a pass that failed \
+half-way the cache asks for `reset()`. Such models run eagerly, without CUDA graphs |
+| a state and keys and values in one layer (Falcon-H1, Zaya) | run; where the two are of kinds \
+that kvcap does not know, the model is refused |
 """
 
 
