@@ -248,7 +248,7 @@ def test_whole_items_are_never_cut(length: int) -> None:
 
 
 def test_the_documentation_names_every_task() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "quality.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
     assert not [name for name in tasks() if f"`{name}`" not in page]
 
 
