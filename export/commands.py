@@ -353,17 +353,19 @@ def _kvcap(
     text: str | None,
 ) -> tuple[dict[str, Any], DecoderReport]:
     """Export one decoder's graph; refuse what is impossible before weights are read."""
-    from kvcap.export.decoder.manifest import asked
     from kvcap.export.decoder.spec import check_dtype, layout_for, open_model
-    from kvcap.export.decoder.write import check_out, write
-    from kvcap.runtime.backends.onnxruntime.library import require
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.names import resolve
 
-    require()
     dtype, kv_dtype = check_dtype(dtype), settings.kv_dtype
-    check_out(out, None)
     layout = layout_for(load_config(resolve(model)), settings)
+    # What traces and writes takes seconds to import, for which no refusal waits.
+    from kvcap.export.decoder.manifest import asked
+    from kvcap.export.decoder.write import check_out, write
+    from kvcap.runtime.backends.onnxruntime.library import require
+
+    require()
+    check_out(out, None)
     check_out(out, None if force else asked(model, layout, dtype, rounding, text, kv_dtype))
     source = open_model(model, dtype, layout)
     return write(source, layout, dtype, out, quick, _note, force, rounding, text, kv_dtype)
@@ -383,11 +385,13 @@ def _text(dtype: str, file: Path | None, kv_dtype: str | None) -> str | None:
         NotExportable: nothing of that type is calibrated.
         ValueError: it cannot be read.
     """
-    from kvcap.export.decoder.calibrate import refuse_text
+    if file is None:
+        return None
+    from kvcap.export.decoder.calibrate import refuse_text  # takes seconds to import
     from kvcap.export.decoder.spec import check_dtype
     from kvcap.runtime.files import read_text
 
-    text = None if file is None else read_text(file)
+    text = read_text(file)
     refuse_text(text, check_dtype(dtype), kv_dtype)
     return text
 

@@ -264,6 +264,7 @@ def _agree(shape: ModelShape, found: DecoderPorts) -> None:
         raise UnsupportedModel(
             f"in this {shape.family} {shape.uncapped}, which its graph finds by where slots lie, "
             "or keeps by itself; run the model itself, without --backend onnxruntime"
+            + ("" if shape.not_exportable else ", or what kvcap export decoder makes of it")
         )
     if shape.latent is not None:
         raise UnsupportedModel(

@@ -54,9 +54,9 @@ class Tolerance(NamedTuple):
 TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-5, 1.0, 1e-4),
     "fp16": Tolerance(3e-2, 1e-5, 0.9, 3e-2),
-    # The reference has weights rounded like the graph's. Products round activations, too, and a real
-    # model's have outliers: keys and values of its last layers were off by 14 % of the largest
-    # where logits were by 5 %. A wrong key is off by 100 %.
+    # The reference has weights rounded like the graph's. Products round activations, too, and of a
+    # real model these have outliers: keys and values of its last layers were off by 14 % of the
+    # largest where logits were by 5 %. A wrong key is off by 100 %.
     "int8": Tolerance(1e-1, 1e-5, 0.9, 3e-1),
     "int4": Tolerance(1e-1, 1e-5, 0.9, 3e-1),
 }

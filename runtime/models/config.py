@@ -205,11 +205,16 @@ class ModelShape:
     @property
     def uncapped(self) -> str:
         """Return the layers that are not capped, by index and kind, for messages."""
-        told = {"sliding": "slide over a window of their own", "state": "keep a recurrent state",
-                "none": "hold no keys and values"}  # fmt: skip
-        found = {kind: self.of_kind(kind) for kind in get_args(LayerKind) if kind in told}
-        found["state"] = self.recurrent
-        words = [f"{layers_named(those)} {told[kind]}" for kind, those in found.items() if those]
+        slides = layers_named(self.of_kind("sliding")) if self.slides else ""
+        words = f"{slides} slide over a window of their own" if slides else ""
+        return ", ".join(filter(None, (words, self.neither)))
+
+    @property
+    def neither(self) -> str:
+        """Return the layers that neither hold slots alone nor slide, by index and kind."""
+        found = {"keep a recurrent state": self.recurrent,
+                 "hold no keys and values": self.of_kind("none")}  # fmt: skip
+        words = [f"{layers_named(those)} {told}" for told, those in found.items() if those]
         return ", ".join([*words, self.shared] if self.shared else words)
 
     @property
@@ -239,9 +244,8 @@ class ModelShape:
     @property
     def not_exportable(self) -> str:
         """Return why no graph of open but equal lengths can run the model; '' if one can."""
-        others = {layer.kind for layer in self.layers} - {"capped", "sliding"}
-        if others or self.recurrent:
-            return self.uncapped
+        if self.neither:
+            return self.neither
         if self.latent is not None:
             return f"{layers_named(self.capped)} are multi-head latent attention"
         if any(layer.experts for layer in self.layers):

@@ -43,12 +43,15 @@ class ExportedDecoder(Protocol):
     """A decoder that runs an exported model over its slots, and evicts after every block."""
 
     budgets: list[int]  # slots that a KV head keeps, by layer
-    windows: dict[int, WindowSlots]  # layers that keep a sliding window; no policy evicts there
     block_size: int
     version: str  # of ONNX Runtime
     sinks: int  # first tokens that the policy pins
     recents: list[int]  # newest tokens that it pins, by layer
     held: list[int]  # slots of a head in use, by layer
+
+    @property
+    def windows(self) -> Mapping[int, WindowSlots]:
+        """Return the layers that keep a sliding window; no policy evicts there."""
 
     @property
     def nbytes(self) -> int:
@@ -485,7 +488,7 @@ class PairedDecoder:
     ) -> None:
         model = manifest.model
         self.model, self.block_size, self.budget = model, block_size, budget
-        self.windows: dict[int, WindowSlots] = {}
+        self.windows: Mapping[int, WindowSlots] = {}
         self.layers: int = model["layers"]
         self.budgets, self.recents = [budget] * self.layers, [recents] * self.layers
         self.sinks, self.held = sinks, [0] * self.layers

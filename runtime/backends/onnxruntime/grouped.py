@@ -228,7 +228,7 @@ class GroupedDecoder(InPlace):
     def _evict(self, seen: int, least: int, spans: Sequence[Span]) -> None:
         """Evict every layer down to its budget, where at least so many tokens are to go."""
         self._counts["seen"][...] = seen
-        for layer in self.layers:
+        for layer in self.capped:
             if layer.held - layer.budget < least:
                 continue
             self._counts["stay"][...] = layer.budget

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import onnx
@@ -285,3 +287,23 @@ def test_what_a_graph_does_not_do_is_said_of_the_config(family, policy, kv_dtype
     )  # fmt: skip
     with pytest.raises(NotExportable, match=why):
         layout_for(config, asked)
+
+
+REFUSED = """
+import sys
+from kvcap.cli import run
+code = run(["export", "decoder", sys.argv[1], "-o", sys.argv[2]])
+heavy = {"onnx", "onnxruntime", "kvcap.export.decoder.write", "torch._dynamo"}
+print(code, sorted(heavy & set(sys.modules)))
+"""
+
+
+def test_a_refusal_waits_for_no_weights_and_for_nothing_that_traces(tmp_path):
+    config_of("granitemoe_swa").save_pretrained(tmp_path / "model")  # which is all there is
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, tmp_path / "model", tmp_path / "made"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[0] == "2 []", done.stderr
+    assert "experts" in done.stderr
+    assert not (tmp_path / "made").exists()
