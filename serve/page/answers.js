@@ -5,7 +5,6 @@ import { Refused } from "./api.js";
 import * as store from "./store.js";
 
 const ELSEWHERE = "this conversation is being answered in another tab; wait for it, or begin another conversation";
-
 const SHORTEST = 0.25; // seconds between the first and the last token from which they tell a speed
 
 const running = new Map(); // by their conversations' ids
@@ -80,7 +79,7 @@ export class Answer {
           });
         this.reason = reason === "length" ? reason : null;
         const { completion_tokens: tokens, recalled, recalled_passages: passages } = usage ?? {};
-        const seconds = (performance.now() - first) / 1000;
+        const seconds = first === null ? 0 : (performance.now() - first) / 1000;
         const speed = tokens > 1 && seconds > SHORTEST ? (tokens - 1) / seconds : undefined;
         this.took = { tokens, speed, recalled, passages };
       });
@@ -112,8 +111,7 @@ export class Answer {
       if (!this.empty) {
         if (this.asked.length < this.#before.length) this.replaced = { messages: this.#before, pins: found.pins };
         found.messages = messages;
-      }
-      else if (takeBack) found.messages = this.#before;
+      } else if (takeBack) found.messages = this.#before;
       found.pins = found.pins.filter((index) => index < found.messages.length);
       if (found.messages.length) store.keep(found);
       else store.drop(found.id);

@@ -82,21 +82,21 @@ byId("trouble-close").addEventListener("click", () => trouble(null));
 
 // The memory
 
-/** Show what the server holds of the conversation in sight. */
+/** Show what the server holds of the conversation in sight, and return it; null where that is nothing. */
 async function refresh() {
   const { id, messages } = now;
   const found = messages.length ? await api.strip(id) : null;
-  if (id !== now.id) return; // another one is in sight by now
-  if (!found) return forgetMemory();
-  showMemory(found);
-  keepRecalled(found);
+  if (id !== now.id) return null; // another one is in sight by now
+  if (found) showMemory(found);
+  else forgetMemory();
+  return found;
 }
 
-/** Keep with the last answer what was recalled for it, as long as the server knows. */
-function keepRecalled({ tokens, recalled }) {
-  const { took } = now.messages.at(-1);
-  const texts = took?.recalled && !took.texts && lastOf(recalled, took.recalled)?.map((span) => tokens.slice(...span).join("").trim());
-  if (!texts) return;
+/** Keep with the answer that is there what was recalled for it, as long as the server knows. */
+function keepRecalled(found) {
+  const took = store.find(now.id)?.messages.at(-1)?.took, spans = found && took?.recalled && lastOf(found.recalled, took.recalled);
+  if (!spans || answerIn(now.id)) return;
+  const texts = spans.map((span) => found.tokens.slice(...span).join("").trim());
   change(({ messages }) => Object.assign(messages.at(-1).took, { texts }));
   showConversation(false);
 }
@@ -180,8 +180,9 @@ function choose(conversation) {
 }
 
 function remove(id) {
-  const gone = store.find(id);
+  answerIn(id)?.keepHalf();
   answerIn(id)?.stop();
+  const gone = store.find(id);
   store.drop(id);
   if (id === now.id) choose(store.begun());
   else showList();
@@ -316,14 +317,14 @@ async function answer(ask, takeBack, again) {
     if (one.replaced) tell("What was said before from here on is replaced.", "Undo", () => undo(one.replaced));
     byId("spoken").textContent = parted(one.message).text || "There is no answer";
     if (one.failed) refused(one.failed, one.empty ? again : null);
-    else refresh().catch((error) => refused(error, greet));
-    focusText();
+    else refresh().then(keepRecalled).catch((error) => refused(error, greet));
+    if (document.activeElement === document.body) focusText(); // the button that had it is gone
   } else showList();
   const found = where && store.find(where);
-  if (where === null) tell("The conversation was deleted while it was answered.");
-  else if (where !== one.id) {
+  if (where === null && one.reason !== "stopped") tell("The conversation was deleted while it was answered.");
+  else if (found && where !== one.id) {
     tell("Another tab has gone on with this conversation; the answer is kept in a conversation of its own.", "Open it", () => choose(found));
-  } else if (!seen() && one.reason !== "stopped") {
+  } else if (found && !seen() && one.reason !== "stopped") {
     const title = `“${store.titled(found)}”`;
     tell(one.failed ? `${title}: ${one.failed.message}.` : `${title} is answered.`, "Open it", () => choose(found));
   }

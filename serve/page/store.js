@@ -56,7 +56,7 @@ function read(key) {
   }
 }
 
-/** Conversations that the browser had no room for, as they are in this tab, by their ids. */
+/** Conversations that the browser had no room for, as they are in this tab, by their ids: {conversation, saved}. */
 const unsaved = new Map();
 
 /** Every conversation, those that changed last first. */
@@ -76,15 +76,18 @@ export function holding(conversations, words) {
 }
 
 /** A conversation by its id; null where there is none. */
-export const find = (id) => (unsaved.has(id) ? structuredClone(unsaved.get(id)) : read(PREFIX + id));
+export const find = (id) => (unsaved.has(id) ? structuredClone(unsaved.get(id).conversation) : read(PREFIX + id));
 
 /** Those that are lost with this tab, as the browser has no room for them. */
-export const onlyHere = () => structuredClone([...unsaved.values()]);
+export const onlyHere = () => structuredClone([...unsaved.values()].map((one) => one.conversation));
 
 /** Keep a conversation: in the browser or, where that has no room, in this tab. */
 export function keep(conversation) {
-  if (save(PREFIX + conversation.id, conversation)) unsaved.delete(conversation.id);
-  else unsaved.set(conversation.id, structuredClone(conversation));
+  const { id } = conversation, saved = local.getItem(PREFIX + id), had = unsaved.get(id) ?? { saved };
+  // Another tab may have saved it meanwhile: both are kept.
+  const put = had.saved === saved ? conversation : { ...conversation, id: fresh() };
+  if (save(PREFIX + put.id, put)) unsaved.delete(id);
+  else unsaved.set(id, { conversation: structuredClone(conversation), saved: had.saved });
 }
 
 /** Put a value into the browser's storage, if there is room. */

@@ -554,13 +554,45 @@ def test_full_storage_is_told_and_loses_nothing(page, url):
     page.get_by_role("button", name="Conversations").click()
     page.locator("#list .open", has_text=FACT).click()
     assert page.locator(".said").count() == 4
-    page.evaluate(
-        "for (const key in localStorage) if (key.includes('junk')) delete localStorage[key]"
-    )
+    page.evaluate(NO_JUNK)
     page.get_by_role("button", name="Conversations").click()
     page.get_by_role("button", name="Delete “Hello!”").click()
     page.locator("#full").wait_for(state="hidden")
     assert [one["id"] for one in kept(page)] == [saved["id"]]
+
+
+NO_JUNK = "for (const key in localStorage) if (key.includes('junk')) delete localStorage[key]"
+
+
+@in_browser
+def test_what_two_tabs_said_while_the_storage_was_full_is_kept_twice(page, url):
+    opened(page, url)
+    say(page, "Hello!")
+    page.evaluate(FULL)
+    say(page, FACT)
+    page.locator("#full").wait_for()
+    page.evaluate(NO_JUNK)
+    other = second_tab(page, url)
+    say(other, QUESTION)
+    page.get_by_role("button", name="Pin", exact=True).first.click()
+    page.locator("#full").wait_for(state="hidden")
+    said = [[one["content"] for one in chat["messages"]][2] for chat in kept(page)]
+    assert sorted(said) == sorted([FACT, QUESTION])
+
+
+@in_browser
+def test_half_an_answer_comes_back_with_its_deleted_conversation(page, url):
+    page.add_init_script(SLOWLY)
+    opened(page, url)
+    write(page, FACT)
+    page.get_by_text("Okay", exact=False).wait_for()
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name=f"Delete “{FACT}”").click()
+    assert kept(page) == []
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Undo").click()
+    page.get_by_text("Stopped before its end").wait_for()
+    assert answered(page).startswith("Okay")
 
 
 @in_browser
