@@ -45,7 +45,7 @@ test-quantised test-lm-eval test-servers: $(VENV)/.ready
 check: $(VENV)/.ready ## lint, format, spelling, types, import rules
 	$(BIN)/ruff check $(FOLDERS)
 	$(BIN)/ruff format --check $(FOLDERS)
-	$(BIN)/python -m codespell_lib --skip "*/vendor/*" $(filter-out tests,$(FOLDERS)) docs README.md CONTRIBUTING.md mkdocs.yml Makefile # tests misspell on purpose
+	$(BIN)/python -m codespell_lib --skip "*/vendor/*,*.js" $(filter-out tests,$(FOLDERS)) docs README.md CONTRIBUTING.md mkdocs.yml Makefile # tests misspell on purpose
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n 0 tests/test_imports.py
 
