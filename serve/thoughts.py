@@ -9,7 +9,7 @@ class ThoughtGate:
     r"""Splits a streamed answer into thoughts, which a mark opens at its begin, and content.
 
     >>> gate = ThoughtGate()
-    >>> gate.put("<thi"), gate.put("nk>\nTwo and two"), gate.put(" is</think>\n"), gate.put("\n4.")
+    >>> gate.put("<th"), gate.put("ink>\nTwo and two"), gate.put(" is</think>\n"), gate.put("\n4.")
     (('', ''), ('Two and two', ''), (' is', ''), ('', '4.'))
     """
 
