@@ -306,9 +306,9 @@ def test_what_was_recalled_is_marked_and_told_below_the_answer(page):
         page.reload()
         assert page.locator(".recall-note").all_inner_texts() == [note]
         page.locator(".recall-note").click()
-        told = page.locator(".recalled-texts p").inner_text()
-        assert told.split() == "".join(marked).replace("↵", "").split()
-        assert "vault is 7421" in told
+        text = page.locator(".recalled-texts p").inner_text()
+        assert text.split() == "".join(marked).replace("↵", "").split()
+        assert "vault is 7421" in text
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
@@ -395,6 +395,7 @@ def test_an_answer_is_stopped_and_given_again(page, url):
     assert [one["role"] for one in kept(page)[0]["messages"]] == ["user", "assistant"]
 
 
+@pytest.mark.slow
 @in_browser
 def test_a_message_is_edited_and_that_is_undone(page, url):
     opened(page, url)
@@ -442,6 +443,7 @@ def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
     assert "4821" in answered(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hears", [True, False])
 @in_browser
 def test_two_tabs_of_a_conversation_lose_nothing(page, url, hears):
@@ -497,6 +499,7 @@ def test_one_tab_at_a_time_answers_a_conversation(page, url):
     assert "4821" in answered(page)
 
 
+@pytest.mark.slow
 @in_browser
 def test_without_locks_what_two_tabs_say_at_once_is_kept_twice(page, url):
     """As over plain HTTP from another machine."""
@@ -529,7 +532,7 @@ FULL = """for (let size = 2 ** 20; size >= 1; size /= 2) {
 
 
 @in_browser
-def test_full_storage_is_told_and_loses_nothing(page, url):
+def test_full_storage_is_shown_and_loses_nothing(page, url):
     opened(page, url)
     say(page, "Hello!")
     page.evaluate(FULL)
@@ -564,6 +567,7 @@ def test_full_storage_is_told_and_loses_nothing(page, url):
 NO_JUNK = "for (const key in localStorage) if (key.includes('junk')) delete localStorage[key]"
 
 
+@pytest.mark.slow
 @in_browser
 def test_what_two_tabs_said_while_the_storage_was_full_is_kept_twice(page, url):
     opened(page, url)
@@ -676,7 +680,7 @@ def test_refusals_are_told_and_nothing_is_lost(page, url):
 
 @pytest.mark.parametrize("template", [{}, {"chat_template": True}, {"chat_template": False}])
 @in_browser
-def test_a_model_without_a_chat_template_is_told_before_the_first_message(page, url, template):
+def test_a_model_without_a_chat_template_is_named_before_the_first_message(page, url, template):
     models = {"data": [{"id": "a-model", **template}]}
     page.route("**/v1/models", lambda route: route.fulfill(json=models))
     opened(page, url)
@@ -848,7 +852,7 @@ def test_what_a_model_thinks_is_folded(page, url, deltas, thoughts, text):
 
 
 @in_browser
-def test_how_fast_an_answer_came_is_told(page, url):
+def test_how_fast_an_answer_came_is_shown(page, url):
     page.add_init_script("let seconds = 0; performance.now = () => 1000 * (seconds += 10);")
     answering(page, {"content": "a"}, {"content": "b"}, usage={"completion_tokens": 1200})
     opened(page, url)
@@ -900,6 +904,7 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
     assert (body["temperature"], body["max_tokens"]) == (0.3, None)
 
 
+@pytest.mark.slow
 @in_browser
 def test_a_system_prompt_and_a_length_reach_the_model(page, url, runtime):
     opened(page, url)
@@ -944,6 +949,7 @@ MANY = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not AXE.is_file(), reason="no axe-core: scripts/install-axe")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
