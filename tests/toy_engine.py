@@ -39,6 +39,7 @@ class ToyDecoder:
     nbytes: int = 4096
     read: list[int] = field(default_factory=list)  # what the cache holds or held, in order
     held: list[int] = field(default_factory=lambda: [0])
+    windows: dict[int, Any] = field(default_factory=dict)  # layers that slide: none
 
     @property
     def budgets(self) -> list[int]:
