@@ -228,5 +228,5 @@ def test_a_model_without_its_tokenizer_is_named_as_such(tmp_path):
     (tmp_path / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(tmp_path)
     session = Runtime.from_pretrained(tmp_path, device="cpu").session()
-    with pytest.raises(ValueError, match=r"no chat template; continue a text with .*complete"):
+    with pytest.raises(ValueError, match=r"no chat template; give one by .*complete"):
         session.send("Hi.")
