@@ -26,7 +26,7 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_
 UNUSED = ("thinking", "redacted_thinking")  # blocks of earlier answers that are not read again
 
 
-class Tool(schemas.Strict):
+class MessageTool(schemas.Strict):
     """A tool that the model may call."""
 
     name: schemas.Name
@@ -43,13 +43,13 @@ class Tool(schemas.Strict):
         return {"type": "function", "function": {"name": self.name, **said}}
 
 
-class Counted(schemas.Strict):
+class CountBody(schemas.Strict):
     """A body that `POST /v1/messages/count_tokens` takes."""
 
     model: Annotated[str, Field(max_length=256)]
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[Tool], Field(max_length=schemas.TOOLS)] | None = None
+    tools: Annotated[list[MessageTool], Field(max_length=schemas.TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     """Goes to the chat template as `enable_thinking`; a budget of its tokens is not kept."""
@@ -85,7 +85,7 @@ class Counted(schemas.Strict):
         return found
 
 
-class Body(Counted):
+class MessageBody(CountBody):
     """A body that `POST /v1/messages` takes."""
 
     max_tokens: int
@@ -285,7 +285,7 @@ class Messages:
     async def create(self, request: Request) -> Response:
         """Answer messages: `POST /v1/messages`."""
         try:
-            body = await self.api.said(request, Body)
+            body = await self.api.said(request, MessageBody)
             said = chat_request(body.openai)
             return await self.api.answer(
                 request, said, lambda: MessageForm(self.api.name, said.most_calls)
@@ -296,7 +296,7 @@ class Messages:
     async def count(self, request: Request) -> Response:
         """Count the tokens that messages would take: `POST /v1/messages/count_tokens`."""
         try:
-            body = await self.api.said(request, Counted)
+            body = await self.api.said(request, CountBody)
             ask = self.api.ask(request, body.openai)
             found = await self.api.conversations.encode(ask)
             return JSONResponse({"input_tokens": len(found)})

@@ -33,7 +33,7 @@ UNUSED = ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread
 """Names the options that say how ollama runs a model, which this server's own options do."""
 
 
-class Body(schemas.Strict):
+class OllamaBody(schemas.Strict):
     """A body with what a chat and a text have in common."""
 
     model: Annotated[str, Field(max_length=256)]
@@ -68,7 +68,7 @@ class Body(schemas.Strict):
         return found
 
 
-class ChatBody(Body):
+class ChatBody(OllamaBody):
     """A body that `POST /api/chat` takes."""
 
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -112,7 +112,7 @@ def _as_openai(call: Any, id_: str) -> dict[str, Any]:
     return {"type": "function", "id": call.get("id") or id_, "function": named}
 
 
-class GenerateBody(Body):
+class GenerateBody(OllamaBody):
     """A body that `POST /api/generate` takes."""
 
     prompt: str = ""

@@ -13,9 +13,9 @@ from kvcap.serve import messages, responses, schemas, tokens
 BODIES: dict[str, tuple[str, type[schemas.Strict]]] = {
     "/v1/chat/completions": ("Answer a chat", schemas.ChatRequest),
     "/v1/completions": ("Continue texts", schemas.CompletionRequest),
-    "/v1/responses": ("Answer an input, as OpenAI's newer API does", responses.Body),
-    "/v1/messages": ("Answer messages, as Anthropic's API does", messages.Body),
-    "/v1/messages/count_tokens": ("Count the tokens of messages", messages.Counted),
+    "/v1/responses": ("Answer an input, as OpenAI's newer API does", responses.ResponseBody),
+    "/v1/messages": ("Answer messages, as Anthropic's API does", messages.MessageBody),
+    "/v1/messages/count_tokens": ("Count the tokens of messages", messages.CountBody),
     "/tokenize": ("Return the tokens of a text", tokens.TokenizeRequest),
     "/detokenize": ("Return the text of tokens", tokens.DetokenizeRequest),
 }

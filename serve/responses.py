@@ -27,7 +27,7 @@ from kvcap.serve.streaming import WRITTEN, ChatForm
 TEXTS = ("input_text", "output_text", "text")
 
 
-class Tool(schemas.Strict):
+class ResponseTool(schemas.Strict):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -37,7 +37,7 @@ class Tool(schemas.Strict):
     strict: bool | None = None
 
 
-class Format(schemas.Strict):
+class TextFormat(schemas.Strict):
     """A format that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -47,14 +47,14 @@ class Format(schemas.Strict):
     strict: bool | None = None
 
 
-class Text(schemas.Strict):
+class TextSettings(schemas.Strict):
     """A group of settings of the answer's text."""
 
-    format: Format | None = None
+    format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(schemas.Strict):
+class ReasoningSettings(schemas.Strict):
     """A group of settings of what the model thinks."""
 
     effort: str | None = None
@@ -62,7 +62,7 @@ class Reasoning(schemas.Strict):
     generate_summary: Any = None
 
 
-class Body(schemas.Strict):
+class ResponseBody(schemas.Strict):
     """A body that `POST /v1/responses` takes."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
@@ -73,11 +73,11 @@ class Body(schemas.Strict):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    tools: Annotated[list[Tool], Field(max_length=schemas.TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=schemas.TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    text: Text | None = None
-    reasoning: Reasoning | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
     store: bool | None = None
     metadata: Any = None
     # These fields are accepted only with values that ask for nothing.
@@ -197,7 +197,7 @@ class Responses:
 
     async def create(self, request: Request) -> Response:
         """Answer an input: `POST /v1/responses`."""
-        body = await self.api.said(request, Body)
+        body = await self.api.said(request, ResponseBody)
         owner = request.user.username
 
         def made() -> dict[str, Any]:
@@ -258,7 +258,7 @@ class ResponseForm(ChatForm):
     prefix, whole_object = "resp", "response"
 
     def __init__(
-        self, model: str, most_calls: int, asked: Body, keep: Callable[[ResponseForm], None]
+        self, model: str, most_calls: int, asked: ResponseBody, keep: Callable[[ResponseForm], None]
     ) -> None:
         super().__init__(model, include_usage=False, most_calls=most_calls)
         self.asked, self.keep = asked, keep

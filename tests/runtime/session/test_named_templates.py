@@ -110,3 +110,23 @@ def test_the_command_line_takes_a_template_for_a_model_without(tmp_path, capsys)
     assert "neither a file nor one of" in capsys.readouterr().err
     assert run([*asked, "--raw", "--chat-template", "chatml"]) == 2
     assert "leave --raw out" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:the chat template")
+def test_chatml_writes_tools_calls_and_results_as_hermes_does():
+    some, tool = tokenizer(opens=False), {"type": "function", "function": {"name": "add"}}
+    use_template(some, "chatml")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    said: Any = [
+        SAID[0], SAID[1], {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "x"},
+    ]  # fmt: skip
+    text = render(some, said, [tool])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\n")
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>\n\n' in text
+    assert text.endswith(
+        "<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n<|im_start|>assistant\n\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert text.count("Be brief.") == 1
