@@ -73,8 +73,8 @@ class ThoughtGate:
 def without_thoughts(text: str) -> str:
     r"""Return an answer without its thoughts, whoever opened them.
 
-    >>> without_thoughts("Two and two is\n</think>\n\n4."), without_thoughts("<think>\nTwo"), "4."
-    ('4.', '', '4.')
+    >>> without_thoughts("Two and two is\n</think>\n\n4."), without_thoughts("<think>\nTwo")
+    ('4.', '')
     """
     for opening, closing in THOUGHTS.items():
         before, found, after = text.partition(closing)

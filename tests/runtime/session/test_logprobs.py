@@ -289,3 +289,49 @@ def test_a_penalised_answer_repeats_itself_less(runtime):
     for wrong in (2.5, -2.1, "1", True):
         with pytest.raises(ValueError, match="presence_penalty"):
             session.set_generation(presence_penalty=wrong)
+
+
+@given(
+    logits=st.lists(st.floats(-3, 3, width=32), min_size=4, max_size=8),
+    biases=st.dictionaries(st.integers(0, 3), st.floats(-100, 100, width=32), max_size=4),
+)
+def test_biases_are_added_to_logits(logits, biases):
+    row, history = np.array([logits], np.float32), np.array([[0, 1]])
+    config = settings.copied(GenerationConfig())
+    config.update(logit_bias=biases)
+    torch_one = sampling.Sampler(config, torch.Generator())
+    by_text = {str(token): bias for token, bias in biases.items()}  # as a file has them
+    numpy_one = generation.NumpySampler(
+        generation.Generation(logit_bias=by_text), np.random.default_rng(0)
+    )
+    expected = row[0].copy()
+    for token, bias in biases.items():
+        expected[token] += np.float32(bias)
+    for one in (
+        torch_one.next(torch.from_numpy(row), torch.from_numpy(history)),
+        numpy_one.next(row.copy(), history),
+    ):
+        assert expected[one.item()] >= expected.max() - 1e-4
+    assert torch_one.recipe == numpy_one.recipe == (None if biases else ())
+
+
+def test_a_prompt_is_only_read_and_its_tokens_are_noted_where_all_logits_are_given(runtime):
+    session = session_of(runtime)
+    session.set_generation(only_read=True)
+    assert "".join(session.complete("Hello!")) == ""
+    assert (session.turn.finish_reason, session.turn.completion_tokens) == ("length", 0)
+    seen = session.cache.seen
+    assert seen == session.turn.prompt_tokens > 0
+    session.clear()
+    session.set_generation(prompt_logprobs=1)
+    if not hasattr(session.loop, "read_every"):
+        with pytest.raises(ValueError, match="exported graph"):
+            session.complete("Hello!")
+        return
+    assert "".join(session.complete("Hello!")) == ""
+    noted = session.prompt_logprobs
+    assert (len(noted), noted[0].logprob) == (seen, None)
+    assert all(one.logprob <= 0 and len(one.top) == 1 for one in noted[1:])
+    for wrong in ({"x": 1}, {1: 101}, [1]):
+        with pytest.raises(ValueError, match="logit_bias"):
+            session.set_generation(logit_bias=wrong)
