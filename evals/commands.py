@@ -648,6 +648,13 @@ def bench_command(
         str | None,
         typer.Option("--depths", "-d", help="cpu: tokens read before decoding, with commas."),
     ] = None,
+    starts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="cpu: words of a prompt that new processes read until their first token.",
+        ),
+    ] = None,
     clients: Annotated[int | None, typer.Option(min=1, help="clients: at once.")] = None,
     conversations: Annotated[int | None, typer.Option(min=1, help="serve: of the load.")] = None,
     kills: Annotated[int | None, typer.Option(min=1, help="serve: of the server.")] = None,
@@ -716,6 +723,7 @@ def bench_command(
         "kills": kills,
         "layers": layers,
         "hidden": hidden,
+        "starts": starts and _numbers("starts", starts),
         "depths": depths and _numbers("depths", depths),
         "threads": counts,
         "model": model,

@@ -34,6 +34,7 @@ class BenchmarkOptions:
     evictions: int = 10_000
     layers: int = 8
     hidden: int = 512
+    starts: Sequence[int] = ()  # words of the prompts that new processes read
     depths: Sequence[int] = (0,)  # tokens read before those that are decoded
     threads: Sequence[int] = (1,)
     clients: int = 64

@@ -4,9 +4,12 @@ Everyone, kvcap too, is a process of its own that loads once, on the same cores,
 others wait. `prefill` reads `lengths` tokens from an empty cache until the first token of the
 answer is known; `decode` writes `steps` tokens after `depths`. kvcap keeps the first of `budgets`
 slots and reads blocks of `block_size`; peers hold what they would. Before decoding, caches are
-filled with what takes as long as the real tokens: kvcap reads as many as fill it, llama.cpp copies
-256 tokens over and over, others hold random numbers. Reads also `repeats` (turns), `threads`,
-`model`, `weights`, `backend`, `vs`, `peer_pythons`, `files` and the first of `policies`.
+filled with what takes as long as the real tokens: kvcap reads as many as fill it, llama.cpp reads
+them all once, others hold random numbers. `start` times a new process each turn, until the first
+piece of text after a prompt of `starts` words is printed: `kvcap generate` itself, and of llama.cpp
+a program of its library that does no more. Reads also `repeats` (turns), `threads`, `model` (a GGUF
+file too, which llama.cpp then runs itself), `weights`, `backend`, `vs`, `peer_pythons`, `files` and
+the first of `policies`.
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from statistics import median
 from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.peers.process import PEERS, Process, cores, free_cores
-from kvcap.evals.random_models import directory
+from kvcap.evals.peers.process import PEERS, STARTERS, Process, cores, first_piece, free_cores
+from kvcap.evals.random_models import SHAPES, directory
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.errors import PeerFailed
+from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import is_export
 from kvcap.runtime.models.packed import PACKED
 
@@ -35,6 +39,7 @@ COLUMNS = (
 )  # fmt: skip
 # What each peer runs where kvcap's weights are these; others run bfloat16.
 GGUF = {"int4": "Q4_0", "int8": "Q8_0"}
+AS_STORED = "gguf"  # a GGUF file's weights in their bits
 FLOATS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 WARM_UP = 256  # tokens read before the first turn
 
@@ -52,12 +57,15 @@ def run(options: BenchmarkOptions) -> Result:
         ExtraMissing, PeerFailed: a peer cannot be run.
     """
     _check(options)
-    model = directory(options.model, options.files)
-    works = [("prefill", n, 0) for n in options.lengths if n]
+    model = options.model if is_gguf(options.model) else directory(options.model, options.files)
+    works: list[tuple[str, int, int]] = [("start", n, 0) for n in options.starts if n]
+    works += [("prefill", n, 0) for n in options.lengths if n]
     works += [("decode", n, options.steps) for n in options.depths if options.steps]
     rows: list[dict[str, Any]] = []
     for weights, threads in product(options.weights, options.threads):
-        backend = options.backend or ("pytorch" if weights in FLOATS else "onnxruntime")
+        backend = options.backend or (
+            "pytorch" if weights in (*FLOATS, AS_STORED) else "onnxruntime"
+        )
         ours = _ours(options, model, weights, backend)
         for work, n, tokens in works:
             shared = {"threads": threads, "context": n + tokens + 1, "files": str(options.files)}
@@ -70,8 +78,12 @@ def run(options: BenchmarkOptions) -> Result:
                     )
                     for name, settings in asked.items()
                 }
-                turns = _by_turns(all_, work, n, tokens, options.repeats)
-                share = all_["kvcap"].turn(work, n, tokens, 0, evictions=True)["share"]
+                if work == "start":  # those that are loaded give the versions alone
+                    stack.close()
+                    turns, share = _starts(asked, shared, options, n), None
+                else:
+                    turns = _by_turns(all_, work, n, tokens, options.repeats)
+                    share = all_["kvcap"].turn(work, n, tokens, 0, evictions=True)["share"]
             row = {
                 "work": work, "backend": backend, "weights": weights, "threads": threads, "n": n,
                 "tokens": tokens or None, "budget": options.budgets[0],
@@ -96,6 +108,13 @@ def _check(options: BenchmarkOptions) -> None:
     for name in (*options.vs, *options.peer_pythons):
         if name not in PEERS:
             raise ValueError(f"no peer is called {name!r}; known: {', '.join(PEERS)}")
+        if options.starts and name in options.vs and name not in STARTERS:
+            raise ValueError(
+                f"starts are timed beside {', '.join(STARTERS[1:])} alone, not {name}: leave out "
+                "--starts, or this peer"
+            )
+        if is_gguf(options.model) and name in options.vs and name != "llama.cpp":
+            raise ValueError(f"of a GGUF file the peer is llama.cpp, not {name}")
     for threads in options.threads:
         cores(threads)
     check_backend(options.backend)
@@ -116,9 +135,29 @@ def _by_turns(
     return found
 
 
+def _starts(
+    asked: Mapping[str, Mapping[str, Any]],
+    shared: Mapping[str, Any],
+    options: BenchmarkOptions,
+    words: int,
+) -> dict[str, list[dict[str, Any]]]:
+    """Start every program in turn, after once untimed; return the turns."""
+    random = options.model in SHAPES  # of a word for each token
+    text = " ".join(f"t{3 + i}" if random else "the" for i in range(words))
+    prompt = {"text": text, "ids": list(range(3, 3 + words))}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
+    for turn in range(options.repeats + 1):
+        for name, settings in asked.items():
+            python = options.peer_pythons.get(name)
+            took = first_piece(name, python, {**settings, **shared, **prompt})
+            if turn:
+                found[name].append(took)
+    return found
+
+
 def _speeds(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> list[float]:
     """Return tokens a second of each turn."""
-    done = [n if work == "prefill" else len(turn["seconds"]) for turn in turns]
+    done = [len(turn["seconds"]) if work == "decode" else n for turn in turns]
     return [count / sum(turn["seconds"]) for count, turn in zip(done, turns, strict=True)]
 
 
@@ -167,6 +206,8 @@ def _device(threads: int) -> str:
 
 def _peer(options: BenchmarkOptions, model: str, name: str, weights: str) -> dict[str, Any]:
     kind = GGUF.get(weights, "F16") if name == "llama.cpp" else "bf16"
+    if is_gguf(model):
+        kind = AS_STORED
     return {"model": model, "weights": kind, "budget": options.budgets[0]}
 
 
@@ -175,9 +216,10 @@ def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> 
     budget, block, policy = options.budgets[0], options.block_size, options.policies[0]
     found = {"backend": backend, "budget": budget, "block_size": block, "policy": policy}
     if backend == "pytorch":
-        if weights not in (*FLOATS, *PACKED):
+        known = (*FLOATS, *PACKED, *((AS_STORED,) if is_gguf(model) else ()))
+        if weights not in known:
             raise ValueError(
-                f"PyTorch runs no weights called {weights!r}: {', '.join((*FLOATS, *PACKED))}; "
+                f"PyTorch runs no weights called {weights!r}: {', '.join(known)}; "
                 "with --backend onnxruntime, what kvcap export decoder --dtype takes"
             )
         packed = weights if weights in PACKED else None

@@ -7,26 +7,33 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from kvcap.evals.peers.serve import peak
 from kvcap.runtime.errors import ExtraMissing, PeerFailed
+from kvcap.runtime.models.packed import PACKED
 
 # A peer's name, the file that runs it, and what its interpreter must have.
 PROGRAMS = {
     "kvcap": ("run_kvcap", ""),
-    "llama.cpp": ("run_llama_cpp", "llama-cpp-python gguf"),
+    "llama.cpp": ("run_llama_cpp", "gguf numpy"),
     "transformers": ("run_transformers", "torch transformers"),
     "kvpress": ("run_kvpress", "torch kvpress"),
 }
+STARTERS = ("kvcap", "llama.cpp")  # whose starts can be timed
 PEERS = tuple(name for name in PROGRAMS if name != "kvcap")
 FOLDER = Path(__file__).parent
 START = (
     "import importlib, sys; sys.path[:0] = {path!r}; "
-    "module = importlib.import_module('{package}.{module}'); module.main()"
+    "module = importlib.import_module('{package}.{module}'); module.{function}()"
 )
+PINNED = "import os; hasattr(os, 'sched_setaffinity') and os.sched_setaffinity(0, {cpus!r}); "
+COMMAND = "import sys; sys.path[:] = {path!r}; from kvcap.cli import main; main()"
+PIECES = 8  # tokens that a started command writes, so that it still runs when the first is read
 
 
 class Process:
@@ -38,22 +45,16 @@ class Process:
         settings: what the program is to load; with `threads`.
 
     Raises:
-        ExtraMissing: its interpreter lacks a package.
+        ExtraMissing: its interpreter lacks a package, or it lacks a library.
         PeerFailed: there is no such interpreter, or the program ended.
     """
 
     def __init__(self, name: str, python: str | None, settings: Mapping[str, Any]) -> None:
         self.name, self.python = name, python or sys.executable
-        module, packages = PROGRAMS[name]
-        mine = python is None
-        # Ours has what this process can import; of a peer's, only its own packages are wanted.
-        path = [str(FOLDER.parent), *(place for place in sys.path if place and mine)]
-        threads = str(settings["threads"])
-        environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONSAFEPATH": "1"}
-        if not mine:
-            environment.pop("PYTHONPATH", None)
+        packages = PROGRAMS[name][1]
+        threads = settings["threads"]
+        environment, code = _environment(python, threads), _code(name, python, "main")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # until the program is closed
-        code = START.format(path=path, package=FOLDER.name, module=module)
         try:
             self._child = subprocess.Popen(
                 [self.python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -73,6 +74,8 @@ class Process:
                     f"{self.python} -m pip install {packages}; or give another interpreter, "
                     f"--peer-python {name}=PATH"
                 )
+            if (why := found.get("unusable")) is not None:
+                raise ExtraMissing(f"{name} cannot be run: {why}")
         except BaseException:
             self.close()
             raise
@@ -97,13 +100,7 @@ class Process:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            code = child.wait()
-            self._said.seek(0)
-            told = self._said.read().decode(errors="replace").strip().splitlines()
-            raise PeerFailed(
-                f"{self.name}, run by {self.python}, ended with code {code}: "
-                f"{told[-1].strip() if told else 'it said nothing'}"
-            )
+            raise _ended(self.name, self.python, child, self._said)
         found: dict[str, Any] = json.loads(answer)
         return found
 
@@ -123,6 +120,86 @@ class Process:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def first_piece(name: str, python: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Start a program of `STARTERS`, and end it once it has printed the first piece of its answer.
+
+    kvcap is the command itself, `kvcap generate`, with the tokenizer and the printing.
+
+    Args:
+        name: of the program.
+        python: the interpreter; by default the one that runs this.
+        settings: those of a `Process`, besides the prompt: `text`, and `ids`, its tokens where the
+            model has no tokenizer.
+
+    Returns:
+        The seconds from the start to the piece, and the peak of resident bytes until then.
+
+    Raises:
+        PeerFailed: the program ended before.
+    """
+    threads = settings["threads"]
+    if name == "kvcap":
+        path = [place for place in sys.path if place]
+        code, arguments = COMMAND.format(path=path), _generate(settings)
+    else:
+        code, arguments = _code(name, python, "start"), [json.dumps(settings)]
+    command = [python or sys.executable, "-c", PINNED.format(cpus=cores(threads)) + code]
+    with tempfile.TemporaryFile() as said:
+        began = time.perf_counter()
+        with subprocess.Popen(
+            [*command, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
+            env=_environment(python, threads),
+        ) as child:  # fmt: skip
+            assert child.stdout is not None
+            try:
+                if not child.stdout.read(1):
+                    raise _ended(name, command[0], child, said)
+                took = time.perf_counter() - began
+                peak_bytes = peak(child.pid)
+            finally:
+                child.kill()
+    return {"seconds": [took], "peak_bytes": peak_bytes, "kv_bytes": None}
+
+
+def _generate(settings: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of `kvcap generate` that load what `run_kvcap` loads."""
+    given = {
+        "--budget-tokens": settings["budget"], "--block-size": settings["block_size"],
+        "--threads": settings["threads"], "--max-new-tokens": PIECES, "--temperature": 0,
+    }  # fmt: skip
+    if settings["backend"] == "pytorch":
+        given |= {"--policy": settings["policy"], "--dtype": settings["weights"]}
+        if settings["packed"] in PACKED:
+            given |= {"--weights": settings["packed"], "--backend": "torch"}
+    words = [str(word) for pair in given.items() for word in pair]
+    return ["generate", settings["model"], settings["text"], "--raw", "--quiet", *words]
+
+
+def _environment(python: str | None, threads: int) -> dict[str, str]:
+    """Return the environment of a program; another interpreter finds its own packages alone."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
+    if python is not None:
+        environment.pop("PYTHONPATH", None)
+    return environment
+
+
+def _code(name: str, python: str | None, function: str) -> str:
+    """Return the code that runs a function of a program's module."""
+    # Ours has what this process can import; of a peer's, only its own packages are wanted.
+    path = [str(FOLDER.parent), *(place for place in sys.path if place and python is None)]
+    module = PROGRAMS[name][0]
+    return START.format(path=path, package=FOLDER.name, module=module, function=function)
+
+
+def _ended(name: str, python: str, child: subprocess.Popen[Any], said: Any) -> PeerFailed:
+    """Return the error of a program that ended before it answered."""
+    code = child.wait()
+    said.seek(0)
+    told = said.read().decode(errors="replace").strip().splitlines()
+    last = told[-1].strip() if told else "it said nothing"
+    return PeerFailed(f"{name}, run by {python}, ended with code {code}: {last}")
 
 
 def free_cores() -> list[int]:

@@ -20,6 +20,10 @@ from typing import Any, Protocol
 STATUS = Path("/proc/self/status")
 
 
+class Unusable(Exception):
+    """A program cannot be run here; its text says why, and what would help."""
+
+
 class Program(Protocol):
     """A protocol of a loaded model that reads one sequence.
 
@@ -68,7 +72,11 @@ def serve(load: Callable[[dict[str, Any]], Program]) -> None:
     except ImportError as error:
         answer({"missing": error.name or str(error)})
         return
+    except Unusable as error:
+        answer({"unusable": str(error)})
+        return
     versions = {name: version(name) for name in program.packages}
+    versions |= getattr(program, "libraries", {})  # of what is no package of Python
     answer({"versions": {**versions, "python": platform.python_version()}})
     for line in sys.stdin:
         answer(turn(program, **json.loads(line)))
@@ -112,11 +120,17 @@ def turn(
     return {"seconds": seconds, "peak_bytes": peak(), "kv_bytes": program.kv_bytes}
 
 
-def peak() -> int:
-    """Return the process's peak of resident bytes, as `runtime/testing/process_peak.py` does."""
-    if STATUS.exists():
-        (line,) = (x for x in STATUS.read_text().splitlines() if x.startswith("VmHWM:"))
+def peak(process: int | None = None) -> int | None:
+    """Return a process's peak of resident bytes, as `runtime/testing/process_peak.py` does.
+
+    By default this one's; another's is None where the system does not tell it.
+    """
+    status = Path("/proc", str(process), "status") if process else STATUS
+    if status.exists():
+        (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
+    if process:
+        return None
     import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

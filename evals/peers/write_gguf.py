@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from ctypes import byref
 from pathlib import Path
 from typing import Any
+
+from .llama_library import Library
 
 TYPES = ("F16", "Q8_0", "Q4_0")
 PARTS = {
@@ -25,7 +26,7 @@ ENDS = {
 }
 
 
-def written(model: Path, files: Path, kind: str) -> Path:
+def written(library: Library, model: Path, files: Path, kind: str) -> Path:
     """Return the file of that type, one of `TYPES`; write it if it is not there.
 
     Raises:
@@ -43,7 +44,7 @@ def written(model: Path, files: Path, kind: str) -> Path:
         part.rename(whole)
     file = files / f"{model.name}-{kind}.gguf"
     if not file.exists():
-        _quantise(whole, part := file.with_suffix(".part"), kind)
+        library.quantise(whole, part := file.with_suffix(".part"), kind)
         part.rename(file)
     return file
 
@@ -123,12 +124,3 @@ def _tensors(model: Path) -> Iterator[tuple[str, Any]]:
                 kinds = {"F32": numpy.float32, "F16": numpy.float16}
                 array = raw.view(kinds[entry["dtype"]]).astype(numpy.float32)
             yield name, array.reshape(entry["shape"])
-
-
-def _quantise(whole: Path, out: Path, kind: str) -> None:
-    import llama_cpp
-
-    asked = llama_cpp.llama_model_quantize_default_params()
-    asked.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-    if llama_cpp.llama_model_quantize(str(whole).encode(), str(out).encode(), byref(asked)):
-        raise RuntimeError(f"llama.cpp cannot quantise {whole.name} to {kind}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from safetensors.torch import save_file
 
 from kvcap import cli
 from kvcap.evals.bench import BenchmarkOptions, Result, cpu, options_for
-from kvcap.evals.peers import serve, write_gguf
-from kvcap.evals.peers.process import Process, cores
+from kvcap.evals.peers import llama_library, serve, write_gguf
+from kvcap.evals.peers.process import Process, cores, first_piece
 from kvcap.runtime.errors import ExtraMissing, KvcapError, PeerFailed
 
 SETTINGS = {"model": "nowhere", "files": "nowhere", "weights": "F16", "context": 8, "threads": 1}
@@ -123,6 +122,140 @@ def test_a_turn_does_what_it_is_asked_for() -> None:
     assert serve.turn(program, "decode", 1, 1, 0, evictions=True) == {"share": None}
 
 
+@pytest.mark.parametrize(
+    "inside",
+    [
+        ".",  # llama-cpp-python's own folder, as that package has the variable
+        "lib",
+        "node_modules/@node-llama-cpp/HERE/bins/HERE",  # npm install
+        "package/bins/HERE",  # npm pack
+    ],
+)
+def test_llama_cpps_library_is_found_where_packages_put_it(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / inside.replace("HERE", llama_library._npm_name())
+    folder.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv(llama_library.VARIABLE, str(tmp_path))
+    for other in ("libllama-common.so", "libggml.v0.4.0.so", "libggml-cpu-zen4.so"):
+        (folder / other).touch()
+    with pytest.raises(serve.Unusable, match=f"no libllama lies in {tmp_path}, which LLAMA_CPP_"):
+        llama_library.found()
+    file = folder / ("libllama.v0.4.0.so" if "bins" in inside else "libllama.so")
+    file.touch()
+    assert llama_library.found() == file
+    with pytest.raises(serve.Unusable, match=r"libllama.* cannot be used: .*give another build"):
+        llama_library.Library()  # these files hold nothing
+
+
+def test_npms_build_is_found_from_folders_below_it_and_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = llama_library._npm_name()
+    package = tmp_path / "node_modules" / "@node-llama-cpp" / name
+    bins = package / "bins" / name
+    bins.mkdir(parents=True)
+    (below := tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(below)
+    monkeypatch.delenv(llama_library.VARIABLE, raising=False)
+    monkeypatch.setattr(llama_library.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(serve.Unusable) as refused:
+        llama_library.found()
+    for said in ("llama-cpp-python is not installed", name, str(below), "npm install", "pip inst"):
+        assert said in str(refused.value)
+    (file := bins / "libllama.v0.4.0.so").touch()
+    assert llama_library.found() == file
+    (package / "package.json").write_text('{"name": "@node-llama-cpp/x", "version": "3.2.1"}')
+    assert llama_library.described(file) == {"@node-llama-cpp/x": "3.2.1"}
+    built = {"buildOptions": {"llamaCpp": {"release": "v0.4.0"}}}
+    (bins / "_nlcBuildMetadata.json").write_text(json.dumps(built))
+    assert llama_library.described(file)["llama.cpp"] == "v0.4.0"
+
+
+def test_a_missing_library_is_an_error_of_the_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(llama_library.VARIABLE, str(tmp_path))
+    with pytest.raises(ExtraMissing, match=f"llama.cpp cannot be run: no libllama .*{tmp_path}"):
+        Process("llama.cpp", None, SETTINGS)
+
+
+class Calls:
+    """A library whose settings of a context have these bytes."""
+
+    def __init__(self, numbers: list[int], rest: bytes) -> None:
+        self.settings = llama_library.Settings((*numbers, 0, 0), tuple(rest))
+
+    def llama_context_default_params(self) -> llama_library.Settings:
+        return self.settings
+
+
+@pytest.mark.parametrize("before", [b"", bytes(12), b"\1" + bytes(7)])
+def test_settings_of_a_context_are_found_in_every_version(before: bytes) -> None:
+    """Sliding layers keep their windows alone, wherever the setting lies; else it is refused."""
+    context: Any = llama_library.Context.__new__(llama_library.Context)
+    context.calls = Calls([512, 2048, 512, 1], before + llama_library.SWITCHES)
+    settings = context._settings(768)
+    assert settings.numbers[0] == 768
+    assert bytes(settings.rest)[len(before) :][:6] == bytes((0, 1, 1, 1, 0, 0))
+    for numbers, rest in (
+        ([512, 2048, 1, 512], llama_library.SWITCHES),
+        ([512, 2048, 512, 1], b""),
+    ):
+        context.calls = Calls(numbers, rest)
+        with pytest.raises(serve.Unusable, match="orders the settings of a context otherwise"):
+            context._settings(768)
+
+
+def test_starts_are_of_new_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each turn starts every program once; the first of them is not counted."""
+    log: list[tuple[str, str]] = []
+
+    class Loaded:
+        def __init__(self, *args: Any) -> None:
+            self.versions: dict[str, str] = {}
+
+        def __enter__(self) -> Loaded:
+            return self
+
+        def __exit__(self, *args: object) -> None:
+            log.append(("closed", ""))
+
+    def started(name: str, python: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+        log.append((name, settings["text"]))
+        took = len(log) if name == "kvcap" else 2 * len(log)
+        return {"seconds": [took], "peak_bytes": 7, "kv_bytes": None}
+
+    monkeypatch.setattr(cpu, "Process", Loaded)
+    monkeypatch.setattr(cpu, "first_piece", started)
+    given = {"starts": (3,), "lengths": (0,), "steps": 0, "repeats": 2, "threads": (1,)}
+    asked = {"model": "pocket", "weights": ("bf16",), "vs": ("llama.cpp",)}
+    (row,) = cpu.run(options_for("cpu", {**given, **asked})).rows
+    pair = [("kvcap", "the the the"), ("llama.cpp", "the the the")]
+    assert log == [("closed", "")] * 2 + pair * 3
+    assert (row["work"], row["n"], row["tokens"]) == ("start", 3, None)
+    assert row["p50_ms"] == 1000 * (5 + 7) / 2
+    assert (row["ratio_least"], row["ratio_most"]) == (16 / 7, 12 / 5)
+    assert "start 3, bf16, 1 threads" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"starts are timed beside llama\.cpp alone, not kvpress"):
+        cpu.run(options_for("cpu", {**given, **asked, "vs": ("kvpress",)}))
+
+
+@pytest.mark.slow
+def test_a_start_of_the_command_itself() -> None:
+    settings = {
+        "model": "pocket", "text": "the the", "threads": 1, "budget": 64, "block_size": 16,
+        "backend": "pytorch", "policy": "keydiff", "weights": "float32", "packed": None,
+    }  # fmt: skip
+    found = first_piece("kvcap", None, settings)
+    assert 0 < found["seconds"][0] < 600
+    assert found["peak_bytes"] > 50 << 20
+    with pytest.raises(PeerFailed, match=r"kvcap, run by .*, ended with code 2: .*nowhere"):
+        first_piece("kvcap", None, {**settings, "model": "./nowhere"})
+
+
 def test_peers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no peer is called 'ollama'; known: llama.cpp, "):
         cpu.run(BenchmarkOptions(vs=("ollama",)))
@@ -133,8 +266,8 @@ def test_peers_that_cannot_be_run_are_refused_by_name(tmp_path: Path) -> None:
     silent.chmod(0o755)
     with pytest.raises(PeerFailed, match=r"kvpress, run by .*python, ended with code 3: broken"):
         Process("kvpress", str(silent), SETTINGS)
-    with pytest.raises(ExtraMissing, match=r"llama.cpp needs the package llama_cpp, which .*lacks"):
-        Process("llama.cpp", sys.executable, SETTINGS)
+    with pytest.raises(ExtraMissing, match=r"kvpress needs the package kvpress, which .*lacks"):
+        Process("kvpress", None, SETTINGS)
     with pytest.raises(ValueError, match=r"999 threads, but this process may use 1 to \d"):
         cores(999)
 
@@ -162,7 +295,23 @@ def test_the_options_are_those_of_llama_bench(
 
     monkeypatch.setattr(cpu, "run", run)
     more = ["--vs", "llama.cpp", "--peer-python", "llama.cpp=a=b", "--weights", "int8,int4"]
-    line = ["bench", "cpu", "-p", "8,16", "-n", "4", "-d", "32,64", "-r", "7", "-t", "1,2", *more]
+    line = [
+        "bench",
+        "cpu",
+        "-p",
+        "8,16",
+        "-n",
+        "4",
+        "-d",
+        "32,64",
+        "-r",
+        "7",
+        "-t",
+        "1,2",
+        "--starts",
+        "20",
+        *more,
+    ]
     for output in ("md", "json", "csv"):
         assert cli.run([*line, "-m", "pocket", "-o", output]) == 0
         said = capsys.readouterr().out
@@ -177,6 +326,7 @@ def test_the_options_are_those_of_llama_bench(
     found = asked[0]
     assert (found.lengths, found.steps, found.depths) == ((8, 16), 4, (32, 64))
     assert (found.repeats, found.threads, found.model) == (7, (1, 2), "pocket")
+    assert found.starts == (20,)
     assert (found.vs, found.weights) == (("llama.cpp",), ("int8", "int4"))
     assert found.peer_pythons == {"llama.cpp": "a=b"}
 
@@ -218,6 +368,7 @@ def test_gguf_rows_turn_as_the_checkpoints_do() -> None:
 
 
 def test_gguf_files_are_of_plain_llamas(tmp_path: Path) -> None:
+    none: Any = None  # the library, which is not reached
     weights = torch.arange(6.0).view(2, 3) - 2.5
     kinds = (torch.float32, torch.bfloat16, torch.float16)
     tensors = {str(kind): weights.to(kind) for kind in kinds}
@@ -236,6 +387,6 @@ def test_gguf_files_are_of_plain_llamas(tmp_path: Path) -> None:
     }.items():
         config.write_text(json.dumps(facts))
         with pytest.raises(ValueError, match=f"plain Llama models only; this one {fault}"):
-            write_gguf.written(tmp_path, tmp_path, "Q4_0")
+            write_gguf.written(none, tmp_path, tmp_path, "Q4_0")
     with pytest.raises(ValueError, match="no GGUF file is written in Q2_K"):
-        write_gguf.written(tmp_path, tmp_path, "Q2_K")
+        write_gguf.written(none, tmp_path, tmp_path, "Q2_K")
