@@ -41,6 +41,8 @@ class Graph:
         options.log_severity_level = 4
         # Memory patterns are kept for every shape that is met, so memory would grow with them.
         options.enable_mem_pattern = False
+        # Threads that spin for work take the cores from each other beside a busy process.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         count = str(threads or os.environ.get("OMP_NUM_THREADS", ""))  # as PyTorch takes it
         options.intra_op_num_threads = int(count) if count.isdigit() else 0
         self.threads = threads
