@@ -33,13 +33,13 @@ FTYPES = {"Q4_0": 2, "Q8_0": 7}
 NO_TOKENIZER = 0
 
 
-class Settings(ctypes.Structure):
+class LlamaSettings(ctypes.Structure):
     """A structure of settings of which the first numbers are known, and room for the rest."""
 
     _fields_ = (("numbers", c_uint32 * 6), ("rest", ctypes.c_ubyte * (SPARE - 24)))
 
 
-class Batch(ctypes.Structure):
+class LlamaBatch(ctypes.Structure):
     """A structure of tokens to read."""
 
     _fields_ = (
@@ -50,25 +50,25 @@ class Batch(ctypes.Structure):
 
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
-    "llama_model_default_params": (Settings, ()),
-    "llama_model_load_from_file": (c_void_p, (c_char_p, Settings)),
+    "llama_model_default_params": (LlamaSettings, ()),
+    "llama_model_load_from_file": (c_void_p, (c_char_p, LlamaSettings)),
     "llama_model_get_vocab": (c_void_p, (c_void_p,)),
     "llama_model_n_embd": (c_int32, (c_void_p,)),
     "llama_model_n_head": (c_int32, (c_void_p,)),
     "llama_model_n_head_kv": (c_int32, (c_void_p,)),
     "llama_model_n_layer": (c_int32, (c_void_p,)),
-    "llama_model_quantize": (c_uint32, (c_char_p, c_char_p, POINTER(Settings))),
-    "llama_model_quantize_default_params": (Settings, ()),
-    "llama_context_default_params": (Settings, ()),
-    "llama_init_from_model": (c_void_p, (c_void_p, Settings)),
+    "llama_model_quantize": (c_uint32, (c_char_p, c_char_p, POINTER(LlamaSettings))),
+    "llama_model_quantize_default_params": (LlamaSettings, ()),
+    "llama_context_default_params": (LlamaSettings, ()),
+    "llama_init_from_model": (c_void_p, (c_void_p, LlamaSettings)),
     "llama_set_n_threads": (None, (c_void_p, c_int32, c_int32)),
     "llama_n_batch": (c_uint32, (c_void_p,)),
     "llama_get_memory": (c_void_p, (c_void_p,)),
     "llama_memory_clear": (None, (c_void_p, c_bool)),
     "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
     "llama_memory_seq_pos_max": (c_int32, (c_void_p, c_int32)),
-    "llama_batch_get_one": (Batch, (c_void_p, c_int32)),
-    "llama_decode": (c_int32, (c_void_p, Batch)),
+    "llama_batch_get_one": (LlamaBatch, (c_void_p, c_int32)),
+    "llama_decode": (c_int32, (c_void_p, LlamaBatch)),
     "llama_get_logits_ith": (POINTER(c_float), (c_void_p, c_int32)),
     "llama_state_get_size": (c_size_t, (c_void_p,)),
     "llama_sampler_init_greedy": (c_void_p, ()),
@@ -219,9 +219,9 @@ class Context:
         self.memory = calls.llama_get_memory(self.context)
         self.batch = calls.llama_n_batch(self.context)
 
-    def _settings(self, tokens: int) -> Settings:
+    def _settings(self, tokens: int) -> LlamaSettings:
         """Return settings of a context whose sliding layers keep their windows alone."""
-        settings: Settings = self.calls.llama_context_default_params()
+        settings: LlamaSettings = self.calls.llama_context_default_params()
         raw = bytes(settings)
         if (*settings.numbers[:4],) != (512, 2048, 512, 1) or raw.count(SWITCHES) != 1:
             raise Unusable(
