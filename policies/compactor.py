@@ -72,7 +72,7 @@ class Compactor(Policy):
         w = obs.queries.shape[2]
         place = obs.positions - (obs.num_tokens - w)  # [B, K, n] in the block, below 0: held before
         own = torch.arange(w, device=place.device)[:, None] // self.chunk  # [w, 1]
-        run = torch.where(place >= 0, place // self.chunk, -1)[:, :, None, None]  # [B, K, 1, 1, n]
+        run = (place // self.chunk).masked_fill(place < 0, -1)[:, :, None, None]  # [B, K, 1, 1, n]
         together = own == run  # [B, K, 1, w, n]
         q = obs.queries.float().unflatten(1, (-1, obs.groups))  # [B, K, G, w, D]
         z = q.flatten(2, 3).matmul(obs.keys.float().mT).unflatten(2, (obs.groups, w))

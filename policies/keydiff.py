@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import normalize
 
 from kvcap.policies.base import Observation, Policy, Preset
 
@@ -81,9 +81,8 @@ class KeyDiff(Policy):
         if self.metric == "euclidean":
             distance: Tensor = torch.linalg.vector_norm(a - b, dim=-1)
             return -distance
-        if torch.compiler.is_compiling():
-            return cosine_similarity(a, b, dim=-1)
-        # The same, but lengths divide the products: no copies of all keys at length 1.
+        # Lengths divide the products: no copies of all keys at length 1, and operations that every
+        # exporter has.
         length_a, length_b = (torch.linalg.vector_norm(x, dim=-1).clamp_min(1e-8) for x in (a, b))
         if self.anchor == "pairwise":
             products = (a * b).sum(-1)

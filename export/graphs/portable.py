@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 UNIT = "kvcap::unit"
+LOGICAL = {Tensor.__and__: torch.logical_and, Tensor.__or__: torch.logical_or}  # Core ML's tools
+# take no bitwise operation
 
 
 @torch.library.custom_op(UNIT, mutates_args=())
@@ -33,17 +35,11 @@ def _(vectors: Tensor) -> Tensor:
 def translations() -> dict[Any, Callable[..., Any]]:
     """Return translations of what the ONNX exporter does not know, or says at length.
 
-    These are `unit`, sorting, medians and NaNs.
-
-    TopK decides ties by the lower index, as a stable sort does.
+    These are `unit`, medians and NaNs.
     """
     from kvcap.runtime.backends.onnxruntime.library import library
 
     op = library("onnxscript").opset18
-
-    def sort(x: Any, stable: bool = True, dim: int = -1, descending: bool = False) -> Any:
-        length = op.Shape(x, start=dim, end=None if dim == -1 else dim + 1)
-        return op.TopK(x, length, axis=dim, largest=int(descending))
 
     def median(x: Any, dim: int, keepdim: bool = False) -> Any:
         length = op.Shape(x, start=dim, end=None if dim == -1 else dim + 1)
@@ -67,12 +63,11 @@ def translations() -> dict[Any, Callable[..., Any]]:
         torch.ops.aten.nan_to_num.default: nan_to_num,
         torch.ops.aten.median.dim: median,
         torch.ops.kvcap.unit.default: lambda x: op.LpNormalization(x, axis=-1, p=2),
-        torch.ops.aten.sort.stable: sort,
     }
 
 
 class Portable(TorchFunctionMode):
-    """Operations whose shapes torch.export would freeze, said in a way that leaves them open."""
+    """Stands in for operations whose shapes torch.export would freeze, or that engines lack."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -81,7 +76,23 @@ class Portable(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.max_pool1d, torch.nn.functional.max_pool1d):
             return _max_pool(*args, **kwargs)
+        if func in LOGICAL and args[0].dtype == torch.bool:
+            return LOGICAL[func](*args)
+        if func is Tensor.sort:
+            return _sort(*args, **kwargs)
+        if func is Tensor.argsort:
+            return _sort(*args, **kwargs).indices
         return func(*args, **kwargs)
+
+
+def _sort(
+    x: Tensor, dim: int = -1, descending: bool = False, stable: bool = False
+) -> torch.return_types.topk:
+    """Compute `sort` by `topk`, which engines without a sort have.
+
+    It is stable in ONNX, whose TopK decides ties by the lower index.
+    """
+    return x.topk(x.shape[dim], dim=dim, largest=descending)
 
 
 def _max_pool(x: Tensor, kernel: int, stride: int = 1, padding: int = 0, **_: Any) -> Tensor:

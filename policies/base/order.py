@@ -48,23 +48,24 @@ def best(worth: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
     """Mark the slots of each head that are worth most, of equal ones the newer. [..., n] bool.
 
     Args:
-        worth: [..., n] float without NaN; of float32, one sort is enough.
+        worth: [..., n] float without NaN; of float32 with its bits at hand, one sort is enough.
         positions: [..., n] int, below 2^31.
         counts: [..., 1], how many of a head, rounded down; all where it has fewer.
     """
-    others = worth.shape[-1] - counts.floor()  # [..., 1]
-    bits = worth.dtype == torch.float32 and worth.device.type != "mps"
-    if torch.compiler.is_compiling() or not bits:
-        return ranks(worth, positions) >= others
-    order = ordered(worth, positions)
-    least = order.sort(dim=-1).values.gather(-1, others.long().clamp(0, worth.shape[-1] - 1))
-    return (order >= least) & (others < worth.shape[-1])
+    slots = worth.shape[-1]
+    others = slots - counts.floor()  # [..., 1], how many go
+    if torch.compiler.is_compiling() or worth.dtype != torch.float32 or worth.device.type == "mps":
+        # By two sorts, which can be traced for ONNX, where a float has no bits.
+        least = _nth(worth, others)
+        older = others - (worth < least).sum(-1, keepdim=True)  # of the equal ones, those that go
+        equal = positions.masked_fill(worth != least, torch.iinfo(torch.int32).max)
+        stays = (worth > least) | ((worth == least) & (positions >= _nth(equal, older)))
+    else:
+        order = ordered(worth, positions)
+        stays = order >= _nth(order, others)
+    return stays & (others < slots)
 
 
-def ranks(worth: Tensor, positions: Tensor) -> Tensor:
-    """Return for every slot how many slots of its head are worth less. [..., n] int64.
-
-    It gives the order of `ordered` by sorts, which can be traced for ONNX, where a float has no
-    bits.
-    """
-    return sequence(worth, positions).argsort(dim=-1)
+def _nth(numbers: Tensor, place: Tensor) -> Tensor:
+    """Return the number of each row that has `place` smaller ones before it. [..., 1]."""
+    return numbers.sort(dim=-1).values.gather(-1, place.long().clamp(0, numbers.shape[-1] - 1))

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,19 @@ def test_a_preset_that_shares_out_budgets_exports_its_base(name):
     base = Spec(load_policy(BASES[name], **options), ODD)
     assert {**spec.recipe(), "name": ""} == {**base.recipe(), "name": ""}
     assert spec.notes()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_scores_have_no_operation_that_other_engines_refuse(name):
+    """ExecuTorch has no sort, Core ML's tools no cosine similarity."""
+    shape = replace(ODD, slots=50)
+    graph = Spec(load_policy(name), shape, formulation="naive").graph()
+    given = inputs(graph, Case("random", 50), torch.float32)
+    with torch.inference_mode():
+        program = torch.export.export(graph, tuple(given[port.name] for port in graph.inputs))
+    found = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert found
+    assert not {x for x in found if "sort" in x or "cosine_similarity" in x}
 
 
 @pytest.mark.slow(keep=1)
