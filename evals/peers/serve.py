@@ -70,7 +70,7 @@ def serve(load: Callable[[dict[str, Any]], Program]) -> None:
     try:
         program = load(settings)
     except ImportError as error:
-        answer({"missing": error.name or str(error)})
+        answer({"missing": error.name} if error.name else {"unusable": str(error)})
         return
     except Unusable as error:
         answer({"unusable": str(error)})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,21 @@ def test_a_missing_library_is_an_error_of_the_benchmark(
     monkeypatch.setenv(llama_library.VARIABLE, str(tmp_path))
     with pytest.raises(ExtraMissing, match=f"llama.cpp cannot be run: no libllama .*{tmp_path}"):
         Process("llama.cpp", None, SETTINGS)
+
+
+def test_an_error_that_names_no_package_is_said_as_it_is(tmp_path: Path) -> None:
+    """A module that stands for numpy raises as kvcap does where an extra is missing."""
+    (tmp_path / "numpy.py").write_text("raise ImportError('this file needs two packages')")
+    code = (
+        "import sys; sys.path[:0] = [sys.argv[1], sys.argv[2]]; "
+        "from peers.run_llama_cpp import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(Path(serve.__file__).parents[1])],
+        input=json.dumps({**SETTINGS, "cpus": cores(1)}) + "\n",
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout) == {"unusable": "this file needs two packages"}
 
 
 class Calls:
