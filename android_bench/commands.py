@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 NOWHERE = "192.0.2.1"  # reserved for documents: nothing is sent there, but a route is chosen
 
-android = typer.Typer(add_completion=False, help="Latency of scores on phones, measured there.")
+android = typer.Typer(add_completion=False, help="Time score graphs and decoders on phones.")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Names = Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, with commas.")]

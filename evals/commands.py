@@ -52,7 +52,7 @@ Dtype = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; the best there is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
-memory = typer.Typer(add_completion=False, help="Memory figures that must not grow.")
+memory = typer.Typer(add_completion=False, help="Compare memory figures with a baseline.")
 
 BaselineFile = Annotated[
     Path, typer.Option("--baseline", metavar="FILE", help="The figures to keep to.")
@@ -182,7 +182,7 @@ def eval_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Recall under a cap: policies × budgets × positions, each cell with its interval.
+    """Measure what models recall under a cap, by policy, budget and positions.
 
     Cells that the folder already holds are not run again; after Ctrl-C or a power cut, run the same
     command. A cell whose worker dies is given to another one once; then it fails, and the others go
@@ -423,7 +423,7 @@ def analyze_command(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """The papers' diagnostics of a model on a text: what keys, queries and policies really do.
+    """Draw the papers' diagnostics of a model's keys, queries and policies.
 
     A text is read uncapped for its queries, keys and values, and under a cap for what policies
     keep. Each analysis writes a picture and its figures, and says how to read them.
@@ -491,7 +491,7 @@ def report_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """One page of a folder: tables, plots, analyses, and which tokens each policy kept.
+    """Write one page of a folder's tables, plots and analyses, and of the tokens each policy kept.
 
     It needs no server and asks for nothing else: pictures and data are in the file.
 
@@ -700,7 +700,7 @@ def bench_command(
         Path | None, typer.Option(metavar="FILE", help="Write the rows as a JSON list, too.")
     ] = None,
 ) -> None:
-    """Time and memory on random weights; the papers' claims on pocket. The last line is JSON."""
+    """Measure time and memory; the last line of stdout is JSON."""
     from kvcap.evals.bench import load, options_for
     from kvcap.runtime.cli.commands import quiet_libraries, use_threads
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Exporter = Literal["kvcap", "optimum", "existing"]
 
 export = typer.Typer(
-    add_completion=False, help="Scores and whole decoders as ONNX graphs, checked against eager."
+    add_completion=False, help="Write scores and decoders as ONNX graphs, and check them."
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

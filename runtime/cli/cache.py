@@ -18,7 +18,7 @@ from kvcap.runtime.files import KEPT_FROM, cache_home, read_json
 from kvcap.runtime.units import format_bytes
 
 cache = typer.Typer(
-    no_args_is_help=True, help="What kvcap keeps on the disk: exports, and what GGUF files became."
+    no_args_is_help=True, help="List or clear the exports and GGUF files kept on the disk."
 )
 KINDS = ("exports", "gguf")
 
