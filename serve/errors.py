@@ -137,6 +137,9 @@ def _shown(given: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
+EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
+
+
 def _words(name: str) -> str:
     """Return `PinsTooLarge` as `pins_too_large`."""
     return "".join(f"_{x.lower()}" if x.isupper() else x for x in name).lstrip("_")
@@ -147,6 +150,8 @@ def _of_address(request: Request, error: HTTPException) -> JSONResponse:
     where, allowed = _shown(request.url.path), dict(error.headers or {})
     if error.status_code == 404:
         said = f"there is nothing at {where}; use /v1/chat/completions, /v1/completions, /v1/models"
+        if request.url.path in EMBEDDINGS:
+            said = f"{where} is not answered: kvcap writes text; ask a server of an embedding model"
         return ApiError(404, said, code="unknown_url").response
     methods = " or ".join(sorted(allowed.get("Allow", "").split(", ")))
     said = f"{where} does not answer {request.method}; use {methods}"

@@ -535,10 +535,14 @@ def test_wrong_addresses_methods_and_bodies_are_refused_in_openais_form(url, tal
 
 
 def test_wrong_addresses_and_methods_say_which_are_right(url, talk):
-    said = httpx.post(f"{url}/v1/embeddings", json={})
-    error = said.json()["error"]
-    assert (said.status_code, error["code"]) == (404, "unknown_url")
-    assert "nothing at '/v1/embeddings'; use /v1/chat/completions" in error["message"]
+    for path, says in (
+        ("/v1/images", "there is nothing at '/v1/images'; use /v1/chat/completions"),
+        ("/v1/embeddings", "kvcap writes text; ask a server of an embedding model"),
+    ):
+        said = httpx.post(url + path, json={})
+        error = said.json()["error"]
+        assert (said.status_code, error["code"]) == (404, "unknown_url")
+        assert says in error["message"]
     said = httpx.put(f"{url}/v1/chat/completions", json={})
     error = said.json()["error"]
     assert (said.status_code, error["code"]) == (405, "method_not_supported")
