@@ -88,7 +88,7 @@ def run(options: BenchmarkOptions) -> Result:
                 "work": work, "backend": backend, "weights": weights, "threads": threads, "n": n,
                 "tokens": tokens or None, "budget": options.budgets[0],
                 "block_size": options.block_size, "policy": options.policies[0],
-                "turns": options.repeats, "model": options.model,
+                "turns": options.repeats, "model": Path(options.model).name,
                 **_figures(turns["kvcap"], work, n), "eviction_share": share,
             }  # fmt: skip
             for name in options.vs or (None,):
