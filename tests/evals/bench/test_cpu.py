@@ -201,9 +201,9 @@ class Calls:
     """A library whose settings of a context have these bytes."""
 
     def __init__(self, numbers: list[int], rest: bytes) -> None:
-        self.settings = llama_library.Settings((*numbers, 0, 0), tuple(rest))
+        self.settings = llama_library.LlamaSettings((*numbers, 0, 0), tuple(rest))
 
-    def llama_context_default_params(self) -> llama_library.Settings:
+    def llama_context_default_params(self) -> llama_library.LlamaSettings:
         return self.settings
 
 
