@@ -22,6 +22,7 @@ import typer
 from kvcap.android_bench.errors import NoNetwork, ServerMissing
 from kvcap.android_bench.plan.presets import PRESETS, narrowed
 from kvcap.export.graphs.formulations import FORMULATIONS
+from kvcap.runtime.cli.options import GroupedHelp
 from kvcap.runtime.errors import how_to_install
 
 if TYPE_CHECKING:
@@ -32,9 +33,50 @@ NOWHERE = "192.0.2.1"  # reserved for documents: nothing is sent there, but a ro
 
 android = typer.Typer(add_completion=False, help="Time score graphs and decoders on phones.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Names = Annotated[str | None, typer.Option(metavar="NAMES", help="Only these, with commas.")]
-Counts = Annotated[str | None, typer.Option(metavar="COUNTS", help="Such as 1,2.")]
+Json = Annotated[
+    bool, typer.Option("--json", rich_help_panel="Output", help="Print one JSON document.")
+]
+Counts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COUNTS",
+        rich_help_panel="Device",
+        help="Compute with so many threads: numbers separated by commas, such as 1,2 (the plan's "
+        "by default).",
+    ),
+]
+Cores = Annotated[
+    str,
+    typer.Option(
+        metavar="CORES",
+        rich_help_panel="Device",
+        help="Run on the fastest cores (auto), on any (none), or on these, such as 7 or 4-7.",
+    ),
+]
+Plan = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Measure the plan that kvcap android plan wrote here.")
+]
+Result = Annotated[
+    Path,
+    typer.Option(
+        "--out", "-o", metavar="FILE", rich_help_panel="Output", help="Write the result here."
+    ),
+]
+Lan = Annotated[
+    bool,
+    typer.Option("--lan", help="Let phones of this network in, by an address with a token."),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Listen on this address, where the machine has several; needs --lan.",
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option(min=0, max=65535, metavar="N", help="Listen on this port; 0 takes a free one."),
+]
 
 
 class RunnerKind(str, Enum):
@@ -44,50 +86,141 @@ class RunnerKind(str, Enum):
     python = "python"
 
 
-def _count(text: str) -> Any:
-    return typer.Option(min=1, help=text)
+def _only(text: str) -> Any:
+    return typer.Option(metavar="NAMES", rich_help_panel="Measure", help=text)
 
 
-def _seconds(text: str) -> Any:
-    return typer.Option(min=0, help=text)
+def _count(text: str, panel: str = "Measure") -> Any:
+    return typer.Option(min=1, metavar="N", rich_help_panel=panel, help=text)
 
 
-@android.command("plan")
+def _time(text: str, unit: str = "SECONDS") -> Any:
+    return typer.Option(min=0, metavar=unit, rich_help_panel="Measure", help=text)
+
+
+@android.command("plan", cls=GroupedHelp)
 def plan_command(
-    out: Annotated[Path, typer.Option("--out", "-o", help="New folder for the plan.")],
-    preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "quick",
-    policies: Names = None,
-    formulations: Annotated[
-        str | None, typer.Option(metavar="NAMES", help=f"Of {', '.join(FORMULATIONS)}.")
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            rich_help_panel="Output",
+            help="Write the plan into this new folder.",
+        ),
+    ],
+    preset: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel="Measure",
+            help=f"Measure the cells of this preset: {', '.join(PRESETS)}.",
+        ),
+    ] = "quick",
+    policies: Annotated[
+        str | None,
+        _only("Keep only cells of these policies, separated by commas (all by default)."),
     ] = None,
-    dtypes: Names = None,
-    stages: Names = None,
+    formulations: Annotated[
+        str | None,
+        _only(
+            f"Keep only cells of these formulations, separated by commas: "
+            f"{', '.join(FORMULATIONS)} (all by default)."
+        ),
+    ] = None,
+    dtypes: Annotated[
+        str | None,
+        _only("Keep only cells of these types, separated by commas: fp32, fp16 (all by default)."),
+    ] = None,
+    stages: Annotated[
+        str | None,
+        _only(
+            "Keep only cells of these stages, separated by commas: score, evict (all by default)."
+        ),
+    ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option(metavar="SLOTS", help="That are scored, and that evict graphs keep."),
+        typer.Option(
+            metavar="SLOTS",
+            rich_help_panel="Measure",
+            help="Score so many slots, or keep so many in evict graphs; numbers separated by "
+            "commas (the preset's by default).",
+        ),
     ] = None,
-    threads: Counts = None,
-    min_runs: Annotated[int | None, _count("Of a cell.")] = None,
-    min_seconds: Annotated[float | None, _seconds("Of a cell.")] = None,
-    warmup_seconds: Annotated[float | None, _seconds("Before a cell's samples.")] = None,
-    rounds: Annotated[int | None, _count("Visits to a cell.")] = None,
+    threads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNTS",
+            rich_help_panel="Measure",
+            help="Compute with so many threads: numbers separated by commas, such as 1,2 (the "
+            "preset's by default).",
+        ),
+    ] = None,
+    min_runs: Annotated[
+        int | None, _count("Run every cell at least N times (the preset's number by default).")
+    ] = None,
+    min_seconds: Annotated[
+        float | None, _time("Run every cell at least so long (as the preset says by default).")
+    ] = None,
+    warmup_seconds: Annotated[
+        float | None,
+        _time("Warm every cell up so long before its samples (as the preset says by default)."),
+    ] = None,
+    rounds: Annotated[
+        int | None, _count("Visit every cell N times (the preset's number by default).")
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Sizes from a model's config.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            rich_help_panel="Model",
+            help="Take sizes from the config of this model (by default from --decoder, or "
+            "Llama-3.2-3B's).",
+        ),
     ] = None,
-    kv_heads: Annotated[int | None, _count("By hand, in place of Llama-3.2-3B's.")] = None,
-    heads: Annotated[int | None, _count("Query heads.")] = None,
-    head_dim: Annotated[int | None, _count("Numbers of a key.")] = None,
-    block_size: Annotated[int | None, _count("Tokens that arrive at once.")] = None,
+    kv_heads: Annotated[
+        int | None, _count("Use N KV heads (the model's by default).", "Model")
+    ] = None,
+    heads: Annotated[
+        int | None, _count("Use N query heads (the model's by default).", "Model")
+    ] = None,
+    head_dim: Annotated[
+        int | None, _count("Give every key N numbers (the model's by default).", "Model")
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        _count("Read N tokens at once (the decoder's number, or 128, by default).", "Model"),
+    ] = None,
     decoder: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Of kvcap export decoder: time the whole decoder too."),
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel="Decoder",
+            help="Time the whole decoder that kvcap export decoder wrote here, too.",
+        ),
     ] = None,
-    prompt_tokens: Annotated[int, _count("Of the decoder, before its first token.")] = 128,
-    answer_tokens: Annotated[int, _count("Written after them.")] = 64,
+    prompt_tokens: Annotated[
+        int, _count("Read a prompt of N tokens before the first one is written.", "Decoder")
+    ] = 128,
+    answer_tokens: Annotated[int, _count("Write N tokens after the prompt.", "Decoder")] = 64,
     long_tokens: Annotated[
-        int | None, _count("Of a long prompt; four times the budget, at least 8 blocks.")
+        int | None,
+        _count(
+            "Read a long prompt of N tokens, too (four times the budget, and at least 8 blocks, "
+            "by default).",
+            "Decoder",
+        ),
     ] = None,
-    sustained_minutes: Annotated[float, typer.Option(min=0, help="Of writing on, at last.")] = 2.0,
+    sustained_minutes: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="MINUTES",
+            rich_help_panel="Decoder",
+            help="Keep on writing so long at the end.",
+        ),
+    ] = 2.0,
     json: Json = False,
 ) -> None:
     """Write a folder with plan.json, graphs, and what they must give."""
@@ -124,12 +257,10 @@ def plan_command(
 
 @android.command("host")
 def host_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap android plan.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the result goes.")],
+    folder: Plan,
+    out: Result,
     threads: Counts = None,
-    cores: Annotated[
-        str, typer.Option(help="auto (the fastest), none, or cores such as 7 or 4-7.")
-    ] = "auto",
+    cores: Cores = "auto",
     json: Json = False,
 ) -> None:
     """Measure a plan on this machine, by the runner that a device gets."""
@@ -148,24 +279,38 @@ def host_command(
 
 @android.command("report")
 def report_command(
-    files: Annotated[list[Path], typer.Argument(metavar="FILES", help="Results, side by side.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILES", help="Show these results side by side."),
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE.md", help="Markdown goes there too.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE.md", help="Write the Markdown here, too."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="A chart goes there.")
+        Path | None, typer.Option(metavar="FILE.png", help="Draw a chart into this file.")
     ] = None,
     rows: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Every row without its samples.")
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Write every row, without its samples, here."),
     ] = None,
     baseline: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="An earlier result of the same device.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare with this earlier result of the same device."),
     ] = None,
     relative_to: Annotated[
-        str | None, typer.Option(metavar="CELL", help="In place of the plan's reference.")
+        str | None,
+        typer.Option(
+            metavar="CELL",
+            help="Give times relative to this cell (the plan's reference by default).",
+        ),
     ] = None,
     max_regress: Annotated[
-        str, typer.Option(metavar="PERCENT", help="By which a median may grow; exit 1 beyond.")
+        str,
+        typer.Option(
+            metavar="PERCENT",
+            help="Let a median grow by so much over --baseline, and exit with 1 beyond that.",
+        ),
     ] = "10%",
     json: Json = False,
 ) -> None:
@@ -204,34 +349,67 @@ def report_command(
         raise Regressed(f"{len(worse)} cells became slower by more than {allowed:.0%}: {worse[0]}")
 
 
-@android.command("adb")
+@android.command("adb", cls=GroupedHelp)
 def adb_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap android plan.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the result goes.")],
+    folder: Plan,
+    out: Result,
     serial: Annotated[
-        str | None, typer.Option(metavar="S", help="Which device, where there are several.")
+        str | None,
+        typer.Option(
+            metavar="SERIAL",
+            rich_help_panel="Device",
+            help="Measure on this device, where several are connected (ANDROID_SERIAL by default).",
+        ),
     ] = None,
     runner: Annotated[
-        RunnerKind, typer.Option(help="c, built by CMake; or python, the device's own.")
+        RunnerKind,
+        typer.Option(
+            rich_help_panel="Measure",
+            help="Measure by the runner in C that CMake built, or by the device's own Python.",
+        ),
     ] = RunnerKind.c,
     runner_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where CMake built the C runner.")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel="Measure",
+            help="Find the C runner in this folder, where CMake built it.",
+        ),
     ] = None,
     python: Annotated[
-        str, typer.Option(metavar="PATH", help="The device's Python, with onnxruntime.")
+        str,
+        typer.Option(
+            metavar="PATH",
+            rich_help_panel="Measure",
+            help="Run this Python of the device, which must have onnxruntime.",
+        ),
     ] = "python3",
     browser: Annotated[
-        bool, typer.Option("--browser", help="Open the page on the device instead of a runner.")
+        bool,
+        typer.Option(
+            "--browser",
+            rich_help_panel="Measure",
+            help="Measure in the device's browser instead of by a runner.",
+        ),
     ] = False,
-    threads: Annotated[
-        str | None, typer.Option(metavar="COUNTS", help="Such as 1,2; the plan's otherwise.")
-    ] = None,
-    cores: Annotated[
-        str, typer.Option(help="auto (the fastest), none, or cores such as 7 or 4-7.")
-    ] = "auto",
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that the run may take.")] = 3600,
+    threads: Counts = None,
+    cores: Cores = "auto",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            rich_help_panel="Measure",
+            help="Give up when the run takes longer.",
+        ),
+    ] = 3600,
     device_dir: Annotated[
-        str, typer.Option(metavar="DIR", help="Of the device, for a folder that is removed again.")
+        str,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel="Device",
+            help="Make a temporary folder in this one of the device.",
+        ),
     ] = "/data/local/tmp",
 ) -> None:
     """Measure a plan on a device over adb; nothing is installed or left there."""
@@ -272,22 +450,25 @@ def _on_device(
 
 @android.command("serve")
 def serve_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap android plan.")],
+    folder: Plan,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", file_okay=False, help="Results go there.")
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            file_okay=False,
+            help="Write the results into this folder.",
+        ),
     ],
-    lan: Annotated[
-        bool,
-        typer.Option("--lan", help="Let phones of this network in, by an address with a token."),
-    ] = False,
-    address: Annotated[
-        str | None, typer.Option(help="With --lan, where this machine has several addresses.")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
+    lan: Lan = False,
+    address: Address = None,
+    port: Port = 8765,
     count: Annotated[
-        int | None, typer.Option("--count", min=1, help="End after so many results.")
+        int | None,
+        typer.Option("--count", min=1, metavar="N", help="End after N results."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document a line.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")] = False,
 ) -> None:
     """Serve a page that measures a plan in the browser that opens it."""
     Serving = _server("Serving")
@@ -307,15 +488,15 @@ def serve_command(
 
 @android.command("chat")
 def chat_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Of kvcap export decoder.")],
-    lan: Annotated[
-        bool,
-        typer.Option("--lan", help="Let phones of this network in, by an address with a token."),
-    ] = False,
-    address: Annotated[
-        str | None, typer.Option(help="With --lan, where this machine has several addresses.")
-    ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8765,
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="Chat with the decoder that kvcap export decoder wrote here."
+        ),
+    ],
+    lan: Lan = False,
+    address: Address = None,
+    port: Port = 8765,
 ) -> None:
     """Serve a page that chats with a decoder, all on the device that opens it."""
     ChatServer = _server("ChatServer")

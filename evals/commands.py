@@ -33,46 +33,106 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        help="pocket, pocket-plain or pocket-text, a directory, a GGUF file, or a repository of "
-        "the hub."
+        help="Use this model: a repository of the hub, a directory, a GGUF file, or pocket, "
+        "pocket-plain or pocket-text, which are built in."
     ),
 ]
 BlockSize = Annotated[
     int,
-    typer.Option("--block-size", "--prefill-chunk-size", min=1, help="Tokens read at once."),
+    typer.Option(
+        "--block-size",
+        "--prefill-chunk-size",
+        min=1,
+        metavar="N",
+        rich_help_panel="Memory",
+        help="Read N tokens at once.",
+    ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Of the CPU, that compute (all cores by default)."),
+    typer.Option(
+        min=1,
+        metavar="N",
+        rich_help_panel="Device",
+        help="Compute with N threads of the CPU (all cores by default).",
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Of texts and facts.")]
+Seed = Annotated[
+    int,
+    typer.Option(
+        metavar="N", rich_help_panel="Texts", help="Make the same texts and facts with the same N."
+    ),
+]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16 (fp32, bf16, fp16, half).")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel="Model",
+        help="Compute in float32, bfloat16 or float16, also written fp32, bf16, fp16, half (the "
+        "checkpoint's type by default).",
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or mps; the best there is.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel="Device",
+        help="Run on cpu, cuda or mps (the best there is by default).",
+    ),
+]
+Json = Annotated[
+    bool, typer.Option("--json", rich_help_panel="Output", help="Print one JSON document.")
+]
 
 memory = typer.Typer(add_completion=False, help="Compare memory figures with a baseline.")
 
 BaselineFile = Annotated[
-    Path, typer.Option("--baseline", metavar="FILE", help="The figures to keep to.")
+    Path,
+    typer.Option("--baseline", metavar="FILE", help="Keep the figures to compare with here."),
 ]
 BaselineModel = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="Default: the baseline's, else pocket.")
+    str | None,
+    typer.Option(metavar="MODEL", help="Run this model (the baseline's, or pocket, by default)."),
 ]
-BaselinePolicies = Annotated[str | None, typer.Option(metavar="NAMES", help="With commas.")]
+BaselinePolicies = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="Measure these policies, separated by commas (the baseline's by default).",
+    ),
+]
 BaselineBudgets = Annotated[
-    str | None, typer.Option(metavar="SLOTS", help="Per KV head, with commas, such as 64,256.")
+    str | None,
+    typer.Option(
+        metavar="SLOTS",
+        help="Keep so many slots per KV head: numbers separated by commas, such as 64,256 (the "
+        "baseline's by default).",
+    ),
 ]
 BaselineLengths = Annotated[
-    str | None, typer.Option(metavar="TOKENS", help="Of prompts, with commas, such as 1024,2048.")
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Read prompts of so many tokens: numbers separated by commas, such as 1024,2048 "
+        "(the baseline's by default).",
+    ),
+]
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        rich_help_panel="Measure",
+        help="Set an option of every policy that has it; repeatable.",
+    ),
 ]
 SinkTokens = Annotated[
     int | None,
     typer.Option(
         min=0,
         metavar="N",
-        help="Never evict the first N tokens, whatever the policy (only what its paper pins).",
+        rich_help_panel="Memory",
+        help="Never evict the first N tokens, whatever the policy (by default those that its "
+        "paper pins).",
     ),
 ]
 BASELINE = Path("memory-baseline.json")
@@ -81,104 +141,182 @@ BASELINE = Path("memory-baseline.json")
 def eval_command(
     model: Model = "pocket",
     policies: Annotated[
-        str, typer.Option(help="Names, with commas; all is every one that kvcap policies lists.")
+        str,
+        typer.Option(
+            metavar="NAMES",
+            rich_help_panel="Measure",
+            help="Measure these policies, separated by commas; all takes every one that kvcap "
+            "policies lists.",
+        ),
     ] = "keydiff,streaming_llm,full",
-    policy_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
-    ] = None,
+    policy_option: PolicyOption = None,
     sink_tokens: SinkTokens = None,
-    budgets: Annotated[str, typer.Option(help="Slots per KV head, with commas.")] = "128,256",
+    budgets: Annotated[
+        str,
+        typer.Option(
+            metavar="SLOTS",
+            rich_help_panel="Memory",
+            help="Keep so many slots per KV head; numbers separated by commas.",
+        ),
+    ] = "128,256",
     tasks: Annotated[
         str,
         typer.Option(
-            help="Names, with commas; ruler: all of RULER's that are made here; of files: "
-            "perplexity:FILE, file:PATH, longbench/SET, ruler/TASK, math."
+            metavar="NAMES",
+            rich_help_panel="Texts",
+            help="Run these tasks, separated by commas. ruler takes all of RULER's that are made "
+            "here; perplexity:FILE, file:PATH, longbench/SET, ruler/TASK and math read files.",
         ),
     ] = "niah_single",
     data: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Folder or file of the tasks that are files."),
+        typer.Option(
+            metavar="PATH",
+            rich_help_panel="Texts",
+            help="Read tasks that are files from this folder or file.",
+        ),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of a prompt, with commas.")] = "4096",
+    lengths: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKENS",
+            rich_help_panel="Texts",
+            help="Make prompts of so many tokens; numbers separated by commas.",
+        ),
+    ] = "4096",
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Of an answer (as many as the task says)."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Answer with at most N tokens (as many as the task says by default).",
+        ),
     ] = None,
     question: Annotated[
         str,
         typer.Option(
             metavar="aware|after|both",
+            rich_help_panel="Measure",
             help="Read the question with the text, or after the text was evicted to the budget.",
         ),
     ] = "aware",
     depths: Annotated[
         str | None,
         typer.Option(
-            metavar="SHARE",
-            help="Where what is asked for stands, 0 (start) to 1, with commas (spread out).",
+            metavar="SHARES",
+            rich_help_panel="Texts",
+            help="Put the facts at these places of the text, from 0 (start) to 1; numbers "
+            "separated by commas (spread out by default).",
         ),
     ] = None,
     recall: Annotated[
         str,
         typer.Option(
             metavar="off|auto|N",
-            help="Read evicted text again before a question, at most N tokens; with commas.",
+            rich_help_panel="Measure",
+            help="Read at most N evicted tokens again before a question; several settings "
+            "separated by commas.",
         ),
     ] = "off",
-    samples: Annotated[int, typer.Option(help="Prompts per cell.")] = 50,
+    samples: Annotated[
+        int,
+        typer.Option(metavar="N", rich_help_panel="Measure", help="Read N prompts in every cell."),
+    ] = 50,
     positions: Annotated[
-        str, typer.Option(help="compact, true and auto, with commas.")
+        str,
+        typer.Option(
+            metavar="NAMES",
+            rich_help_panel="Memory",
+            help="Renumber kept tokens (compact), leave their positions (true), or renumber them "
+            "in long texts (auto); several separated by commas.",
+        ),
     ] = "compact,true",
     block_size: BlockSize = 128,
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option(help="Folder of cells.jsonl and results.md.")] = Path(
-        "out/eval"
-    ),
-    batch_size: Annotated[int, typer.Option(help="Prompts read at once.")] = 8,
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel="Output",
+            help="Write cells.jsonl and results.md into this folder.",
+        ),
+    ] = Path("out/eval"),
+    batch_size: Annotated[
+        int,
+        typer.Option(metavar="N", rich_help_panel="Device", help="Read N prompts at once."),
+    ] = 8,
     dtype: Dtype = None,
     device: Device = None,
     threads: Threads = None,
     kv_dtype: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Of what slots hold: int8, int8-int4 or int4 (the model's own)."
+            metavar="NAME",
+            rich_help_panel="Memory",
+            help="Hold keys and values as int8, int8-int4 or int4 (as the model makes them by "
+            "default).",
         ),
     ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="The first policy with each of the others, sample by sample."
+            metavar="NAMES",
+            rich_help_panel="Output",
+            help="Compare the first of these policies with each of the others, sample by sample.",
         ),
     ] = None,
     plot: Annotated[
         bool,
         typer.Option(
-            "--plot", help="Draw results.png, pareto.png and, with --depths, needles.png."
+            "--plot",
+            rich_help_panel="Output",
+            help="Draw results.png, pareto.png and, with --depths, needles.png.",
         ),
     ] = False,
     workers: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Processes that share the cells (one per GPU; on a CPU one)."
+            min=1,
+            metavar="N",
+            rich_help_panel="Device",
+            help="Share the cells among N processes (by default one per GPU, or one on a CPU).",
         ),
     ] = None,
     engine: Annotated[
-        str, typer.Option(metavar="local|ray", help="Where they are; ray needs kvcap[ray].")
+        str,
+        typer.Option(
+            metavar="local|ray",
+            rich_help_panel="Device",
+            help="Start these processes here, or on a cluster by Ray, which needs kvcap[ray].",
+        ),
     ] = "local",
     ray_address: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Of a running Ray cluster (one that Ray finds)."),
+        typer.Option(
+            metavar="HOST:PORT",
+            rich_help_panel="Device",
+            help="Join the Ray cluster at this address (by default the one that Ray finds).",
+        ),
     ] = None,
     agreement: Annotated[
         bool,
         typer.Option(
-            "--agreement", help="Instead of tasks: how near predictions of a text stay to uncapped."
+            "--agreement",
+            rich_help_panel="Measure",
+            help="Measure how near predictions stay to the uncapped model's on the text of "
+            "--file, instead of running tasks.",
         ),
     ] = False,
     file: Annotated[
         str | None,
-        typer.Option("--file", "-f", metavar="FILE", help="That text; - is stdin."),
+        typer.Option(
+            "--file",
+            "-f",
+            metavar="FILE",
+            rich_help_panel="Texts",
+            help="Read the text of --agreement from this file; - reads stdin.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -278,15 +416,19 @@ def tune_command(
             "--file",
             "-f",
             metavar="TEXT",
-            help="A text like those that the model will read, of some thousand tokens; - is stdin.",
+            rich_help_panel="Texts",
+            help="Read this text, of some thousand tokens, like those that the model will read; "
+            "- reads stdin.",
         ),
     ],
     policies: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Candidates, with commas; all is every one that kvcap policies lists (dropkv, "
-            "snapkv, lagkv, streaming_llm and keydiff-window by default).",
+            rich_help_panel="Measure",
+            help="Choose among these policies, separated by commas; all takes every one that "
+            "kvcap policies lists (dropkv, snapkv, lagkv, streaming_llm and keydiff-window by "
+            "default).",
         ),
     ] = None,
     length: Annotated[
@@ -294,15 +436,26 @@ def tune_command(
         typer.Option(
             min=2,
             metavar="N",
-            help="Tokens of a piece of the text (by default as many as the time allows, from twice "
-            "the budget to 4,096).",
+            rich_help_panel="Texts",
+            help="Cut the text into pieces of N tokens (by default as many as the time allows, "
+            "from twice the budget to 4,096).",
         ),
     ] = None,
     minutes: Annotated[
         float,
-        typer.Option(min=0.01, metavar="N", help="For everything, loading the model included."),
+        typer.Option(
+            min=0.01,
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Take at most N minutes for everything, loading the model included.",
+        ),
     ] = 5.0,
-    seed: Annotated[int, typer.Option(help="Of the facts.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            metavar="N", rich_help_panel="Texts", help="Make the same facts with the same N."
+        ),
+    ] = 0,
     cap: options.CacheOptions,
     device: options.Device = None,
     threads: options.Threads = None,
@@ -376,47 +529,101 @@ def analyze_command(
         list[str],
         typer.Argument(
             metavar="WHAT...",
-            help="all, or: correlation, pca, volume (KeyDiff), perturbation (CriticalKV), cone "
-            "(DropKV), oracle (OBCache), queries (CaliDrop), kept (which tokens stay).",
+            help="Draw all analyses, or some of correlation, pca, volume (KeyDiff), perturbation "
+            "(CriticalKV), cone (DropKV), oracle (OBCache), queries (CaliDrop) and kept (which "
+            "tokens stay).",
         ),
     ],
     file: Annotated[
         list[str] | None,
         typer.Option(
-            "--file", "-f", metavar="TEXT", help="A text to read; - is stdin; repeatable."
+            "--file",
+            "-f",
+            metavar="TEXT",
+            rich_help_panel="Texts",
+            help="Read this text; - reads stdin; repeatable.",
         ),
     ] = None,
     kind: Annotated[
         Literal["prose", "conversation"],
-        typer.Option("--text", help="What to write and read where no file is given."),
+        typer.Option(
+            "--text",
+            rich_help_panel="Texts",
+            help="Make prose or a conversation to read, where no --file is given.",
+        ),
     ] = "prose",
-    texts: Annotated[int, typer.Option(min=1, help="How many of those.")] = 4,
+    texts: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel="Texts",
+            help="Make N texts, where no --file is given.",
+        ),
+    ] = 4,
     tokens: Annotated[
-        int, typer.Option(min=64, help="The most tokens of a text to read; bounds memory.")
+        int,
+        typer.Option(
+            min=64,
+            metavar="N",
+            rich_help_panel="Texts",
+            help="Read at most N tokens of a text, which bounds the memory.",
+        ),
     ] = 1024,
     policies: Annotated[
-        str | None, typer.Option(help="Names, with commas (each analysis has its own).")
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            rich_help_panel="Measure",
+            help="Analyse these policies, separated by commas (each analysis has its own by "
+            "default).",
+        ),
     ] = None,
-    policy_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Of every policy that has it; repeatable."),
-    ] = None,
+    policy_option: PolicyOption = None,
     sink_tokens: SinkTokens = None,
     budgets: Annotated[
-        str | None, typer.Option(help="Slots per KV head, with commas (shares of the text).")
+        str | None,
+        typer.Option(
+            metavar="SLOTS",
+            rich_help_panel="Memory",
+            help="Keep so many slots per KV head; numbers separated by commas (shares of the "
+            "text by default).",
+        ),
     ] = None,
     positions: Annotated[
         str | None,
-        typer.Option(help="compact, true or auto, where policies evict; as chat has them."),
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel="Memory",
+            help="Renumber kept tokens (compact), leave their positions (true), or renumber them "
+            "in long texts (auto), where policies evict (as chat does by default).",
+        ),
     ] = None,
     block_size: BlockSize = 128,
     layer: Annotated[
-        int | None, typer.Option(help="pca, queries: which to draw (the middle one).")
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Draw layer N in pca and queries (the middle one by default).",
+        ),
     ] = None,
-    head: Annotated[int | None, typer.Option(help="pca, queries: which KV head (0).")] = None,
+    head: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Draw KV head N in pca and queries (0 by default).",
+        ),
+    ] = None,
     seed: Seed = 0,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of a PNG and a JSON per analysis.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            rich_help_panel="Output",
+            help="Write a PNG and a JSON of every analysis into this folder.",
+        ),
     ] = Path("out/analyze"),
     dtype: Dtype = None,
     device: Device = None,
@@ -470,24 +677,42 @@ def analyze_command(
 
 def report_command(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="What kvcap eval and analyze wrote.")
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Read what kvcap eval and analyze wrote here."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="The page (report.html or leaderboard.md of DIR)."
+            "--out",
+            "-o",
+            metavar="FILE",
+            rich_help_panel="Output",
+            help="Write the page here (report.html or leaderboard.md in the first DIR by default).",
         ),
     ] = None,
     leaderboard: Annotated[
         bool,
-        typer.Option("--leaderboard", help="A page of Markdown that ranks the policies of cells."),
+        typer.Option(
+            "--leaderboard",
+            rich_help_panel="Output",
+            help="Write a page of Markdown that ranks the policies.",
+        ),
     ] = False,
     plot: Annotated[
-        bool, typer.Option("--plot", help="With --leaderboard: draw a PNG per model and task.")
+        bool,
+        typer.Option(
+            "--plot",
+            rich_help_panel="Output",
+            help="Draw a PNG per model and task; needs --leaderboard.",
+        ),
     ] = False,
     compare: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Print how two policies differ on the same samples."),
+        typer.Option(
+            metavar="A,B",
+            rich_help_panel="Output",
+            help="Print how two policies differ on the same samples.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -566,9 +791,28 @@ def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
 @options.grouped
 def demo_command(
     model: Model = "pocket",
-    tokens: Annotated[int, typer.Option(help="Of text between facts and questions.")] = 1_000_000,
-    facts: Annotated[int, typer.Option(help="Facts told first and asked for last.")] = 16,
-    policy: Annotated[str, typer.Option(help="See `kvcap policies`.")] = "keydiff",
+    tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Texts",
+            help="Read N tokens of text between the facts and the questions.",
+        ),
+    ] = 1_000_000,
+    facts: Annotated[
+        int,
+        typer.Option(
+            metavar="N", rich_help_panel="Texts", help="State N facts first and ask for them last."
+        ),
+    ] = 16,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel="Memory",
+            help="Choose what is evicted by this policy. `kvcap policies` lists all.",
+        ),
+    ] = "keydiff",
     *,
     cap: options.CacheOptions,
     seed: Seed = 0,
@@ -611,7 +855,8 @@ def bench_command(
     name: Annotated[
         str,
         typer.Argument(
-            help="prefill, decode, scoring, positions, ragged; cpu, beside llama.cpp and others; "
+            help="Run this benchmark: prefill, decode, scoring, positions or ragged; cpu, beside "
+            "llama.cpp and others; "
             "slots, of fewer bits beside floats; encoding, a text made into tokens; "
             "recall, evicted text found and read again; "
             "use, the first answers of machines, processes and sessions; "
@@ -623,81 +868,216 @@ def bench_command(
     ],
     lengths: Annotated[
         str | None,
-        typer.Option("--lengths", "-p", help="Tokens of a text, with commas; cpu: 0 for none."),
+        typer.Option(
+            "--lengths",
+            "-p",
+            metavar="TOKENS",
+            rich_help_panel="Texts",
+            help="Read texts of so many tokens; numbers separated by commas, and in cpu 0 for "
+            "none (each benchmark has its own default).",
+        ),
     ] = None,
-    budgets: Annotated[str | None, typer.Option(help="Slots per KV head, with commas.")] = None,
-    policies: Annotated[str | None, typer.Option(help="Names, with commas; or all.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Tokens read at once.")] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SLOTS",
+            rich_help_panel="Memory",
+            help="Keep so many slots per KV head; numbers separated by commas (each benchmark "
+            "has its own default).",
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            rich_help_panel="Measure",
+            help="Measure these policies, separated by commas, or all (each benchmark has its "
+            "own default).",
+        ),
+    ] = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Memory",
+            help="Read N tokens at once (each benchmark has its own default).",
+        ),
+    ] = None,
     repeats: Annotated[
-        int | None, typer.Option("--repeats", "-r", help="Measurements per row, or texts.")
+        int | None,
+        typer.Option(
+            "--repeats",
+            "-r",
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Measure every row N times, or on N texts (each benchmark has its own default).",
+        ),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", "-n", help="Tokens decoded; turns: turns."),
+        typer.Option(
+            "--steps",
+            "-n",
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Decode N tokens, or in turns have N turns (each benchmark has its own default).",
+        ),
     ] = None,
-    evictions: Annotated[int | None, typer.Option(help="positions: before measuring.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Of a model of random weights.")] = None,
-    hidden: Annotated[int | None, typer.Option(help="Of such a model, multiple of 64.")] = None,
+    evictions: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Evict N times before measuring; for positions (10000 by default).",
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Model",
+            help="Give the random model of prefill N layers (8 by default).",
+        ),
+    ] = None,
+    hidden: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel="Model",
+            help="Give the random model of prefill a hidden size of N, a multiple of 64 (512 by "
+            "default).",
+        ),
+    ] = None,
     threads: Annotated[
         str | None,
         typer.Option(
-            "--threads", "-t", help="Of the CPU (all cores by default); cpu: several, with commas."
+            "--threads",
+            "-t",
+            metavar="COUNTS",
+            rich_help_panel="Device",
+            help="Compute with so many threads of the CPU (all cores by default); cpu takes "
+            "several numbers, separated by commas.",
         ),
     ] = None,
     depths: Annotated[
         str | None,
-        typer.Option("--depths", "-d", help="cpu: tokens read before decoding, with commas."),
+        typer.Option(
+            "--depths",
+            "-d",
+            metavar="TOKENS",
+            rich_help_panel="Texts",
+            help="Read so many tokens before decoding; numbers separated by commas, for cpu (0 "
+            "by default).",
+        ),
+    ] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Ask by N clients at once; for clients (64 by default).",
+        ),
+    ] = None,
+    conversations: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Have N conversations; for serve (1000 by default).",
+        ),
+    ] = None,
+    kills: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel="Measure",
+            help="Kill the server N times; for serve (100 by default).",
+        ),
     ] = None,
     starts: Annotated[
         str | None,
         typer.Option(
             metavar="NUMBERS",
-            help="cpu: words of a prompt that new processes read until their first token.",
+            rich_help_panel="Texts",
+            help="Time new processes until the first token after prompts of so many words; "
+            "numbers separated by commas, for cpu.",
         ),
     ] = None,
-    clients: Annotated[int | None, typer.Option(min=1, help="clients: at once.")] = None,
-    conversations: Annotated[int | None, typer.Option(min=1, help="serve: of the load.")] = None,
-    kills: Annotated[int | None, typer.Option(min=1, help="serve: of the server.")] = None,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
             "-m",
-            help="cpu, slots, use: a directory, pocket, or a random model: random-3b "
-            "(Llama-3.2-3B's shape), random-360m (SmolLM2's), random-tiny.",
+            metavar="MODEL",
+            rich_help_panel="Model",
+            help="Run a directory, pocket, or a model of random weights: random-3b "
+            "(Llama-3.2-3B's shape), random-360m (SmolLM2's) or random-tiny (each benchmark has "
+            "its own default).",
         ),
     ] = None,
     weights: Annotated[
         str | None,
         typer.Option(
-            help="cpu: bf16, int8 or whatever --dtype an export takes, with commas; slots: of its "
-            "exports."
+            metavar="NAMES",
+            rich_help_panel="Model",
+            help="Hold weights in these types, separated by commas: bf16, int8 or another "
+            "--dtype of an export; for cpu and slots (int8 by default).",
         ),
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option(help="cpu, slots: pytorch or onnxruntime, if not what suits the weights."),
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel="Model",
+            help="Run on pytorch or onnxruntime; for cpu and slots (by default as suits the "
+            "weights).",
+        ),
     ] = None,
     vs: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="cpu: llama.cpp, transformers, kvpress; with commas."),
+        typer.Option(
+            metavar="NAMES",
+            rich_help_panel="Measure",
+            help="Run these beside kvcap, separated by commas: llama.cpp, transformers or "
+            "kvpress; for cpu, and transformers for clients.",
+        ),
     ] = None,
     peer_python: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=PATH", help="cpu: the Python that has a peer; repeatable."),
+        typer.Option(
+            metavar="NAME=PATH",
+            rich_help_panel="Device",
+            help="Run a peer of --vs by the Python at PATH; for cpu and clients; repeatable.",
+        ),
     ] = None,
     files: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="cpu, slots, use: for models and exports, kept (out/...)."
+            metavar="DIR",
+            rich_help_panel="Output",
+            help="Keep models and exports in this folder; for cpu, clients, serve, slots and use "
+            "(each has its own folder in out by default).",
         ),
     ] = None,
     output: Annotated[
         Literal["md", "json", "csv"] | None,
-        typer.Option("--output", "-o", help="Print this alone: a table, an object, or all rows."),
+        typer.Option(
+            "--output",
+            "-o",
+            rich_help_panel="Output",
+            help="Print only a table (md), an object (json) or all rows (csv).",
+        ),
     ] = None,
     rows: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the rows as a JSON list, too.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel="Output",
+            help="Write the rows as a JSON list here, too.",
+        ),
     ] = None,
 ) -> None:
     """Measure time and memory; the last line of stdout is JSON."""
@@ -760,24 +1140,27 @@ def lm_eval_command(context: typer.Context) -> None:
 
 
 def calibrate_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Such as headkv or duoattention.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Measure for this policy, such as headkv or duoattention."
+        ),
+    ],
     model: options.Model = "pocket",
     *,
     file: Annotated[
-        str, typer.Option("--file", "-f", metavar="TEXT", help="The text to read; - is stdin.")
+        str,
+        typer.Option("--file", "-f", metavar="TEXT", help="Read this text; - reads stdin."),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Where the table goes.")
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Write the table here.")
     ] = Path("heads.json"),
     tokens: Annotated[
-        int, typer.Option(min=32, metavar="N", help="The most tokens of the text to read, twice.")
+        int,
+        typer.Option(min=32, metavar="N", help="Read at most N tokens of the text, twice."),
     ] = 1024,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="NAME", help="float32, bfloat16 or float16.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu, cuda or mps; the best there is.")
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print only where the table is.")
@@ -830,7 +1213,8 @@ def check_command(
     budgets: BaselineBudgets = None,
     lengths: BaselineLengths = None,
     tolerance: Annotated[
-        float, typer.Option(min=0, metavar="PERCENT", help="By which a peak may grow.")
+        float,
+        typer.Option(min=0, metavar="PERCENT", help="Let a peak grow by so many percent."),
     ] = 2.0,
     json: Json = False,
 ) -> None:

@@ -16,6 +16,7 @@ import typer
 
 from kvcap.export.graphs.formulations import FORMULATIONS, TRACED
 from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.cli.options import GroupedHelp
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.types import DEFAULT_POLICY
 
@@ -31,68 +32,161 @@ export = typer.Typer(
     add_completion=False, help="Write scores and decoders as ONNX graphs, and check them."
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Json = Annotated[
+    bool, typer.Option("--json", rich_help_panel="Output", help="Print one JSON document.")
+]
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        rich_help_panel="Memory",
+        help="Set an option of the policy; repeatable.",
+    ),
+]
 SinkTokens = Annotated[
     int | None,
     typer.Option(
         min=0,
         metavar="N",
-        help="First tokens that are never evicted, besides those of the policy (4, fewer where it "
-        "leaves less than 32 slots unpinned; 0: the policy as in its paper).",
+        rich_help_panel="Memory",
+        help="Never evict the first N tokens, besides those that the policy keeps (4 by default, "
+        "fewer where less than 32 slots would stay unpinned; 0 runs the policy as in its paper).",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace an export of something else.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Leave the longest cases out.")]
+Force = Annotated[
+    bool,
+    typer.Option("--force", rich_help_panel="Output", help="Replace an export of something else."),
+]
+Quick = Annotated[
+    bool,
+    typer.Option("--quick", rich_help_panel="Output", help="Leave out the longest cases."),
+]
 
 
 def _size(text: str) -> Any:
-    return typer.Option(min=1, help=text)
+    return typer.Option(min=1, metavar="N", rich_help_panel="Model", help=text)
 
 
-@export.command("scorer")
+@export.command("scorer", cls=GroupedHelp)
 def scorer_command(
-    policy: Annotated[str, typer.Argument(help="A name that kvcap policies lists, or A+B.")],
+    policy: Annotated[
+        str,
+        typer.Argument(
+            help="Export this policy: a name that kvcap policies lists, or A+B for a combination."
+        ),
+    ],
     stage: Annotated[
-        str, typer.Option(help="score; evict (score, select, gather); update (of cached state).")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Export a graph that scores (score), that scores, selects and gathers (evict), "
+            "or that updates cached state (update).",
+        ),
     ] = "score",
     formulation: Annotated[
         str | None,
-        typer.Option(help=f"{TRACED}, or of KeyDiff {', '.join([*FORMULATIONS][1:])}."),
+        typer.Option(
+            metavar="NAME",
+            help=f"Write the scores as {TRACED}, or KeyDiff's as "
+            f"{', '.join([*FORMULATIONS][1:])} (as suits the policy by default).",
+        ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Sizes from a model's config.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            rich_help_panel="Model",
+            help="Take sizes from the config of this model (Llama-3.2-3B's by default).",
+        ),
     ] = None,
-    kv_heads: Annotated[int | None, _size("By hand, in place of --model: KV heads.")] = None,
-    heads: Annotated[int | None, _size("Query heads.")] = None,
-    head_dim: Annotated[int | None, _size("Numbers of a key.")] = None,
-    batch: Annotated[int, _size("Sequences.")] = 1,
-    window: Annotated[int | None, _size("Queries the policy looks at, where it has some.")] = None,
+    kv_heads: Annotated[int | None, _size("Use N KV heads (the model's by default).")] = None,
+    heads: Annotated[int | None, _size("Use N query heads (the model's by default).")] = None,
+    head_dim: Annotated[
+        int | None, _size("Give every key N numbers (the model's by default).")
+    ] = None,
+    batch: Annotated[int, _size("Score N sequences at once.")] = 1,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel="Memory",
+            help="Score by the last N queries, for policies with an observation window (the "
+            "policy's own by default).",
+        ),
+    ] = None,
     block: Annotated[
-        int, typer.Option("--block-size", min=1, help="Tokens that arrive at once.")
+        int,
+        typer.Option(
+            "--block-size",
+            min=1,
+            metavar="N",
+            rich_help_panel="Memory",
+            help="Read N tokens at once.",
+        ),
     ] = 128,
     budget: Annotated[
         int,
-        typer.Option("--budget-tokens", min=1, help="Slots per KV head that an evict graph keeps."),
+        typer.Option(
+            "--budget-tokens",
+            min=1,
+            metavar="N",
+            rich_help_panel="Memory",
+            help="Keep N slots per KV head in a graph of --stage evict.",
+        ),
     ] = 512,
     sink_tokens: SinkTokens = None,
     static: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Slots held; left open otherwise.")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            rich_help_panel="Memory",
+            help="Fix the number of slots that are scored (left open by default).",
+        ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of keys and values: float32 or float16 (fp32, fp16).")
+        str,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel="Model",
+            help="Take keys and values in float32 or float16, also written fp32, fp16.",
+        ),
     ] = "fp32",
-    policy_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Of the policy; repeatable."),
-    ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")] = Path("."),
-    ort: Annotated[bool, typer.Option("--ort", help="In ONNX Runtime's own format too.")] = False,
+    policy_option: PolicyOption = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            rich_help_panel="Output",
+            help="Write the files into this folder.",
+        ),
+    ] = Path("."),
+    ort: Annotated[
+        bool,
+        typer.Option(
+            "--ort",
+            rich_help_panel="Output",
+            help="Write the graph in ONNX Runtime's own format, too.",
+        ),
+    ] = False,
     mobile_report: Annotated[
-        bool, typer.Option("--mobile-report", help="What mobile execution providers take of it.")
+        bool,
+        typer.Option(
+            "--mobile-report",
+            rich_help_panel="Output",
+            help="Say which of its operations mobile execution providers take.",
+        ),
     ] = False,
     qnn: Annotated[
         str | None,
-        typer.Option(metavar="CHIP", help="Compile for Qualcomm's NPU too: SM8650, v75, ..."),
+        typer.Option(
+            metavar="CHIP",
+            rich_help_panel="Output",
+            help="Compile it for the NPU of this Qualcomm chip, too, such as SM8650 or v75.",
+        ),
     ] = None,
     force: Force = False,
     quick: Quick = False,
@@ -143,22 +237,26 @@ def scorer_command(
         print(f"{compiled}  for {target.chip}, Hexagon v{target.hexagon}, manifest beside it")
 
 
-@export.command("decoder")
+@export.command("decoder", cls=GroupedHelp)
 def decoder_command(
     model: Annotated[
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A repository, a directory, or pocket; with --exporter existing, a directory "
-            "that holds an ONNX decoder.",
+            help="Export this model: a repository of the hub, a directory, or pocket; with "
+            "--exporter existing, a directory that holds an ONNX decoder.",
         ),
     ],
     policy: Annotated[
-        str | None, typer.Option(help=f"What is evicted ({DEFAULT_POLICY}); see kvcap policies.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel="Memory",
+            help=f"Choose what is evicted by this policy ({DEFAULT_POLICY} by default). "
+            "`kvcap policies` lists all.",
+        ),
     ] = None,
-    policy_option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Of the policy; repeatable.")
-    ] = None,
+    policy_option: PolicyOption = None,
     budget_tokens: Annotated[
         int,
         typer.Option(
@@ -166,7 +264,8 @@ def decoder_command(
             "--max-kv-size",
             min=1,
             metavar="N",
-            help="Slots kept per KV head and layer.",
+            rich_help_panel="Memory",
+            help="Keep N slots per KV head and layer.",
         ),
     ] = 256,
     block_size: Annotated[
@@ -176,30 +275,44 @@ def decoder_command(
             "--prefill-chunk-size",
             min=1,
             metavar="N",
-            help="The most tokens of one run.",
+            rich_help_panel="Memory",
+            help="Read at most N tokens at once.",
         ),
     ] = 128,
     positions: Annotated[
         Literal["compact", "true"] | None,
-        typer.Option(help="Renumber what is kept, or do not (by default compact)."),
+        typer.Option(
+            rich_help_panel="Memory",
+            help="Renumber kept tokens from 0 (compact, the default), or leave their positions as "
+            "they are (true).",
+        ),
     ] = None,
     sink_tokens: SinkTokens = None,
     recent_tokens: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Newest tokens that are never evicted.")
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            rich_help_panel="Memory",
+            help="Never evict the newest N tokens.",
+        ),
     ] = None,
     dtype: Annotated[
         str,
         typer.Option(
-            help="float32 or float16 (fp32, fp16), or int8, int4: weights in blocks of integers, a "
-            "cache in float32."
+            metavar="NAME",
+            rich_help_panel="Model",
+            help="Compute in float32 or float16, also written fp32, fp16; or hold weights in "
+            "blocks of integers (int8, int4) and the cache in float32.",
         ),
     ] = "fp32",
     symmetric: Annotated[
         bool | None,
         typer.Option(
             "--symmetric/--asymmetric",
-            help="Blocks of integers without a zero of their own, or with one (by default int8 "
-            "without, int4 with).",
+            rich_help_panel="Model",
+            help="Round weights in blocks whose range lies around 0, or in blocks with a zero of "
+            "their own (by default int8 around 0, int4 with a zero of its own).",
             show_default=False,
         ),
     ] = None,
@@ -207,48 +320,64 @@ def decoder_command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="With --exporter existing: which of several graphs (fp32, q4, q4f16, int8, ...).",
+            rich_help_panel="Model",
+            help="Take this one of several graphs, such as fp32, q4, q4f16 or int8; needs "
+            "--exporter existing.",
         ),
     ] = None,
     config: Annotated[
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="With --exporter existing: the model it was made from, where no config.json lies "
-            "beside it.",
+            rich_help_panel="Model",
+            help="Take the config of this model, where no config.json lies beside the graph; "
+            "needs --exporter existing.",
         ),
     ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Round int4 by what this text, like those that the model will read, multiplies "
-            "the weights with (GPTQ): minutes, and better answers. With --kv-dtype it also tells "
-            "how large keys and values are.",
+            rich_help_panel="Model",
+            help="Round int4 by a text like those that the model will read (GPTQ): the export "
+            "takes minutes, and loses less. With --kv-dtype int8, keys and values are measured "
+            "by it.",
         ),
     ] = None,
     kv_dtype: Annotated[
         Literal["int8"] | None,
         typer.Option(
             "--kv-dtype",
-            help="Hold keys and values in 8 bits, not in the type of the cache: the same bytes "
-            "hold up to four times as many.",
+            rich_help_panel="Memory",
+            help="Hold keys and values in 8 bits, so that the same bytes hold up to four times as "
+            "many (in the type of the cache by default).",
         ),
     ] = None,
     exporter: Annotated[
         Exporter,
         typer.Option(
-            help="kvcap: its own, which evicts in place; optimum: its export with graphs beside it "
-            "that evict; existing: those for an ONNX decoder that is there."
+            rich_help_panel="Model",
+            help="Export by kvcap, whose graph evicts in place; by optimum, with graphs beside it "
+            "that evict; or write those graphs for an ONNX decoder that exists (existing).",
         ),
     ] = "kvcap",
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Directory (MODEL-onnx, or in place)."),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            rich_help_panel="Output",
+            help="Write into this directory (MODEL-onnx by default, or beside an existing "
+            "decoder).",
+        ),
     ] = None,
     force: Force = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Check one block past the budget only.")
+        bool,
+        typer.Option(
+            "--quick", rich_help_panel="Output", help="Check only one block past the budget."
+        ),
     ] = False,
     json: Json = False,
 ) -> None:
@@ -303,11 +432,16 @@ def decoder_command(
 def verify_command(
     path: Annotated[
         Path,
-        typer.Argument(help="A .onnx with its manifest, a folder of some, or a decoder's folder."),
+        typer.Argument(
+            help="Check this .onnx file with its manifest, a folder of some, or a decoder's folder."
+        ),
     ],
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="A decoder's model, if not where it was."),
+        typer.Option(
+            metavar="MODEL",
+            help="Compare a decoder with this model (by default the one it was made from).",
+        ),
     ] = None,
     quick: Quick = False,
     json: Json = False,

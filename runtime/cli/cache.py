@@ -65,7 +65,9 @@ def clear_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]", help="Remove what was made of this model alone.", show_default=False
+            metavar="[MODEL]",
+            help="Remove only what was made of this model (everything by default).",
+            show_default=False,
         ),
     ] = None,
 ) -> None:

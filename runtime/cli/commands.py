@@ -115,15 +115,16 @@ def chat_command(
 @grouped
 def generate_command(
     first: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Needed only before a PROMPT or -f.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="Run this model; needed only before a PROMPT or -f."),
     ] = None,
     second: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="What to answer; - reads stdin.")
+        str | None, typer.Argument(metavar="PROMPT", help="Answer this text; - reads stdin.")
     ] = None,
     file: Annotated[
         str | None,
         typer.Option(
-            "--file", "-f", metavar="FILE", help="Read the prompt from a file; - is stdin."
+            "--file", "-f", metavar="FILE", help="Read the prompt from a file; - reads stdin."
         ),
     ] = None,
     model: Annotated[
@@ -329,7 +330,7 @@ def policy_command(
         str,
         typer.Argument(
             metavar="NAME",
-            help="Of a policy, or A+B for a combination.",
+            help="Show this policy, or A+B for a combination.",
             autocompletion=policy_names,
         ),
     ],

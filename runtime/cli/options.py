@@ -36,8 +36,8 @@ ENVIRONMENT = "KVCAP_"
 CONTEXT = inspect.Parameter.POSITIONAL_OR_KEYWORD
 STDIN = "-"
 HEADINGS = (  # of a command's help, in order
-    "Arguments", "Options", "Model", "Memory", "Recall", "Conversation", "Sampling", "Output",
-    "Device", "Address", "Limits", "Replicas",
+    "Arguments", "Options", "Measure", "Texts", "Model", "Decoder", "Memory", "Recall",
+    "Conversation", "Sampling", "Output", "Device", "Address", "Limits", "Replicas",
 )  # fmt: skip
 
 
@@ -274,8 +274,8 @@ Model = Annotated[
         metavar="MODEL",
         envvar=ENVIRONMENT + "MODEL",
         show_envvar=False,
-        help="A repository of the hub, a local directory, or pocket, the built-in model "
-        "(others: pocket-plain, pocket-text).",
+        help="Use this model: a repository of the hub, a local directory, a GGUF file, or "
+        "pocket, which is built in (as are pocket-plain and pocket-text).",
     ),
 ]
 Device = Annotated[
@@ -332,7 +332,8 @@ class CacheOptions:
             "--max-kv-size",
             min=1,
             metavar="N",
-            help="Or keep at most N slots per KV head and layer (256 by default).",
+            help="Keep at most N slots per KV head and layer (256 by default); instead of "
+            "--kv-budget.",
         ),
     ] = None
     memory_cap: Annotated[
