@@ -354,7 +354,9 @@ class EngineOptions:
         if self.engine == "local":
             for name, given in (("--replicas", self.replicas), ("--ray-address", self.ray_address)):
                 if given is not None:
-                    raise ValueError(f"{name} {given} needs --engine ray")
+                    raise ValueError(
+                        f"{name} {given} needs --engine ray; add that, or leave it out"
+                    )
 
 
 @grouped
@@ -415,7 +417,7 @@ def serve_command(
         pass
     finally:
         if server.forced and engine.engine == "local":
-            say("the server has ended at once, at a second signal")
+            say("the server has ended at once, at a second signal; unfinished answers are lost")
             os._exit(1)  # threads that save or answer are not waited for
     if not quiet:
         say("the server has ended")

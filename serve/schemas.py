@@ -120,7 +120,7 @@ def _shallow(value: Any) -> Any:
     while level:
         depth += 1
         if depth > SCHEMA_DEPTH:
-            raise ValueError(f"it is nested more than {SCHEMA_DEPTH} deep")
+            raise ValueError(f"it is nested too deeply; use at most {SCHEMA_DEPTH} levels")
         inner: list[Any] = []
         for one in level:
             inner += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
@@ -195,11 +195,15 @@ class ChatMessage(Strict):
     def _fits_role(self) -> ChatMessage:
         calls = self.tool_calls or []
         if calls and self.role != "assistant":
-            raise ValueError(f"tool_calls are an assistant's; this message is of the {self.role}")
+            raise ValueError(
+                f"tool_calls are in a message of the {self.role}; give them in the assistant's"
+            )
         if self.role == "tool" and not self.tool_call_id:
             raise ValueError("a tool's message has no tool_call_id; say which call it answers")
         if self.role != "tool" and self.tool_call_id is not None:
-            raise ValueError(f"tool_call_id is a tool's; this message is of the {self.role}")
+            raise ValueError(
+                f"tool_call_id is in a message of the {self.role}; give it in a tool's"
+            )
         if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError("the message has no content; give a text")
         if self.pin and self.role in ("assistant", "tool"):
@@ -450,14 +454,22 @@ class ChatRequest(Request):
         if both and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise ValueError("top_logprobs needs logprobs: true; add that, or leave it out")
         shaped = self.response_format is not None and self.response_format.schema_of_answer
         if self.tools and shaped:
-            raise ValueError("tools and a response_format of JSON cannot be had together")
+            raise ValueError(
+                "tools do not go with a response_format of JSON; leave one of them out"
+            )
         if self.tool_choice not in (None, "auto", "none") and not self.forced:
-            raise ValueError("tool_choice asks for a call of what is not among the tools; name one")
+            raise ValueError(
+                "tool_choice asks for a call of what is not among the tools; give that tool, or "
+                "leave tool_choice out"
+            )
         if self.ignore_eos and self.held_to is not None:
-            raise ValueError("ignore_eos and an answer that is held to a form exclude each other")
+            raise ValueError(
+                "ignore_eos does not go with response_format or tool_choice, by which the answer "
+                "ends; leave one of them out"
+            )
         self._check_begun()
         return self
 
@@ -478,8 +490,8 @@ class ChatRequest(Request):
             raise ValueError("the last message has tool_calls; give what they returned behind it")
         if last.content and self.held_to is not None:
             raise ValueError(
-                "an answer that is held to a form (response_format, tool_choice) cannot be begun "
-                "by the last message"
+                "the last message begins the answer, which response_format or tool_choice "
+                "constrain from its start; end with a user's message, or leave them out"
             )
 
     @property
@@ -577,9 +589,14 @@ class CompletionRequest(Request):
     @model_validator(mode="after")
     def _fits(self) -> CompletionRequest:
         if (count := len(self.prompt) * (self.n or 1)) > ANSWERS:
-            raise ValueError(f"prompt and n ask for {count} answers; {ANSWERS} at most")
+            raise ValueError(
+                f"prompt and n ask for {count} answers; ask for {ANSWERS} at most in one request"
+            )
         if self.echo and self.logprobs is not None and self.recall not in (None, OFF):
-            raise ValueError("recall puts text into the prompt, which echo with logprobs has not")
+            raise ValueError(
+                "recall adds text to the prompt, and echo with logprobs needs the prompt as it is; "
+                "leave recall or echo out"
+            )
         return self
 
     def further_options(self) -> dict[str, Any]:

@@ -164,7 +164,10 @@ def bound(host: str, port: int) -> socket.socket:
         # asyncio sets TCP_NODELAY only on what is said to be TCP; without it answers are 40 ms late
         found = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise PortTaken(f"--host {host} is no address: {error.strerror}") from error
+        raise PortTaken(
+            f"--host {host} is no address ({error.strerror}); give one of this machine, such as "
+            "127.0.0.1"
+        ) from error
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(address)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcap.export.adopted.grouped import Nodes, nodes_of, read_nodes
+from kvcap.export.adopted.grouped import OTHER, Nodes, nodes_of, read_nodes
 from kvcap.runtime.backends.onnxruntime.graph import TYPES, Graph
 from kvcap.runtime.errors import UnsupportedModel
 
@@ -62,7 +62,9 @@ def read_ports(file: Path) -> DecoderPorts:
     _check_integers(file, ports)
     heads, size, cache = _sizes(file, past)
     if not size:
-        raise UnsupportedModel(f"past_key_values of {file.name} have an open head size")
+        raise UnsupportedModel(
+            f"past_key_values of {file.name} have an open head size, which must be fixed; {OTHER}"
+        )
     return DecoderPorts(graph, file, layers, heads, size, cache)
 
 
@@ -70,7 +72,9 @@ def _check_integers(file: Path, ports: dict[str, Any]) -> None:
     """Refuse tokens, masks and positions of another type than int64."""
     for name in ("input_ids", "attention_mask", "position_ids", "num_logits_to_keep"):
         if name in ports and ports[name].type != "tensor(int64)":
-            raise UnsupportedModel(f"{file.name} takes {name} as {ports[name].type}, not int64")
+            raise UnsupportedModel(
+                f"{file.name} takes {name} as {ports[name].type}, not int64; {OTHER}"
+            )
 
 
 def _sizes(file: Path, past: dict[str, Any]) -> tuple[int, int, Any]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvcap.export.adopted.grouped import OTHER
 from kvcap.export.adopted.signature import DecoderPorts
 from kvcap.runtime.errors import UnsupportedModel, first_line
 from kvcap.runtime.models.config import ModelShape
@@ -85,7 +86,9 @@ def check_evictable(found: DecoderPorts, shape: ModelShape) -> bool:
     whole, _ = trial.run(last, past, TOKENS)
     pieces, _ = trial.run(last, halves, TOKENS)
     if not trial.same(whole, pieces):
-        raise UnsupportedModel(f"{name} computes something else when a prompt is read in blocks")
+        raise UnsupportedModel(
+            f"{name} computes something else when a prompt is read in blocks; {OTHER}"
+        )
     if any(layer.rope for layer in shape.layers):
         away, _ = trial.run(last, past, TOKENS + 5 * FURTHER)
         if trial.same(away, whole):

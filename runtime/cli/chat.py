@@ -287,7 +287,7 @@ class Chat:
                 raise PlanInfeasible(
                     f"{found.plan.budget_tokens:,} slots take "
                     f"{format_bytes(found.plan.cache_bytes)}, which is {format_bytes(more)} more "
-                    f"than now, and {format_bytes(free)} are free"
+                    f"than now, and {format_bytes(free)} are free; give a smaller budget"
                 )
             self._switch(found)
         else:
@@ -319,7 +319,7 @@ class Chat:
                 if isinstance(error, (MemoryError, RuntimeError)):  # torch raises the latter
                     raise MemoryCapExceeded(
                         f"the memory for {runtime.plan.budget_tokens:,} slots cannot be had "
-                        f"({first_line(error)}); nothing is changed"
+                        f"({first_line(error)}); the chat goes on as it was, give a smaller budget"
                     ) from error
                 raise
         plan = runtime.plan
@@ -478,7 +478,8 @@ def with_budget(runtime: Engine, text: str) -> Engine:
     found = bisect_right(range(1, over), most, key=taken)
     if not found:
         raise ValueError(
-            f"one slot takes {format_bytes(taken(1))}, and the budget is {format_bytes(most)}"
+            f"one slot takes {format_bytes(taken(1))}, and the budget is {format_bytes(most)}; "
+            "give a larger one"
         )
     return runtime.with_budget(found)
 

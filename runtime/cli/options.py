@@ -264,7 +264,10 @@ def read_schema(given: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"there is no JSON schema in {name}: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"there is no JSON schema in {name}: it is no object, in braces")
+        raise ValueError(
+            f"the JSON in {name} is no schema; give an object in braces, such as "
+            '{"type": "object"}'
+        )
     return found
 
 

@@ -333,7 +333,8 @@ def _on_meta(config: Any, dtype: torch.dtype) -> Any:
             )
     except Exception as error:  # whatever a model's constructor makes of its config's values
         raise ModelFilesBroken(
-            f"config.json describes no model that can be built: {first_line(error)}"
+            f"config.json describes no model that can be built ({first_line(error)}); get the "
+            "config.json that belongs to the weights"
         ) from error
 
 
@@ -418,7 +419,9 @@ def _on_the_hub(repository: str) -> Headers | None:
     except NotASafetensorsRepoError as error:
         raise ModelFilesBroken(f"{repository!r} cannot be loaded: {NO_PICKLES}") from error
     except SafetensorsParsingError as error:
-        raise ModelFilesBroken(f"{repository!r} has broken files: {first_line(error)}") from error
+        raise ModelFilesBroken(
+            f"{repository!r} has broken files ({first_line(error)}); give another repository"
+        ) from error
     except Exception:  # offline; what the client raises differs between its versions
         return None
     return {k: Tensor(x.dtype, tuple(x.shape)) for file in files for k, x in file.tensors.items()}

@@ -104,7 +104,7 @@ def test_ray_is_refused_by_name_where_it_is_missing(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("engine", [EngineOptions(replicas=2), EngineOptions(ray_address="x:1")])
 def test_options_of_a_cluster_need_one(engine: EngineOptions) -> None:
-    with pytest.raises(ValueError, match="needs --engine ray"):
+    with pytest.raises(ValueError, match="needs --engine ray; add that"):
         engine.check()
 
 

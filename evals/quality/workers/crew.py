@@ -38,7 +38,9 @@ class Crew:
         if self.engine == "ray":
             require_ray()
         elif self.ray_address is not None:
-            raise ValueError(f"--ray-address {self.ray_address} needs --engine ray")
+            raise ValueError(
+                f"--ray-address {self.ray_address} needs --engine ray; add that, or leave it out"
+            )
 
     def local_workers(self, device: str | None) -> int:
         """Return how many processes of this machine are to work on a device."""

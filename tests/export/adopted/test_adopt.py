@@ -174,7 +174,7 @@ def test_the_standard_signature_is_taken(tmp_path):
         ({"attention_mask": None}, "attention_mask"),
         ({"past_key_values.1.value": None}, r"present\.1\.value|past_key_values"),
         ({"use_cache_branch": (TensorProto.BOOL, [1])}, "use_cache_branch"),
-        ({"input_ids": (TensorProto.INT32, ["batch", "T"])}, "not int64"),
+        ({"input_ids": (TensorProto.INT32, ["batch", "T"])}, "not int64; export"),
         ({"past_key_values.1.key": (TensorProto.FLOAT, ["batch", 2, "other", 8])}, "2 lengths"),
         ({"past_key_values.1.key": (TensorProto.FLOAT, ["batch", 4, "past", 8])}, "unequally"),
         ({f"past_key_values.{i}.{k}": (TensorProto.FLOAT, ["batch", 2, 64, 8])

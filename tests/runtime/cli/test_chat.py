@@ -144,7 +144,7 @@ def test_commands(line: str, says: str, chat: Chat, capsys: pytest.CaptureFixtur
         ("/undo", "nothing to take back"),
         ("/budget 0", "1 slot or more"),
         ("/budget much", "'much' is no budget"),
-        ("/budget 1B", "one slot takes"),
+        ("/budget 1B", "give a larger one"),
         ("/set markdown perhaps", "on or off"),
         ("/read", "give a file"),
         ("/read nowhere.txt", "'nowhere.txt': No such file"),
