@@ -710,7 +710,7 @@ def test_a_taken_port_is_said_and_addresses_of_this_machine_are_known():
         taken.listen()
         with pytest.raises(errors.PortTaken, match="--port 0 takes a free port"):
             bound("127.0.0.1", taken.getsockname()[1])
-    with pytest.raises(errors.PortTaken, match="is no address .*; give one"):
+    with pytest.raises(errors.PortTaken, match=r"is no address .*; give one"):
         bound("no.such.name.invalid", 0)
     assert [is_loopback(x) for x in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
         True, True, True, False, False,
