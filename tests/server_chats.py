@@ -80,7 +80,7 @@ def small(folder: str) -> kvcap.Runtime:
 
 
 def served(model: str, running: Running | None = None, **address: Any) -> Server:
-    """What `kvcap serve MODEL` opens, on a free port."""
+    """Open what `kvcap serve MODEL` opens, on a free port."""
     return opened(
         model, Address(port=0, **address), Load(), EngineOptions(), Backend(),
         Budget(budget_tokens=64, block_size=16, dtype="float32"),

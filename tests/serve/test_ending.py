@@ -1,4 +1,4 @@
-"""How a server ends: what clients are told, what the log says, and a second signal."""
+"""A server that ends says so to its clients and in its log, and at once at a second signal."""
 
 from __future__ import annotations
 

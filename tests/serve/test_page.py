@@ -502,7 +502,7 @@ def test_one_tab_at_a_time_answers_a_conversation(page, url):
 @pytest.mark.slow
 @in_browser
 def test_without_locks_what_two_tabs_say_at_once_is_kept_twice(page, url):
-    """As over plain HTTP from another machine."""
+    """Hide the locks that a browser has over HTTPS and on this machine alone."""
     lockless = "Object.defineProperty(navigator, 'locks', { value: undefined });"
     page.add_init_script(lockless + SLOWLY)
     opened(page, url)
@@ -955,7 +955,7 @@ MANY = (
 @pytest.mark.parametrize("width", [390, 1280])
 @in_browser
 def test_axe_finds_nothing(page, url, width, scheme):
-    """Of the page with and without a conversation, of its drawers and its dialog."""
+    """Axe-core looks at the page with and without a conversation, its drawers and its dialog."""
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
     page.set_viewport_size({"width": width, "height": 844})
     answering(page, {"reasoning_content": "Hm."}, {"content": MANY}, usage={"completion_tokens": 9})

@@ -1,4 +1,4 @@
-"""What evaluations and load tools ask for: several prompts, tokens, echoes, and answers begun."""
+"""Evaluations and load tools get several prompts, tokens, echoes, and answers that are begun."""
 
 from __future__ import annotations
 

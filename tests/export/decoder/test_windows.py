@@ -101,7 +101,7 @@ def test_policies_with_a_state_and_evictions_at_once(policy, positions, evict_ev
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
 def test_where_all_fits_it_is_the_uncapped_model(positions):
-    """By transformers' own attention over the whole text, which is longer than the window."""
+    """Logits are those of transformers' own attention over a text longer than the window."""
     made = decoder(positions=positions, budget=64, sliding_window=11)
     found, seen, ids = Watched(facts_of(made, "fp32"), made), 0, ids_of(47)
     plain = tiny_model("gemma3_text", "eager", sliding_window=11)

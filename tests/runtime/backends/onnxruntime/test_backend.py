@@ -178,7 +178,7 @@ def test_an_answer_ends_at_what_the_manifest_does_not_name(copied, ends, capsys)
 
 
 def test_python_takes_an_export_as_it_takes_a_model(exported, tmp_path, monkeypatch, capsys):
-    """By the example of the documentation; what an export cannot do is refused by name."""
+    """The documentation's example runs; what an export cannot do is refused by name."""
     (tmp_path / "pocket-onnx").symlink_to(exported("compact", MOST))
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(
