@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -10,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcap.serve import schemas
-from kvcap.serve.contract import Ask, Conversations
+from kvcap.serve.contract import Ask, Conversations, Piece, Reply
 from kvcap.serve.errors import ApiError, of_body
 from kvcap.serve.limits import RequestLimits
-from kvcap.serve.streaming import Form
+from kvcap.serve.streaming import ChatForm, Form
 
 Body = TypeVar("Body", bound=schemas.Strict)
 
@@ -50,12 +51,31 @@ class ChatPath(Protocol):
             ApiError: nothing that could be answered.
         """
 
-    def check_model(self, name: str) -> None:
-        """Refuse a request for another model.
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model; None: it names none.
 
         Raises:
             ApiError: naming the one there is.
         """
+
+
+class TranslatedForm(ChatForm):
+    """A form that puts each part of a chat's stream into the words of another API."""
+
+    @abstractmethod
+    def delta(self, delta: Mapping[str, Any]) -> bytes:
+        """Write one delta of a chat's stream."""
+
+    def written(self, piece: Piece) -> bytes:
+        """Write what a piece brings."""
+        return self._deltas(self.put(piece))
+
+    def rest(self, reply: Reply) -> bytes:
+        """Write what was held back, and the calls."""
+        return self._deltas(self.end(reply))
+
+    def _deltas(self, choices: Sequence[Mapping[str, Any]]) -> bytes:
+        return b"".join([self.delta(choice["delta"]) for choice in choices])
 
 
 def chat_request(made: Callable[[], Mapping[str, Any]]) -> schemas.ChatRequest:

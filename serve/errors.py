@@ -28,6 +28,7 @@ NO_TEMPLATE = (
     "has no chat template, so messages cannot be answered; continue a text by /v1/completions, or "
     "start the server with --chat-template FILE or NAME, such as chatml"
 )
+EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")  # addresses of other servers
 SHOWN = 80  # letters of what was given, in a message about it
 ADVICE = {  # pydantic's kinds of errors whose own words say little, by what is to be done
     "extra_forbidden": "is no parameter that this server knows; leave it out",
@@ -88,8 +89,10 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def of_runtime(error: Exception) -> ApiError:
-    """Return the API's error for one that the conversations raised."""
+def as_api_error(error: Exception) -> ApiError:
+    """Return the API's error for any: itself, or that of one which the conversations raised."""
+    if isinstance(error, ApiError):
+        return error
     said = str(error)
     if isinstance(error, Busy):
         return ApiError(429, said, code="busy", retry_after_s=error.retry_after_s)
@@ -137,9 +140,6 @@ def _shown(given: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
-
-
 def _words(name: str) -> str:
     """Return `PinsTooLarge` as `pins_too_large`."""
     return "".join(f"_{x.lower()}" if x.isupper() else x for x in name).lstrip("_")
@@ -164,4 +164,4 @@ async def respond(request: Request, error: Exception) -> JSONResponse:
     """Handle every error that reaches Starlette."""
     if isinstance(error, HTTPException):
         return _of_address(request, error)
-    return (error if isinstance(error, ApiError) else of_runtime(error)).response
+    return as_api_error(error).response

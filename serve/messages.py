@@ -7,6 +7,7 @@ model thinks is a block of its own; counts of tokens are this tokenizer's.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,10 +16,10 @@ from starlette.responses import JSONResponse, Response
 
 from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, chat_request
-from kvcap.serve.contract import Piece, Reply
-from kvcap.serve.errors import ApiError, of_runtime
-from kvcap.serve.streaming import WRITTEN, ChatForm
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, chat_request
+from kvcap.serve.contract import Reply
+from kvcap.serve.errors import ApiError, as_api_error
+from kvcap.serve.streaming import WRITTEN
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
@@ -155,7 +156,7 @@ def _text(content: Any, where: str) -> str:
     return "".join(block["text"] for block in blocks)
 
 
-class MessageForm(ChatForm):
+class MessageForm(TranslatedForm):
     """A form that puts a chat's answer into Anthropic's words."""
 
     prefix = "msg"
@@ -173,15 +174,11 @@ class MessageForm(ChatForm):
         said = {**self._message([], None), "stop_sequence": None, "usage": usage}
         return _event("message_start", message=said)
 
-    def written(self, piece: Piece) -> bytes:
-        """Write the blocks that a piece opens or continues."""
-        return b"".join([self._delta(choice["delta"]) for choice in self.put(piece)])
-
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and why the answer ended."""
-        last = b"".join([self._delta(choice["delta"]) for choice in self.end(reply)])
+        last = self.rest(reply) + self._close()
         ended = {"stop_reason": self._stopped(reply), "stop_sequence": _stop_string(reply)}
-        last += self._close() + _event("message_delta", delta=ended, usage=_usage(reply))
+        last += _event("message_delta", delta=ended, usage=_usage(reply))
         return last + _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
@@ -209,8 +206,8 @@ class MessageForm(ChatForm):
     def _stopped(self, reply: Reply) -> str:
         return "stop_sequence" if _stop_string(reply) else ENDS[self._reason(reply)]
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        """Write one delta of OpenAI's stream."""
+    def delta(self, delta: Mapping[str, Any]) -> bytes:
+        """Write the blocks that a delta opens or continues."""
         found = b""
         if text := delta.get("reasoning_content"):
             found += self._begin("thinking", {"thinking": "", "signature": ""})
@@ -306,5 +303,5 @@ class Messages:
 
 def refused(error: Exception) -> Response:
     """Return the answer to a request that is refused, in Anthropic's form."""
-    found = error if isinstance(error, ApiError) else of_runtime(error)
+    found = as_api_error(error)
     return JSONResponse({"type": "error", **_error(found)}, found.status, found.headers)

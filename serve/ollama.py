@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -19,10 +20,10 @@ from starlette.routing import Route
 from kvcap import __version__
 from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, chat_request
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, chat_request
 from kvcap.serve.contract import Piece, Reply
-from kvcap.serve.errors import ApiError, of_runtime
-from kvcap.serve.streaming import WRITTEN, ChatForm
+from kvcap.serve.errors import ApiError, as_api_error
+from kvcap.serve.streaming import WRITTEN
 
 OPTIONS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
            "seed": "seed", "stop": "stop", "num_predict": "max_tokens",
@@ -139,7 +140,7 @@ class ShowBody(schemas.Strict):
     verbose: bool | None = None
 
 
-class OllamaForm(ChatForm):
+class OllamaForm(TranslatedForm):
     """A form that puts a chat's answer into ollama's words.
 
     Args:
@@ -164,14 +165,9 @@ class OllamaForm(ChatForm):
         self.first = self.first or time.perf_counter_ns()
         return super().put(piece)
 
-    def written(self, piece: Piece) -> bytes:
-        """Write the lines that a piece brings."""
-        return b"".join([self._line(choice["delta"]) for choice in self.put(piece)])
-
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and the figures."""
-        last = b"".join([self._line(choice["delta"]) for choice in self.end(reply)])
-        return last + _json_line({**self._said({}), **self._figures(reply)})
+        return self.rest(reply) + _json_line({**self._said({}), **self._figures(reply)})
 
     def failed(self, error: ApiError) -> bytes:
         """Write the error."""
@@ -183,10 +179,11 @@ class OllamaForm(ChatForm):
         said = self._said({**delta, "tool_calls": self.calls})
         return {**said, **self._figures(reply)}
 
-    def _line(self, delta: dict[str, Any]) -> bytes:
+    def delta(self, delta: Mapping[str, Any]) -> bytes:
+        """Write a delta's line."""
         return _json_line({**self._said(delta), "done": False}) if delta else b""
 
-    def _said(self, delta: dict[str, Any]) -> dict[str, Any]:
+    def _said(self, delta: Mapping[str, Any]) -> dict[str, Any]:
         """Return one delta of a chat's stream in ollama's words."""
         text, thoughts = delta.get("content") or "", delta.get("reasoning_content")
         found = {"model": self.model, "created_at": now()}
@@ -314,5 +311,5 @@ def _json_line(said: dict[str, Any]) -> bytes:
 
 
 def _refused(error: Exception) -> Response:
-    found = error if isinstance(error, ApiError) else of_runtime(error)
+    found = as_api_error(error)
     return JSONResponse({"error": found.message}, found.status, found.headers)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, chat_request
-from kvcap.serve.contract import Piece, Reply
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, chat_request
+from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
-from kvcap.serve.streaming import WRITTEN, ChatForm
+from kvcap.serve.streaming import WRITTEN
 
 TEXTS = ("input_text", "output_text", "text")
 
@@ -245,7 +245,7 @@ class Responses:
             self.nbytes -= self.kept.popitem(last=False)[1].nbytes
 
 
-class ResponseForm(ChatForm):
+class ResponseForm(TranslatedForm):
     """A form that puts a chat's answer into the words of `/v1/responses`.
 
     Args:
@@ -277,14 +277,9 @@ class ResponseForm(ChatForm):
         said = self._response(None, "in_progress")
         return self._event("created", response=said) + self._event("in_progress", response=said)
 
-    def written(self, piece: Piece) -> bytes:
-        """Write the items that a piece opens or continues."""
-        return b"".join([self._delta(choice["delta"]) for choice in self.put(piece)])
-
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and the whole response."""
-        last = b"".join([self._delta(choice["delta"]) for choice in self.end(reply)])
-        last += self._close()
+        last = self.rest(reply) + self._close()
         self.keep(self)
         said = self._response(reply)
         return last + self._event(said["status"], response=said)
@@ -301,7 +296,7 @@ class ResponseForm(ChatForm):
             {"reasoning_content": self.thoughts}, {"content": self.content},
             {"tool_calls": self.calls},
         ):  # fmt: skip
-            self._delta(delta)
+            self.delta(delta)
         self._close()
         self.keep(self)
         return self._response(reply)
@@ -337,8 +332,8 @@ class ResponseForm(ChatForm):
             "store": asked.store is not False, "truncation": "disabled", "usage": usage,
         }  # fmt: skip
 
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        """Write one delta of a chat's stream."""
+    def delta(self, delta: Mapping[str, Any]) -> bytes:
+        """Write the items that a delta opens or continues."""
         found = b""
         if text := delta.get("reasoning_content"):
             found += self._begin("reasoning", "reasoning_text", {"summary": [], "content": []})
@@ -360,13 +355,12 @@ class ResponseForm(ChatForm):
         closed, self.open = self._close(), kind
         name = {"type": kind, "id": f"{kind[:3]}_{secrets.token_hex(12)}"}
         self.output.append({**name, "status": "in_progress", **item})
-        shown = json.loads(json.dumps(self.output[-1]))
-        found = closed + self._event("output_item.added", **self._place(), item=shown)
+        found = closed + self._event("output_item.added", **self._place(), item=self.output[-1])
         if not part:
             return found
-        self.output[-1]["content"].append({"type": part, "text": "", "annotations": []})
-        shown = dict(self.output[-1]["content"][0])
-        return found + self._event("content_part.added", **self._within(), part=shown)
+        empty = {"type": part, "text": "", "annotations": []}
+        self.output[-1]["content"].append(empty)
+        return found + self._event("content_part.added", **self._within(), part=empty)
 
     def _go_on(self, kind: str, text: str) -> bytes:
         """Write more of the item that is open."""

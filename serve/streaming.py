@@ -25,7 +25,7 @@ from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.stats import FinishReason
 from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.serve.contract import Piece, Reply, Usage
-from kvcap.serve.errors import ApiError, of_runtime
+from kvcap.serve.errors import ApiError, as_api_error
 from kvcap.serve.metrics import Metrics
 from kvcap.serve.series import Series
 from kvcap.serve.thoughts import ThoughtGate, without_thoughts
@@ -72,6 +72,9 @@ class Form(ABC):
     prefix: str
     whole_object: str
     part_object: str
+    media_type = "text/event-stream"
+    alive = ALIVE
+    """Holds what a stream has while a prompt is read, so that no proxy takes it for dead."""
 
     def __init__(self, model: str, include_usage: bool, usage_each: bool = False) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
@@ -105,10 +108,6 @@ class Form(ABC):
         """Note what the request has taken up to a piece that is put next."""
         if self.so_far is not None:
             self.so_far = _usage_so_far(piece.prompt_tokens, piece.completion_tokens)
-
-    media_type = "text/event-stream"
-    alive = ALIVE
-    """Holds what a stream has while a prompt is read, so that no proxy takes it for dead."""
 
     def opening(self) -> bytes:
         """Write what a stream begins with."""
@@ -474,7 +473,7 @@ async def _events(
 
 def _refusal(error: Exception) -> ApiError:
     """Return the error to send; log one that nobody foresaw."""
-    found = error if isinstance(error, ApiError) else of_runtime(error)
+    found = as_api_error(error)
     if found.status == 500:
         LOG.error("an answer failed", exc_info=error)
     return found
