@@ -13,6 +13,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import time
 from typing import Any
 
@@ -162,7 +163,11 @@ class Api:
         self.created = int(time())
         self.messages, self.responses = Messages(self), Responses(self)
         self.tokens, self.ollama = Tokens(self), Ollama(self)
-        self.schema = openapi_of(settings.model)
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """Return the document of `/docs`, made when it is first asked for."""
+        return openapi_of(self.settings.model)
 
     @property
     def name(self) -> str:
@@ -225,8 +230,7 @@ class Api:
         self, request: Request, said: schemas.ChatRequest, form: Callable[[], Form]
     ) -> Response:
         """Answer a chat in any form: of OpenAI's API, or of another that was translated to it."""
-        if said.model is not None:
-            self.check_model(said.model)
+        self.check_model(said.model)
         if not self.conversations.figures().chat_template:
             raise ApiError(400, f"{self.settings.model} {NO_TEMPLATE}", code="no_chat_template")
         return await self._answer(request, said.asks(said.ask(*self._given(request))), form, said)
@@ -238,15 +242,13 @@ class Api:
             ApiError: nothing that could be answered.
         """
         said = chat_request(made)
-        if said.model is not None:
-            self.check_model(said.model)
+        self.check_model(said.model)
         return said.ask(*self._given(request))
 
     async def complete(self, request: Request) -> Response:
         """Continue a text: `POST /v1/completions`."""
         said = await self.said(request, schemas.CompletionRequest)
-        if said.model is not None:
-            self.check_model(said.model)
+        self.check_model(said.model)
         given = self._given(request)
         asks = [ask for prompt in said.prompt for ask in said.asks(said.ask(prompt, *given))]
 
@@ -292,14 +294,14 @@ class Api:
                 raise of_body(error) from error
         return said
 
-    def check_model(self, name: str) -> None:
-        """Refuse a request for another model.
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model; None: it names none.
 
         Raises:
             ApiError: naming the one there is.
         """
-        if name != self.settings.model:
-            said = f"there is no model {name[:80]!r} here; use {self.settings.model!r}"
+        if name not in (None, self.settings.model):
+            said = f"there is no model {str(name)[:80]!r} here; use {self.settings.model!r}"
             raise ApiError(404, said, param="model", code="model_not_found")
 
     def _given(self, request: Request) -> tuple[str, str | None, RequestLimits, Mapping[str, Any]]:

@@ -115,8 +115,7 @@ class Job:
         prompt, likely = self.ask.prompt, tuple(session.prompt_logprobs)
         assert prompt is not None
         if not isinstance(prompt, str):
-            backend = session.runtime.tokenizer.backend_tokenizer
-            prompt = backend.decode(list(prompt), skip_special_tokens=False)
+            prompt = decoded(session.runtime.tokenizer, prompt)
         self.give(session, prompt, likely or None)
 
     def likely(self, session: Session) -> tuple[Logprob, ...] | None:
