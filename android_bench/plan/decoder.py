@@ -15,9 +15,9 @@ import torch
 from kvcap.android_bench.decoders import decoder_in
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.plan.expected import Folder
-from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of, windows_of
+from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
-from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+from kvcap.runtime.backends.onnxruntime.manifest import Manifest, windows_in
 from kvcap.runtime.types import EVICT_EVERY, MANIFEST
 
 FOLDER = "decoder"
@@ -85,7 +85,7 @@ def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
     prompt, runs = facts["sample"]["prompt"], facts["sample"]["runs"]
     exact = facts["dtype"] == "fp32"
     if not exact:
-        pairs = zip(facts["budgets"], windows_of(manifest), strict=True)
+        pairs = zip(facts["budgets"], windows_in(manifest.facts), strict=True)
         least = min(budget for budget, window in pairs if window is None)
         runs = [n for n, whole in zip(runs, accumulate(runs), strict=True) if whole <= least]
         runs = runs or [min(runs_of(facts), least)]

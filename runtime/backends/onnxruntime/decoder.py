@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.runtime.backends.onnxruntime.graph import TYPES, Array, Binding, Buffer, Graph
-from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+from kvcap.runtime.backends.onnxruntime.manifest import Manifest, windows_in
 from kvcap.runtime.backends.onnxruntime.slots import (
     Int32,
     LayerSlots,
@@ -120,7 +120,7 @@ def buffers_of(manifest: Manifest, block: int) -> list[DecoderBuffer]:
         ManifestError: the manifest does not describe them, or contradicts itself.
     """
     facts, found, missing = manifest.facts, list[DecoderBuffer](), set[tuple[str, int]]()
-    for layer, window in enumerate(windows_of(manifest)):
+    for layer, window in enumerate(windows_in(manifest.facts)):
         names = ("keys", "values", *(["positions"] if window is None else []))
         missing |= {(name, layer) for name in names}
     for entry in facts["state"]:
@@ -137,12 +137,6 @@ def buffers_of(manifest: Manifest, block: int) -> list[DecoderBuffer]:
     if missing or len({(spec.name, spec.layer) for spec in found}) < len(found):
         raise _no_state(manifest, f"{len(found)} buffers, and lacks {sorted(missing)[:1]}")
     return found
-
-
-def windows_of(manifest: Manifest) -> list[int | None]:
-    """Return for each layer of a shared decoder the tokens of its sliding window; None: all."""
-    facts = manifest.facts
-    return list(facts.get("windows") or [None] * len(facts["budgets"]))
 
 
 def _no_state(manifest: Manifest, what: str) -> ManifestError:
@@ -294,12 +288,13 @@ class SharedDecoder(InPlace):
             buffers[spec.layer][spec.name] = np.zeros(spec.shape, spec.dtype)
         self.scales = scales
         each = [None] * len(buffers) if scales is None else list(scales)
+        windows = windows_in(facts)
         self.layers = [
             LayerSlots(found, budget, self.turns if rotates else None, scale)
             if window is None
             else WindowSlots(found, budget, scale)
             for found, budget, rotates, scale, window in zip(
-                buffers, self.budgets, facts["rotates"], each, windows_of(manifest), strict=True
+                buffers, self.budgets, facts["rotates"], each, windows, strict=True
             )
         ]
         self._lengths = sorted(set(self.budgets), reverse=True)
@@ -394,8 +389,8 @@ class SharedDecoder(InPlace):
         self._seen[...], least = seen, 1 if run.ids.shape[1] > 1 else self.evict_every
         for window in self.windows.values():
             window.slide(least)
-        told = [made for i, made in enumerate(run.made) if i not in self.windows]
-        for layer, evictor, made in zip(self.capped, self.evictors, told, strict=True):
+        made_by = [made for i, made in enumerate(run.made) if i not in self.windows]
+        for layer, evictor, made in zip(self.capped, self.evictors, made_by, strict=True):
             due = layer.held - layer.budget >= least
             if not due and not self._states:
                 continue

@@ -73,6 +73,7 @@ class NumpySampler:
     def __init__(self, config: Generation, rng: np.random.Generator) -> None:
         self.config, self.rng = config, rng
         self.greedy = settings.greedy(config)
+        self.biases = settings.biases(config)
 
     @property
     def recipe(self) -> tuple[float, ...] | None:
@@ -80,7 +81,7 @@ class NumpySampler:
         config = self.config
         if (
             any(settings.penalties(config))
-            or settings.biases(config)
+            or self.biases
             or config.repetition_penalty not in (None, 1.0)
         ):
             return None
@@ -107,7 +108,7 @@ class NumpySampler:
             known = min(len(allowed), len(found))
             found[:known][~allowed[:known]] = -np.inf
             found[known:] = -np.inf
-        for token, bias in settings.biases(self.config).items():
+        for token, bias in self.biases.items():
             found[token] += bias
         presence, frequency = settings.penalties(self.config)
         if said and (presence or frequency):

@@ -169,12 +169,17 @@ def _contradiction(facts: Mapping[str, Any]) -> str | None:
     return _of_evictors(facts) or (_of_grouped(facts) if facts["kind"] == GROUPED else None)
 
 
+def windows_in(facts: Mapping[str, Any]) -> list[int | None]:
+    """Return for each layer of a shared decoder the tokens of its sliding window; None: all."""
+    return list(facts.get("windows") or [None] * len(facts["budgets"]))
+
+
 def _of_shared(facts: Mapping[str, Any]) -> str | None:
     budgets, pins = facts["budgets"], facts["policy"].get("pins", {})
     size = facts["model"]["head_dim"]
     if len(budgets) != facts["model"]["layers"]:
         return f"budgets: of {len(budgets)} layers, and there are {facts['model']['layers']}"
-    windows = facts.get("windows") or [None] * len(budgets)
+    windows = windows_in(facts)
     if len(windows) != len(budgets):
         return "windows: not said of each layer"
     pairs = list(zip(budgets, windows, strict=True))

@@ -17,10 +17,9 @@ from kvcap.runtime.backends.onnxruntime.decoder import (
     buffers_of,
     paired_buffers,
     turns_of,
-    windows_of,
 )
 from kvcap.runtime.backends.onnxruntime.grouped import grouped_buffers, state_bytes
-from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, Manifest
+from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, Manifest, windows_in
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, PlanSearch, Sizes, parse_cap
@@ -150,7 +149,7 @@ def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPla
 
 def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> MemoryPlan:
     parts = {"keys": 0, "values": 0, "positions": 0, "queries": 0, "state": 0, "sliding": 0}
-    windows = windows_of(manifest)
+    windows = windows_in(manifest.facts)
     also = {"arrived": "keys", "shifts": "positions"}  # kept for float16 and int8 keys that turn
     cache, slots, kv_dtype = "float32", 1, manifest.facts.get("kv_dtype")
     numbers = {"sliding": 0, "capped": 0}  # of keys and values of one token

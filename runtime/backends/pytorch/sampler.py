@@ -87,7 +87,9 @@ class Sampler:
 
         No other token can be drawn by `top_k`."""
         self.presence, self.frequency = settings.penalties(config)
-        self.biases = settings.biases(config)
+        biases = settings.biases(config)
+        self.biases = (torch.tensor([*biases]), torch.tensor([*biases.values()])) if biases else ()
+        """Holds tokens and what is added to their logits."""
         self.recipe = _recipe(config, self.greedy)
         """Holds the settings that draw a token by its logits alone; see `TokenSampler.recipe`."""
 
@@ -116,9 +118,8 @@ class Sampler:
             return logits.argmax(-1)
         scores: Tensor = logits.float()
         if self.biases:
-            tokens, more = torch.tensor([*self.biases]), torch.tensor([*self.biases.values()])
-            more = _sent(more, logits.device).expand(len(scores), -1)
-            scores = scores.index_add(-1, _sent(tokens, logits.device), more)
+            tokens, more = (_sent(x, logits.device) for x in self.biases)
+            scores = scores.index_add(-1, tokens, more.expand(len(scores), -1))
         if said and (self.presence or self.frequency):
             tokens, times = torch.tensor(said).unique(return_counts=True)
             less = _sent(self.presence + self.frequency * times.float(), logits.device)
