@@ -159,7 +159,7 @@ def test_every_command_shown_can_be_given():
 
 LONG = {"leaderboard", "models", "benchmarks", "tasks", "change", "quality-figures"}
 """Names the pages that are reference tables, which may be long."""
-YET = {"decoder", "export", "onnxruntime", "serve"}
+YET = {"decoder", "export", "onnxruntime"}
 """Names the pages that are too long and are to be shortened."""
 
 
@@ -218,6 +218,20 @@ def test_examples_of_a_page(page, capsys):
     if page == "python.md":
         assert said.count("64 of 64 slots") == 2
     assert said
+
+
+def test_the_service_for_systemd():
+    """The options and the variables of the unit that a page shows are those of the command."""
+    page = (ROOT / "docs" / "serve-operate.md").read_text()
+    (unit,) = re.findall(r"```ini\n(.*?)```", page, re.DOTALL)
+    (started,) = re.findall(r"^ExecStart=/opt/kvcap/bin/kvcap (.*)$", unit, re.MULTILINE)
+    command: Any = typer.main.get_command(app)
+    name, *arguments = started.split()
+    given = command.commands[name].make_context(name, arguments).params
+    assert given["keep"] == Path("/var/lib") / re.findall(r"StateDirectory=(\w+)", unit)[0]
+    cap = int(re.findall(r"--memory-cap (\d+)GiB", started)[0]) * 1024
+    assert f"\nMemoryMax={cap + 256}M\n" in unit
+    assert int(re.findall(r"TimeoutStopSec=(\d+)", unit)[0]) > given["grace"]
 
 
 @pytest.mark.slow
