@@ -213,8 +213,8 @@ def facts(folder: Path) -> dict:
 
 
 def by_the_manifest(folder: Path, runs: list[list[int]], answer: int) -> list[int]:
-    """The runner of docs/decoder.md, which knows nothing but the manifest."""
-    page = (Path(__file__).parents[3] / "docs" / "decoder.md").read_text()
+    """The runner of docs/decoder-format.md, which knows nothing but the manifest."""
+    page = (Path(__file__).parents[3] / "docs" / "decoder-format.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     known: dict = {}
     exec(code.replace('"pocket-onnx"', repr(str(folder))).partition("\nids, answer")[0], known)
@@ -241,12 +241,12 @@ def test_a_runner_that_knows_only_the_manifest_gives_the_same_text(shelf):
 
 @pytest.mark.slow
 def test_the_runner_in_the_documentation_runs(shelf, capsys):
-    page = (Path(__file__).parents[3] / "docs" / "decoder.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "decoder-format.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(code.replace('"pocket-onnx"', repr(str(shelf / "made"))), {})
     assert capsys.readouterr().out == "True\n"
     for name in facts(shelf / "made"):
-        assert f"`{name}`" in page, f"docs/decoder.md does not say what {name} is"
+        assert f"`{name}`" in page, f"docs/decoder-format.md does not say what {name} is"
 
 
 def test_the_manifest_says_what_a_runner_needs(shelf):
