@@ -584,6 +584,7 @@ def test_no_telemetry(shelf, tmp_path):
 def test_the_page(tmp_path, monkeypatch, capsys):
     """Its commands run, and its tables name every input, field and formulation."""
     page = (ROOT / "docs" / "export.md").read_text()
+    engines = (ROOT / "docs" / "export-engines.md").read_text()
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     commands = [line.split("#")[0].split() for line in block.splitlines() if line]
@@ -591,7 +592,7 @@ def test_the_page(tmp_path, monkeypatch, capsys):
         assert program == "kvcap"
         quick = [] if "--json" in arguments else ["--quick"]
         assert run([*arguments, *quick]) == 0, capsys.readouterr().err
-    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", page + engines, re.DOTALL):
         exec(code, {})
     assert "scores" in capsys.readouterr().out
     found = json.loads(next(tmp_path.rglob("*.json")).read_text())
