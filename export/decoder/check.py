@@ -411,7 +411,7 @@ def _blocks(decoder: DecoderGraph, quick: bool, brief: bool) -> Iterator[Tensor]
     size, budget = layout.block_size, max(layout.budgets)
     if not quick:
         held = [layer.budget for layer in decoder.layers]
-        budget = max(budget, *(n for n in held if n < WINDOWS))
+        budget = max([budget, *(n for n in held if n < WINDOWS)])
     full = -(-budget // size) + (1 if quick else 2)
     lengths = [size] * full + [-(-size // 3), size] + [1] * STEPS
     if brief:

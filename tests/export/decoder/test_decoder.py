@@ -367,6 +367,17 @@ def test_a_module_that_is_not_the_runtime_is_found(right, monkeypatch):
         report.require()
 
 
+@pytest.mark.parametrize("budget", [BUDGET, checking.WINDOWS, checking.WINDOWS + 100])
+def test_blocks_that_are_checked_overflow_every_budget(budget):
+    blocks = list(checking._blocks(decoder(budget=budget), quick=False, brief=False))
+    assert sum(block.shape[1] for block in blocks[:-1]) > budget + blocks[0].shape[1]
+
+
+def test_a_large_model_is_checked_over_two_blocks_whatever_its_budget():
+    large = decoder(budget=2 * checking.WINDOWS)
+    assert [block.shape[1] for block in checking._blocks(large, quick=False, brief=True)][1:] == [1]
+
+
 def test_equal_scores_are_ties_and_unequal_are_not():
     worth = torch.tensor([[[5.0, 1, 1, 4, 3, 2, 7, 6]] * 2])
     chosen = checking.Decided(worth, torch.arange(8, dtype=torch.int32).expand(1, 2, -1))
