@@ -45,7 +45,7 @@ BRIEF = 4  # tokens of a block, and generated tokens, in a brief check
 class Tolerance(NamedTuple):
     """A tolerance that says how far a type of weights may differ from float32."""
 
-    values: float  # error of numbers, relative to the largest
+    values: float  # error of logits, relative to how far they lie from their mean
     worth: float  # relative to the largest score: slots nearer than that are ties
     overlap: float  # least share of equal kept slots, on average over layers and heads
     held: float  # error of what slots hold, relative to the largest
@@ -55,10 +55,10 @@ TOLERANCES = {
     "fp32": Tolerance(1e-4, 1e-5, 1.0, 1e-4),
     "fp16": Tolerance(3e-2, 1e-5, 0.9, 3e-2),
     # The reference has weights rounded like the graph's. Products round activations, too, and of a
-    # real model these have outliers: keys and values of its last layers were off by 14 % of the
-    # largest where logits were by 5 %. A wrong key is off by 100 %.
-    "int8": Tolerance(1e-1, 1e-5, 0.9, 3e-1),
-    "int4": Tolerance(1e-1, 1e-5, 0.9, 3e-1),
+    # real model these have outliers: its logits were off by 5 to 10 %, keys and values of its last
+    # layers by 14 % of the largest. A wrong key is off by 100 %.
+    "int8": Tolerance(2e-1, 1e-5, 0.9, 3e-1),
+    "int4": Tolerance(2e-1, 1e-5, 0.9, 3e-1),
 }
 # For slots in 8 bits, compared with the runtime's in floats and with the module's in 8 bits: there
 # a number that lies between two may be rounded to the other one.
@@ -73,7 +73,7 @@ class CheckedRun:
     who: str  # what is compared with what, such as 'module to runtime'
     tokens: int
     held: int  # slots in use before it
-    error: float  # of logits, relative to the largest
+    error: float  # of logits, relative to how far they lie from their mean
     kept: float  # share of kept slots that are the same; ties count as the same
     ok: bool
 
@@ -126,9 +126,10 @@ class DecoderReport:
         for row in self.rows:
             if not row.ok:
                 raise ToleranceError(
-                    f"{self.file}: {row.who} differs by {row.error:.2g} of the largest logit and "
+                    f"{self.file}: {row.who} differs by {row.error:.1%} of the logits' spread and "
                     f"keeps {row.kept:.1%} of the same slots after {row.tokens} tokens beside "
-                    f"{row.held} slots"
+                    f"{row.held} slots; export it with --dtype fp32, or run it with the PyTorch "
+                    "backend (--backend torch)"
                 )
 
 
@@ -429,7 +430,7 @@ def _row(
     kept: list[Tensor], others: list[Tensor], decided: Mapping[int, Decided],
 ) -> tuple[CheckedRun, bool]:  # fmt: skip
     """Compare logits and kept slots of one run with another's; say whether some are tied."""
-    error = _relative(got, wanted)
+    error = _distance(got, wanted)
     shares, tied = [], False
     for layer, (mine, theirs) in enumerate(zip(kept, others, strict=True)):
         same, ties = _same(mine, theirs, decided.get(layer), tolerance.worth)
@@ -493,6 +494,18 @@ def _same(mine: Tensor, theirs: Tensor, decided: Decided | None, near: float) ->
         else:
             missed += len(a - b)
     return 1 - missed / mine.numel(), tied
+
+
+def _distance(got: Tensor, wanted: Tensor) -> float:
+    """Return how far logits [..., vocabulary] are off, relative to their spread around the mean.
+
+    The greatest of 262,144 differences is a matter of chance; the root of their mean square is not.
+    """
+    if got.shape != wanted.shape or not bool(got.isfinite().all()):
+        return float("inf")
+    off, spread = got.double() - wanted.double(), wanted.double()
+    spread = (spread - spread.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-12)
+    return float((off.norm(dim=-1) / spread).max())
 
 
 def _relative(got: Tensor, wanted: Tensor) -> float:

@@ -378,6 +378,17 @@ def test_a_large_model_is_checked_over_two_blocks_whatever_its_budget():
     assert [block.shape[1] for block in checking._blocks(large, quick=False, brief=True)][1:] == [1]
 
 
+def test_logits_are_compared_by_their_spread_not_by_the_worst_of_thousands():
+    wanted = torch.randn(2, 5000, generator=torch.Generator().manual_seed(0)) + 3
+    chance = wanted.clone()
+    chance[1, 7] += 0.5 * wanted.max()
+    allowed = checking.TOLERANCES["int8"].values
+    assert checking._distance(chance, wanted) < allowed / 3
+    assert checking._distance(wanted.roll(1, -1), wanted) > 1
+    assert checking._distance(wanted * 0 + wanted.mean(-1, keepdim=True), wanted) > allowed * 4
+    assert checking._distance(chance * torch.nan, wanted) == torch.inf
+
+
 def test_equal_scores_are_ties_and_unequal_are_not():
     worth = torch.tensor([[[5.0, 1, 1, 4, 3, 2, 7, 6]] * 2])
     chosen = checking.Decided(worth, torch.arange(8, dtype=torch.int32).expand(1, 2, -1))
