@@ -294,6 +294,10 @@ def report_command(
         Path | None,
         typer.Option(metavar="FILE.json", help="Write every row, without its samples, here."),
     ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.csv", help="Write a table of all cells here, a row per cell."),
+    ] = None,
     baseline: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Compare with this earlier result of the same device."),
@@ -320,9 +324,10 @@ def report_command(
     from kvcap.android_bench.results.judge import judged, relative, rows_of
     from kvcap.android_bench.results.regress import regressions
     from kvcap.android_bench.results.table import heading, markdown, slower
+    from kvcap.android_bench.runner.statistics import COLUMNS, csv_text
 
     allowed = _share(max_regress)
-    for path in (out, plot, rows):
+    for path in (out, plot, rows, csv):
         if path is not None:
             parent_of(path)
     results = [judged(relative(read_result(file), relative_to)) for file in files]
@@ -345,6 +350,8 @@ def report_command(
         draw(results, plot)
     if rows is not None:
         write_json({"title": heading(results), "results": list(map(rows_of, results))}, rows)
+    if csv is not None:
+        csv.write_text(csv_text(results, COLUMNS), encoding="utf-8")
     if worse:
         raise Regressed(f"{len(worse)} cells became slower by more than {allowed:.0%}: {worse[0]}")
 

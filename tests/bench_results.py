@@ -125,6 +125,7 @@ def plan() -> dict[str, Any]:
         "rules": {"warmup_runs": 5, "warmup_seconds": 0.5, "min_runs": 3, "min_seconds": 0.0001,
                   "rounds": 2, "max_drift": 0.1, "max_timer_share": 0.02, "seed": 1},
         "reference": names[0], "generator": {"name": "hash11", "rule": "x", "check": [1, 2]},
+        "csv": ["id", "p50_us"],
         "files": [{"file": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
                   for name, data in FILES.items()],
         "baselines": [{"id": "memcpy.n32", "bytes": 1024}],

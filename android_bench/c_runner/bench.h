@@ -33,7 +33,8 @@ cJSON *read_json(const char *path);
 const char *text_of(const cJSON *object, const char *name);
 double number_of(const cJSON *object, const char *name);
 const cJSON *list_of(const cJSON *object, const char *name);
-bool write_json(const cJSON *value, const char *path, Fault *fault); /* whole or not at all */
+bool write_text(const char *text, const char *path, Fault *fault); /* whole or not at all */
+bool write_json(const cJSON *value, const char *path, Fault *fault);
 void *read_file(const char *folder, const char *name, size_t bytes, Fault *fault);
 bool fail(Fault *fault, const char *format, ...) __attribute__((format(printf, 2, 3))); /* false, always */
 _Noreturn void quit(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -94,6 +95,11 @@ typedef struct {
 } Visit;
 bool visit_cell(Visit *visit, const Rules *rules, const char *folder, cJSON *samples);
 bool visit_copy(Visit *visit, const Rules *rules, cJSON *samples);
+
+/* stats.c: what a row's samples say; rows without samples stay as they are. */
+void add_statistics(cJSON *row);
+void print_percentiles(const cJSON *row);
+bool write_csv(const cJSON *document, const cJSON *columns, const char *path, Fault *fault); /* a line per cell */
 
 /* decoder.c: all rounds of the plan's decoder; what it takes, or why it cannot be, goes into its row of the result. */
 void visit_decoder(const cJSON *wanted, int threads, int rounds, const char *folder, cJSON *row);

@@ -86,19 +86,23 @@ const cJSON *list_of(const cJSON *object, const char *name) {
   return field(object, name, cJSON_IsArray);
 }
 
-bool write_json(const cJSON *value, const char *path, Fault *fault) {
+bool write_text(const char *text, const char *path, Fault *fault) {
   char part[4096];
   snprintf(part, sizeof part, "%s.part", path);
-  char *text = cJSON_PrintUnformatted(value);
-  if (!text) return fail(fault, "there is no memory for the result");
   FILE *file = fopen(part, "wb");
   size_t size = strlen(text);
   bool done = file && fwrite(text, 1, size, file) == size && !fflush(file) && !fsync(fileno(file));
   int why = errno;
   if (file && fclose(file) && done) done = false, why = errno;
-  free(text);
   if (done && !rename(part, path)) return true;
   if (done) why = errno;
   unlink(part);
   return fail(fault, "%s cannot be written: %s", path, strerror(why));
+}
+
+bool write_json(const cJSON *value, const char *path, Fault *fault) {
+  char *text = cJSON_PrintUnformatted(value);
+  bool written = text ? write_text(text, path, fault) : fail(fault, "there is no memory for the result");
+  free(text);
+  return written;
 }

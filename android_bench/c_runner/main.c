@@ -1,9 +1,9 @@
 /* Runs a plan on this device and writes what was measured:
  *
- *   kvcap-bench DIR/plan.json -o result.json [--threads 1,2] [--cores auto|none|7|4-7] [--lib ./libonnxruntime.so]
+ *   kvcap-bench DIR/plan.json -o result.json [--csv cells.csv] [--threads 1,2] [--cores auto|none|7|4-7] [--lib ./libonnxruntime.so]
  *
  * The twin of the Python runner, for devices without Python: same plan, same rules, same result. It does not judge:
- * statistics and flags are made of its samples later. Exit codes: 0 done, 1 no
+ * flags are made of its samples later. Exit codes: 0 done, 1 no
  * cell could be run, 2 wrong input. */
 #include "bench.h"
 
@@ -21,7 +21,7 @@
 enum { MAX_CORES = 64 };
 
 typedef struct {
-  const char *plan, *out, *library;
+  const char *plan, *out, *csv, *library;
   const char *source;
   int threads[MAX_CORES], thread_counts;
   int cores[MAX_CORES], core_counts; /* 0: held to none */
@@ -47,7 +47,7 @@ static int numbers(const char *text, int *into, int least) {
 static Options options_of(int count, char **given) {
   static const struct option known[] = {{"out", required_argument, 0, 'o'}, {"threads", required_argument, 0, 't'},
                                         {"cores", required_argument, 0, 'c'}, {"source", required_argument, 0, 's'},
-                                        {"lib", required_argument, 0, 'l'}, {0}};
+                                        {"lib", required_argument, 0, 'l'}, {"csv", required_argument, 0, 'v'}, {0}};
   Options options = {.library = "libonnxruntime.so", .source = "auto", .biggest = true};
   for (int option; (option = getopt_long(count, given, "o:", known, NULL)) != -1;) {
     if (option == 'o') options.out = optarg;
@@ -57,7 +57,8 @@ static Options options_of(int count, char **given) {
       if (!options.biggest && strcmp(optarg, "none")) options.core_counts = numbers(optarg, options.cores, 0);
     } else if (option == 's' && (!strcmp(optarg, "auto") || !strcmp(optarg, "host") || !strcmp(optarg, "emulated"))) options.source = optarg;
     else if (option == 'l') options.library = optarg;
-    else quit(2, "usage: kvcap-bench PLAN -o RESULT [--threads 1,2] [--cores auto|none|7|4-7] [--source auto|host|emulated] [--lib FILE]");
+    else if (option == 'v') options.csv = optarg;
+    else quit(2, "usage: kvcap-bench PLAN -o RESULT [--csv FILE] [--threads 1,2] [--cores auto|none|7|4-7] [--source auto|host|emulated] [--lib FILE]");
   }
   if (optind + 1 != count || !options.out) quit(2, "needed are one plan.json and -o RESULT");
   options.plan = given[optind];
@@ -269,6 +270,7 @@ int main(int count, char **given) {
   if (strcmp(text_of(plan, "schema"), "kvcap.android_plan/1")) quit(2, "%s is no kvcap.android_plan/1", options.plan);
   check_generator(plan);
   check_out(options.out);
+  if (options.csv) check_out(options.csv), list_of(plan, "csv");
   const cJSON *said = cJSON_GetObjectItemCaseSensitive(plan, "rules");
   Rules rules = {(int)number_of(said, "warmup_runs"), (int)number_of(said, "min_runs"), (int)number_of(said, "rounds"),
                  number_of(said, "warmup_seconds") * 1e6, number_of(said, "min_seconds") * 1e6,
@@ -297,8 +299,14 @@ int main(int count, char **given) {
   cJSON_AddItemToObject(found, "after", conditions());
   time_text(finished);
   cJSON_AddStringToObject(cJSON_GetObjectItemCaseSensitive(document, "run"), "finished", finished);
+  for (int i = 0; i < count_of_visits; i++) {
+    add_statistics(visits[i].result);
+    if (visits[i].copy || failed(&visits[i])) continue;
+    print_percentiles(visits[i].result);
+    measured++;
+  }
   if (!write_json(document, options.out, &fault)) quit(1, "%s", fault.text);
-  for (int i = 0; i < count_of_visits; i++) measured += !visits[i].copy && !failed(&visits[i]);
+  if (options.csv && !write_csv(document, list_of(plan, "csv"), options.csv, &fault)) quit(1, "%s", fault.text);
   free(visits);
   cJSON_Delete(document);
   cJSON_Delete(plan);

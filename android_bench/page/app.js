@@ -5,7 +5,7 @@ import { byId, html, show } from "./dom.js";
 import { numbers } from "./inputs.js";
 import { Run, configurations } from "./run.js";
 import { policyName } from "./series.js";
-import { drop, keep, kept, save, send } from "./store.js";
+import { drop, keep, kept, save, saveTable, send } from "./store.js";
 import { showResult } from "./view.js";
 
 const RETRY = 5000; // milliseconds between attempts to reach a lost server
@@ -262,6 +262,7 @@ byId("start").addEventListener("click", start);
 byId("stop").addEventListener("click", () => state.run?.stop());
 byId("send").addEventListener("click", deliver);
 byId("save").addEventListener("click", () => save(state.result));
+byId("save-table").addEventListener("click", () => saveTable(state.result, state.plan.csv));
 byId("again").addEventListener("click", () => {
   clearTimeout(state.retry);
   introduce();

@@ -2,6 +2,7 @@
 // Drives workers and knows neither onnxruntime nor the screen. It pauses while the page is hidden.
 
 import { conditions, oneThreadOnly } from "./device.js";
+import { statistics } from "./stats.js";
 
 /** Why a cell has no samples yet; stays where the run ends early. */
 export const PENDING = "the run ended before its turn";
@@ -128,6 +129,9 @@ export class Run {
     } finally {
       document.removeEventListener("visibilitychange", this.watch);
       await this.lock?.release().catch(() => {});
+    }
+    for (const row of [...this.result.cells, ...this.result.baselines]) {
+      if (row.samples_us) Object.assign(row, statistics(row.samples_us));
     }
     this.result.conditions.after = await conditions();
     this.result.run.finished = now();

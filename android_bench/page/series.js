@@ -65,7 +65,7 @@ export function choices(cells) {
 export function lines(cells, plan, view) {
   const seen = cells
     .filter((cell) => `${cell.provider_asked} ${cell.threads}` === view.configuration)
-    .map((cell) => ({ ...cell, times: summary(cell.samples_us?.flat()) }));
+    .map((cell) => ({ ...cell, times: summary(cell) }));
   const base = seen.find(({ id }) => id === plan.reference)?.times?.us ?? null;
   const shown = seen.filter((cell) => cell.stage === view.stage && cell.dtype === view.dtype);
   const found = new Map();

@@ -1,5 +1,4 @@
-// Statistics that the page shows while it measures. The stored result holds raw samples; what is
-// reported from it is computed by kvcap.
+// Statistics of samples, which the page shows while it measures and writes into the result.
 
 /** A percentile, linear between the two nearest samples. */
 export function percentile(samples, share) {
@@ -13,11 +12,20 @@ export function percentile(samples, share) {
 /** How many times its least sample a cell's 90th percentile may be; kvcap flags what is beyond. */
 export const WILD = 2.5;
 
-/** What is shown of samples, in µs; null where there are none. */
-export function summary(samples) {
-  if (!samples?.length) return null;
-  const [least, us, most] = [0, 0.5, 0.9].map((share) => percentile(samples, share));
-  return { least, us, most, wild: most > WILD * least };
+const PERCENTILES = [50, 90, 95, 99];
+
+/** The fields of a row that say its samples' least and percentiles, as `runner/statistics.py` has them. */
+export function statistics(rounds) {
+  const samples = rounds.flat();
+  return Object.fromEntries([["min_us", percentile(samples, 0)],
+    ...PERCENTILES.map((share) => [`p${share}_us`, percentile(samples, share / 100)])]);
+}
+
+/** What is shown of a cell, in µs; null where it has no samples. */
+export function summary({ samples_us: rounds }) {
+  if (!rounds?.flat().length) return null;
+  const { min_us: least, p50_us: us, p90_us: most, p95_us: p95, p99_us: p99 } = statistics(rounds);
+  return { least, us, most, p95, p99, wild: most > WILD * least };
 }
 
 /**

@@ -65,10 +65,22 @@ export async function send(result) {
 }
 
 /** Offer a result as a file. */
-export function save(result) {
+export const save = (result) =>
+  offer(result, "json", JSON.stringify(result, null, 1), "application/json");
+
+/** Offer a line per cell under the plan's columns: texts are quoted, null is empty. */
+export function saveTable(result, columns) {
+  const field = (value) => value === null || value === undefined ? ""
+    : typeof value === "string" ? `"${value.replaceAll('"', '""')}"` : String(value);
+  const lines = [columns, ...result.cells.map((row) =>
+    columns.map((name) => (name in row ? row[name] : result.run[name])))];
+  offer(result, "csv", lines.map((line) => `${line.map(field).join(",")}\n`).join(""), "text/csv");
+}
+
+function offer(result, ending, text, type) {
   const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([JSON.stringify(result, null, 1)], { type: "application/json" }));
-  link.download = `kvcap-${result.run.started.replace(/[-:]|\..*/g, "")}.json`;
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = `kvcap-${result.run.started.replace(/[-:]|\..*/g, "")}.${ending}`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }

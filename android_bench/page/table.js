@@ -15,13 +15,15 @@ function measured(cell, base, relative) {
     const why = cell.reason === PENDING ? "…" : WHY[cell.status];
     return html("td", { title: cell.reason }, html("span", { class: "quiet" }, why));
   }
-  const { least, us, most, wild } = cell.times;
+  const { least, us, most, p95, p99, wild } = cell.times;
   const value = relative && base ? times(us / base) : shown(us);
   const spread = relative && base ? timesRange(least / base, most / base) : range(least, most);
   const doubt = wild ? html("span", { class: "wild", title: `more than ${WILD} times the least` }, " wild") : null;
   const wrong = cell.parity && !cell.parity.passed
     ? html("span", { class: "wrong", title: cell.parity.text }, " wrong") : null;
-  return html("td", {}, value, wrong, html("small", {}, spread, doubt));
+  const scaled = (time) => (relative && base ? times(time / base) : shown(time));
+  return html("td", {}, value, wrong, html("small", {}, spread, doubt),
+    html("small", {}, `p95 ${scaled(p95)}, p99 ${scaled(p99)}`));
 }
 
 /**

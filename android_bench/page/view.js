@@ -83,7 +83,7 @@ function render() {
   fillTable(byId("table"), view, how);
   byId("fit-note").textContent = view.lines.some(({ fit }) => fit)
     ? "t₀ and slope are a straight line through the medians: t₀ is what a run costs however few slots there are." : "";
-  byId("spread-note").textContent = `Below each median: from the least sample to the 90th percentile. A spread is wild where that is more than ${WILD} times the least.`;
+  byId("spread-note").textContent = `Below each median: from the least sample to the 90th percentile; the 95th and 99th. A spread is wild where that is more than ${WILD} times the least.`;
   explain(plan, view);
   const reasons = unmeasured(result.cells);
   byId("skipped").replaceChildren(...reasons);

@@ -18,6 +18,7 @@ from kvcap.android_bench.plan.decoder import DecoderWork, decoder_entry
 from kvcap.android_bench.plan.expected import Folder, SizedGraph
 from kvcap.android_bench.plan.presets import PlanPreset, PolicyVariant
 from kvcap.android_bench.runner.inputs import GENERATOR, hash11
+from kvcap.android_bench.runner.statistics import COLUMNS
 from kvcap.export.graphs.formulations import FORMULATIONS
 from kvcap.export.graphs.shape import Shape
 from kvcap.export.graphs.spec import Spec, recalled
@@ -80,6 +81,7 @@ def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
         "threads": list(wanted.preset.threads),
         "reference": reference["id"],
         "generator": {"name": "hash11", "rule": GENERATOR, "check": hash11(1, 8).tolist()},
+        "csv": list(COLUMNS),
         "files": sorted(folder.files.values(), key=lambda entry: str(entry["file"])),
         "baselines": _baselines(cells, wanted.shape),
         "cells": cells,

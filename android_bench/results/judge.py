@@ -14,6 +14,7 @@ import numpy as np
 from kvcap.android_bench.errors import NotComparable, ResultBroken
 from kvcap.android_bench.plan.presets import Rules
 from kvcap.android_bench.results.source import believed
+from kvcap.android_bench.runner.statistics import statistics
 from kvcap.android_bench.safe_text import plain
 
 Row = dict[str, Any]
@@ -23,19 +24,6 @@ AGREES = 0.01  # relative difference allowed of a runner's own statistics, which
 WILD = 2.5  # 90th percentile over least sample; 95 % of 293 cells in docs/results are below 2
 SHORT = 0.8  # share of min_seconds that samples must last, as some runners count pauses
 REMARKS = {"rules", "skipped"}  # flags that do not make a result invalid
-
-
-def statistics(rounds: list[list[float]]) -> dict[str, float]:
-    """Join all rounds' samples: least, median, 90th percentile, mean, standard deviation (n - 1).
-
-    >>> statistics([[1.0, 2.0], [3.0, 4.0]])["p50_us"]
-    2.5
-    """
-    samples = np.concatenate([np.asarray(part, dtype=np.float64) for part in rounds])
-    p50, p90 = np.percentile(samples, (50, 90))
-    std = samples.std(ddof=1) if len(samples) > 1 else 0.0
-    return {"min_us": float(samples.min()), "p50_us": float(p50), "p90_us": float(p90),
-            "mean_us": float(samples.mean()), "std_us": float(std)}  # fmt: skip
 
 
 def judged(result: Row) -> Row:
@@ -122,7 +110,7 @@ def _complete(row: Row) -> None:
     samples = np.concatenate([np.asarray(part) for part in row["samples_us"]])
     for name, value in numbers.items():
         least, most = value, value
-        if name in ("p50_us", "p90_us"):  # rules of interpolation differ
+        if name[0] == "p":  # rules of interpolation differ
             share = float(name[1:3])
             least = float(np.percentile(samples, share, method="lower"))
             most = float(np.percentile(samples, share, method="higher"))

@@ -20,6 +20,7 @@ from kvcap.android_bench.results.judge import (
     said as identity,
 )
 from kvcap.android_bench.results.source import believed, title
+from kvcap.android_bench.runner.statistics import PERCENTILES
 from kvcap.android_bench.safe_text import escaped, plain
 from kvcap.export.graphs.formulations import TRACED
 
@@ -40,7 +41,8 @@ def markdown(results: Sequence[Row]) -> str:
         lines += _beside(results)
     for result in results:
         lines += [_title(2, title(result)), "", *_facts(result), ""]
-        lines += [*_score_tables(result), *_evict_table(result), *_decoder_table(result)]
+        lines += [*_score_tables(result), *_evict_table(result), *_percentiles(result)]
+        lines += _decoder_table(result)
         lines += _doubts(result)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -77,11 +79,12 @@ def label(row: Row) -> str:
     return plain(", ".join(parts), 450)
 
 
-def short(result: Row) -> str:
-    """Return a column's heading: the device, and what it is where it is none."""
+def short(result: Row, provider: str) -> str:
+    """Return a column's heading: the device, and what it is where it is none; runner, provider."""
     source, _ = believed(result["device"])
     tag = {"real": "", "emulated": "EMULATED ", "host": "HOST "}[source]
-    return f"{tag}{plain(result['device']['model'], 60)} ({result['run']['runner']})"
+    by = f"{result['run']['runner']}, {plain(provider)}"
+    return f"{tag}{plain(result['device']['model'], 60)} ({by})"
 
 
 def microseconds(value: float) -> str:
@@ -223,6 +226,20 @@ def _evict_table(result: Row) -> Iterator[str]:
     yield ""
 
 
+def _percentiles(result: Row) -> Iterator[str]:
+    rows = measured(result)
+    if not rows:
+        return
+    yield _said("Percentiles of all cells, in µs", "**")
+    yield ""
+    yield from table(
+        ["cell", "on", "threads", *(f"p{share}" for share in PERCENTILES)],
+        ([row["id"], row["provider_asked"], str(row["threads"]),
+          *(microseconds(row[f"p{share}_us"]) for share in PERCENTILES)] for row in rows),
+    )  # fmt: skip
+    yield ""
+
+
 def _decoder_table(result: Row) -> Iterator[str]:
     rows = timed(result)
     if not rows:
@@ -289,37 +306,36 @@ def _doubts(result: Row) -> Iterator[str]:
 
 
 def _beside(results: Sequence[Row]) -> Iterator[str]:
-    """Yield medians of every cell, a column per result."""
-    columns = [{key(row): row for row in measured(result)} for result in results]
-    keys = list(dict.fromkeys(k for column in columns for k in column))
-    names = [short(result) for result in results]
-    if len(set(names)) < len(names):
-        names = [f"{place}. {name}" for place, name in enumerate(names, 1)]
-    yield _said("Median (least to 90th percentile) in µs", "**")
-    yield ""
-    yield from table(
-        ["cell", "on", "threads", *names],
-        ([k[0], k[2], str(k[1]), *(_median(c[k]) if k in c else "" for c in columns)]
-         for k in keys),
+    """Yield every cell and decoder, a column per result and provider."""
+    shown = (
+        ("Median (least to 90th percentile) in µs", "cell", measured, _median),
+        ("Whole decoders: first token in ms, tokens a second, long prompt in tokens/s", "decoder",
+         timed, _speeds),
     )  # fmt: skip
-    yield ""
-    yield from _decoders_beside(results, names)
+    for heading_, what, rows_of, show in shown:
+        columns = [(result, provider, [row for row in rows_of(result)
+                                       if row["provider_asked"] == provider])
+                   for result in results for provider in _providers(rows_of(result))]  # fmt: skip
+        if not columns:
+            continue
+        names = [short(result, provider) for result, provider, _ in columns]
+        if len(set(names)) < len(names):
+            names = [f"{place}. {name}" for place, name in enumerate(names, 1)]
+        found = [{(row["id"], row["threads"]): row for row in rows} for *_, rows in columns]
+        keys = dict.fromkeys(k for rows in found for k in rows)
+        yield _said(heading_, "**")
+        yield ""
+        yield from table(
+            [what, "threads", *names],
+            ([k[0], str(k[1]), *(show(rows[k]) if k in rows else "" for rows in found)]
+             for k in keys),
+        )  # fmt: skip
+        yield ""
 
 
-def _decoders_beside(results: Sequence[Row], names: list[str]) -> Iterator[str]:
-    """Yield decoders, a column per result."""
-    columns = [{key(row): row for row in timed(result)} for result in results]
-    keys = list(dict.fromkeys(k for column in columns for k in column))
-    if not keys:
-        return
-    yield _said("Whole decoders: first token in ms, tokens a second, long prompt in tokens/s", "**")
-    yield ""
-    yield from table(
-        ["decoder", "on", "threads", *names],
-        ([k[0], k[2], str(k[1]), *(_speeds(c[k]) if k in c else "" for c in columns)]
-         for k in keys),
-    )  # fmt: skip
-    yield ""
+def _providers(rows: list[Row]) -> list[str]:
+    """Return the providers of these rows, in their order."""
+    return list(dict.fromkeys(row["provider_asked"] for row in rows))
 
 
 def _speeds(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Defines the runner's command line, and writes its one file, the result."""
+"""Defines the runner's command line, and writes the result."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from .device import Refused, cores_for
 from .inputs import Cell, hash11
 from .measure import PROVIDERS, Run
+from .statistics import csv_text
 
 PLAN = "kvcap.android_plan/1"
 
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure a plan of kvcap android plan.")
     parser.add_argument("plan", type=Path, help="plan.json, its files beside it")
     parser.add_argument("-o", "--out", type=Path, required=True, help="where the result goes")
+    parser.add_argument("--csv", type=Path, help="where a table goes, a row per cell")
     parser.add_argument("--threads", type=_counts, help="such as 1,2; the plan's otherwise")
     parser.add_argument("--cores", default="auto", help="auto (the fastest), none, 7 or 4-7")
     parser.add_argument("--provider", choices=PROVIDERS, default="cpu")
@@ -50,18 +52,25 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         cores_for(asked.cores, 1)
         run = Run(load_plan(asked.plan), asked.plan.parent, asked)
-        if not asked.out.parent.is_dir():
-            raise Refused(f"no folder {str(asked.out.parent)!r} for the result")
+        for path in filter(None, (asked.out, asked.csv)):
+            if not path.parent.is_dir():
+                raise Refused(f"no folder {str(path.parent)!r} for {path.name}")
         found = run.document(asked.source)
     except Refused as error:
         print(f"runner: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    part = asked.out.with_name(asked.out.name + ".part")
-    part.write_text(json.dumps(found, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(asked.out)
+    _write(asked.out, json.dumps(found, allow_nan=False) + "\n")
+    if asked.csv:
+        _write(asked.csv, csv_text([found], run.plan["csv"]))
     return 0 if any(row["status"] == "ok" for row in run.rows) else 1
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def _counts(text: str) -> list[int]:

@@ -26,6 +26,7 @@ from . import decoder
 from .device import Refused, conditions, cores_for, device
 from .inputs import DTYPES, Array, Cell, inputs_of
 from .parity import parity
+from .statistics import percentiles_line, statistics
 
 VERSION = "1"
 BENCH = "kvcap.android_bench/1"
@@ -250,6 +251,12 @@ class Run:
         started, before, step = _now(), conditions(), timer_us()
         repeat = self.measure()
         decoders = self.decoders()
+        for row in (*self.rows, *self.baselines):
+            if row.get("samples_us"):
+                row |= statistics(row["samples_us"])
+        for row in self.rows:
+            if row["status"] == "ok":
+                print(percentiles_line(row), file=sys.stderr)
         pinned = self.everywhere and cores_for(self.cores, max(self.threads))
         return {
             "schema": BENCH,

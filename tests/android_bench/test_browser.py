@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import csv
 import http.client
 import json
 import os
@@ -33,9 +34,10 @@ from kvcap.android_bench.documents import BENCH, PLAN_FILE, read_result, validat
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.plan.presets import Group, PlanPreset, narrowed
 from kvcap.android_bench.plan.write import Wanted, write_plan
-from kvcap.android_bench.results.judge import WILD, fit, spread, statistics
+from kvcap.android_bench.results.judge import WILD, fit, spread
 from kvcap.android_bench.results.source import origin, title
 from kvcap.android_bench.runner.inputs import hash11
+from kvcap.android_bench.runner.statistics import COLUMNS, csv_text, statistics
 from kvcap.android_bench.server import vendor
 from kvcap.android_bench.server.landing import ClientLimits
 from kvcap.android_bench.server.serving import Serving
@@ -201,12 +203,20 @@ def test_the_page_can_be_read_and_heard(plan, page, tmp_path):
         page.get_by_role("radio", name="relative").check()
         first = page.locator("tbody tr", has_text="KeyDiff").locator("td").first
         assert first.inner_text().split()[0] == "1.00×"
-        assert re.match(r"[\d.]+–[\d.]+×", first.locator("small").inner_text())
+        assert re.match(r"[\d.]+–[\d.]+×", first.locator("small").first.inner_text())
         wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, "the page scrolls sideways on a phone"
         with page.expect_download() as download:
-            page.get_by_role("button", name="Download").click()
+            page.get_by_role("button", name="Download the result").click()
+        with page.expect_download() as table:
+            page.get_by_role("button", name="Download a table (CSV)").click()
     saved = json.loads(Path(download.value.path()).read_text())
+    written = Path(table.value.path()).read_text().splitlines()
+    assert list(csv.reader(written)) == list(csv.reader(csv_text([saved], COLUMNS).splitlines()))
+    for row in saved["cells"]:
+        expected = statistics(row["samples_us"])
+        for name in ("min_us", "p50_us", "p90_us", "p95_us", "p99_us"):
+            assert row[name] == pytest.approx(expected[name])
     validate(saved, BENCH, "the download", AssertionError)
 
 
@@ -785,7 +795,10 @@ def test_spreads_and_what_is_wild_are_those_of_the_report(module):
     assert module("stats.js", "m.WILD") == WILD
     for most in (2.4, 2.6):
         samples = [1.0, *[2.0] * 5, *[most] * 5]
-        found, expected = module("stats.js", "m.summary(given)", samples), statistics([samples])
+        found, expected = (
+            module("stats.js", "m.summary({ samples_us: [given] })", samples),
+            statistics([samples]),
+        )
         assert [found[name] for name in ("least", "us", "most")] == pytest.approx(
             [expected[name] for name in ("min_us", "p50_us", "p90_us")]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import shutil
@@ -14,6 +15,12 @@ import pytest
 from tools import ROOT, TOOLS, compilers, installed, runner_here, small_plan
 
 from kvcap.android_bench.documents import read_result
+from kvcap.android_bench.runner.statistics import (
+    COLUMNS,
+    csv_text,
+    percentiles_line,
+    statistics,
+)
 
 pytestmark = [installed, compilers]
 
@@ -78,7 +85,8 @@ def changed(folder: Path, change) -> None:
 
 def test_the_c_runner_refuses_wrong_input(bench):
     for options in (["--threads", "0"], ["--cores", "1,x"], ["--cores", "900"], ["--what"],
-                    ["-o", "/no/such/folder/r.json"]):  # fmt: skip
+                    ["-o", "/no/such/folder/r.json"],
+                    ["--csv", "/no/such/folder/r.csv"]):  # fmt: skip
         done = bench(*options)
         assert done.returncode == 2, done.stderr
         assert "kvcap-bench" in done.stderr
@@ -141,6 +149,23 @@ def test_a_cell_that_fails_does_not_stop_the_others(bench):
     assert bench().returncode == 1  # and a result that says why
     assert {cell["status"] for cell in read_result(bench.out)["cells"]} == {"failed"}
     assert read_result(bench.out)["repeat"] is None
+
+
+def test_percentiles_and_the_table_are_those_of_the_samples(bench):
+    """As Python computes them, and in the table that it would write."""
+    table = bench.out.with_suffix(".csv")
+    done = bench("--csv", str(table))
+    assert done.returncode == 0, done.stderr
+    result = read_result(bench.out)
+    for row in (*result["cells"], *result["baselines"]):
+        expected = statistics(row["samples_us"])
+        for name in ("min_us", "p50_us", "p90_us", "p95_us", "p99_us"):
+            assert row[name] == pytest.approx(expected[name])
+    said = [line for line in done.stderr.splitlines() if ": p50 " in line]
+    assert said == [percentiles_line(row) for row in result["cells"]]
+    lines = [list(csv.reader(text.splitlines()))
+             for text in (table.read_text(), csv_text([result], COLUMNS))]  # fmt: skip
+    assert lines[0] == lines[1]
 
 
 def test_short_runs_are_sampled_together(bench):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import json
 import os
 import re
@@ -42,6 +43,7 @@ from kvcap.android_bench.results import chart, judge, regress, source, table
 from kvcap.android_bench.runner import device, inputs
 from kvcap.android_bench.runner.measure import Bound
 from kvcap.android_bench.runner.parity import parity
+from kvcap.android_bench.runner.statistics import COLUMNS, csv_text, statistics
 from kvcap.cli import run
 from kvcap.export.graphs.forms import forms_of
 from kvcap.export.graphs.formulations import FORMULATIONS
@@ -307,9 +309,15 @@ def test_every_cell_ran_by_the_rules_and_equals_eager(folder, result):
 
 def test_the_runner_alone_needs_nothing_of_kvcap(folder, tmp_path):
     out = tmp_path / "r.json"
-    done = runner(str(folder / "plan.json"), "-o", str(out), cwd=tmp_path)
+    table_file = tmp_path / "cells.csv"
+    done = runner(str(folder / "plan.json"), "-o", str(out), "--csv", str(table_file), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert judge.judged(read_result(out))["device"]["source"] == "host"
+    found = read_result(out)
+    assert judge.judged(found)["device"]["source"] == "host"
+    assert table_file.read_text() == csv_text([found], COLUMNS)
+    for row in found["cells"]:
+        assert row.items() >= statistics(row["samples_us"]).items()
+        assert f"{row['id']} (cpu, {row['threads']}): p50 {row['p50_us']:.1f}, p90 " in done.stderr
     missing = runner("-c", cwd=tmp_path)  # the environment of the runner really has no kvcap
     assert missing.returncode == 2
     code = "import importlib.util as u; assert u.find_spec('numpy') and not u.find_spec('kvcap')"
@@ -338,6 +346,7 @@ def test_the_runner_leaves_no_telemetry(folder, tmp_path):
         (["PLAN", "--threads", "0"], 2, "invalid _counts value"),
         (["PLAN", "--source", "real"], 2, "invalid choice: 'real'"),
         (["PLAN", "-o", "nowhere/r.json"], 2, "no folder"),
+        (["PLAN", "--csv", "nowhere/r.csv"], 2, "no folder"),
     ],
 )
 def test_the_runner_refuses_by_name(folder, tmp_path, options, code, said):
@@ -643,7 +652,7 @@ def test_nothing_else_can_be_titled_as_a_device(clean, change, tmp_path):
     found = judge.judged(clean)
     tag = re.compile("EMULATED|HOST")
     assert tag.match(source.title(found))
-    assert tag.match(table.short(found))
+    assert tag.match(table.short(found, "cpu"))
     text = table.markdown([found])
     assert all(tag.search(line) for line in text.splitlines() if line.startswith("#"))
     real = judge.judged({**clean, "device": PHONE})
@@ -660,15 +669,19 @@ def test_nothing_else_can_be_titled_as_a_device(clean, change, tmp_path):
 
 def test_statistics_of_known_samples():
     rounds = [[4.0, 1.0], [3.0, 2.0], [10.0]]
-    found = judge.statistics(rounds)
-    assert found == {"min_us": 1, "p50_us": 3, "p90_us": pytest.approx(7.6), "mean_us": 4,
+    found = statistics(rounds)
+    assert found == {"min_us": 1, "p50_us": 3, "p90_us": pytest.approx(7.6),
+                     "p95_us": pytest.approx(8.8), "p99_us": pytest.approx(9.76), "mean_us": 4,
                      "std_us": pytest.approx(plain.stdev([4, 1, 3, 2, 10]))}  # fmt: skip
     draws = np.random.default_rng(0).lognormal(3, 1, 999).tolist()
-    found = judge.statistics([draws[:300], draws[300:]])
+    found = statistics([draws[:300], draws[300:]])
     assert found["p50_us"] == pytest.approx(plain.median(draws))
     deciles = plain.quantiles(draws, n=10, method="inclusive")
     assert found["p90_us"] == pytest.approx(deciles[-1])
-    assert judge.statistics([[5.0]])["std_us"] == 0
+    hundredths = plain.quantiles(draws, n=100, method="inclusive")
+    assert found["p95_us"] == pytest.approx(hundredths[94])
+    assert found["p99_us"] == pytest.approx(hundredths[98])
+    assert statistics([[5.0]])["std_us"] == 0
 
 
 @pytest.mark.parametrize(("t0", "slope"), [(100, 2.0), (0, 3.0), (50, 0.001)])
@@ -791,7 +804,10 @@ def test_a_sample_of_several_runs_counts_them(clean):
     assert judge.judged(clean)["validity"]["ok"]
 
 
-@pytest.mark.parametrize("name", ["min_us", "p50_us", "p90_us", "mean_us", "std_us"])
+STATISTICS = ["min_us", "p50_us", "p90_us", "p95_us", "p99_us", "mean_us", "std_us"]
+
+
+@pytest.mark.parametrize("name", STATISTICS)
 def test_statistics_that_contradict_the_samples_are_refused(clean, name):
     right = judge.judged(clean)
     assert judge.judged(right) == right  # what is right stays
@@ -888,11 +904,59 @@ def test_devices_stand_side_by_side(saved, capsys):
     phone = saved("phone.json", lambda f: (f.update(device=PHONE), faster(2)(f)))
     assert run(["android", "report", saved("a.json"), phone]) == 0
     text = capsys.readouterr().out
-    assert "| cell | on | threads | HOST " in text
-    assert "| Google Pixel 9 (python) |" in text
+    assert "| cell | threads | HOST " in text
+    assert "| Google Pixel 9 (python, cpu) |" in text
     times = "39,960 (36,000–43,128) | 79,920 (72,000–86,256)"
-    assert f"| keydiff.stateless.score.fp32.n40 | cpu | 1 | {times} |" in text
+    assert f"| keydiff.stateless.score.fp32.n40 | 1 | {times} |" in text
     assert text.splitlines()[0].startswith("# Latency of eviction scores. HOST, not a phone: ")
+
+
+def in_page(found: dict[str, Any]) -> None:
+    """One thread in WebAssembly, twice as slow, and again by WebGPU, four times."""
+    found["cells"] = [row for row in found["cells"] if row["threads"] == 1]
+    slow = copy.deepcopy(found["cells"])
+    for rows, provider, factor in ((found["cells"], "wasm", 2), (slow, "webgpu", 4)):
+        faster(factor)({"cells": rows})
+        for row in rows:
+            row |= {"provider_asked": provider, "provider_got": provider}
+    found["cells"] += slow
+    found["repeat"]["provider_asked"] = "wasm"
+    found["run"]["runner"] = "browser"
+
+
+def test_providers_of_one_cell_stand_side_by_side(saved, capsys):
+    """The host computes on cpu, the page by wasm and webgpu: three columns of one row."""
+    assert run(["android", "report", saved("a.json"), saved("page.json", in_page)]) == 0
+    text = capsys.readouterr().out
+    names = "python, cpu", "browser, wasm", "browser, webgpu"
+    head = "".join(rf" HOST [^|]*\({name}\) \|" for name in names)
+    assert re.search(rf"\| cell \| threads \|{head}", text)
+    medians = r"39,960 \([^)]*\) \| 79,920 \([^)]*\) \| 159,840 \([^)]*\)"
+    assert re.search(rf"\| keydiff.stateless.score.fp32.n40 \| 1 \| {medians} \|", text)
+    assert len(re.findall(r"\| keydiff.stateless.score.fp32.n40 \| 1 \|", text)) == 1
+
+
+def test_a_report_shows_and_writes_percentiles(saved, tmp_path, capsys):
+    table_file = tmp_path / "cells.csv"
+    code = run(["android", "report", saved("a.json"), saved("page.json", in_page), "--csv",
+                str(table_file)])  # fmt: skip
+    assert code == 0
+    assert "| cell | on | threads | p50 | p90 | p95 | p99 |" in capsys.readouterr().out
+    with table_file.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == list(COLUMNS)
+    assert len(rows) == 40
+    assert [row["runner"] for row in rows] == ["python"] * 20 + ["browser"] * 20
+    first = rows[0]
+    samples = [1000.0 * int(first["n"]) * (0.9 + i / 500) for i in range(100)] * 3
+    for share in (50, 90, 95, 99):
+        assert float(first[f"p{share}_us"]) == pytest.approx(np.percentile(samples, share))
+
+
+def test_texts_of_a_table_are_quoted_and_computed_by_no_spreadsheet():
+    rows = [{"id": 'a "b", c', "n": 3, "status": "failed"}, {"id": "=1+1", "p50_us": 2.5}]
+    found = csv_text([{"run": {"runner": "c"}, "cells": rows}], ["runner", "id", "n", "p50_us"])
+    assert found == '"runner","id","n","p50_us"\n"c","a ""b"", c",3,\n"c","\'=1+1",,2.5\n'
 
 
 def test_a_report_as_json(saved, capsys):
