@@ -72,6 +72,7 @@ void time_text(char text[40]); /* UTC, as in ISO 8601 */
 bool file_line(const char *path, char *line, int size); /* the first, without its end */
 cJSON *per_core(const char *name, bool number);         /* of cpufreq */
 cJSON *temperatures(void);
+cJSON *peak_memory(void); /* of this process */
 void add_if(cJSON *object, const char *name, cJSON *value);
 int core_count(void);
 int biggest_cores(int *cores, int count); /* highest frequency first; how many were found */

@@ -47,6 +47,22 @@ bool file_line(const char *path, char *line, int size) {
   return read && line[0];
 }
 
+cJSON *peak_memory(void) {
+  static const char status[] = "/proc/self/status";
+  char line[200];
+  double kilobytes = -1;
+  FILE *file = fopen(status, "r");
+  while (file && kilobytes < 0 && fgets(line, sizeof line, file))
+    if (!strncmp(line, "VmHWM:", 6)) kilobytes = atof(line + 6);
+  if (file) fclose(file);
+  cJSON *found = cJSON_CreateObject();
+  cJSON_AddStringToObject(found, "of", "process");
+  snprintf(line, sizeof line, "no VmHWM in %s", status);
+  cJSON_AddItemToObject(found, "peak_bytes", kilobytes < 0 ? cJSON_CreateNull() : cJSON_CreateNumber(kilobytes * 1024));
+  cJSON_AddItemToObject(found, "reason", kilobytes < 0 ? cJSON_CreateString(line) : cJSON_CreateNull());
+  return found;
+}
+
 static bool core_line(int core, const char *name, char *line, int size) {
   char path[200];
   snprintf(path, sizeof path, CPUS, core, name);

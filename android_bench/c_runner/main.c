@@ -297,6 +297,7 @@ int main(int count, char **given) {
   measure(visits, count_of_visits, &rules, (uint32_t)seed * 2654435761u + 1, &options, beside, document);
   measured += measure_decoders(plan, &options, rules.rounds, beside, document);
   cJSON_AddItemToObject(found, "after", conditions());
+  cJSON_AddItemToObject(document, "memory", peak_memory());
   time_text(finished);
   cJSON_AddStringToObject(cJSON_GetObjectItemCaseSensitive(document, "run"), "finished", finished);
   for (int i = 0; i < count_of_visits; i++) {

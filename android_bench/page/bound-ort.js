@@ -25,6 +25,12 @@ export default async function hooked(options) {
   return module;
 }
 
+/** The bytes of WebAssembly's memory, which grows and never shrinks. */
+export function heap() {
+  module.getValue(0, "i8"); // looks whether it grew
+  return module.HEAPU8.byteLength;
+}
+
 /** The device or the browser gives no more memory. */
 export class NoMemory extends Error {}
 

@@ -9,7 +9,8 @@ const here = (path) => new URL(path, import.meta.url).href;
 class WebAssemblyEngine {
   async open(threads) {
     this.ort = await import("./ort/ort.wasm.min.mjs");
-    this.clock = (await import("./timed-ort.js")).clock;
+    const { clock, heap } = await import("./timed-ort.js");
+    Object.assign(this, { clock, heap });
     Object.assign(this.ort.env.wasm, {
       numThreads: threads,
       wasmPaths: { mjs: here("timed-ort.js"), wasm: here("ort/ort-wasm-simd-threaded.wasm") },
@@ -33,8 +34,10 @@ class WebAssemblyEngine {
   }
 }
 
-/** WebGPU: keys and values wait in the GPU's memory; a run ends when its outputs can be read. */
+/** WebGPU, whose memory no page can read: keys and values wait in the GPU's memory; a run ends when its outputs can be read. */
 class WebGpuEngine {
+  heap = () => null;
+
   async open() {
     this.ort = await import("./ort/ort.webgpu.min.mjs");
     const name = "ort/ort-wasm-simd-threaded.asyncify";

@@ -54,14 +54,19 @@ export function configurations(plan, gpu) {
 
 /** A worker that answers one question after the other. */
 class Bench {
-  constructor() {
+  /** @param {object} memory of the result, whose peak grows with that of this worker */
+  constructor(memory) {
+    this.memory = memory;
     this.worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
   }
 
   ask(verb, given) {
     return new Promise((resolve, reject) => {
-      this.worker.onmessage = ({ data }) =>
-        "failed" in data ? reject(new Error(data.failed)) : resolve(data.found);
+      this.worker.onmessage = ({ data }) => {
+        if (data.heap) Object.assign(this.memory, { peak_bytes: Math.max(this.memory.peak_bytes ?? 0, data.heap), reason: null });
+        if ("failed" in data) reject(new Error(data.failed));
+        else resolve(data.found);
+      };
       this.worker.onerror = (event) => {
         event.preventDefault();
         reject(new Error(event.message || "the measuring part of the page could not start"));
@@ -96,6 +101,7 @@ export class Run {
       runtime: { name: "onnxruntime-web", version: about.version, timer_us: 0, telemetry: false,
         arena: true, isolated: crossOriginIsolated, cores: null, features: [] },
       conditions: { before: {}, after: {} },
+      memory: { of: "WebAssembly", peak_bytes: null, reason: "nothing ran in WebAssembly, and a page cannot read the memory of WebGPU" },
       shape, rules, cells: [], baselines: [], repeat: null,
     };
     this.cells = new Map(chosen.map((configuration) =>
@@ -170,7 +176,7 @@ export class Run {
         provider === row.provider_asked && threads === row.threads);
       if (this.stopping || configuration.missing || row.provider_asked !== "wasm") continue;
       this.#tell(configuration, { id: row.id }, this.plan.rules.rounds - 1);
-      this.bench = new Bench();
+      this.bench = new Bench(this.result.memory);
       try {
         const found = await this.#undisturbed(() =>
           this.bench.ask("decoder", { plan: this.plan, threads: row.threads }));
@@ -186,7 +192,7 @@ export class Run {
 
   /** A fresh worker, as memory that WebAssembly took is given back by its end only. */
   async #open({ provider, threads }) {
-    this.bench = new Bench();
+    this.bench = new Bench(this.result.memory);
     const { features, timer_us } = await this.bench.ask("open", { plan: this.plan, provider, threads });
     const { runtime } = this.result;
     runtime.features = [...new Set([...runtime.features, ...features])];

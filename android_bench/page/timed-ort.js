@@ -10,8 +10,17 @@ import load from "./ort/ort-wasm-simd-threaded.mjs";
 /** How often a graph runs per call, and the milliseconds that took. */
 export const clock = { repeats: 1, elapsed: 0 };
 
+let loaded = null;
+
+/** The bytes of WebAssembly's memory, which grows and never shrinks; null before it is there. */
+export function heap() {
+  loaded?.getValue(0, "i8"); // looks whether it grew
+  return loaded?.HEAPU8.byteLength ?? null;
+}
+
 export default async function timed(options) {
   const module = await load(options);
+  loaded = module;
   const run = module._OrtRun;
   module._OrtRun = (...given) => {
     const start = performance.now();

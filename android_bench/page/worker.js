@@ -8,6 +8,7 @@ import { filled } from "./inputs.js";
 import { parity } from "./parity.js";
 
 let plan, runner, step;
+let heap = () => null; // bytes of WebAssembly's memory
 const files = new Map();
 
 /** A file of the plan, whole: fetched once, held against its size and, where it can be, its digest. */
@@ -114,12 +115,14 @@ async function open(given) {
   plan = given.plan;
   step = clockStep();
   runner = engine(given.provider);
+  heap = () => runner.heap();
   return { features: await runner.open(given.threads), timer_us: step * 1000 };
 }
 
 /** The whole decoder, in a worker that has measured nothing else: WebAssembly is set up once. */
 async function decoder({ plan: given, threads }) {
   plan = given;
+  heap = (await import("./bound-ort.js")).heap;
   return (await import("./time-decoder.js")).timeDecoder(plan, threads, load);
 }
 
@@ -127,7 +130,7 @@ const verbs = { open, visit, copy, decoder };
 
 self.onmessage = async ({ data: { verb, given } }) => {
   try {
-    self.postMessage({ found: await verbs[verb](given) });
+    self.postMessage({ found: await verbs[verb](given), heap: heap() });
   } catch (error) {
     self.postMessage({ failed: String(error?.message ?? error) });
   }

@@ -138,7 +138,15 @@ def _facts(result: Row) -> Iterator[str]:
         if before.get(name) is not None:
             said.append(f"{before[name]} {unit}" if unit[0] == "%" else f"{unit}: {before[name]}")
     said += [f"{name}: {_change(result, name)}" for name in ("thermal",) if before.get(name)]
+    said += [_memory(result["memory"])] if "memory" in result else []
     yield _said("; ".join(said) + ".")
+
+
+def _memory(found: Row) -> str:
+    """Say the peak of memory, or why it is unknown."""
+    if found["peak_bytes"] is None:
+        return f"peak memory unknown: {found['reason']}"
+    return f"peak memory of the {found['of']} {_digits(found['peak_bytes'] / 1e6)} MB"
 
 
 def _change(result: Row, name: str) -> str:

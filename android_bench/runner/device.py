@@ -142,6 +142,15 @@ def conditions() -> Cell:
     }  # fmt: skip
 
 
+def peak_memory(status: Path = Path("/proc/self/status")) -> Cell:
+    """Return the most memory that this process has had resident, null where none says it."""
+    for line in _read(status).splitlines():
+        name, *value = line.split()
+        if name == "VmHWM:":
+            return {"of": "process", "peak_bytes": int(value[0]) * 1024, "reason": None}
+    return {"of": "process", "peak_bytes": None, "reason": f"no VmHWM in {status}"}
+
+
 def big_cores(count: int) -> list[int]:
     """Return the `count` fastest cores; of equals the last, which serve fewest interrupts."""
     allowed = sorted(os.sched_getaffinity(0))

@@ -23,7 +23,7 @@ from types import ModuleType
 import numpy as np
 
 from . import decoder
-from .device import Refused, conditions, cores_for, device
+from .device import Refused, conditions, cores_for, device, peak_memory
 from .inputs import DTYPES, Array, Cell, inputs_of
 from .parity import parity
 from .statistics import percentiles_line, statistics
@@ -268,7 +268,7 @@ class Run:
             "device": device(source),
             "runtime": {"name": "onnxruntime", "version": library().__version__,
                         "timer_us": step, "telemetry": False, "arena": True, "cores": pinned},
-            "conditions": {"before": before, "after": conditions()},
+            "conditions": {"before": before, "after": conditions()}, "memory": peak_memory(),
             "shape": self.plan["shape"], "rules": self.rules, "cells": self.rows,
             "baselines": self.baselines, "repeat": repeat,
             **({"decoders": decoders} if decoders else {}),

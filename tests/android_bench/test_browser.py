@@ -171,6 +171,10 @@ def test_a_plan_runs_and_its_result_lands(plan, page, tmp_path):
     assert (runtime["isolated"], runtime["telemetry"]) == (True, False)
     assert set(runtime["features"]) == {"simd", "threads"}
     assert runtime["timer_us"] < 50
+    memory = found["memory"]
+    assert (memory["of"], memory["reason"]) == ("WebAssembly", None)
+    assert memory["peak_bytes"] >= 16 << 20  # what the module begins with
+    assert memory["peak_bytes"] % 65536 == 0  # pages of WebAssembly
     assert found["device"]["source"] == "host"
     assert title(found).startswith("HOST, not a phone")
     assert not said, "nothing on the console"
@@ -240,6 +244,8 @@ def test_webgpu_runs_what_it_can_and_names_what_it_lacks(serving, page):
     assert by_type["fp16"]["status"] == "skipped"
     assert "shader-f16" in by_type["fp16"]["reason"]
     assert "shader-f16" in page.locator("#skipped").inner_text()
+    assert found["memory"]["peak_bytes"] is None
+    assert "cannot read the memory of WebGPU" in found["memory"]["reason"]
 
 
 @in_browser

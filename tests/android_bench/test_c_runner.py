@@ -168,6 +168,15 @@ def test_percentiles_and_the_table_are_those_of_the_samples(bench):
     assert lines[0] == lines[1]
 
 
+def test_peak_memory_is_what_the_run_needed(bench):
+    """A copy of 64 MB raises the peak by both its ends; ONNX Runtime takes some, too."""
+    changed(bench.folder, lambda plan: plan["baselines"][0].update(bytes=64_000_000))
+    assert bench().returncode == 0
+    found = read_result(bench.out)["memory"]
+    assert (found["of"], found["reason"]) == ("process", None)
+    assert 128_000_000 < found["peak_bytes"] < 1_000_000_000
+
+
 def test_short_runs_are_sampled_together(bench):
     """A copy of 3 KB takes two steps of the clock, so a sample is the mean of several."""
     changed(bench.folder, lambda plan: plan["rules"].update(max_timer_share=0.005))

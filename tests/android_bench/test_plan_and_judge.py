@@ -605,6 +605,19 @@ def test_battery_and_screen_are_read(pretend):
     assert found["screen_on"] is None
 
 
+def test_peak_memory_is_the_systems_or_null_with_its_reason(tmp_path, result, clean):
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t  1024 kB\n")
+    assert device.peak_memory(status) == {"of": "process", "peak_bytes": 2 << 20, "reason": None}
+    clean["memory"] = device.peak_memory(status)
+    assert "peak memory of the process 2.10 MB." in table.markdown([judge.judged(clean)])
+    clean["memory"] = device.peak_memory(tmp_path / "none")
+    assert clean["memory"]["peak_bytes"] is None
+    validate(clean, BENCH, "clean", ResultBroken)
+    assert f"peak memory unknown: no VmHWM in {tmp_path}" in table.markdown([judge.judged(clean)])
+    assert result["memory"]["peak_bytes"] > 10 << 20  # Python and ONNX Runtime themselves
+
+
 def test_files_that_cannot_be_read_are_nothing(tmp_path):
     (tmp_path / "cpu0").mkdir()
     (tmp_path / "cpu0/governor").mkdir()  # reading it fails
