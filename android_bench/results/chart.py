@@ -93,7 +93,9 @@ def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
         middles = [(end - window["seconds"] / 2) / 60
                    for end, window in zip(ends, windows, strict=True)]  # fmt: skip
         speeds = [window["tokens"] / window["seconds"] for window in windows]
-        name = f"{row['id']}, {row['threads']} thr., {short(result)}".lstrip("_")
+        name = f"{row['id']}, {row['threads']} thr., {short(result, row['provider_asked'])}".lstrip(
+            "_"
+        )
         axes.plot(middles, speeds, ls=DASHES[place % len(DASHES)], marker=MARKERS[place % 12],
                   color=OTHERS[place % len(OTHERS)], ms=4.5, lw=1.4,
                   label=plain(name, 2 * WIDTH))  # fmt: skip
