@@ -53,6 +53,23 @@ Cores = Annotated[
         help="Run on the fastest cores (auto), on any (none), or on these, such as 7 or 4-7.",
     ),
 ]
+Provider = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel="Device",
+        help="Compute on this execution provider of the runner's ONNX Runtime: cpu, xnnpack, "
+        "nnapi, qnn. One that it lacks is refused.",
+    ),
+]
+Profile = Annotated[
+    bool,
+    typer.Option(
+        "--profile",
+        rich_help_panel="Measure",
+        help="Add the time of each cell's operators, in runs of their own.",
+    ),
+]
 Plan = Annotated[
     Path, typer.Argument(metavar="DIR", help="Measure the plan that kvcap android plan wrote here.")
 ]
@@ -261,6 +278,8 @@ def host_command(
     out: Result,
     threads: Counts = None,
     cores: Cores = "auto",
+    provider: Provider = "cpu",
+    profile: Profile = False,
     json: Json = False,
 ) -> None:
     """Measure a plan on this machine, by the runner that a device gets."""
@@ -269,7 +288,7 @@ def host_command(
     from kvcap.android_bench.results.table import markdown
 
     parent_of(out)
-    options = ["--cores", cores]
+    options = _runner_options(cores, provider, profile)
     if threads:
         options += ["--threads", ",".join(map(str, _numbers(threads)))]
     result = run_here(folder, options)
@@ -401,6 +420,8 @@ def adb_command(
     ] = False,
     threads: Counts = None,
     cores: Cores = "auto",
+    provider: Provider = "cpu",
+    profile: Profile = False,
     timeout: Annotated[
         float,
         typer.Option(
@@ -430,7 +451,13 @@ def adb_command(
     read_plan(folder)
     if not out.parent.is_dir():
         raise ResultBroken(f"no folder {str(out.parent)!r} for the result")
-    options = ["--cores", cores, *(["--threads", threads] if threads else [])]
+    options = _runner_options(cores, provider, profile)
+    options += ["--threads", threads] if threads else []
+    if browser and (provider != "cpu" or profile):
+        raise ValueError(
+            "--provider and --profile go with a runner, not with --browser: the page offers "
+            "WebAssembly and WebGPU itself, and gets no profile from them"
+        )
     device = chosen(serial or os.environ.get("ANDROID_SERIAL"))
     settings = DeviceRunSettings(device_dir.rstrip("/") or "/", options, timeout)
     if browser:
@@ -442,6 +469,10 @@ def adb_command(
     result = judged(found)
     write_json(result, out)
     print(markdown([result]), end="")
+
+
+def _runner_options(cores: str, provider: str, profile: bool) -> list[str]:
+    return ["--cores", cores, "--provider", provider, *["--profile"] * profile]
 
 
 def _on_device(

@@ -56,6 +56,7 @@ def result() -> dict[str, Any]:
     cells[-1] |= {"status": "failed", "reason": "out of memory"}
     for name in ("samples_us", "runs_per_sample", "parity", "load_ms"):
         del cells[-1][name]
+    cells[0]["operators"] = [{"operator": "MatMul", "provider": "cpu", "count": 2, "us": 12.5}]
     evict = cell("tova", 64, "naive", stage="evict", budget=32, id="tova.naive.evict.fp32.n64")
     return {
         "schema": BENCH,
@@ -73,6 +74,7 @@ def result() -> dict[str, Any]:
                    "battery_percent": 90, "charging": True, "screen_on": True, "load": 0.1}
             for when in ("before", "after")
         },
+        "memory": {"of": "WebAssembly", "peak_bytes": None, "reason": "no WebAssembly"},
         "shape": {"name": "small", "batch": 1, "kv_heads": 2, "heads": 4, "head_dim": 16,
                   "block": 16},
         "rules": plan()["rules"],

@@ -29,6 +29,7 @@ typedef struct {
 } Fault;
 
 /* json.c: the plan's fields, by name; a missing one or one of another type ends the program with code 2. */
+cJSON *parsed(const char *path); /* NULL where it cannot be read or is no JSON */
 cJSON *read_json(const char *path);
 const char *text_of(const cJSON *object, const char *name);
 double number_of(const cJSON *object, const char *name);
@@ -60,7 +61,11 @@ bool check_outputs(const cJSON *cell, const Tensor *inputs, int ins, const Tenso
 typedef struct Session Session;
 bool open_runtime(const char *library, Fault *fault);
 const char *runtime_version(void);
+bool choose_provider(const char *asked, Fault *fault); /* of all sessions; must be called before the first */
 Session *open_session(const char *path, int threads, Fault *fault);
+Session *open_traced(const char *path, int threads, const char *prefix, Fault *fault); /* writes a trace */
+void provider_got(const Session *session, char got[80]); /* such as xnnpack, or xnnpack+cpu where the CPU helps */
+bool end_trace(Session *session, int warm, int runs, cJSON *operators, Fault *fault); /* read, summed and removed */
 bool bind_tensors(Session *session, Tensor *inputs, int ins, Tensor *outputs, int outs, Fault *fault);
 bool run_session(Session *session, Fault *fault);
 void close_session(Session *session);
@@ -95,6 +100,7 @@ typedef struct {
   cJSON *result;     /* of the result document */
 } Visit;
 bool visit_cell(Visit *visit, const Rules *rules, const char *folder, cJSON *samples);
+void profile_cell(Visit *visit, const char *folder, const char *prefix); /* its operators, in runs of their own */
 bool visit_copy(Visit *visit, const Rules *rules, cJSON *samples);
 
 /* stats.c: what a row's samples say; rows without samples stay as they are. */

@@ -58,12 +58,17 @@ void *read_file(const char *folder, const char *name, size_t bytes, Fault *fault
   return data;
 }
 
-cJSON *read_json(const char *path) {
+cJSON *parsed(const char *path) {
   size_t bytes;
   char *text = contents(path, &bytes);
-  if (!text) quit(2, "%s cannot be read: %s", path, strerror(errno));
-  cJSON *found = cJSON_ParseWithLength(text, bytes);
+  cJSON *found = text ? cJSON_ParseWithLength(text, bytes) : NULL;
   free(text);
+  return found;
+}
+
+cJSON *read_json(const char *path) {
+  if (access(path, R_OK)) quit(2, "%s cannot be read: %s", path, strerror(errno));
+  cJSON *found = parsed(path);
   if (!cJSON_IsObject(found)) quit(2, "%s is no JSON object", path);
   return found;
 }

@@ -1,6 +1,7 @@
 /* Runs a plan on this device and writes what was measured:
  *
- *   kvcap-bench DIR/plan.json -o result.json [--csv cells.csv] [--threads 1,2] [--cores auto|none|7|4-7] [--lib ./libonnxruntime.so]
+ *   kvcap-bench DIR/plan.json -o result.json [--csv cells.csv] [--threads 1,2] [--cores auto|none|7|4-7]
+ *     [--provider cpu|xnnpack|nnapi|qnn] [--profile] [--lib ./libonnxruntime.so]
  *
  * The twin of the Python runner, for devices without Python: same plan, same rules, same result. It does not judge:
  * flags are made of its samples later. Exit codes: 0 done, 1 no
@@ -21,8 +22,8 @@
 enum { MAX_CORES = 64 };
 
 typedef struct {
-  const char *plan, *out, *csv, *library;
-  const char *source;
+  const char *plan, *out, *csv, *library, *source, *provider;
+  bool profile;
   int threads[MAX_CORES], thread_counts;
   int cores[MAX_CORES], core_counts; /* 0: held to none */
   bool biggest;                      /* as many of the biggest cores as there are threads */
@@ -47,8 +48,9 @@ static int numbers(const char *text, int *into, int least) {
 static Options options_of(int count, char **given) {
   static const struct option known[] = {{"out", required_argument, 0, 'o'}, {"threads", required_argument, 0, 't'},
                                         {"cores", required_argument, 0, 'c'}, {"source", required_argument, 0, 's'},
-                                        {"lib", required_argument, 0, 'l'}, {"csv", required_argument, 0, 'v'}, {0}};
-  Options options = {.library = "libonnxruntime.so", .source = "auto", .biggest = true};
+                                        {"lib", required_argument, 0, 'l'}, {"csv", required_argument, 0, 'v'},
+                                        {"provider", required_argument, 0, 'p'}, {"profile", no_argument, 0, 'f'}, {0}};
+  Options options = {.library = "libonnxruntime.so", .source = "auto", .provider = "cpu", .biggest = true};
   for (int option; (option = getopt_long(count, given, "o:", known, NULL)) != -1;) {
     if (option == 'o') options.out = optarg;
     else if (option == 't') options.thread_counts = numbers(optarg, options.threads, 1);
@@ -58,7 +60,9 @@ static Options options_of(int count, char **given) {
     } else if (option == 's' && (!strcmp(optarg, "auto") || !strcmp(optarg, "host") || !strcmp(optarg, "emulated"))) options.source = optarg;
     else if (option == 'l') options.library = optarg;
     else if (option == 'v') options.csv = optarg;
-    else quit(2, "usage: kvcap-bench PLAN -o RESULT [--csv FILE] [--threads 1,2] [--cores auto|none|7|4-7] [--source auto|host|emulated] [--lib FILE]");
+    else if (option == 'p') options.provider = optarg;
+    else if (option == 'f') options.profile = true;
+    else quit(2, "usage: kvcap-bench PLAN -o RESULT [--csv FILE] [--threads 1,2] [--cores auto|none|7|4-7] [--provider cpu|xnnpack|nnapi|qnn] [--profile] [--source auto|host|emulated] [--lib FILE]");
   }
   if (optind + 1 != count || !options.out) quit(2, "needed are one plan.json and -o RESULT");
   options.plan = given[optind];
@@ -110,14 +114,14 @@ static const char *sha256_of(const cJSON *plan, const char *file) {
   quit(2, "the plan does not list %s among its files", file);
 }
 
-static cJSON *cell_result(const cJSON *plan, const cJSON *cell, int threads) {
+static cJSON *cell_result(const cJSON *plan, const cJSON *cell, int threads, const char *provider) {
   static const char *const names[] = {"id", "policy", "formulation", "dtype", "stage", "n", "queries", "budget", "opset", "bytes"};
   cJSON *made = cJSON_CreateObject();
   copy_fields(made, cell, names, sizeof names / sizeof *names);
   cJSON_AddStringToObject(made, "model_sha256", sha256_of(plan, text_of(cell, "model")));
   cJSON_AddNumberToObject(made, "threads", threads);
-  cJSON_AddStringToObject(made, "provider_asked", "cpu");
-  cJSON_AddStringToObject(made, "provider_got", "cpu");
+  cJSON_AddStringToObject(made, "provider_asked", provider);
+  cJSON_AddNullToObject(made, "provider_got"); /* known after the first visit */
   cJSON_AddStringToObject(made, "status", "ok");
   return made;
 }
@@ -130,7 +134,7 @@ static int make_visits(const cJSON *plan, const Options *options, cJSON *documen
   *visits = calloc((size_t)most, sizeof **visits);
   for (int t = 0; t < options->thread_counts; t++)
     cJSON_ArrayForEach(cell, list_of(plan, "cells")) {
-      cJSON *made = cell_result(plan, cell, options->threads[t]);
+      cJSON *made = cell_result(plan, cell, options->threads[t], options->provider);
       cJSON_AddItemToArray(cells, made);
       (*visits)[count++] = (Visit){cell, false, options->threads[t], made};
     }
@@ -154,9 +158,13 @@ static bool failed(const Visit *visit) {
   return status && strcmp(status->valuestring, "ok");
 }
 
-static bool make_visit(Visit *visit, const Rules *rules, const Options *options, const char *folder, cJSON *samples) {
+static void hold(const Visit *visit, const Options *options) {
   int held = options->biggest && visit->threads < options->core_counts ? visit->threads : options->core_counts;
   if (held) hold_to_cores(options->cores, held); /* before the session, whose threads are held to the same */
+}
+
+static bool make_visit(Visit *visit, const Rules *rules, const Options *options, const char *folder, cJSON *samples) {
+  hold(visit, options);
   return visit->copy ? visit_copy(visit, rules, samples) : visit_cell(visit, rules, folder, samples);
 }
 
@@ -205,10 +213,13 @@ static int measure_decoders(const cJSON *plan, const Options *options, int round
     copy_fields(row, wanted, names, sizeof names / sizeof *names);
     cJSON_AddStringToObject(row, "model_sha256", sha256_of(plan, text_of(wanted, "manifest")));
     cJSON_AddNumberToObject(row, "threads", options->threads[t]);
-    cJSON_AddStringToObject(row, "provider_asked", "cpu");
-    cJSON_AddStringToObject(row, "provider_got", "cpu");
-    cJSON_AddStringToObject(row, "status", "ok");
+    bool cpu = !strcmp(options->provider, "cpu");
+    cJSON_AddStringToObject(row, "provider_asked", options->provider);
+    cJSON_AddItemToObject(row, "provider_got", cpu ? cJSON_CreateString("cpu") : cJSON_CreateNull());
+    cJSON_AddStringToObject(row, "status", cpu ? "ok" : "skipped");
     cJSON_AddItemToArray(rows, row);
+    if (!cpu) cJSON_AddStringToObject(row, "reason", "a decoder runs on the provider cpu only");
+    if (!cpu) continue;
     int held = options->biggest && options->threads[t] < options->core_counts ? options->threads[t] : options->core_counts;
     if (held) hold_to_cores(options->cores, held);
     visit_decoder(wanted, options->threads[t], rounds, folder, row);
@@ -278,6 +289,7 @@ int main(int count, char **given) {
   double seed = number_of(said, "seed");
   Fault fault = {""};
   if (!open_runtime(options.library, &fault)) quit(1, "%s", fault.text);
+  if (!choose_provider(options.provider, &fault)) quit(2, "%s", fault.text);
   complete_options(&options, plan);
 
   cJSON *document = cJSON_CreateObject(), *found = cJSON_CreateObject();
@@ -295,6 +307,11 @@ int main(int count, char **given) {
   int count_of_visits = make_visits(plan, &options, document, &visits), measured = 0;
   const char *beside = dirname(folder);
   measure(visits, count_of_visits, &rules, (uint32_t)seed * 2654435761u + 1, &options, beside, document);
+  for (int i = 0; options.profile && i < count_of_visits; i++) {
+    if (visits[i].copy || failed(&visits[i])) continue;
+    hold(&visits[i], &options);
+    profile_cell(&visits[i], beside, options.out);
+  }
   measured += measure_decoders(plan, &options, rules.rounds, beside, document);
   cJSON_AddItemToObject(found, "after", conditions());
   cJSON_AddItemToObject(document, "memory", peak_memory());

@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { TRACE_WARM = 5, TRACE_RUNS = 20 }; /* runs of a profile; those to warm up are not counted */
+
 typedef struct {
   Tensor inputs[MAX_PORTS], outputs[MAX_PORTS];
   int ins, outs;
@@ -69,14 +71,14 @@ static bool make_ports(const cJSON *list, Tensor *ports, int *count, const char 
   return true;
 }
 
-/* Inputs, session and outputs of a cell; `load_ms` is what opening the session took. */
-static bool make_work(Work *work, const Visit *visit, const char *folder, double *load_ms, Fault *fault) {
+/* Inputs, session and outputs of a cell; `load_ms` is what opening the session took. With a prefix it writes a trace. */
+static bool make_work(Work *work, const Visit *visit, const char *folder, const char *prefix, double *load_ms, Fault *fault) {
   char path[4096];
   snprintf(path, sizeof path, "%s/%s", folder, text_of(visit->cell, "model"));
   if (!make_ports(list_of(visit->cell, "inputs"), work->inputs, &work->ins, folder, fault)) return false;
   if (!make_ports(list_of(visit->cell, "outputs"), work->outputs, &work->outs, folder, fault)) return false;
   double before = now_us();
-  work->session = open_session(path, visit->threads, fault);
+  work->session = prefix ? open_traced(path, visit->threads, prefix, fault) : open_session(path, visit->threads, fault);
   *load_ms = rounded((now_us() - before) / 1000);
   return work->session && bind_tensors(work->session, work->inputs, work->ins, work->outputs, work->outs, fault);
 }
@@ -106,8 +108,11 @@ bool visit_cell(Visit *visit, const Rules *rules, const char *folder, cJSON *sam
   Work work = {.bytes = 0};
   Fault fault = {""};
   double load_ms;
-  bool ready = make_work(&work, visit, folder, &load_ms, &fault);
+  bool ready = make_work(&work, visit, folder, NULL, &load_ms, &fault);
   if (ready && !cJSON_HasObjectItem(visit->result, "parity")) {
+    char got[80];
+    provider_got(work.session, got);
+    cJSON_ReplaceItemInObjectCaseSensitive(visit->result, "provider_got", cJSON_CreateString(got));
     cJSON_AddNumberToObject(visit->result, "load_ms", load_ms);
     ready = check_once(&work, visit, folder, &fault);
   }
@@ -115,6 +120,19 @@ bool visit_cell(Visit *visit, const Rules *rules, const char *folder, cJSON *sam
   if (!ready) give_up(visit, &fault);
   forget(&work);
   return ready;
+}
+
+void profile_cell(Visit *visit, const char *folder, const char *prefix) {
+  Work work = {.bytes = 0};
+  Fault fault = {""};
+  double load_ms;
+  cJSON *operators = cJSON_CreateArray();
+  bool ready = make_work(&work, visit, folder, prefix, &load_ms, &fault);
+  for (int i = 0; ready && i < TRACE_WARM + TRACE_RUNS; i++) ready = run_once(&work, &fault);
+  ready = ready && end_trace(work.session, TRACE_WARM, TRACE_RUNS, operators, &fault);
+  forget(&work);
+  if (!ready) quit(1, "%s has no profile: %s", text_of(visit->cell, "id"), fault.text);
+  cJSON_AddItemToObject(visit->result, "operators", operators);
 }
 
 bool visit_copy(Visit *visit, const Rules *rules, cJSON *samples) {

@@ -25,6 +25,7 @@ from kvcap.android_bench.safe_text import escaped, plain
 from kvcap.export.graphs.formulations import TRACED
 
 MOST = 24  # windows of a sustained run that are shown
+COSTLY = 5  # operators of a cell that are shown
 FEW = 3  # flags of one kind that are written out
 WORST = 0.25  # relative error beyond which a line does not describe a series
 LONG = 3000  # the most characters of a sentence, which may have several names
@@ -42,7 +43,7 @@ def markdown(results: Sequence[Row]) -> str:
     for result in results:
         lines += [_title(2, title(result)), "", *_facts(result), ""]
         lines += [*_score_tables(result), *_evict_table(result), *_percentiles(result)]
-        lines += _decoder_table(result)
+        lines += [*_operators(result), *_decoder_table(result)]
         lines += _doubts(result)
     return "\n".join(lines).rstrip() + "\n"
 
@@ -246,6 +247,30 @@ def _percentiles(result: Row) -> Iterator[str]:
           *(microseconds(row[f"p{share}_us"]) for share in PERCENTILES)] for row in rows),
     )  # fmt: skip
     yield ""
+
+
+def _operators(result: Row) -> Iterator[str]:
+    """Yield the operators of each profiled cell, the costliest first."""
+    rows = [row for row in measured(result) if row.get("operators")]
+    if not rows:
+        return
+    yield _said("Operators of a run, by ONNX Runtime's profiler, which takes time itself", "**")
+    yield ""
+    yield from table(
+        ["cell", "on", "threads", "operators by their share, each with its µs"],
+        ([row["id"], row["provider_got"] or "", str(row["threads"]), _shares(row["operators"])]
+         for row in rows),
+    )  # fmt: skip
+    yield ""
+
+
+def _shares(operators: list[Row]) -> str:
+    whole = sum(entry["us"] for entry in operators) or 1
+    ranked = sorted(operators, key=lambda entry: -float(entry["us"]))
+    shown = [f"{plain(entry['operator'], 60)} ({plain(entry['provider'], 60)}) "
+             f"{entry['us'] / whole:.0%}, {microseconds(entry['us'])}"
+             for entry in ranked[:COSTLY]]  # fmt: skip
+    return "; ".join(shown) + ("; …" if len(ranked) > COSTLY else "")
 
 
 def _decoder_table(result: Row) -> Iterator[str]:

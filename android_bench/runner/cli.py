@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .device import Refused, cores_for
 from .inputs import Cell, hash11
-from .measure import PROVIDERS, Run
+from .measure import Run
 from .statistics import csv_text
 
 PLAN = "kvcap.android_plan/1"
@@ -41,7 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, help="where a table goes, a row per cell")
     parser.add_argument("--threads", type=_counts, help="such as 1,2; the plan's otherwise")
     parser.add_argument("--cores", default="auto", help="auto (the fastest), none, 7 or 4-7")
-    parser.add_argument("--provider", choices=PROVIDERS, default="cpu")
+    parser.add_argument(
+        "--provider",
+        default="cpu",
+        help="cpu, xnnpack, nnapi, qnn or another execution provider of this ONNX Runtime",
+    )
+    parser.add_argument("--profile", action="store_true", help="add each cell's operators")
     parser.add_argument(
         "--source",
         choices=("auto", "host", "emulated"),

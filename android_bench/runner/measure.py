@@ -10,11 +10,14 @@ import argparse
 import gc
 import hashlib
 import importlib
+import json
 import math
 import random
 import sys
+import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,8 +33,7 @@ from .statistics import percentiles_line, statistics
 
 VERSION = "1"
 BENCH = "kvcap.android_bench/1"
-PROVIDERS = {"cpu": "CPUExecutionProvider", "xnnpack": "XnnpackExecutionProvider",
-             "qnn": "QNNExecutionProvider"}  # fmt: skip
+TRACE_WARM, TRACE_RUNS = 5, 20  # runs of a profile; those to warm up are not counted
 
 
 def library() -> ModuleType:
@@ -44,6 +46,23 @@ def library() -> ModuleType:
         return importlib.import_module("onnxruntime")
     except ImportError as error:
         raise Refused("the package onnxruntime is not installed for this Python") from error
+
+
+def short_name(provider: str) -> str:
+    """Return the short name of a provider: of `CPUExecutionProvider` it is cpu."""
+    return provider.removesuffix("ExecutionProvider").lower()
+
+
+def provider_named(name: str) -> str:
+    """Return ONNX Runtime's own name of a provider.
+
+    Raises:
+        Refused: this ONNX Runtime has no such provider; the message lists those that it has.
+    """
+    known = {short_name(full): full for full in library().get_available_providers()}
+    if name not in known:
+        raise Refused(f"this ONNX Runtime has no provider {name}; it has {', '.join(known)}")
+    return str(known[name])
 
 
 def timer_us() -> float:
@@ -64,21 +83,26 @@ class Bound:
         cell: of the plan.
         folder: of the plan.
         threads: of one operation.
-        provider: asked for.
+        provider: asked for. The CPU may help only where it cannot run the graph alone, and
+            `self.provider` says so.
+        trace: how the name of the profiler's file begins; no profile where it is None.
     """
 
-    def __init__(self, cell: Cell, folder: Path, threads: int, provider: str) -> None:
+    def __init__(
+        self, cell: Cell, folder: Path, threads: int, provider: str, trace: Path | None = None
+    ) -> None:
         onnxruntime = library()
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.log_severity_level = 4
         model = (folder / cell["model"]).read_bytes()
         self.sha256 = hashlib.sha256(model).hexdigest()
-        start = time.perf_counter()
-        self.session = onnxruntime.InferenceSession(model, options, [PROVIDERS[provider]])
-        self.load_ms = (time.perf_counter() - start) * 1000
-        got = self.session.get_providers()[0]  # another if ONNX Runtime fell back silently
-        self.provider = {v: k for k, v in PROVIDERS.items()}.get(got, got)
+        self.provider = provider
+        if provider == "cpu" or trace is not None:
+            self._open(model, threads, provider, trace, alone=False)
+        else:
+            try:
+                self._open(model, threads, provider, None, alone=True)
+            except Exception:  # ONNX Runtime's own classes have no common base
+                self._open(model, threads, provider, None, alone=False)
+                self.provider += "+cpu"
         self.given = inputs_of(cell, folder)
         self.binding = self.session.io_binding()
         for name, array in self.given.items():
@@ -92,6 +116,29 @@ class Bound:
         for name, value in self.outputs.items():
             self.binding.bind_ortvalue_output(name, value)
 
+    def _open(
+        self, model: bytes, threads: int, provider: str, trace: Path | None, alone: bool
+    ) -> None:
+        onnxruntime = library()
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 4
+        own = {}
+        if alone:
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        if provider == "xnnpack":
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+            own["intra_op_num_threads"] = str(threads)
+        if provider == "qnn":
+            own["backend_path"] = "libQnnHtp.so"
+        if trace is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(trace)
+        start = time.perf_counter()
+        self.session = onnxruntime.InferenceSession(
+            model, options, [(provider_named(provider), own)], enable_fallback=0
+        )
+        self.load_ms = (time.perf_counter() - start) * 1000
+
     def run(self) -> None:
         """Run the graph once."""
         self.session.run_with_iobinding(self.binding)
@@ -99,6 +146,28 @@ class Bound:
     def results(self) -> dict[str, Array]:
         """Return the outputs of the last run."""
         return {name: value.numpy() for name, value in self.outputs.items()}
+
+
+def operators(bound: Bound) -> list[Cell]:
+    """Run a traced cell; return count and microseconds of each operator in the mean run.
+
+    Each run's nodes come before its `model_run` in the trace.
+    """
+    for _ in range(TRACE_WARM + TRACE_RUNS):
+        bound.run()
+    events = json.loads(Path(bound.session.end_profiling()).read_text(encoding="utf-8"))
+    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
+    ended = 0
+    for event in events:
+        if event["name"] == "model_run":
+            ended += 1
+        elif event["cat"] == "Node" and "_kernel_time" in event["name"] and ended >= TRACE_WARM:
+            entry = found[event["args"]["op_name"], short_name(event["args"]["provider"])]
+            entry[0] += 1
+            entry[1] += event["dur"]
+    assert ended == TRACE_WARM + TRACE_RUNS
+    return [{"operator": name, "provider": provider, "count": count / TRACE_RUNS,
+             "us": us / TRACE_RUNS} for (name, provider), (count, us) in found.items()]  # fmt: skip
 
 
 def visit(run: Callable[[], None], rules: Cell) -> list[float]:
@@ -131,6 +200,8 @@ class Run:
     def __init__(self, plan: Cell, folder: Path, arguments: argparse.Namespace) -> None:
         self.plan, self.folder, self.rules = plan, folder, plan["rules"]
         self.provider, self.cores = arguments.provider, arguments.cores
+        provider_named(self.provider)
+        self.profiled: bool = arguments.profile
         self.threads = arguments.threads or plan["threads"]
         self.sha256 = {entry["file"]: entry["sha256"] for entry in plan["files"]}
         self.rows = [self._row(cell, count) for count in self.threads for cell in plan["cells"]]
@@ -198,6 +269,18 @@ class Run:
         target = np.empty_like(source)
         row["samples_us"].append(visit(lambda: np.copyto(target, source), self.rules))
 
+    def profile(self) -> None:
+        """Add each measured cell's operators to its row, from runs of their own."""
+        for row in self.rows:
+            if row["status"] != "ok":
+                continue
+            self._pin(row["threads"])
+            with tempfile.TemporaryDirectory(prefix="kvcap-") as name:
+                cell = self.cells[row["id"]]
+                trace = Path(name) / "trace"
+                bound = Bound(cell, self.folder, row["threads"], self.provider, trace)
+                row["operators"] = operators(bound)
+
     def decoders(self) -> list[Cell]:
         """Return the plan's decoder, once for each number of threads; none where it has none."""
         if "decoder" not in self.plan:
@@ -250,6 +333,8 @@ class Run:
         """Measure, and everything that a result says."""
         started, before, step = _now(), conditions(), timer_us()
         repeat = self.measure()
+        if self.profiled:
+            self.profile()
         decoders = self.decoders()
         for row in (*self.rows, *self.baselines):
             if row.get("samples_us"):

@@ -9,12 +9,15 @@ import shutil
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tools import ROOT, TOOLS, compilers, installed, runner_here, small_plan
 
 from kvcap.android_bench.documents import read_result
+from kvcap.android_bench.results.judge import judged
+from kvcap.android_bench.runner.cli import main
 from kvcap.android_bench.runner.statistics import (
     COLUMNS,
     csv_text,
@@ -68,10 +71,10 @@ def bench(here, plan, tmp_path):
     """Run it on a copy of the plan, which a test may break before."""
     copy = shutil.copytree(plan, tmp_path / "copy")
 
-    def call(*options: str) -> subprocess.CompletedProcess[str]:
+    def call(*options: str, **more: Any) -> subprocess.CompletedProcess[str]:
         out = ["-o", str(tmp_path / "r.json"), "--lib", str(here / "libonnxruntime.so")]
         return subprocess.run([here / "kvcap-bench", copy / "plan.json", *out, *options],
-                              capture_output=True, text=True, check=False)  # fmt: skip
+                              capture_output=True, text=True, check=False, **more)  # fmt: skip
 
     call.folder, call.out = copy, tmp_path / "r.json"
     return call
@@ -166,6 +169,61 @@ def test_percentiles_and_the_table_are_those_of_the_samples(bench):
     lines = [list(csv.reader(text.splitlines()))
              for text in (table.read_text(), csv_text([result], COLUMNS))]  # fmt: skip
     assert lines[0] == lines[1]
+
+
+def test_a_provider_that_the_library_lacks_is_refused(bench):
+    for name in ("xnnpack", "nnapi", "qnn", "XNNPACK"):
+        done = bench("--provider", name)
+        assert done.returncode == 2
+        assert f"has no provider {name}; it has azure, cpu" in done.stderr
+    assert not bench.out.exists()
+
+
+def test_help_of_the_cpu_is_told(bench):
+    """Azure's provider, which PyPI's ONNX Runtime has, can run no node of these graphs."""
+    assert bench("--provider", "azure").returncode == 0
+    found = judged(read_result(bench.out))
+    asked = {(row["provider_asked"], row["provider_got"]) for row in found["cells"]}
+    assert asked == {("azure", "azure+cpu")}
+    assert all(row["parity"]["passed"] for row in found["cells"])
+    kinds = [flag["kind"] for flag in found["validity"]["flags"]]
+    assert kinds.count("endpoint") == len(found["cells"])
+
+
+def test_providers_are_asked_for_as_onnxruntime_wants_them(bench, here, tmp_path):
+    """A library between claims three more, writes down what is asked for, and gives the CPU."""
+    between = tmp_path / "between.so"
+    options = ["-shared", "-fPIC", "-Wall", "-Werror", f"-I{TOOLS / 'source'}",
+               f'-DREAL="{here / "libonnxruntime.so"}"', "-o", str(between)]  # fmt: skip
+    subprocess.run(["gcc", *options, str(ROOT / "tests" / "providers.c"), "-ldl"], check=True)
+    log = tmp_path / "log"
+    own = {"xnnpack": "XNNPACK intra_op_num_threads=1", "nnapi": "NNAPI 0",
+           "qnn": "QNN backend_path=libQnnHtp.so"}  # fmt: skip
+    for name, expected in own.items():
+        log.write_text("")
+        done = bench("--provider", name, "--lib", str(between), env={"LOG": str(log)})
+        assert done.returncode == 0, done.stderr
+        lines = log.read_text().splitlines()
+        assert set(lines) >= {expected, "session.disable_cpu_ep_fallback=1"}
+        assert lines.count(expected) >= len(read_result(bench.out)["cells"])
+        assert ("session.intra_op.allow_spinning=0" in lines) == (name == "xnnpack")
+        assert {row["provider_got"] for row in read_result(bench.out)["cells"]} == {f"{name}+cpu"}
+
+
+def test_a_profile_names_the_operators_that_python_names(bench, tmp_path):
+    assert bench("--profile").returncode == 0
+    mine = {row["id"]: row["operators"] for row in read_result(bench.out)["cells"]}
+    out = tmp_path / "python.json"
+    assert (
+        main([str(bench.folder / "plan.json"), "-o", str(out), "--profile", "--cores", "none"]) == 0
+    )
+    for row in read_result(out)["cells"]:
+        counts = [{(one["operator"], one["provider"]): one["count"] for one in operators}
+                  for operators in (mine[row["id"]], row["operators"])]  # fmt: skip
+        assert counts[0] == pytest.approx(counts[1])
+        assert counts[0]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["copy", "python.json", "r.json"], "no trace is left"
 
 
 def test_peak_memory_is_what_the_run_needed(bench):

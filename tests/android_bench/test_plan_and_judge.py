@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from tools import PATIENCE
 
@@ -347,6 +348,7 @@ def test_the_runner_leaves_no_telemetry(folder, tmp_path):
         (["PLAN", "--source", "real"], 2, "invalid choice: 'real'"),
         (["PLAN", "-o", "nowhere/r.json"], 2, "no folder"),
         (["PLAN", "--csv", "nowhere/r.csv"], 2, "no folder"),
+        (["PLAN", "--provider", "nnapi"], 2, "has no provider nnapi; it has azure, cpu"),
     ],
 )
 def test_the_runner_refuses_by_name(folder, tmp_path, options, code, said):
@@ -402,15 +404,40 @@ def test_threads_without_cores_are_skipped(folder, tmp_path):
     assert "2 threads need as many cores, here are 1" in reasons
 
 
-def test_another_provider_than_asked_is_told(folder, tmp_path):
-    """ONNX Runtime falls back to the CPU without an error."""
+def test_help_of_the_cpu_is_told(folder, tmp_path):
+    """Azure's provider, which PyPI's ONNX Runtime has, can run no node of these graphs."""
     out = tmp_path / "r.json"
-    asked = ("--provider", "qnn")
-    done = runner(str(folder / "plan.json"), "-o", str(out), *asked, cwd=tmp_path)
+    done = runner(str(folder / "plan.json"), "-o", str(out), "--provider", "azure", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = judge.judged(read_result(out))
     endpoints = [f["text"] for f in found["validity"]["flags"] if f["kind"] == "endpoint"]
-    assert endpoints == ["ran on cpu"] * len(found["cells"])
+    assert endpoints == ["ran on azure+cpu"] * len(found["cells"])
+    assert all(row["parity"]["passed"] for row in found["cells"])
+
+
+def test_a_profile_names_the_graphs_operators(folder, tmp_path):
+    def keep_one(plan):
+        (cell,) = (c for c in plan["cells"] if c["id"] == plan["reference"])
+        plan["cells"] = [cell]
+
+    path = edited(folder, tmp_path / "plan", keep_one)
+    out = tmp_path / "r.json"
+    done = runner(str(path / "plan.json"), "-o", str(out), "--profile", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = judge.judged(read_result(out))
+    (row,) = found["cells"]
+    assert row["operators"]
+    assert {entry["provider"] for entry in row["operators"]} == {"cpu"}
+    assert all(entry["count"] >= 1 and entry["count"] % 1 == 0 for entry in row["operators"])
+    graph = onnx.load(path / read_plan(path)["cells"][0]["model"]).graph
+    matmuls = sum(node.op_type in ("MatMul", "Gemm", "Einsum") for node in graph.node)
+    counts = {entry["operator"]: entry["count"] for entry in row["operators"]}
+    assert sum(n for name, n in counts.items() if "MatMul" in name or name in ("Gemm", "Einsum")
+               ) == matmuls  # fmt: skip
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan", "r.json", "runner.pyz"]
+    text = table.markdown([found])
+    assert "| cell | on | threads | operators by their share, each with its µs |" in text
+    assert re.search(rf"{row['id']} \| cpu \| 1 \| \w+ \(cpu\) \d+%, ", text)
 
 
 def test_a_changed_graph_ends_the_run(folder, tmp_path):
