@@ -440,6 +440,29 @@ def test_a_profile_names_the_graphs_operators(folder, tmp_path):
     assert re.search(rf"{row['id']} \| cpu \| 1 \| \w+ \(cpu\) \d+%, ", text)
 
 
+def test_the_host_passes_provider_and_profile_on(folder, tmp_path, capfd):
+    def keep_one(plan):
+        plan["cells"] = [cell for cell in plan["cells"] if cell["id"] == plan["reference"]]
+
+    path, out = edited(folder, tmp_path / "plan", keep_one), tmp_path / "r.json"
+    asked = ["android", "host", str(path), "-o", str(out)]
+    assert run([*asked, "--provider", "azure", "--profile"]) == 0
+    (row,) = read_result(out)["cells"]
+    assert row["provider_got"] == "azure+cpu"
+    assert row["operators"]
+    out.unlink()
+    assert run([*asked, "--provider", "qnn"]) != 0
+    assert "has no provider qnn; it has azure, cpu" in capfd.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("options", [["--provider", "xnnpack"], ["--profile"]])
+def test_a_page_is_given_no_provider_and_no_profile(folder, tmp_path, capsys, options):
+    asked = ["android", "adb", str(folder), "-o", str(tmp_path / "r.json"), "--browser"]
+    assert run([*asked, *options]) == 2
+    assert "not with --browser: the page offers" in capsys.readouterr().err
+
+
 def test_a_changed_graph_ends_the_run(folder, tmp_path):
     path = edited(folder, tmp_path / "plan", lambda plan: None)
     graph = next(path.glob("models/keydiff.score.stateless.fp32*"))

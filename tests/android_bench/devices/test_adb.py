@@ -244,10 +244,12 @@ def test_a_run_with_the_devices_python(phone, plan, tmp_path, capsys):
 def test_a_run_with_the_c_runner(phone, plan, here, tmp_path, capsys):
     out = tmp_path / "result.json"
     asked = ["android", "adb", str(plan), "-o", str(out), "--runner-dir", str(here), "--threads",
-             "1,2", "--device-dir", str(phone.data)]  # fmt: skip
+             "1,2", "--profile", "--device-dir", str(phone.data)]  # fmt: skip
     assert run(asked) == 0
     result = json.loads(out.read_text())
     cells_are_right(result, plan)
+    assert all(cell["operators"] for cell in result["cells"])
+    assert result["memory"]["peak_bytes"] > 1 << 20
     assert result["run"]["runner"] == "c"
     assert {cell["threads"] for cell in result["cells"]} == {1, 2}
     assert result["repeat"]["samples_us"]
