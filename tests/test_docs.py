@@ -22,7 +22,7 @@ from tools import PATIENCE
 
 import kvcap
 from kvcap import pocket
-from kvcap.cli import app
+from kvcap.cli import application
 from kvcap.evals.bench import benchmarks
 from kvcap.policies import policies
 from kvcap.runtime import errors
@@ -116,6 +116,7 @@ def test_the_policy_example_in_contributing():
 
 
 def test_every_command_and_make_target_is_named():
+    app = application()
     commands = [c.name for c in (*app.registered_commands, *app.registered_groups)]
     assert commands
     page = (ROOT / "docs" / "index.md").read_text()
@@ -143,7 +144,7 @@ def test_every_command_shown_can_be_given():
     shown = shown_commands()
     assert len(shown) > 60
     for line in sorted(shown):
-        command: Any = typer.main.get_command(app)
+        command: Any = typer.main.get_command(application())
         for word in re.sub(r"[\[\]]| \.\.\.", " ", line).split()[1:]:
             name = word.split("=")[0]
             if command.context_settings.get("ignore_unknown_options"):
@@ -221,7 +222,7 @@ def test_the_service_for_systemd():
     page = (ROOT / "docs" / "serve-operate.md").read_text()
     (unit,) = re.findall(r"```ini\n(.*?)```", page, re.DOTALL)
     (started,) = re.findall(r"^ExecStart=/opt/kvcap/bin/kvcap (.*)$", unit, re.MULTILINE)
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(application())
     name, *arguments = started.split()
     given = command.commands[name].make_context(name, arguments).params
     assert given["keep"] == Path("/var/lib") / re.findall(r"StateDirectory=(\w+)", unit)[0]

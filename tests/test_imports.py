@@ -165,12 +165,15 @@ def test_importing_kvcap_loads_neither_torch_nor_transformers():
     assert done.returncode == 0, done.stderr
 
 
+COMMANDS = {  # which of kvcap's own commands a command need not import
+    f"kvcap.{folder}.commands" for folder in ("android_bench", "evals", "export", "serve")
+}
 HEAVY = {  # other packages whose import takes long, and rooms of kvcap that bring them or are large
     "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "numpy", "onnx", "onnxruntime",
     "onnxscript", "prompt_toolkit", "ray", "rich.console", "safetensors", "sqlite3", "starlette",
     "tokenizers", "torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "triton",
     "uvicorn",
-    "kvcap.android_bench.runner", "kvcap.evals.bench", "kvcap.evals.quality",
+    *COMMANDS, "kvcap.android_bench.runner", "kvcap.evals.bench", "kvcap.evals.quality",
     "kvcap.export.decoder", "kvcap.policies", "kvcap.runtime.backends.onnxruntime",
     "kvcap.runtime.backends.pytorch", "kvcap.runtime.session", "kvcap.serve.app",
 }  # fmt: skip
@@ -180,11 +183,11 @@ MODELS = {  # of transformers, and what their code brings
     "kvcap.runtime.session",
 }  # fmt: skip
 MAY_LOAD: dict[str, set[str]] = {  # of the heavy ones, by what is run; DIR is an exported decoder
-    "--help": set(),
-    "policies": {"rich.console"},
-    "policies keydiff-window": {"rich.console"},
+    "--help": COMMANDS,
+    "policies": {"kvcap.evals.commands", "rich.console"},
+    "policies keydiff-window": {"kvcap.evals.commands", "rich.console"},
     "plan pocket": {*MODELS, "rich.console"},
-    "tune --help": set(),
+    "tune --help": {"kvcap.evals.commands"},
     "generate pocket Hello --max-new-tokens 1 -q": {
         *MODELS, "sqlite3", "kvcap.runtime.backends.pytorch",
     },
@@ -192,10 +195,10 @@ MAY_LOAD: dict[str, set[str]] = {  # of the heavy ones, by what is run; DIR is a
         "jinja2", "numpy", "onnxruntime", "safetensors", "sqlite3", "tokenizers",
         "kvcap.runtime.backends.onnxruntime", "kvcap.runtime.session",
     },
-    "export --help": set(),
-    "serve --help": set(),
-    "bench --help": set(),
-    "eval --help": set(),
+    "export --help": {"kvcap.export.commands"},
+    "serve --help": {"kvcap.serve.commands"},
+    "bench --help": {"kvcap.evals.commands"},
+    "eval --help": {"kvcap.evals.commands"},
 }  # fmt: skip
 COMMAND = """
 import gc, json, sys

@@ -1,70 +1,70 @@
 """Defines the command line: which commands there are, and how errors end it.
 
-Imports neither torch nor transformers before a command runs, so that `kvcap --help` is instant.
+Of several commands only the one that is asked for is imported and built. Neither torch nor
+transformers is imported before a command runs, so that `kvcap --help` is instant.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from kvcap.android_bench.commands import android
-from kvcap.evals import commands as evals
-from kvcap.export.commands import export
-from kvcap.runtime.cli import commands
-from kvcap.runtime.cli.cache import cache
 from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
 from kvcap.runtime.cli.options import GroupedHelp, current_arguments, variables
-from kvcap.serve.commands import serve_command
 
-app = typer.Typer(
-    name="kvcap",
-    rich_markup_mode=None,  # its tables cut option names off
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="The environment sets options of chat, generate, plan, warm and tune too: --kv-budget "
-    "by KVCAP_KV_BUDGET, MODEL by KVCAP_MODEL. "
-    "KVCAP_DEBUG=1 shows tracebacks. Exit codes: 0 done, 1 failed, 2 wrong input, 3 no plan fits, "
-    "4 cap reached, 130 interrupted.",
-)
-app.command("chat", cls=GroupedHelp)(commands.chat_command)
-app.command("generate", cls=GroupedHelp)(commands.generate_command)
-app.command("plan", cls=GroupedHelp)(commands.plan_command)
-app.command("warm", cls=GroupedHelp)(commands.warm_command)
-app.command("serve", cls=GroupedHelp)(serve_command)
+COMMANDS = {  # and groups of commands: the module of each, and its name there
+    "chat": "runtime.cli.commands.chat_command",
+    "generate": "runtime.cli.commands.generate_command",
+    "plan": "runtime.cli.commands.plan_command",
+    "warm": "runtime.cli.commands.warm_command",
+    "serve": "serve.commands.serve_command",
+    "policies": "evals.policy_commands.policies",
+    "cache": "runtime.cli.cache.cache",
+    "memory": "evals.commands.memory",
+    "export": "export.commands.export",
+    "android": "android_bench.commands.android",
+    "demo": "evals.commands.demo_command",
+    "eval": "evals.commands.eval_command",
+    "tune": "evals.commands.tune_command",
+    "analyze": "evals.commands.analyze_command",
+    "report": "evals.commands.report_command",
+    "bench": "evals.commands.bench_command",
+    "lm-eval": "evals.commands.lm_eval_command",
+}
+PLAIN: dict[str, dict[str, Any]] = {  # commands without groups of options, and their settings
+    "report": {},
+    "lm-eval": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
 
 
-class _Named(TyperGroup):
-    """A group in which a word that is no command is the name of what to show."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        known = not args or args[0] in self.commands or args[0].startswith("-")
-        return super().resolve_command(ctx, args if known else ["show", *args])
-
-
-policies = typer.Typer(cls=_Named, subcommand_metavar="[NAME | COMMAND [ARGS]...]")
-policies.callback(invoke_without_command=True)(commands.policies_command)
-policies.command("show")(commands.policy_command)
-policies.command("calibrate")(evals.calibrate_command)
-app.add_typer(policies, name="policies")
-app.add_typer(cache, name="cache")
-app.add_typer(evals.memory, name="memory")
-app.add_typer(export, name="export")
-app.add_typer(android, name="android")
-app.command("demo", cls=GroupedHelp)(evals.demo_command)
-app.command("eval", cls=GroupedHelp)(evals.eval_command)
-app.command("tune", cls=GroupedHelp)(evals.tune_command)
-app.command("analyze", cls=GroupedHelp)(evals.analyze_command)
-app.command("report")(evals.report_command)
-app.command("bench", cls=GroupedHelp)(evals.bench_command)
-app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    evals.lm_eval_command
-)
+def application(name: str | None = None) -> typer.Typer:
+    """Return the command line with the command `name` alone; with all, where it has none such."""
+    app = typer.Typer(
+        name="kvcap",
+        rich_markup_mode=None,  # its tables cut option names off
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog="The environment sets options of chat, generate, plan, warm and tune too: "
+        "--kv-budget by KVCAP_KV_BUDGET, MODEL by KVCAP_MODEL. "
+        "KVCAP_DEBUG=1 shows tracebacks. Exit codes: 0 done, 1 failed, 2 wrong input, 3 no plan "
+        "fits, 4 cap reached, 130 interrupted.",
+    )
+    app.callback(invoke_without_command=True)(_kvcap)
+    for each in [name] if name in COMMANDS else COMMANDS:
+        module, _, attribute = COMMANDS[each].rpartition(".")
+        command = getattr(importlib.import_module(f"kvcap.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=each)
+        elif each in PLAIN:
+            app.command(each, context_settings=PLAIN[each])(command)
+        else:
+            app.command(each, cls=GroupedHelp)(command)
+    return app
 
 
 def _version(asked: bool) -> None:
@@ -75,7 +75,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback(invoke_without_command=True)
 def _kvcap(
     context: typer.Context,
     version: Annotated[
@@ -91,6 +90,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors are one line on stderr."""
     try:
         given = current_arguments(sys.argv[1:] if arguments is None else arguments)
+        app = application(next(iter(given), None))
         code = app(given, prog_name="kvcap", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

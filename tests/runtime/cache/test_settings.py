@@ -14,7 +14,7 @@ from conftest import tiny_config, tiny_model
 from torch import float32
 
 import kvcap
-from kvcap.cli import app, run
+from kvcap.cli import application, run
 from kvcap.runtime.cache.settings import OLD_NAMES, CacheSettings, SettingNames
 from kvcap.runtime.cli.options import current_arguments
 from kvcap.runtime.errors import PlanInfeasible
@@ -97,7 +97,7 @@ def test_they_have_one_name_in_python_on_the_command_line_and_in_the_documents()
         assert new in NAMES
     for old in OLD_NAMES:
         assert f"`--{old.replace('_', '-')}`" in page
-    commands: Any = typer.main.get_command(app)
+    commands: Any = typer.main.get_command(application())
     for command in ("chat", "generate", "serve"):
         options = {o: p.envvar for p in commands.commands[command].params for o in p.opts}
         for name in NAMES:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from kvcap.cli import app
+from kvcap.cli import application
 from kvcap.runtime.cli.options import HEADINGS, GroupedHelp
 
 FRAGMENT = re.compile(  # beginnings of what is no sentence, or of one whose verb comes late
@@ -29,7 +29,7 @@ def commands(command: Any, name: str = "kvcap") -> Iterator[tuple[str, Any]]:
         yield from commands(below, f"{name} {word}")
 
 
-COMMANDS = dict(commands(typer.main.get_command(app)))
+COMMANDS = dict(commands(typer.main.get_command(application())))
 
 
 def parameters(command: Any) -> list[Any]:

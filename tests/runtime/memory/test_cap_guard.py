@@ -20,7 +20,7 @@ from tiny_chat import save
 from typer.testing import CliRunner
 
 import kvcap
-from kvcap.cli import app
+from kvcap.cli import application
 from kvcap.pocket.corpus import filler
 from kvcap.runtime.errors import MemoryCapExceeded, PlanInfeasible
 from kvcap.runtime.memory import cap_guard
@@ -84,12 +84,12 @@ def test_what_does_not_fit_is_refused_with_what_would(steady):
 def test_the_command_line(tmp_path):
     runner = CliRunner()
     cap = str(process_bytes() + LOADING + 100 * MIB)
-    done = runner.invoke(app, ["plan", "pocket", "--memory-cap", cap, "--json"])
+    done = runner.invoke(application(), ["plan", "pocket", "--memory-cap", cap, "--json"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["rehearsed"]
     assert found["total_bytes"] <= int(cap)
-    shown = runner.invoke(app, ["plan", "pocket", "--memory-cap", cap])
+    shown = runner.invoke(application(), ["plan", "pocket", "--memory-cap", cap])
     assert "measured here" in shown.stdout
     assert "dry run" in shown.stdout
 

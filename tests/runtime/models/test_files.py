@@ -25,7 +25,7 @@ from tiny_chat import save
 from typer.testing import CliRunner
 
 from kvcap import KvcapError, Runtime
-from kvcap.cli import app, run
+from kvcap.cli import application, run
 from kvcap.runtime.errors import (
     ChatTemplateMissing,
     ModelFilesBroken,
@@ -144,7 +144,9 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
     free = FreeMemory(8 << 30, "a test")
     monkeypatch.setattr("kvcap.runtime.cli.commands.free_memory", lambda: free)
     with pytest.warns(UserWarning, match="8,589,934,592 are free .a test.; the largest"):
-        done = CliRunner().invoke(app, ["plan", str(tmp_path), "--dtype", "bfloat16", "--json"])
+        done = CliRunner().invoke(
+            application(), ["plan", str(tmp_path), "--dtype", "bfloat16", "--json"]
+        )
     found = json.loads(done.stdout)
     assert found["weights"] == end // 2
     assert found["free_bytes"] == 8 << 30

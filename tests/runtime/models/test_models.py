@@ -289,9 +289,9 @@ def test_the_page_of_models_is_what_the_tests_hold():
 
 
 def test_a_plan_says_what_the_layers_hold():
-    from kvcap.cli import app
+    from kvcap.cli import application
 
-    result = CliRunner().invoke(app, ["plan", "pocket", "--budget-tokens", "64"])
+    result = CliRunner().invoke(application(), ["plan", "pocket", "--budget-tokens", "64"])
     assert "layers: 6 capped (RoPE default); positions: compact, true or auto" in result.output
     assert "exported, with ONNX Runtime: yes" in result.output
     plan = kvcap.MemoryPlan.of(config_of("afmoe"), budget_tokens=14, block_size=6)
