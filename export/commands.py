@@ -382,6 +382,10 @@ def decoder_command(
     json: Json = False,
 ) -> None:
     """Export a model and its eviction as ONNX graphs, checked, or leave no directory."""
+    if exporter == "kvcap":
+        from kvcap.export.decoder.refusal import refuse_by_config
+
+        refuse_by_config(model)
     from kvcap.policies import load_policy
     from kvcap.runtime.cli.commands import quiet_libraries
     from kvcap.runtime.cli.options import pairs

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcap.dtypes import short, torch_dtype
 from kvcap.export.decoder.depth import are_alike
+from kvcap.export.decoder.refusal import refusal
 from kvcap.export.weights import Rounding
 from kvcap.policies import Eviction
 from kvcap.policies.base.component import ATTENTION_VIEWS
@@ -147,12 +148,7 @@ def _check(shape: ModelShape, eviction: Eviction) -> None:
     """Refuse what one graph of open but equal lengths cannot do."""
     name = eviction.name or "the policy"
     if why := shape.not_exportable:
-        raise NotExportable(
-            f"in this {shape.family} there is what the decoder's graph does not do: {why}; export "
-            "a model whose layers attend fully or slide, with RoPE of type default, linear, llama3 "
-            "or yarn, or run this one with the PyTorch backend (--backend torch --weights int4 "
-            "for its weights in 4 bits)"
-        )
+        raise refusal(shape.family, why)
     if shape.sinks and eviction.observes & ATTENTION_VIEWS:
         raise NotExportable(
             f"the attention of this {shape.family} has sink logits, learned numbers beside the "

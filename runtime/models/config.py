@@ -12,6 +12,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvcap.runtime.errors import UnsupportedModel
+from kvcap.runtime.models.kinds import (
+    AMONG_EXPERTS,
+    ATTENTIONS,
+    EXPERTS,
+    FULL,
+    STATES,
+    WITHOUT,
+    named_readers,
+    named_without_slots,
+    read_layers,
+)
 from kvcap.runtime.models.latents import Latent, latent_of
 from kvcap.runtime.models.rope import Rope, has_rope, heads_of, layer_config, rope_of
 from kvcap.runtime.models.states import KEPT, StateShape, states_of
@@ -57,14 +68,7 @@ KINDS = {  # words for types of layers that are refused, by transformers' names
     "hybrid_sliding": "attention over a window and a recurrent state in one layer",
     "indexed_attention": "sparse attention by an index of its own",
 }
-EXPERTS = ("moe_num_experts", "n_routed_experts", "num_experts", "num_local_experts")
-"""Names that configs have for the number of experts."""
-
 LayerKind = Literal["capped", "sliding", "shared", "state", "none"]
-FULL = {"full_attention", "hybrid"}  # types of layers in a config: that attend to all tokens,
-ATTENTIONS = FULL | {"sliding_attention"}  # layers that attend
-STATES = {"linear_attention", "conv", "mamba", "hybrid"}  # layers with a state of fixed size
-WITHOUT = {"mlp", "moe"}  # layers that hold nothing
 
 
 @dataclass(frozen=True)
@@ -136,11 +140,7 @@ class ModelShape:
 
         The readers are the last layers.
         """
-        readers = self.of_kind("shared")
-        if not readers:
-            return ""
-        read = sorted({x.reads for x in self.layers if x.reads is not None})
-        return f"layers {readers[0]} to {readers[-1]} read {' and '.join(map(str, read))}"
+        return named_readers([layer.reads for layer in self.layers])
 
     @property
     def capped_ropes(self) -> list[Rope]:
@@ -212,10 +212,7 @@ class ModelShape:
     @property
     def neither(self) -> str:
         """Return the layers that neither hold slots alone nor slide, by index and kind."""
-        found = {"keep a recurrent state": self.recurrent,
-                 "hold no keys and values": self.of_kind("none")}  # fmt: skip
-        words = [f"{layers_named(those)} {told}" for told, those in found.items() if those]
-        return ", ".join([*words, self.shared] if self.shared else words)
+        return named_without_slots(self.recurrent, self.of_kind("none"), self.shared)
 
     @property
     def held(self) -> str:
@@ -249,7 +246,7 @@ class ModelShape:
         if self.latent is not None:
             return f"{layers_named(self.capped)} are multi-head latent attention"
         if any(layer.experts for layer in self.layers):
-            return "every token chooses among experts"
+            return AMONG_EXPERTS
         if not self.moves_exactly:
             return self.obstacle
         if any(rope.kind == "longrope" for rope in self.capped_ropes):
@@ -434,16 +431,6 @@ def _states(config: Any, kinds: list[str]) -> list[tuple[StateShape, ...]]:
             "Mamba 2 as Granite 4 and Nemotron-H have it, and their states of unknown size",
         )
     return found
-
-
-def read_layers(config: Any, kinds: list[str]) -> list[int | None]:
-    """Return for each layer the earlier one whose keys and values it reads; None: its own.
-
-    The last `num_kv_shared_layers` read the last layer of their kind before them (Gemma 3n and 4).
-    """
-    own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
-    last = {kind: i for i, kind in enumerate(kinds[:own])}
-    return [None if i < own else last[kind] for i, kind in enumerate(kinds)]
 
 
 def _slot_sizes(family: str, sizes: set[tuple[int, int]]) -> tuple[int, int]:
