@@ -69,14 +69,16 @@ def not_exportable(config: Mapping[str, Any]) -> str:
     It is what `ModelShape.not_exportable` says of the config that transformers makes of it.
     """
     given = of_text(config)
-    kinds = given.get("layer_types")
+    kinds, last = given.get("layer_types"), given.get("num_kv_shared_layers")
     if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
-        last = given.get("num_kv_shared_layers")
-        fits = type(last) is int and 0 < last < len(kinds)
-        count = last if fits and {*kinds[-last:]} <= {*kinds[:-last]} else 0
-        reads = read_layers(SimpleNamespace(num_kv_shared_layers=count), kinds)
-        places = [[i for i, kind in enumerate(kinds) if kind in some] for some in (STATES, WITHOUT)]
-        if why := named_without_slots(*places, named_readers(reads)):
+        if not isinstance(last, int) or not 0 < last < len(kinds):
+            last = 0
+        fits = {*kinds[len(kinds) - last :]} <= {*kinds[: len(kinds) - last]}
+        reads = read_layers(SimpleNamespace(num_kv_shared_layers=last if fits else 0), kinds)
+        recurrent, without = (
+            [i for i, kind in enumerate(kinds) if kind in some] for some in (STATES, WITHOUT)
+        )
+        if why := named_without_slots(recurrent, without, named_readers(reads)):
             return why
     counts = [given.get(name) for name in EXPERTS]
     if any(type(count) is int and count > 1 for count in counts) and "kv_lora_rank" not in given:

@@ -48,7 +48,7 @@ def test_the_json_says_what_the_config_says_or_nothing(name):
                 {"num_experts": "8", "layer_types": "conv", "text_config": 3},
                 {"layer_types": [["conv"]]},
                 {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 2},
-                {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": True},
+                {"layer_types": ["full_attention"] * 2, "num_kv_shared_layers": "1"},
             )
         ),
     ],
