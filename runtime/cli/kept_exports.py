@@ -22,14 +22,8 @@ import typer
 
 from kvcap.runtime.cli.console import dim
 from kvcap.runtime.cli.options import Budget, pairs
-from kvcap.runtime.errors import (
-    ManifestError,
-    ModelFilesBroken,
-    NotExportable,
-    PlanInfeasible,
-    first_line,
-)
-from kvcap.runtime.files import KEPT_FROM, cache_home, locked, read_text
+from kvcap.runtime.errors import NotExportable, PlanInfeasible, first_line
+from kvcap.runtime.files import KEPT_FROM, cache_home, locked, read_json, read_text
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, MANIFEST
@@ -178,16 +172,16 @@ def _options(budget: Budget, symmetric: bool | None) -> list[str]:
 
 
 def _is_whole(out: Path) -> bool:
-    """Return whether an export is there as it was written."""
-    if not (out / MANIFEST).is_file():
-        return False
-    from kvcap.runtime.backends.onnxruntime import manifest
+    """Return whether all files of an export are there, none cut short; loading it reads them."""
+    from kvcap.runtime.backends.onnxruntime.manifest import SCHEMA
 
     try:
-        manifest.read(out)
-    except (ManifestError, ModelFilesBroken):  # it was cut short, or changed: made again
+        found = read_json(out / MANIFEST)
+        sizes = {entry["file"]: entry["bytes"] for entry in found["files"]}
+        there = all((out / name).stat().st_size == size for name, size in sizes.items())
+        return bool(found["schema"] == SCHEMA and sizes and there)
+    except (OSError, ValueError, LookupError, TypeError):  # it was cut short: made again
         return False
-    return True
 
 
 def _make(

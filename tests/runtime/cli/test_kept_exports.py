@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import threading
@@ -13,6 +14,7 @@ import typer
 
 from kvcap import pocket
 from kvcap.cli import run
+from kvcap.runtime.backends.onnxruntime.manifest import SCHEMA
 from kvcap.runtime.cli import kept_exports
 from kvcap.runtime.cli.kept_exports import cache_folder, identity, kept_export
 from kvcap.runtime.cli.options import Budget
@@ -126,11 +128,30 @@ def test_what_a_killed_export_left_never_counts(model, made):
     assert not left.exists()
 
 
-def test_a_changed_file_is_made_again(model, tmp_path):
-    out = tmp_path / "decoder"
-    out.mkdir()
-    (out / MANIFEST).write_text("{}")  # no manifest that could be read
-    assert not kept_exports._is_whole(out)
+def test_an_export_is_whole_by_its_files_sizes(tmp_path):
+    """What is in the files is checked once, as they are loaded."""
+    graph = tmp_path / "decoder.onnx"
+    graph.write_text("graph")
+    said = {"schema": SCHEMA, "files": [{"file": graph.name, "bytes": 5, "sha256": ""}]}
+    (tmp_path / MANIFEST).write_text(json.dumps(said))
+    assert kept_exports._is_whole(tmp_path)
+    graph.write_text("cut")
+    assert not kept_exports._is_whole(tmp_path)
+    graph.unlink()
+    assert not kept_exports._is_whole(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "{}", "[]", "cut", "null", '{"schema": "SCHEMA", "files": []}',
+        '{"schema": "kvcap.decoder/0", "files": [{"file": "kvcap.json", "bytes": 73}]}',
+    ],
+)  # fmt: skip
+def test_an_export_without_a_manifest_of_this_kvcap_is_made_again(said, tmp_path):
+    assert not kept_exports._is_whole(tmp_path)
+    (tmp_path / MANIFEST).write_text(said.replace("SCHEMA", SCHEMA))
+    assert not kept_exports._is_whole(tmp_path)
 
 
 def test_two_at_once_make_it_once(model, made, capsys):
