@@ -433,7 +433,7 @@ class Chat:
         "read": ("FILE [QUESTION]", "say what is in a text file, and ask about it", _read),
         "undo": ("", "take back the last message and its answer", _undo),
         "regen": ("", "answer again; reads the conversation again", _regen),
-        "pin": ("[TEXT]", "say what is never evicted, or show what is pinned", _pin),
+        "pin": ("[TEXT]", "send a message that is never evicted, or show the pinned", _pin),
         "recall": (
             "[WORDS|auto|off|N]",
             "find passages of the conversation; or show or change how much is recalled",

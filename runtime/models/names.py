@@ -74,6 +74,9 @@ def locate(model: str | Path) -> Path | None:
         raise ModelNotFound(f"{name!r} is an address; give the repository's name, {address[1]}")
     if REPOSITORY.fullmatch(name) and not name.startswith((".", "~")):
         return None
+    if name.lower().endswith(".gguf"):
+        near = _like(path.name, [p.name for p in path.parent.glob("*.gguf")])
+        raise ModelNotFound(f"there is no file {name!r}{near}")
     if re.search(r"[/\\~]", name):
         raise ModelNotFound(f"there is no directory {name!r}{_nearby(path)}")
     ways = f"; give {POCKET!r}, a directory, or a repository as OWNER/NAME, such as {EXAMPLE}"

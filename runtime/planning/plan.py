@@ -420,8 +420,7 @@ class PlanSearch:
         least = self.exactly(self.smallest())
         if least.total_bytes > cap:
             raise PlanInfeasible(
-                f"{_parts(least)} at the least, with {least.budget_tokens:,} slots and blocks of "
-                f"{least.block_size:,}, more than the cap of {cap:,}; raise it to "
+                f"even {_needs(least)}, more than the cap of {cap:,}; raise it to "
                 f"{with_margin(least.total_bytes) >> 20}MiB, or take a smaller model or dtype",
                 least_memory_cap=with_margin(least.total_bytes),
             )
@@ -477,8 +476,7 @@ def fitting(plan: MemoryPlan, cap: int) -> MemoryPlan:
     """
     if plan.total_bytes > cap:
         raise PlanInfeasible(
-            f"{_parts(plan)} for {plan.budget_tokens:,} slots and blocks of "
-            f"{plan.block_size:,}, more than the cap of {cap:,}; raise it to "
+            f"{_needs(plan)}, more than the cap of {cap:,}; raise it to "
             f"{with_margin(plan.total_bytes) >> 20}MiB, or leave the KV budget out to have the "
             "largest taken that fits",
             least_memory_cap=with_margin(plan.total_bytes),
@@ -486,13 +484,14 @@ def fitting(plan: MemoryPlan, cap: int) -> MemoryPlan:
     return plan
 
 
-def _parts(plan: MemoryPlan) -> str:
-    """Return in words the parts that make up the total."""
+def _needs(plan: MemoryPlan) -> str:
+    """Say what a plan takes, in all and by its parts."""
     rest = plan.workspace + plan.logits
     index = f"the index of recall {plan.recall_store:,}, " if plan.recall_store else ""
     return (
-        f"the process takes {plan.baseline:,} bytes, weights {plan.weights:,}, {index}the cache "
-        f"{plan.cache_bytes:,} and a block {rest:,}, together {plan.total_bytes:,},"
+        f"{plan.budget_tokens:,} slots and blocks of {plan.block_size:,} need "
+        f"{plan.total_bytes:,} bytes (the process {plan.baseline:,}, weights {plan.weights:,}, "
+        f"{index}the cache {plan.cache_bytes:,}, a block {rest:,})"
     )
 
 

@@ -105,7 +105,11 @@ def test_a_gguf_file_is_a_model_by_its_first_bytes(unasked: Path) -> None:
 
 def test_names_that_are_no_repository_are_refused_without_asking(unasked: Path) -> None:
     (unasked / "my-llama").mkdir()
+    (unasked / "tiny.gguf").write_bytes(b"GGUF\3\0\0\0" + bytes(20))
     for name, says in [
+        ("model.gguf", "there is no file 'model.gguf'"),
+        ("./none/model.gguf", "there is no file './none/model.gguf'"),
+        ("tinny.gguf", "did you mean 'tiny.gguf'?"),
         ("", "no model: give 'pocket'"),
         ("./nowhere", "there is no directory './nowhere'"),
         ("../none/x", "is not there either"),
