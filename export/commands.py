@@ -469,7 +469,8 @@ def verify_command(
 def _shape(model: str | None, given: dict[str, int]) -> Shape:
     """Return the sizes given by hand, over those of the model, over the defaults.
 
-    Where only KV heads are given, query heads are as many per KV head as there would be.
+    If only KV heads are given, the number of query heads per KV head stays that of the model or of
+    the defaults.
     """
     from kvcap.export.graphs.shape import Shape, model_sizes
 
@@ -520,8 +521,8 @@ def _text(dtype: str, file: Path | None, kv_dtype: str | None) -> str | None:
     """Return the text to calibrate on.
 
     Raises:
-        NotExportable: nothing of that type is calibrated.
-        ValueError: it cannot be read.
+        NotExportable: weights of this type are not calibrated.
+        ValueError: the file cannot be read.
     """
     if file is None:
         return None
@@ -541,10 +542,10 @@ def _note(text: str) -> None:
 
 
 def _check_found(exporter: str, **given: str | None) -> None:
-    """Refuse options of graphs that are there where one is made.
+    """Refuse options for decoders that exist already, if a decoder is to be made.
 
     Raises:
-        NotExportable: naming the option.
+        NotExportable: such an option is given; the message names it.
     """
     from kvcap.runtime.errors import NotExportable
 

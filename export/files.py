@@ -20,11 +20,11 @@ def refuse_other(path: Path, asked: dict[str, Any]) -> None:
     """Refuse to replace an export of something else.
 
     Args:
-        path: of the manifest of what is there; one that cannot be read is of something else.
-        asked: what the new manifest will say, of what was asked for.
+        path: the manifest of the existing export; one that cannot be read counts as another.
+        asked: the settings of the new export, as its manifest will have them.
 
     Raises:
-        ExportExists: naming where the two differ.
+        ExportExists: the two differ; the message names where.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -18,14 +18,14 @@ NUMBERS = 1 << 22  # numbers of a matrix that are rounded at once
 def gptq(matrix: Tensor, moments: Tensor, rounding: Rounding, damping: float = DAMPING) -> Packed:
     """Round a matrix `W` [N, K] to a `Q` for which `‖(W - Q) X‖²` is small.
 
-    Columns are rounded one after another, and what one is rounded by is made up for by those
-    behind it: with `UᵀU = (X Xᵀ + λ)⁻¹`, `W[:, k:] -= (w - q) / U[j, j] · U[j, k:]`, `k = j + 1`
-    (algorithm 1). A block's scales are found when its turn comes.
+    Columns are rounded one after another, and later columns make up for the error of each: with
+    `UᵀU = (X Xᵀ + λ)⁻¹`, `W[:, k:] -= (w - q) / U[j, j] · U[j, k:]`, `k = j + 1` (algorithm 1). The
+    scales of a block are found just before it is rounded.
 
     Args:
         matrix: [N, K].
-        moments: `X Xᵀ` [K, K] of the vectors that it is multiplied with, times any factor.
-        rounding: of its blocks.
+        moments: `X Xᵀ` [K, K] of the vectors `X` that the matrix multiplies, times any factor.
+        rounding: how the blocks of the matrix are rounded.
         damping: `λ`, times the mean of the moments' diagonal; the larger, the nearer is `Q` to `W`.
     """
     missing = -len(moments) % rounding.block
@@ -37,8 +37,8 @@ def gptq(matrix: Tensor, moments: Tensor, rounding: Rounding, damping: float = D
 def _spread(moments: Tensor, damping: float) -> Tensor:
     """Return `U` [K, K], upper triangular: how one column's error spreads over those behind it.
 
-    In reversed order the moments' factor is lower triangular, `L`, and `U` is its inverse: no
-    matrix is inverted whose factors are wanted.
+    With rows and columns in reversed order, the moments have a lower triangular factor `L`, and `U`
+    is its inverse. So only a triangular matrix is inverted.
     """
     turned = moments.flip(0, 1).double()
     mean = float(turned.diagonal().mean())

@@ -66,17 +66,17 @@ Report = graphs.GraphReport | decoders.DecoderReport | evictors.AdoptedReport | 
 def verify(path: Path, model: str | None = None, quick: bool = False) -> list[Report]:
     """Check a graph with its manifest, every graph of a directory, or a decoder's directory.
 
-    A graph for Qualcomm's NPU is not run where the package that simulates one is missing.
+    A graph for Qualcomm's NPU is not run if the package that simulates the NPU is missing.
 
     Args:
-        path: a .onnx, a directory of some, or one that `kvcap export decoder` wrote.
-        model: of a decoder, where it is if not where it was when it was exported.
+        path: a .onnx file, a directory of them, or one that `kvcap export decoder` wrote.
+        model: where a decoder's model is, if it was moved since the export.
         quick: leave long cases out.
 
     Raises:
-        ManifestError: nothing to check there, or a manifest that is not the file's.
-        GraphBroken: a file that is no graph.
-        ShapeError: a graph of other inputs or outputs than its manifest says.
+        ManifestError: there is nothing to check, or the manifest is not that of the file.
+        GraphBroken: a file is no graph.
+        ShapeError: a graph has other inputs or outputs than its manifest says.
         ModelFilesBroken, ModelNotFound, UnsupportedModel: see `verify_decoder`.
     """
     if (path / MANIFEST).is_file():
@@ -102,15 +102,15 @@ def verify_decoder(
     """Run the graph of an exported decoder beside PyTorch, or those that evict for another's.
 
     Args:
-        folder: with its manifest.
-        model: where the model is, if not where it was when it was exported.
-        quick: over one block past the budget only.
+        folder: the decoder's directory, with its manifest.
+        model: where the model is, if it was moved since the export.
+        quick: read only one block past the budget.
 
     Raises:
         ManifestError, ModelFilesBroken: the directory is not as it was written.
-        ModelNotFound: the model is not where it was.
-        GraphBroken, ShapeError: the graph cannot be run, or is another.
-        UnsupportedModel: a decoder of others that cannot lose tokens.
+        ModelNotFound: the model is not there.
+        GraphBroken, ShapeError: the graph cannot be run, or is another one.
+        UnsupportedModel: a decoder of others gives wrong logits once tokens are evicted.
     """
     found = read(folder)
     _large_files(found)

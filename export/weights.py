@@ -41,7 +41,7 @@ class Rounding:
     """A way to round weights that has a scale for every block of a row: `w ≈ (q - zero) * scale`.
 
     Attributes:
-        bits: of `q`, 4 or 8.
+        bits: bits of `q`, 4 or 8.
         symmetric: `zero` is the middle, 8 or 128; else each block has its own.
         block: weights of a row that share a scale, a power of two from 16 on.
     """
@@ -75,8 +75,9 @@ class Packed(NamedTuple):
 def pack(matrix: Tensor, rounding: Rounding) -> Packed:
     """Round a matrix [N, K] to the nearest numbers, block by block of its rows.
 
-    A symmetric block's number of the largest magnitude becomes exactly the lowest number, -8 or
-    -128, so that all numbers are used; an asymmetric one's span its least and its greatest, and 0.
+    In a symmetric block the number of the largest magnitude becomes exactly the lowest integer, -8
+    or -128, so that all integers are used. In an asymmetric block the integers span its least and
+    greatest numbers, and 0.
     """
     parts = matrix.split(max(1, ROWS // matrix.shape[1]))
     return below([_pack(rows, rounding) for rows in parts])
@@ -161,7 +162,7 @@ class Store:
     """A file to which tensors are appended, each once however many graphs read it.
 
     Args:
-        file: that is written; graphs lie beside it.
+        file: the file to write; graphs lie beside it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -216,14 +217,14 @@ def place(
     Matrices that a graph puts side by side for one product are kept as one.
 
     Args:
-        model: whose weights are inputs.
-        weights: by the names of those inputs, in the types of the graph.
-        store: that they are written to.
-        rounding: of products and embeddings; None: all weights as they are.
+        model: a graph whose weights are inputs.
+        weights: the weights by the names of those inputs, in the types of the graph.
+        store: where they are written.
+        rounding: how products and embeddings are rounded; None: weights stay as they are.
         packed: matrices [N, K] that were rounded already, in another way than to the nearest.
 
     Returns:
-        The weights that are in blocks, by name.
+        The rounded weights, by name.
     """
     graph, found = model.graph, dict[str, Placed]()
     nodes, values = _Nodes(graph), {x.name: x for x in graph.input if x.name in weights}

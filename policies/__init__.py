@@ -63,7 +63,7 @@ class Recipe(NamedTuple):
 
     parts: Mapping[str, type[Component]]
     options: Mapping[str, Any]
-    when: str = ""  # to use it, where its parts do not say it
+    when: str = ""  # when to use it, if its parts do not say it
 
 
 @cache
@@ -113,10 +113,10 @@ def load_policy(name: str, **options: Any) -> Eviction:
     """Return the policy, preset or combination `name`, with `options` over its defaults.
 
     A combination is a policy and companions with plus signs: `h2o+criticalkv`. An option goes to
-    the first part that has it. `sink_tokens` and `recent_tokens` (pinned besides what the policy
-    pins) work with every policy. Without `sink_tokens` whatever runs a model pins the first 4, and
-    the policy is as its paper has it where it is used by itself or evaluated; with `sink_tokens=0`
-    it is so everywhere.
+    the first part that has it. `sink_tokens` and `recent_tokens` (first and newest tokens that are
+    pinned besides what the policy pins) work with every policy. Without `sink_tokens`, a `Runtime`,
+    `cap` and `BudgetCache` pin the first 4 tokens, while evaluations and the policy used by itself
+    pin what its paper pins; with `sink_tokens=0` all pin only that.
 
     Raises:
         PolicyError: unknown name or option (the nearest one is named), or a value that is refused.
@@ -171,7 +171,7 @@ def as_eviction(policy: str | Eviction | Policy, sink_tokens: int | None = None)
 
 
 def _check_type(what: str, value: Any, kind: Any, default: Any) -> None:
-    """Refuse an option of another type. Which numbers will work, the policy checks itself.
+    """Refuse an option of another type; the policy itself checks which numbers work.
 
     Raises:
         PolicyError: saying what was got and what would work.

@@ -17,7 +17,8 @@ class AnDPro(WindowPolicy):
 
     `score_j = Σ_t A_tj · (a_t · v_j)` over the last `window` queries, whose own tokens are pinned.
     Geng et al. 2025, https://openreview.net/forum?id=Tdl89SZItB, Eq. 15, as DropKV's Table 11 gives
-    it, with the window of that comparison. Can be negative: such a token pulls against the output.
+    it, with the window of that comparison. A score can be negative: such a token pulls against the
+    output.
     """
 
     window: int = 8

@@ -15,9 +15,9 @@ class Cake(WindowPolicy):
     """Scores a token by the mean and the variance of the attention that the last queries pay it.
 
     `score_j = mean_t A_tj + γ · var_t A_tj` over the last `window` queries, whose own tokens are
-    pinned. CAKE, https://arxiv.org/abs/2503.12491, Eq. 11. The population's variance; a query older
-    than the token counts as not looking at it. Averaged over neighbours in time per query head,
-    then over the query group.
+    pinned. CAKE, https://arxiv.org/abs/2503.12491, Eq. 11. `var` is the population's variance, in
+    which a query older than the token counts as attention 0. Scores are averaged over neighbours in
+    time for each query head, then over the query group.
     """
 
     gamma: float = 200.0

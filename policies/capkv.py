@@ -13,13 +13,14 @@ from kvcap.policies.base import Observation, WindowPolicy, leverage, over_group
 
 @dataclass(frozen=True)
 class CapKV(WindowPolicy):
-    """Scores a token by what its value adds to the log-determinant of what is held.
+    """Scores a token by how much its value adds to the log-determinant of all held values.
 
     `score_j = w_j · v_jᵀ (I + Σ_i w_i v_i v_iᵀ)⁻¹ v_j` with `w_j = exp(τ (c_j - max_i c_i))`, where
     `c_j = cos(k_j, μ)` and `μ` is the mean of the last `window` queries, whose own tokens are
     pinned. CapKV, https://arxiv.org/abs/2604.25975, as kvpress's `CapPress` writes it; there `μ` is
-    the mean of all queries of the prompt, turned to later positions. The first `sinks` tokens are
-    pinned and left out of the sum. The inverse is by Newton-Schulz (`base/leverage.py`).
+    the mean of all queries of the prompt, rotated to later positions. The first `sinks` tokens are
+    pinned and left out of the sum. The inverse is computed by Newton-Schulz iterations
+    (`base/leverage.py`).
     """
 
     tau: float = 5.0

@@ -26,11 +26,12 @@ class Compactor(Policy):
     `score_j = blend · z(l_j) + z(pool(a_j ‖v_j‖))`, `z(x) = (x - mean) / std` over a head's tokens
     that are not pinned. `l_j = x_jᵀ (XᵀX + ridge · I)⁻¹ x_j`, `X` the centred keys times a sketch
     of random signs (heads of no more than `sketch` numbers: the keys themselves), the inverse by
-    Newton-Schulz. `a_j` adds up what the queries of its own run of `chunk` tokens, later ones too,
-    pay token `j`, by softmax of the unscaled `q·k` over that run; it is kept from the block in
-    which `j` was read, and a run ends with its block. Compactor, https://arxiv.org/abs/2507.08143,
-    as kvpress's `CompactorPress` writes it, which takes keys before rotation (here as attention
-    sees them), a Gaussian sketch, and `z` over all heads. Alone, a token gives itself 1, the mean.
+    Newton-Schulz. `a_j` is the attention that token `j` gets from all queries of its run of `chunk`
+    tokens, later ones too, by softmax of the unscaled `q·k` over that run. It is computed in the
+    block in which `j` is read, where the run ends at the latest, and then kept. Compactor,
+    https://arxiv.org/abs/2507.08143, as kvpress's `CompactorPress` writes it. That takes keys
+    before rotation (here they are as attention sees them), a Gaussian sketch, and `z` over all
+    heads. A token that is alone in its run attends to itself with 1, which is the mean.
     """
 
     blend: float = 0.35

@@ -16,10 +16,10 @@ from kvcap.policies.base import Observation, Policy
 class Cur(Policy):
     """Scores a token by the shares of its key and its value in the squares of their neighbours.
 
-    `score_j = ‖k_j‖² / Σ_i ‖k_i‖² · ‖v_j‖² / Σ_i ‖v_i‖²`, `i` over the run of `window` held tokens
-    in time that `j` is in, counted from the first. CurDKV, https://arxiv.org/abs/2509.15038, whose
-    leverage scores are these approximated, as in kvpress's `CURPress` by default: without random
-    projection, the first 4 tokens kept. `window=0` takes the shares in all held tokens.
+    `score_j = ‖k_j‖² / Σ_i ‖k_i‖² · ‖v_j‖² / Σ_i ‖v_i‖²`. The held tokens are cut in time order
+    into runs of `window`, and `i` goes over the run that has `j`; with `window=0`, over all held
+    tokens. CurDKV, https://arxiv.org/abs/2509.15038, whose leverage scores these approximate, as
+    kvpress's `CURPress` does by default: without random projection, the first 4 tokens kept.
     """
 
     mode: Literal["product", "mean", "key", "value"] = "product"

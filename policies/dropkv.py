@@ -16,9 +16,10 @@ class DropKV(WindowPolicy):
     """Scores a token by how far attention's output would move if that token alone were removed.
 
     `score_j = Σ_t (p / (1 - p + ε))² · ‖a_t - v_j‖²` over the last `window` queries, `p = A_tj`.
-    DropKV (Zhang et al. 2026), Lemma 1 and Alg. 1-2: each term is the squared change of `a_t`. Put
-    together over the query group, then pooled over neighbours in time (published code: `avg`); the
-    window's own tokens are pinned. `bf16_ratio` rounds `p` to bfloat16, as line 6 of Alg. 2.
+    DropKV (Zhang et al. 2026), Lemma 1 and Alg. 1-2: each term is the squared change of `a_t`. It
+    is combined over the query group, then pooled over neighbours in time (published code: `avg`);
+    the window's own tokens are pinned. `bf16_ratio` rounds `p` to bfloat16, as line 6 of Alg. 2
+    does.
     """
 
     window: int = 8

@@ -20,8 +20,8 @@ class ExpectedAttention(WindowPolicy):
     `score_j = (softmax_j(mean_t z_tj + var_t z_tj / 2) + ε) |v_j|`; the first `sinks` are left out
     of the softmax and pinned. Expected Attention, https://arxiv.org/abs/2510.00636, its expected
     score times the norm of the value. The paper takes `μ` and `Σ` before rotation and rotates them
-    by the mean of the next 512 positions. Here the last `window` queries stand for those to come as
-    they are, rotated at their own positions, and their tokens are pinned.
+    by the mean of the next 512 positions. Here `μ` and `Σ` are those of the last `window` queries,
+    rotated at their own positions, and the tokens of these queries are pinned.
     """
 
     sinks: int = 4

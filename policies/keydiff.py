@@ -17,9 +17,9 @@ class KeyDiff(Policy):
     """Scores a token by how little its key resembles the anchor, the mean of the held keys.
 
     `score_j = -cos(k_j, μ)`, `μ` the anchor. KeyDiff, https://arxiv.org/abs/2504.15364, Eq. 7-8 and
-    Fig. 3; metrics of Tables 15-16; `recent` is the sliding window of Table 14. Of slots that hold
-    latents (MLA, which the paper leaves to future work) the slot is the key; with `expand` every
-    query head's own keys are scored, and their scores averaged.
+    Fig. 3; the metrics are those of Tables 15-16, and `recent` is the sliding window of Table 14.
+    If slots hold latents (MLA, which the paper leaves to future work), the slot is the key; with
+    `expand` every query head's own keys are scored, and their scores averaged.
     """
 
     anchor: Literal["mean", "unit_mean", "median", "pairwise"] = "mean"

@@ -20,11 +20,12 @@ class LagKV(Policy):
     `p`: `s_j = softmax(std((k_j - min) / (max - min))) + the same of v_j`, and `score_j` is the
     rank of `s_j` in its partition over `lag`. LagKV, https://arxiv.org/abs/2504.04704, the score of
     its section on the method. The last whole partition has no next one: it and what is newer score
-    highest, so that the newest stay. Published code never scores a kept token again and keeps as
-    many of every partition; a fixed number of slots has no room for that, so that here partitions
-    are cut anew in what is held after every block. Evicted once, the sets are the same. Published
-    are a lag of 128 and 16 sinks; a lag of 32 keeps as much of a text's flow, and facts in fewer
-    slots (docs/quality.md), and what runs a model pins its first tokens.
+    highest, so that the newest stay. Published code never scores a kept token again and keeps
+    equally many of every partition, which no fixed number of slots can hold. Here the held tokens
+    are partitioned and scored again after every block; evicted once, the kept sets are the same.
+    The paper has a lag of 128 and 16 sinks. A lag of 32 keeps as much of a text's flow, and facts
+    in fewer slots (docs/quality.md); sinks are 0, as the runtime pins a conversation's first
+    tokens.
     """
 
     lag: int = 32  # tokens of a partition
@@ -63,7 +64,7 @@ class LagKV(Policy):
     def _stand_out(self, states: Tensor, chosen: Tensor) -> Tensor:
         """Return how far each of `chosen` [B, K, P·lag] stands out of the next one. [B, K, P, lag].
 
-        Of the last partition the next is the first.
+        The first partition follows the last one.
         """
         batch, heads = (torch.arange(n, device=chosen.device) for n in chosen.shape[:2])
         parts = states[batch[:, None, None], heads[:, None], chosen]  # [B, K, P·lag, D], a copy

@@ -15,7 +15,8 @@ from kvcap.policies.base import Observation, Policy, hashed
 class Random(Policy):
     """Scores a token by a hash of its position, its head and the seed.
 
-    A hash rather than a generator: the same for any block size, on any device, in any export.
+    A hash, unlike a generator of random numbers, gives the same scores for any block size, on any
+    device and in any export.
     """
 
     seed: int = 0

@@ -14,14 +14,14 @@ from kvcap.policies.base import Group, Observation, WindowPolicy, over_group, po
 
 @dataclass(frozen=True)
 class RKV(WindowPolicy):
-    """Scores a token by the attention of the last queries, less what its key repeats of others.
+    """Scores a token by the attention of the last queries, less how much its key repeats others.
 
     `score_j = λ·I_j - (1-λ)·R_j`. Importance `I_j = maxpool(mean_t softmax_j(max_g z_tj))` over the
     last `window` queries, whose own tokens are left out and pinned. Redundancy
-    `R_j = softmax_j(mean_i cos(k_i, k_j))`, where a token counts against all others but the newest
-    of those that it resembles, by a cosine above `threshold`: that one is to stay for it. R-KV,
-    https://arxiv.org/abs/2505.24133, its joint score of importance and redundancy, β = 1. Published
-    code spares the first slot where a token resembles none; here it spares none.
+    `R_j = softmax_j(mean_i cos(k_i, k_j))`, in which `i` leaves out one pair for every token: with
+    the newest token that it resembles by a cosine above `threshold`, which is to stay in its place.
+    R-KV, https://arxiv.org/abs/2505.24133, its joint score of importance and redundancy, β = 1. If
+    a token resembles none, published code leaves out its pair with the first slot, this code none.
     """
 
     window: int = 8

@@ -15,8 +15,9 @@ class SnapKV(WindowPolicy):
     """Scores a token by the attention that the last queries pay it and its neighbours in time.
 
     `score_j = pool(Σ_t A_tj)` over the last `window` queries, whose own tokens are pinned. SnapKV,
-    https://arxiv.org/abs/2404.14469. Pooled per query head, then put together over the query group:
-    a maximum does not commute with the mean. KeyDiff's baseline is `pool='avg'`.
+    https://arxiv.org/abs/2404.14469. Scores are pooled for each query head and then combined over
+    the query group, in this order since a maximum does not commute with the mean. KeyDiff's
+    baseline has `pool='avg'`.
     """
 
     kernel: int = 7

@@ -14,9 +14,9 @@ from kvcap.policies.base import Group, Observation, Policy, over_group
 class TOVA(Policy):
     """Scores a token by the attention that the newest token pays it.
 
-    `score_j = A[last, j]`, put together over the query group or over all heads of the layer. Oren
-    et al. 2024, https://arxiv.org/abs/2401.06104 (their code: `layer`; KeyDiff's baseline:
-    `group`). Nothing is pinned.
+    `score_j = A[last, j]`, combined over the query group or over all heads of the layer. Oren et
+    al. 2024, https://arxiv.org/abs/2401.06104 (their code: `layer`; KeyDiff's baseline: `group`).
+    Nothing is pinned.
     """
 
     across: Literal["group", "layer"] = "group"

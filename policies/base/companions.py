@@ -69,7 +69,7 @@ class HeadBudget(Component):
     def allot(self, budgets: Sequence[int], kv_heads: int, pinned: int) -> list[list[int]]:
         """Return the slots of every KV head of every layer before anything is scored. [L][K].
 
-        Sums to `K · Σ budgets` over the model, and where `moves` to `K · budgets[l]` in layer l.
+        They sum to `K · Σ budgets` over the model, and with `moves` to `K · budgets[l]` in layer l.
 
         Args:
             budgets: slots per KV head of each layer.
@@ -179,12 +179,13 @@ def evenly(total: Count, parts: int, place: Count) -> Count:
 def apportion(shares: Sequence[float], total: int, most: Sequence[int] | None = None) -> list[int]:
     """Return whole numbers in proportion to `shares` that sum to `total` (largest remainder).
 
-    What a `most` cuts off goes to the others in proportion; where all are full the sum is theirs.
+    A share above its `most` is cut off, and the rest goes to the others in proportion; if all are
+    full, the sum is that of `most`.
 
     Args:
-        shares: 0 or more each; all 0 counts as equal.
-        total: what is shared out.
-        most: upper bounds.
+        shares: 0 or more each; if all are 0, they count as equal.
+        total: the sum of the numbers.
+        most: upper bounds of the numbers.
 
     >>> apportion([1, 1, 1], 10)
     [4, 3, 3]
@@ -220,7 +221,7 @@ def apportion(shares: Sequence[float], total: int, most: Sequence[int] | None = 
 def apportion_rows(shares: Tensor, total: Tensor, most: Tensor) -> Tensor:
     """Apportion whole numbers row by row [B, K]; on a GPU in tensors that the host does not read.
 
-    On a CPU tensors of a few numbers take ten times as long as `apportion`.
+    On a CPU it goes through `apportion`, since tensors of a few numbers take ten times as long.
 
     Args:
         shares: [B, K] int64, 0 or more each; the sum of `shares` times that of `most`, and that

@@ -36,7 +36,7 @@ class Preset(NamedTuple):
 class Component:
     """A part of an eviction: a frozen dataclass whose fields are its options.
 
-    It stands in a file of its own, which has the part's name.
+    Each part has a file of its own, whose name is the part's.
     """
 
     observes: ClassVar[frozenset[str]] = frozenset()

@@ -113,8 +113,8 @@ class Eviction:
     def needs_attention(self) -> bool:
         """Return whether it needs kvcap's attention, which shows more than stock functions do.
 
-        Those show no queries, for instance. And transformers makes them one mask for all layers, so
-        every layer and head has to hold as many slots.
+        Stock functions show no queries, for instance. And transformers makes one mask for all
+        layers, so with stock attention every layer and head must hold equally many slots.
         """
         inside = ATTENTION_VIEWS | {"output_projection"}
         return bool(
@@ -141,7 +141,7 @@ class Eviction:
     def with_sinks(self, budget: int, layers: int = 1, kv_heads: int = 1) -> Eviction:
         """Return the eviction as models are run by it: with `sink_tokens`, where None were given.
 
-        Models return to their first tokens whatever is asked, and most answer badly without these
+        Most models attend to their first tokens whatever is asked, and answer badly without them
         (StreamingLLM's attention sink). `kvcap.sinks` says how many are pinned at which budget:
         fewer than usual, or none, where a head would not hold them beside its other pins. They
         yield to what a user pins, too.
@@ -290,7 +290,7 @@ class Eviction:
     def choose(self, scores: Tensor, pinned: Tensor | None, obs: Observation, count: int) -> Tensor:
         """Return the `count` slots of each head to evict by their scores. [B, K, count], unordered.
 
-        `obs.budget` slots of each head stay. Of slots that are worth the same the older go.
+        `obs.budget` slots of each head stay. Of slots with equal scores the older are evicted.
         """
         return lowest(self.worth(scores, pinned, obs), obs.positions, count)
 

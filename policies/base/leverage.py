@@ -22,7 +22,7 @@ def leverage(rows: Tensor, ridge: float) -> Tensor:
 
     Args:
         rows: float32.
-        ridge: above 0; with few rows what keeps the inverse finite.
+        ridge: above 0; it keeps the inverse finite if there are few rows.
     """
     size = rows.shape[-1]
     identity = torch.eye(size, dtype=rows.dtype, device=rows.device)

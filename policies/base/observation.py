@@ -62,8 +62,8 @@ class Rows(NamedTuple):
 class Observation:
     """A view of one layer's slots and, if the policy asks for them, of its last queries.
 
-    Keys and queries are rotated as attention saw them. Everything derived is float32, computed once
-    and only when read. What a policy did not declare in `observes` may be `None`.
+    Keys and queries are rotated as attention saw them. Derived tensors are float32, and computed
+    once, when they are first read. What a policy does not declare in `observes` may be `None`.
     """
 
     keys: Tensor  # [B, K, n, D]
@@ -127,7 +127,7 @@ class Observation:
     def unmasked_logits(self) -> Tensor:
         """Return `z` of every query and slot, also of slots newer than the query.
 
-        Those stand for queries to come. Shape [B, K, G, w, n].
+        The queries then stand for later ones. Shape [B, K, G, w, n].
         """
         return self._capped(self._products * self.scaling)
 
@@ -164,12 +164,12 @@ class Observation:
     def output(self) -> Tensor:
         """Return `a = A·v`, before the output projection. Shape [B, K, G, w, D].
 
-        Where a policy observes all queries of a block and attention returned its output, it is that
-        one, rounded to the model's type.
+        If a policy observes all queries of a block, it is the output that the model's attention
+        returned, in the model's type.
         """
         if self.attended is not None:
-            told: Tensor = self.attended.float().unflatten(1, (-1, self.groups))
-            return told
+            known: Tensor = self.attended.float().unflatten(1, (-1, self.groups))
+            return known
         out: Tensor = torch.matmul(self.attention.flatten(2, 3), self.values.float())
         return out.view(*self.attention.shape[:4], -1)
 

@@ -50,7 +50,7 @@ def best(worth: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
     Args:
         worth: [..., n] float without NaN; of float32 with its bits at hand, one sort is enough.
         positions: [..., n] int, below 2^31.
-        counts: [..., 1], how many of a head, rounded down; all where it has fewer.
+        counts: [..., 1], how many to mark in each head, rounded down; all if a head has fewer.
     """
     slots = worth.shape[-1]
     others = slots - counts.floor()  # [..., 1], how many go

@@ -58,7 +58,7 @@ class WindowPolicy(Policy):
     """A policy that scores by the last `window` queries, and pins their tokens."""
 
     window: int = 32
-    group: Group = "mean"  # how the query heads of a KV head are put together
+    group: Group = "mean"  # how the scores of a KV head's query heads are combined
 
     small: ClassVar = {"window": 4}
 
@@ -90,15 +90,15 @@ def pool_in_time(
 ) -> Tensor:
     """Pool each slot's score with those of its neighbours in time; the newest tokens are left out.
 
-    Those keep their scores and lend none: else tokens would live for standing next to the pinned
-    window, which is looked at most. Slots lie unordered in memory, so neighbours are found through
-    their positions.
+    The newest tokens keep their scores and do not raise others': they get the most attention, and
+    tokens would stay only for being next to them. Slots are unordered in memory, so neighbours are
+    found by their positions.
 
     Args:
         scores: [B, K, ..., n].
         positions: [B, K, n].
         kernel: odd window length in tokens; 1 leaves the scores as they are.
-        pool: 'max' or 'avg' (borders average over what exists and is not left out).
+        pool: 'max' or 'avg', which averages over neighbours that exist and are not left out.
         num_tokens: tokens read so far.
         window: how many of the newest are left out.
     """
@@ -106,19 +106,19 @@ def pool_in_time(
         return scores
     wide = (*positions.shape[:2], *(1,) * (scores.dim() - 3), -1)
     order = positions.argsort(-1).view(wide)  # [B, K, ..., n]
-    apart = (positions >= num_tokens - window).view(wide)
-    given = scores.masked_fill(apart, float("-inf") if pool == "max" else 0.0)
+    newest = (positions >= num_tokens - window).view(wide)
+    given = scores.masked_fill(newest, float("-inf") if pool == "max" else 0.0)
     in_time = given.gather(-1, order.expand_as(scores))
     if pool == "max":
         rows = in_time.flatten(0, -2)[:, None]  # [rows, 1, n]
         rows = torch.nn.functional.max_pool1d(rows, kernel, stride=1, padding=kernel // 2)
         pooled = rows.view_as(scores)
     else:
-        # Of the same neighbours the same mean, to the bit. Each that lends lends to itself.
-        lent = _share((~apart).to(scores.dtype).gather(-1, order), kernel)
-        pooled = _share(in_time, kernel) / lent.clamp(min=1 / kernel)
+        # Divided so, equal neighbours have equal means to the bit. A counted token counts itself.
+        counted = _share((~newest).to(scores.dtype).gather(-1, order), kernel)
+        pooled = _share(in_time, kernel) / counted.clamp(min=1 / kernel)
     pooled = torch.zeros_like(scores).scatter(-1, order.expand_as(scores), pooled)
-    return torch.where(apart, scores, pooled)
+    return torch.where(newest, scores, pooled)
 
 
 def _share(in_time: Tensor, kernel: int) -> Tensor:

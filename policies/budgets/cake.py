@@ -16,7 +16,7 @@ from kvcap.policies.base import LayerBudget, Observation, Preset
 class CakeBudget(LayerBudget):
     """A budget that shares slots out between layers by the entropy and variance of attention.
 
-    `(-Σ A ln A)^(1/τ1) · (Σ_j var_t A_tj)^(1/τ2)` over the window of queries is a layer's share.
+    A layer's share is `(-Σ A ln A)^(1/τ1) · (Σ_j var_t A_tj)^(1/τ2)` over the window of queries.
     CAKE, https://arxiv.org/abs/2503.12491, Eq. 5-7. Every layer keeps at least `floor` of the
     uniform budget: entropy falls with the slots, so a layer that lost once would go on losing.
     """

@@ -16,9 +16,10 @@ from kvcap.policies.streaming_llm import StreamingLLM
 class DuoAttention(HeadBudget):
     """Gives a streaming head `sinks + recents` slots, and retrieval heads the rest of the layer's.
 
-    DuoAttention, https://arxiv.org/abs/2410.10819, but capped. The `retrieval` fraction of all
-    heads with the highest scores of `table` retrieve. Under a smaller budget sinks and recents
-    shrink in proportion; a layer where no head retrieves stays uniform.
+    DuoAttention, https://arxiv.org/abs/2410.10819, under a cap, which the paper has not. The
+    retrieval heads are the fraction `retrieval` of all heads with the highest scores in `table`.
+    Under a smaller budget sinks and recents shrink in proportion. A layer without a retrieval head
+    has equal budgets.
     """
 
     table: str = ""

@@ -14,8 +14,9 @@ from kvcap.policies.base.table import read_table
 class HeadKV(HeadBudget):
     """Takes slots from every head of the model, and shares them out again by importance.
 
-    `base - base//β + pool · importance / Σ importance` slots, and the pinned ones: `base` is what
-    the pins leave, the pool what all heads give up. HeadKV, https://arxiv.org/abs/2410.19258.
+    A head gets its pinned slots and `base - base//β + pool · importance / Σ importance` more:
+    `base` is what the pins leave of the budget, the pool is the sum of what all heads give up.
+    HeadKV, https://arxiv.org/abs/2410.19258.
     `kvcap policies calibrate headkv` makes a `table` of the importance.
     """
 

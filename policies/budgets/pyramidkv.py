@@ -12,8 +12,8 @@ from kvcap.policies.base import LayerBudget, Preset, apportion
 class PyramidKV(LayerBudget):
     """Lets the slots of a layer fall linearly, from the first layer to the last.
 
-    From `2R - R//β` slots down to `R//β`, and the pinned ones; `R` is what the pins leave of the
-    budget. Every layer keeps at least one slot that is not pinned. PyramidKV,
+    Besides its pinned slots the first layer gets `2R - R//β` and the last `R//β`; `R` is what the
+    pins leave of the budget. Every layer keeps at least one slot that is not pinned. PyramidKV,
     https://arxiv.org/abs/2406.02069.
     """
 

@@ -15,12 +15,12 @@ from kvcap.policies.base import Corrector, Preset
 class CaliDrop(Corrector):
     """Adds attention over evicted tokens to the output, remembered from a similar earlier query.
 
-    CaliDrop, Alg. 1, with `C_q` the query that attended to the evicted tokens last, and `ρ` its
-    cosine with the query in hand: `ρ < θ1` attends to them anew and corrects, `ρ > θ2` corrects
-    with what is remembered, between them nothing is done. The two attentions are merged by
-    log-sum-exp. Evicted tokens stay where `store` says, at most `calibration_size` for each KV
-    head, those of the highest scores (Fig. 3c); the cap counts them. The paper's are on the host,
-    where a GPU waits for every copy; those on the device take its memory and no time to fetch.
+    CaliDrop, Alg. 1. `C_q` is the query that attended to the evicted tokens last, and `ρ` its
+    cosine with the current query. If `ρ < θ1`, the query attends to the evicted tokens again. If
+    `ρ > θ2`, it uses what `C_q` got from them. In between, nothing is added. The two attentions are
+    merged by log-sum-exp. Evicted tokens are kept where `store` says, for each KV head at most
+    `calibration_size` of the highest scores (Fig. 3c); the cap counts them. In the paper they are
+    on the host, and a GPU waits for every copy; on the device they take its memory and no time.
     """
 
     theta1: float = 0.7

@@ -15,11 +15,12 @@ from kvcap.policies.base import Observation, Preset, Rescorer
 class CriticalKV(Rescorer):
     """Keeps the best slots by score, then others by score and the norm of the projected value.
 
-    First the top `α` of the unpinned budget by score `S`, then by `(S̄ + ε)·‖v_j W_O‖₁`.
-    CriticalKV, https://arxiv.org/abs/2502.03805, Alg. 1 (box: `α` 0.25; experiments: 0.5). `S̄` is
-    `S` per observed query, as Alg. 2 averages attention over the window. The norm is the mean over
-    the group of those through each query head's slice of `W_O`, computed once a token. Scores below
-    0, which the paper has none of, are first raised by the head's lowest, lest small norms win.
+    The fraction `α` of the unpinned budget goes to the best scores `S`, the rest to the best
+    `(S̄ + ε)·‖v_j W_O‖₁`. CriticalKV, https://arxiv.org/abs/2502.03805, Alg. 1 (box: `α` 0.25;
+    experiments: 0.5). `S̄` is `S` per observed query, as Alg. 2 averages attention over the window.
+    The norm is computed once for each token, by each query head's slice of `W_O`, and averaged over
+    the query group. If a head has scores below 0, which the paper has not, all are raised by the
+    lowest, since small norms would win otherwise.
     """
 
     alpha: float = 0.5

@@ -15,9 +15,9 @@ from kvcap.policies.keydiff import KeyDiff
 class Distinct(Rescorer):
     """Keeps the best slots by score, then those whose keys look least like all others.
 
-    First the top `share` of the unpinned budget by the score of the policy, then by KeyDiff's score
-    (arXiv 2504.15364, Eq. 8). One keeps the flow of the text, as far as the score follows
-    attention or time; the other keeps facts that nothing has looked at yet.
+    The fraction `share` of the unpinned budget goes to the policy's best scores, the rest to the
+    best of KeyDiff's (arXiv 2504.15364, Eq. 8). The first part keeps the flow of the text, if the
+    score follows attention or time; the second keeps facts that nothing has attended to yet.
     """
 
     share: float = 0.5  # of the budget, by the policy's own score

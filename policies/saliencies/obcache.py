@@ -16,8 +16,8 @@ class OBCache(Saliency):
     """Replaces attention by an estimate of how far pruning a token moves attention's output.
 
     `value = A²·‖v‖²`, `key = (A·z)²·‖v - a‖²`, `joint = 2·A²·z·(‖v‖² - v·a) + value + key`.
-    OBCache, https://arxiv.org/abs/2510.07651, Eq. 4-6; the group's heads add up (Eq. 33-35), to
-    which their mean is proportional. `joint` can be negative.
+    OBCache, https://arxiv.org/abs/2510.07651, Eq. 4-6. The paper adds the heads of a group up (Eq.
+    33-35); their mean is proportional to that. `joint` can be negative.
     """
 
     mode: Literal["value", "key", "joint"] = "joint"

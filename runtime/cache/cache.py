@@ -71,17 +71,17 @@ class BudgetCache(Cache):  # type: ignore[misc]
         given: whole `CacheSettings`; or its budget_tokens, block_size and policy in that order.
         named: settings by their names. `block_size` is generate()'s `prefill_chunk_size`.
 
-    One conversation: a second generate() goes on with it, as with any cache of transformers, which
-    take a longer prompt for the whole conversation; `reset()` comes before another one. No gradient
-    flows through it, and no mask can follow what it keeps: padded prompts and masks of one's own
-    are refused by name, whichever attention the model was loaded with. `kvcap.cap` has a model make
-    a new one for every call.
+    It holds one conversation of equally long sequences. A second generate() continues it, as with
+    any cache of transformers, which takes a longer prompt for the whole conversation. Call
+    `reset()` before another one. No gradient flows through the cache. A mask cannot follow what it
+    keeps, so padded prompts and masks of your own are refused by name, whichever attention the
+    model was loaded with. `kvcap.cap` gives a model a new cache for every call.
 
     Raises:
-        UnsupportedModel: for the model or its positions, or for a policy or slots that need
-            `attn_implementation='kvcap'`.
-        PolicyError: unknown policy, or pins that do not fit the budget.
-        PlanInfeasible: as `CacheSettings`, or a budget in bytes, for which a plan is needed.
+        UnsupportedModel: the model or its positions cannot be capped, or the policy or the slots
+            need `attn_implementation='kvcap'`.
+        PolicyError: the policy is unknown, or its pins do not fit the budget.
+        PlanInfeasible: as `CacheSettings`, or for a budget in bytes, which needs a plan.
     """
 
     def __init__(self, config: Any, *given: Any, **named: Unpack[SettingNames]) -> None:
@@ -182,7 +182,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         Raises:
             PaddingUnsupported: the pass has a mask that was not made by transformers, or `update`
                 is called without a model; nothing is changed.
-            BlockTooLarge: it does not fit, and layers that share slots read no block in two.
+            BlockTooLarge: the block does not fit, and layers that share slots cannot divide it.
             UnsupportedModel: transformers counts beyond the positions that longrope moves keys at.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
@@ -281,8 +281,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Check and note the mask that a pass asks transformers for.
 
         Raises:
-            PaddingUnsupported, PositionMismatch: it hides tokens, or does not reach all.
-            CacheMismatch: it is of another number of sequences. Nothing is changed.
+            PaddingUnsupported, PositionMismatch: the mask hides tokens, or does not reach all.
+            CacheMismatch: it has another number of sequences. Nothing is changed.
             UnsupportedModel: the cache needs kvcap's attention, and the model has another one.
         """
         self._mask.check(self.seen, self.allocation.batch, asked)

@@ -53,29 +53,29 @@ class CacheSettings:
     command line has its fields as options of the same names, such as `--budget-tokens`.
 
     Args:
-        budget_tokens: slots per KV head and layer that stay after every block (`N`); 256 where
-            nothing else says how much is kept.
-        block_size: tokens read at once (`T`); 128 by default, fewer where bytes are few.
+        budget_tokens: slots per KV head and layer that stay after every block (`N`); 256 if no
+            budget is given.
+        block_size: tokens read at once (`T`); 128 by default, fewer under a small budget in bytes.
         policy: a name (see `kvcap policies`), an `Eviction` from `load_policy` or a `Policy`.
-        positions: 'compact', 'true' or 'auto', which is true until the length that the model was
-            trained on would be left and compact from then on; by default compact where it is exact
-            and the model has kvcap's attention, else true. Under M-RoPE it is exact for text alone:
-            a model that reads images too has true ones.
-        evict_every: in generation, evict every so many tokens, at most `block_size`. With 1 an
+        positions: 'compact', 'true' or 'auto': true as long as the text fits the length that the
+            model was trained on, compact from then on. The default is compact if that is exact and
+            the model has kvcap's attention, else true. Under M-RoPE it is exact for text alone, so
+            a model that also reads images has true positions.
+        evict_every: number of generated tokens between evictions, at most `block_size`. With 1 an
             answer never holds more than its budget, and sessions can be answered together
-            (`Batch`). None: as suits a `Runtime`'s device, 64 on a CPU, and 1 elsewhere.
+            (`Batch`). None: 64 in a `Runtime` on a CPU, 1 otherwise.
         kv_dtype: 'int8', 'int8-int4' (keys in 8 bits, values in 4) or 'int4' to quantise what
             slots hold, so that the same bytes hold more of them, with kvcap's attention; by default
             they hold the model's own numbers.
         sink_tokens: first tokens that are never evicted, the attention sink; 4 by default, fewer
-            where the policy leaves less than 32 slots unpinned. With 0 the policy is as its paper
-            has it.
+            if the policy leaves less than 32 slots unpinned. With 0 the policy pins only what its
+            paper pins.
         kv_budget: in place of `budget_tokens`, bytes for the whole cache, an integer or such as
             '256KiB' or '2GB': a plan takes the most slots that fit.
 
     Raises:
-        PlanInfeasible: sizes that are not whole numbers from 1, two budgets, `evict_every` above
-            the block, or unknown positions.
+        PlanInfeasible: a size is no whole number from 1, there are two budgets, `evict_every` is
+            above the block, or the positions are unknown.
 
     >>> CacheSettings(budget_tokens=64, policy="keydiff").eviction.name
     'keydiff'

@@ -164,23 +164,23 @@ class MemoryPlan:
             config: the model's transformers config, which stays as it is; of a wrapper, its text
                 model is planned.
             given: whole `CacheSettings`, if not by name.
-            dtype: of keys and values; the config's by default.
-            batch: sequences.
+            dtype: the type of keys and values; the config's by default.
+            batch: the number of sequences.
             memory_cap: bytes for the whole process, or 'auto' for all that is free; without a
                 budget, the largest `N` and block that fit are taken.
-            headers: of the files of weights, from `read_headers`; without them, the weights are
-                counted from the config.
-            loaded: the weights are in this process already.
+            headers: headers of the files of weights, from `read_headers`; without them, the
+                weights are counted from the config.
+            loaded: whether the weights are in this process already.
             rehearse: find the workspace by a dry run, in about a second, and the least budget and
                 cap that work.
-            weights: 'int8' or 'int4' to hold matrices so, on a CPU.
+            weights: 'int8' or 'int4', if matrices are rounded so, on a CPU.
             recall_store: bytes of the index by which a conversation finds its evicted text.
             named: settings of the cache by their names, as in `CacheSettings`.
 
         Raises:
-            PlanInfeasible: nothing fits, naming what would.
+            PlanInfeasible: nothing fits; the message names what would.
             ModelFilesBroken: the files of weights are not those of the config.
-            UnsupportedModel: its matrices cannot be held so.
+            UnsupportedModel: the matrices cannot be rounded as `weights` says.
         """
         import torch
 
@@ -463,7 +463,7 @@ def parse_cap(cap: str | int) -> int:
     'auto' stands for what the process has and all that is free.
 
     Raises:
-        PlanInfeasible: it is neither that nor a size.
+        PlanInfeasible: `cap` is neither 'auto' nor a size.
     """
     return process_bytes() + free_memory().nbytes if cap == AUTO else parse_bytes(cap)
 
@@ -472,7 +472,7 @@ def fitting(plan: MemoryPlan, cap: int) -> MemoryPlan:
     """Return the plan if its process stays within `cap` bytes; else refuse it.
 
     Raises:
-        PlanInfeasible: it does not.
+        PlanInfeasible: the process would take more; the message names the cap that would do.
     """
     if plan.total_bytes > cap:
         raise PlanInfeasible(

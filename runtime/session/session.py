@@ -73,7 +73,7 @@ class PreparedPrompt:
 class Session:
     """A conversation that lives in one cache, made by `Runtime.session`.
 
-    Knows no library that runs models.
+    It works with any backend, since it imports no library that runs models.
 
     >>> from kvcap import Runtime
     >>> session = Runtime.from_pretrained("pocket", budget_tokens=256).session()
@@ -339,30 +339,33 @@ class Session:
     ) -> Iterator[str]:
         """Send a message and stream the answer; a pinned message is never evicted.
 
-        This call refuses what cannot be answered; all else happens as the iterator is read, and
-        nothing if it never is. Where the cache is empty, as after `cache.reset()`, earlier messages
-        are read again. Stopping early (closing the iterator, Ctrl-C) keeps the answer so far; if
-        the message itself was not read to its end, `notice` says what became of it.
+        This call refuses a message that cannot be answered. Reading and writing happen as the
+        iterator is read, and nothing happens if it never is. If the cache is empty, as after
+        `cache.reset()`, earlier messages are read again. Stopping early (closing the iterator,
+        Ctrl-C) keeps the answer so far; if the message itself was not read to its end, `notice`
+        says what became of it.
 
         Args:
-            said: a text; or messages that are added to the conversation, dictionaries with 'role'
-                ('system', 'user', 'assistant' or 'tool') and 'content': a user's message or what a
-                tool returned last; the system's first of a new conversation is its prompt. An
-                assistant's may have 'tool_calls', a tool's a 'tool_call_id', others a 'name'.
-            pin: all messages that are given.
-            tools: that the model may call, as OpenAI's API describes them; with the first message,
-                as templates write them before it. None: those of the conversation so far. What the
-                answer calls is in `parsed`, and its message has it as `tool_calls`. Where the
-                template writes a result together with its call, the conversation is read again.
+            said: a text; or a list of messages to add to the conversation, dictionaries with 'role'
+                ('system', 'user', 'assistant' or 'tool') and 'content'. The last one is a user's
+                message or a tool's result; a first one of the system is the system prompt of a new
+                conversation. An assistant's may have 'tool_calls', a tool's a 'tool_call_id', and
+                others a 'name'.
+            pin: whether the given messages are never evicted.
+            tools: functions that the model may call, as OpenAI's API describes them; give them
+                with the first message, before which templates write them. None: those of the
+                conversation so far. The calls of the answer are in `parsed`, and its message has
+                them as `tool_calls`. If the template writes a result together with its call, the
+                conversation is read again.
             begin: text that the answer begins with; only what follows it is streamed.
 
         Raises:
             EmptyPrompt: there is nothing to answer.
-            TokenUnknown: the model has no embedding of a token of it.
-            MessagesInvalid: they are no such messages, hold what is no letter, or come with other
+            TokenUnknown: the model has no embedding of a token of the message.
+            MessagesInvalid: these are no such messages, hold a lone surrogate, or come with other
                 tools than the conversation's.
-            ChatTemplateMissing: the tokenizer cannot chat, or its template does not write tools, or
-                not what they returned, or nothing of the system behind the first message.
+            ChatTemplateMissing: the tokenizer has no chat template, or its template does not write
+                tools, their results, or later messages of the system.
             MemoryCapExceeded: nothing may be evicted and the cap is reached.
             SchemaRefused, ExtraMissing: answers cannot be held to what `set_generation` was given.
             PinsTooLarge: pinned tokens need more slots than a head has.
@@ -378,13 +381,13 @@ class Session:
         """Read `text` as it is, without a chat template, and stream the continuation.
 
         Args:
-            text: to go on from; or its tokens, which are read as they are.
-            recall: read evicted text again amid it, in front of its last lines; see `recall`.
+            text: the text to continue, or its token ids.
+            recall: read evicted text again, in front of the last lines of `text`; see `recall`.
 
         Raises:
-            EmptyPrompt: it has no token.
-            TokenUnknown: the model has no embedding of one.
-            MessagesInvalid: it is no text, or holds what is no letter.
+            EmptyPrompt: `text` has no token.
+            TokenUnknown: the model has no embedding of one of its tokens.
+            MessagesInvalid: it is no text, or holds a lone surrogate.
             MemoryCapExceeded, ValueError, UnsupportedModel, SessionBroken: as in `send`.
         """
         tokens = isinstance(text, (list, tuple)) and all(type(x) is int and x >= 0 for x in text)
@@ -395,7 +398,7 @@ class Session:
     def regenerate(self) -> Iterator[str]:
         """Answer the last message again, after reading the conversation again.
 
-        Stopped before the new answer begins, the former one stays.
+        If this is stopped before the new answer begins, the former one stays.
 
         Raises:
             EmptyPrompt: nothing was said.
@@ -407,8 +410,8 @@ class Session:
     def search(self, words: str) -> list[Passage]:
         """Return the passages of the conversation that have these words, the best first.
 
-        Evicted ones are among them, and those that the cache still holds; a conversation that was
-        not read yet has none. `recall` reads such passages again in front of a message.
+        Both evicted and held text is searched; a conversation that was not read yet has none.
+        `recall` reads such passages again in front of a message.
         """
         return self.recall.find(words, self.read_ids)
 
@@ -458,14 +461,14 @@ class Session:
         gets, such as `{"enable_thinking": False}`; `chat_template` names one of several templates.
         Where they change what stands before the last answer, the conversation is read again.
 
-        Answers are held to `json_schema`, or match the whole of `regex`, where `turn.finish_reason`
-        is 'stop' and `turn.stop_string` None; else they were cut short, as by `max_new_tokens`.
-        They are not held within thoughts: `enable_thinking` is False for them unless it was given,
-        and thoughts that the chat template opens are closed.
+        An answer fits `json_schema`, or matches the whole of `regex`, if `turn.finish_reason` is
+        'stop' and `turn.stop_string` None; otherwise it was cut short, as by `max_new_tokens`. For
+        such an answer `enable_thinking` is False unless it was given, and thoughts that the chat
+        template opens are closed.
 
         Raises:
-            ValueError: no such setting, or a value that it cannot have; nothing is changed.
-            SchemaRefused, ExtraMissing: answers cannot be held to that; nothing is changed.
+            ValueError: there is no such setting, or it cannot have this value; nothing is changed.
+            SchemaRefused, ExtraMissing: answers cannot be held to the form; nothing is changed.
         """
         settings.check(options)
         if any(options.get(name) is not None for name in settings.SHAPES):

@@ -60,8 +60,8 @@ def cap(model: Any, *given: Any, **named: Unpack[SettingNames]) -> Cap:
 
     Afterwards `model.generate(...)`, `transformers.pipeline("text-generation", model, ...)` and
     whatever is built on them hold at most `budget_tokens` slots per KV head and layer, and a block.
-    Every call without a cache begins with an empty one; the one it returns goes on. An empty
-    `DynamicCache` that a program passes becomes a capped one, and goes on, too. A plain
+    A call without a cache begins a conversation; pass the cache that it returns to continue. An
+    empty `DynamicCache` that a program passes becomes a capped one, in place. A plain
     `model(input_ids)` gives the logits of all tokens, read block by block as they would be in a
     chat; with `use_cache=False`, too. Tokens may be padded on the right where nobody reads their
     logits, without a mask; padded prompts, beam search, assisted decoding, other caches and
@@ -73,7 +73,7 @@ def cap(model: Any, *given: Any, **named: Unpack[SettingNames]) -> Cap:
     the model's layers; attention and cache run as they are between its graphs.
 
     Args:
-        model: of transformers, such as from `AutoModelForCausalLM.from_pretrained`.
+        model: a model of transformers, such as from `AutoModelForCausalLM.from_pretrained`.
         given: whole `CacheSettings`; or its budget_tokens, block_size and policy in that order.
         named: settings by their names.
 

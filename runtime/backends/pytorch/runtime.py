@@ -139,7 +139,7 @@ class Runtime:
         Args:
             model: 'pocket', a local directory, or a repository of the hub. A directory that `kvcap
                 export decoder` wrote gives an `OrtRuntime`, which has the same conversations: its
-                policy, sizes and weights are those of the export unless told otherwise.
+                policy, sizes and weights are those of the export.
             given: whole `CacheSettings`, or a policy.
             dtype: 'float32', 'bfloat16' or 'float16'; the checkpoint's by default.
             device: 'cpu', 'cuda' or 'mps'; the best there is by default.
@@ -147,16 +147,16 @@ class Runtime:
                 now; without a KV budget, the largest that fits is taken.
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
-            weights: 'int8' or 'int4' to round matrices as they are loaded, for a CPU, which is then
-                the device. A GGUF file keeps its bits there, in bfloat16, where this is left out;
-                'unpacked' makes floats of them.
-            recall_store: bytes of the index by which a conversation finds its evicted text, at
-                most; 8 MiB by default, less under a small `memory_cap`; 0: nothing is recalled.
+            weights: 'int8' or 'int4' to round matrices as they are loaded; the device is then the
+                CPU. By default a GGUF file keeps its bits on a CPU in bfloat16; 'unpacked' makes
+                floats of them.
+            recall_store: the most bytes of the index by which a conversation finds its evicted
+                text; 8 MiB by default, less under a small `memory_cap`. With 0 nothing is recalled.
             named: settings of a session's cache by their names, as in `CacheSettings`.
 
         Raises:
-            ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
-                weights are read.
+            ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: raised
+                before weights are read.
         """
         if str(model) not in BUILT_IN and (folder := locate(model)) and is_export(folder):
             from kvcap.runtime.backends.onnxruntime.runtime import open_export  # an optional one
