@@ -52,6 +52,7 @@ def open_conversations(
     disk_cap: str | int = DISK,
     shared: bool = False,
     recall: RecallSettings = DEFAULT,
+    shared_prompts: int | None = None,
 ) -> Opened:
     """Load a model to answer many conversations at once.
 
@@ -70,6 +71,7 @@ def open_conversations(
         disk_cap: bytes of that folder.
         shared: other processes keep theirs there as well.
         recall: how much evicted text is read again where a request does not say.
+        shared_prompts: copies of caches behind system prompts; by default up to 4, as fit.
 
     Raises:
         PlanInfeasible: not even one conversation fits, or fewer than were asked for; nothing is
@@ -84,7 +86,16 @@ def open_conversations(
     if cap is not None:
         budget = replace(budget, memory_cap=str(cap))
     plan = planned_serving(
-        model, backend, budget, together, places, running, free=False, body=body, recall=recall
+        model,
+        backend,
+        budget,
+        together,
+        places,
+        running,
+        free=False,
+        body=body,
+        recall=recall,
+        shared_prompts=shared_prompts,
     )
     disk = (
         None if folder is None else SavedConversations(folder, parse_bytes(disk_cap), shared=shared)
@@ -96,8 +107,8 @@ def open_conversations(
         note = without_default(getattr(runtime.tokenizer, "chat_template", None))
         if note is not None and not output.quiet:
             say(note)
-        found = measured(plan, runtime, places)
-        limits = Limits(found.places, found.together, waiting)
+        found = measured(plan, runtime, places, shared_prompts)
+        limits = Limits(found.places, found.together, waiting, shared_prompts=found.shared_prompts)
         watch = None if cap is None else CapWatch.of(found, runtime, enforce=budget.enforce)
         scheduler = Scheduler(runtime, limits, disk, watch=watch, memory_cap=cap, recall=recall)
         return Opened(scheduler, found)
@@ -110,7 +121,9 @@ def open_conversations(
         raise
 
 
-def measured(plan: ServingPlan, runtime: Any, places: int | None) -> ServingPlan:
+def measured(
+    plan: ServingPlan, runtime: Any, places: int | None, shared_prompts: int | None = None
+) -> ServingPlan:
     """Return the plan with what loading the model really took.
 
     Raises:
@@ -120,7 +133,7 @@ def measured(plan: ServingPlan, runtime: Any, places: int | None) -> ServingPlan
     one = replace(plan.one, weights=runtime.plan.weights, baseline=own)
     return ServingPlan.of(
         one, lambda _: plan.shared, cap=plan.cap, together=plan.together, places=places,
-        body=plan.body, index=plan.index,
+        body=plan.body, index=plan.index, shared_prompts=shared_prompts,
     )  # fmt: skip
 
 

@@ -229,6 +229,17 @@ class Load:
             "--memory-cap, or 64).",
         ),
     ] = None
+    shared_prompts: Annotated[
+        int | None,
+        option(
+            "--shared-prompts",
+            min=0,
+            metavar="N",
+            help="Keep the slots of N system prompts, from which further conversations of the "
+            "same API key begin; 0 keeps none (by default 4, or with --memory-cap one for every 8 "
+            "conversations that fit, up to 4).",
+        ),
+    ] = None
     max_queue: Annotated[
         int,
         option(
@@ -484,6 +495,7 @@ def opened(
         "folder": load.keep,
         "disk_cap": load.keep_cap,
         "recall": recall,
+        "shared_prompts": load.shared_prompts,
     }
     try:
         if engine.engine == "ray":

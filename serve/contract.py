@@ -85,7 +85,7 @@ class Usage:
     """A count of what an answer took, in tokens; `cap_bytes` are bytes."""
 
     prompt_tokens: int  # the whole request's: those that were read, and those reused
-    reused_tokens: int  # those that the conversation had read before, evicted ones too
+    reused_tokens: int  # those that it, or one with its system prompt, had read; evicted ones too
     completion_tokens: int
     held: int  # slots in use afterwards, per KV head and layer, at most the budget
     waiting: int  # slots in use above the budget, until the next eviction
@@ -150,6 +150,8 @@ class Figures:
     most_waiting: int = 0  # the queue's bound
     on_disk: int = 0  # saved conversations
     memory_bytes: int = 0  # bytes of all caches
+    shared_prompts: int = 0  # copies of caches behind system prompts
+    shared_prompt_bytes: int = 0  # their bytes
     index_bytes: int = 0  # bytes of the indexes of conversations' text
     disk_bytes: int = 0
     disk_cap: int = 0
@@ -166,6 +168,8 @@ class Figures:
     completion_tokens: int = 0
     evicted_tokens: int = 0
     recalled_tokens: int = 0  # prompt tokens read again after their eviction
+    prompts_shared: int = 0  # conversations that began from such a copy
+    shared_tokens: int = 0  # prompt tokens that these did not read
     saved: int = 0  # conversations written to disk
     restored: int = 0  # conversations read from disk
     dropped: int = 0  # saved files that could not be read, and conversations that were not saved

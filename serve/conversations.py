@@ -23,6 +23,7 @@ from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.messages import checked_messages
+from kvcap.runtime.session.prefixes import Prefixes
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import Message
 from kvcap.serve.contract import Ask
@@ -297,7 +298,9 @@ def blank(session: Session) -> None:
     session.on_full = "evict"
 
 
-def begin(session: Session, ask: Ask, count: int, recall: RecallSettings) -> Iterator[str]:
+def begin(
+    session: Session, ask: Ask, count: int, recall: RecallSettings, prefixes: Prefixes
+) -> Iterator[str]:
     """Begin the answer of a session that holds the first `count` messages of a request.
 
     Args:
@@ -305,6 +308,7 @@ def begin(session: Session, ask: Ask, count: int, recall: RecallSettings) -> Ite
         ask: the request.
         count: messages that it holds.
         recall: how much evicted text is read again for the last one.
+        prefixes: the owner's copies of caches behind system prompts.
 
     Raises:
         KvcapError, ValueError: as `Session.send` and `Session.complete`.
@@ -313,7 +317,7 @@ def begin(session: Session, ask: Ask, count: int, recall: RecallSettings) -> Ite
     session.turn = None
     session.generation = settings.copied(session.runtime.generation)
     session.set_generation(**{"seed": None, **ask.options})
-    session.recall.limit = recall.limit(budget)
+    session.recall.limit, session.prefixes = recall.limit(budget), prefixes
     if session.recall.limit and session.cache.seen > budget:
         session.recall.index(session.read_ids)  # here, as it does not delay other answers
     if ask.messages is None:

@@ -55,7 +55,7 @@ class Opening:
     budget: Budget
     running: Running
     load: dict[str, Any] = field(default_factory=dict)
-    """Holds `together`, `places`, `waiting`, `folder`, `disk_cap` and `recall`."""
+    """Holds `together`, `places`, `waiting`, `folder`, `disk_cap`, `recall`, `shared_prompts`."""
 
 
 class AnswerPiece(NamedTuple):

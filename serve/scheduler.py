@@ -44,6 +44,7 @@ from kvcap.serve.conversations import (
     recall_of,
     salt_of,
 )
+from kvcap.serve.prefixes import SharedPrompts
 from kvcap.serve.saved import ConversationFile, SavedConversations
 from kvcap.serve.threads import by_a_thread
 from kvcap.serve.tokens import decoded, encoded
@@ -65,6 +66,7 @@ class Limits:
     together: int = 8  # answers that are written at once
     waiting: int = 64  # requests in the queue
     waiting_letters: int = 16 << 20  # letters of all requests in the queue
+    shared_prompts: int = 4  # copies of caches behind system prompts
     buffered: int = 256  # pieces of an answer that wait for their reader
     save_after_s: float = 5.0  # seconds until an idle conversation is written to disk
     grace_s: float = 5.0  # seconds until an unread answer ends if its place is wanted
@@ -254,6 +256,7 @@ class Scheduler:
         self._watch, self._memory_cap = watch, memory_cap
         self.batch = runtime.batch(limits.together)
         self._held = Held(runtime, limits.places, disk)
+        self._shared = SharedPrompts(limits.shared_prompts, self._has_room)
         self._salt = salt_of(runtime)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: list[Job] = []
@@ -262,7 +265,8 @@ class Scheduler:
         self._looks: list[Callable[[], bool]] = []  # look-ups; each returns whether it is done
         self._count = dict.fromkeys(
             ("asked", "answered", "stopped", "failed", "refused", "prompt_tokens", "reused_tokens",
-             "completion_tokens", "evicted_tokens", "recalled_tokens"), 0,
+             "completion_tokens", "evicted_tokens", "recalled_tokens", "prompts_shared",
+             "shared_tokens"), 0,
         )  # fmt: skip
         self._lock = threading.Lock()  # guards the attributes below
         self._queued = self._queued_letters = 0
@@ -428,6 +432,8 @@ class Scheduler:
             most_waiting=self.limits.waiting,
             memory_bytes=held.made * plan.cache_bytes + self.batch.nbytes,
             index_bytes=held.index_bytes,
+            shared_prompts=len(self._shared),
+            shared_prompt_bytes=self._shared.nbytes,
             process_bytes=process_bytes(),
             memory_cap=self._memory_cap,
             closing=self._closing,
@@ -533,7 +539,7 @@ class Scheduler:
                 conversation = found.conversation
                 conversation.state = "answering"
             else:
-                room = self._watch is None or self._watch.has_room()
+                room = self._has_room()
                 place = self._held.place(job.ask, room)
                 if place is None and self._give_up_stalled(self.limits.grace_s):
                     place = self._held.place(job.ask, room)
@@ -547,6 +553,10 @@ class Scheduler:
             job.conversation, job.key = conversation, conversation.key
             held = found.conversation is not None
             self._hand(partial(self._prepare, job, leaving, found.saved, found.messages, held))
+
+    def _has_room(self) -> bool:
+        """Return whether the process has memory for one more cache."""
+        return self._watch is None or self._watch.has_room()
 
     def _hand(self, task: Callable[[], Callable[[], None]]) -> None:
         """Have another thread do a task, and the worker what that returns."""
@@ -598,7 +608,8 @@ class Scheduler:
                         conversation.file, conversation.clean = None, False
             job.seen = session.cache.seen
             if not job.cancelled:
-                job.answer = begin(session, job.ask, count, recall_of(job.ask, self.recall))
+                recall, shared = recall_of(job.ask, self.recall), self._shared.of(job.ask.owner)
+                job.answer = begin(session, job.ask, count, recall, shared)
         except Exception as raised:
             error = raised
         if job.letters >= LONG:
@@ -704,10 +715,10 @@ class Scheduler:
             job.parsed = session.parsed
         cache = session.cache
         seen, held = cache.seen, cache.held
-        reused = job.seen if session.turn is None else turn.reused_tokens
+        reused = job.seen if session.turn is None else turn.reused_tokens + turn.copied_tokens
         slots = SlotUse.of(held, self.runtime.plan.budget_tokens)
         job.usage = Usage(
-            prompt_tokens=reused + turn.prompt_tokens,
+            prompt_tokens=reused + turn.prompt_tokens - turn.copied_tokens,
             reused_tokens=reused,
             completion_tokens=turn.completion_tokens,
             held=slots.held,
@@ -718,11 +729,13 @@ class Scheduler:
             stop_string=turn.stop_string,
             recalled_passages=len(session.recall.passages) if turn.recalled_tokens else 0,
         )
-        self._counted("prompt_tokens", turn.read_tokens)
+        self._counted("prompt_tokens", turn.read_tokens - turn.copied_tokens)
         self._counted("reused_tokens", reused)
         self._counted("completion_tokens", turn.completion_tokens)
         self._counted("evicted_tokens", turn.evicted_tokens)
         self._counted("recalled_tokens", turn.recalled_tokens)
+        self._counted("prompts_shared", int(turn.copied_tokens > 0))
+        self._counted("shared_tokens", turn.copied_tokens)
         self._mean_s += 0.1 * (turn.ttft_s + turn.decode_s - self._mean_s)
         key = ""
         if job.ask.messages is not None:

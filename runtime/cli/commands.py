@@ -562,6 +562,7 @@ def planned_serving(
     free: bool = True,
     body: int | None = None,
     recall: RecallSettings = DEFAULT,
+    shared_prompts: int | None = None,
 ) -> ServingPlan:
     """Return the plan of a server, without reading weights.
 
@@ -575,6 +576,7 @@ def planned_serving(
         free: without a `memory_cap`, what is free is the cap; otherwise there is none.
         body: bytes of a request, at most; by default as `ServingPlan.of` has it.
         recall: how large the index of a conversation's text may be.
+        shared_prompts: copies of caches behind system prompts; by default as `ServingPlan.of`.
 
     Raises:
         PlanInfeasible: not even one fits, or fewer than `together` and `places` ask for.
@@ -587,7 +589,7 @@ def planned_serving(
     if backend.exported(model):
         return ServingPlan.of(
             one, lambda _: Shared(), cap=cap, together=together, places=places, body=body,
-            index=recall.nbytes,
+            index=recall.nbytes, shared_prompts=shared_prompts,
         )  # fmt: skip
     from kvcap.runtime.backends.pytorch.batch import plan_shared
     from kvcap.runtime.backends.pytorch.runtime import best_device, usable, usual_every
@@ -606,6 +608,7 @@ def planned_serving(
         places=places,
         body=body,
         index=recall.nbytes,
+        shared_prompts=shared_prompts,
     )
 
 

@@ -3,7 +3,7 @@
 Evictions make every conversation the same size, so that this is arithmetic:
 
     process + weights + passes + rows of those that are answered + one prompt that is tokenised
-    + places × (cache + text + index of it) <= cap
+    + shared prompts × cache + places × (cache + text + index of it) <= cap
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ TOKENISING = 450  # bytes that it takes for each byte of a text; one text is tok
 TEXT = 64 << 10  # bytes of what was said in a conversation, beside its cache
 TOGETHER = (8, 4, 2, 1)  # answers at once that are tried in this order where none were asked for
 PLACES = 64  # conversations where there is no cap
+SHARED_PROMPTS = 4  # copies of caches behind system prompts where no number was asked for
+EACH_SHARED = 8  # then one such copy for so many conversations that fit
 
 
 class Shared(NamedTuple):
@@ -43,6 +45,7 @@ class ServingPlan:
     cap: int | None = None  # bytes of the process
     body: int = BODY  # bytes of a request, at most
     index: int = 0  # bytes of the index of a conversation's text, at most
+    shared_prompts: int = 0  # copies of caches behind system prompts, at most
 
     @property
     def tokenising(self) -> int:
@@ -67,9 +70,14 @@ class ServingPlan:
         return 2 * self.one.cache_bytes
 
     @property
+    def shared_prompt_bytes(self) -> int:
+        """Return the bytes of all copies of caches behind system prompts, at most."""
+        return self.shared_prompts * self.one.cache_bytes
+
+    @property
     def fixed_bytes(self) -> int:
         """Return the bytes that are held however many conversations there are."""
-        own = self.one.baseline + SERVING + self.one.weights
+        own = self.one.baseline + SERVING + self.one.weights + self.shared_prompt_bytes
         return own + self.tokenising + self.passes + self.shared.rows + self.restoring
 
     @property
@@ -98,12 +106,19 @@ class ServingPlan:
             "rows_bytes": self.shared.rows,
             "passes_bytes": self.passes,
             "restoring_bytes": self.restoring,
+            "shared_prompts": self.shared_prompts,
+            "shared_prompt_bytes": self.shared_prompt_bytes,
             "serving_bytes": SERVING,
             "tokenising_bytes": self.tokenising,
             "body_bytes": self.body,
             "cap": self.cap,
             "total_bytes": self.total_bytes,
         }
+
+    @property
+    def _fit(self) -> int | None:
+        """Return how many conversations fit under the cap; None: there is none."""
+        return None if self.cap is None else (self.cap - self.fixed_bytes) // self.place_bytes
 
     @classmethod
     def of(
@@ -116,6 +131,7 @@ class ServingPlan:
         places: int | None = None,
         body: int | None = None,
         index: int = 0,
+        shared_prompts: int | None = None,
     ) -> ServingPlan:
         """Plan a server.
 
@@ -127,6 +143,8 @@ class ServingPlan:
             places: conversations in memory, at most; by default all that fit, 64 without a cap.
             body: bytes of a request, at most; by default 256 KiB, 4 MiB without a cap.
             index: bytes of the index of a conversation's text, at most.
+            shared_prompts: copies of caches behind system prompts, at most; by default 4, or one in
+                the place of each eighth conversation that fits.
 
         Raises:
             PlanInfeasible: not one fits, or fewer than were asked for, saying how many do.
@@ -135,9 +153,14 @@ class ServingPlan:
         for number in (together,) if together else TOGETHER:
             if places is not None and places < number and not together:
                 continue
-            found = cls(one, number, shared(number), 0, cap, body, index)
-            fit = None if cap is None else (cap - found.fixed_bytes) // found.place_bytes
-            if fit is None or fit >= max(number, places or 1):
+            found = cls(one, number, shared(number), 0, cap, body, index, shared_prompts or 0)
+            least = max(number, places or 1)
+            fit = found._fit
+            if fit is None or fit >= least:
+                if shared_prompts is None:
+                    spare = PLACES if fit is None else min(fit // EACH_SHARED, fit - least)
+                    found = replace(found, shared_prompts=min(SHARED_PROMPTS, spare))
+                    fit = found._fit
                 count = places or (PLACES if fit is None else fit)
                 return replace(found, places=max(number, count))
         assert cap is not None
@@ -148,6 +171,7 @@ class ServingPlan:
             f"a server of {asked} takes {least:,} bytes, more than the cap of {cap:,}: "
             f"{found.fixed_bytes:,} beside them and {found.place_bytes:,} each, so that "
             f"{max(0, fit or 0):,} fit; raise the cap to {with_margin(least) >> 20}MiB, or lower "
+            f"{'--shared-prompts, ' if shared_prompts else ''}"
             f"{'--recall-store, the KV budget' if index else 'the KV budget'} or --max-body",
             least_memory_cap=with_margin(least),
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.detokenizer import Detokenizer
-from kvcap.runtime.session.engine import Engine, Loop, TokenSampler
+from kvcap.runtime.session.engine import CacheCopy, Engine, Loop, TokenSampler
 from kvcap.runtime.session.guide import Guide
 from kvcap.runtime.session.listener import AnswerLimits, Listener
 from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
@@ -67,6 +67,19 @@ class Insertion(NamedTuple):
     tokens: Callable[[], list[int]]
     prepare: Callable[[int], None]
     """Holds a function called after every block before the gap, with the tokens read so far."""
+
+
+class SharedPrefix(NamedTuple):
+    """The first tokens of a prompt, which other conversations may begin with as well.
+
+    They are read as a step of their own, or what a cache held behind them is copied: so the rest
+    is read in the same blocks either way.
+    """
+
+    tokens: int
+    find: Callable[[], CacheCopy | None]
+    keep: Callable[[Callable[[], CacheCopy]], None]
+    """Holds a function that is called behind the prefix with one that copies the cache."""
 
 
 @dataclass
@@ -182,8 +195,9 @@ class Decoding:
         written: Written,
         on_block: Callable[[int, int], None] | None,
         insertion: Insertion | None = None,
+        prefix: SharedPrefix | None = None,
     ) -> Generator[Step, Any, None]:
-        """Read `ids` with an `insertion`, draw an answer, and add it to `written`.
+        """Read `ids` with an `insertion` behind a `prefix`, draw an answer, add it to `written`.
 
         Fills in the figures of `turn`. The last token drawn is not read; the cache keeps it as
         `unread`. Yields pieces of text and blocks of the prompt, and in a `Batch` every token that
@@ -195,7 +209,7 @@ class Decoding:
         start = time.perf_counter()
         top, found = getattr(config, "prompt_logprobs", None), None
         blocks = (
-            self._blocks(ids, insertion, turn)
+            self._blocks(ids, insertion, prefix, turn)
             if top is None
             else self._scored(ids, sampler, top, written.prompt_logprobs)
         )
@@ -262,17 +276,26 @@ class Decoding:
         return found
 
     def _blocks(
-        self, ids: list[int], insertion: Insertion | None, turn: Turn
+        self,
+        ids: list[int],
+        insertion: Insertion | None,
+        prefix: SharedPrefix | None,
+        turn: Turn,
     ) -> Iterator[tuple[int, Any]]:
         """Read a prompt block by block, as `Loop.blocks` does; note its tokens in `read_ids`."""
         loop, engine = self.loop, self.engine
         before = self.ids_read(loop.cache.seen)
         self.read_ids = array("i", [*before, *ids])
         done = 0
+        if prefix is not None:
+            for done in self._prefix_blocks(ids, prefix, turn):
+                yield done, None
         if insertion is not None:
             # Fewer tokens than a block evict nothing, so they are read with those behind the gap.
             if insertion.at > engine.plan.block_size:
-                for done, _ in loop.blocks(engine.token_ids(ids[: insertion.at])):
+                first = done
+                for more, _ in loop.blocks(engine.token_ids(ids[first : insertion.at])):
+                    done = first + more
                     insertion.prepare(done)
                     yield done, None
             found = insertion.tokens()
@@ -281,6 +304,18 @@ class Decoding:
             turn.prompt_tokens, turn.recalled_tokens = len(ids), len(found)
         for more, logits in loop.blocks(engine.token_ids(ids[done:])):
             yield done + more, logits
+
+    def _prefix_blocks(self, ids: list[int], prefix: SharedPrefix, turn: Turn) -> Iterator[int]:
+        """Read the prefix of a prompt, or copy it; yield the tokens read so far."""
+        found = prefix.find()
+        if found is not None:
+            self.loop.go_on_from(found)
+            turn.copied_tokens = prefix.tokens
+            yield prefix.tokens
+            return
+        for done, _ in self.loop.blocks(self.engine.token_ids(ids[: prefix.tokens])):
+            yield done
+        prefix.keep(self.loop.copied)
 
     def _scored(
         self, ids: list[int], sampler: TokenSampler, top: int, noted: list[Logprob]

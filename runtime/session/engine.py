@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -127,6 +128,18 @@ class TokenSampler(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class CacheCopy:
+    """A copy of what a cache holds, from which a cache of the same kind goes on; see `Loop`.
+
+    Bytes are those of its tensors, which are at most the cache's own.
+    """
+
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, Any] = field(repr=False)
+    nbytes: int = 0
+
+
 class Loop(ABC):
     """A reader that takes tokens into a capped cache, at most a block at a time.
 
@@ -174,6 +187,17 @@ class Loop(ABC):
     @abstractmethod
     def read(self, ids: Any, need_logits: bool = True) -> Any:
         """Read one block [B, T]; return the last token's logits [B, V], if they are needed."""
+
+    @abstractmethod
+    def copied(self) -> CacheCopy:
+        """Return a copy of what the cache holds."""
+
+    @abstractmethod
+    def go_on_from(self, copy: CacheCopy) -> None:
+        """Have the cache hold what a cache of the same kind held when it was copied.
+
+        What it pins stays as it is: a copy is of tokens that were read under the same pins.
+        """
 
     def launched(self) -> Callable[[], object]:
         """Return a function that waits until an asynchronous device has read everything.

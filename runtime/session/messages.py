@@ -424,9 +424,20 @@ def _around_answer(
 
 def system_span(encode: Callable[[Sequence[Message]], list[int]], system: str) -> list[Span]:
     """Return where the system prompt lies: the first tokens, whatever the user says after them."""
-    opening = [{"role": "system", "content": system}]
+    return [(0, len(first_tokens(encode, system_message(system))))]
+
+
+def first_tokens(
+    encode: Callable[[Sequence[Message]], list[int]], opening: Sequence[Message]
+) -> list[int]:
+    """Return the tokens that a conversation begins with, whatever the user says.
+
+    Args:
+        encode: gives the tokens of messages.
+        opening: the message of the system prompt, if there is one.
+    """
     one, other = (encode([*opening, {"role": "user", "content": text}]) for text in ("A", "0"))
-    return [(0, common_prefix(one, other))]
+    return one[: common_prefix(one, other)]
 
 
 def message_spans(

@@ -5,17 +5,30 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, get_args
 from weakref import ref
 
-from kvcap.runtime.errors import EmptyPrompt, MemoryCapExceeded, MessagesInvalid
+from kvcap.runtime.errors import (
+    ChatTemplateMissing,
+    EmptyPrompt,
+    MemoryCapExceeded,
+    MessagesInvalid,
+)
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.recall.recall import Passage, Recall
 from kvcap.runtime.session import settings
-from kvcap.runtime.session.decoding import Decoding, Insertion, Pieces, Step, Written
+from kvcap.runtime.session.decoding import (
+    Decoding,
+    Insertion,
+    Pieces,
+    SharedPrefix,
+    Step,
+    Written,
+)
 from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.encoding import check_letters, encode_with
 from kvcap.runtime.session.engine import Engine
@@ -26,7 +39,9 @@ from kvcap.runtime.session.messages import (
     check_written,
     checked_messages,
     checked_tools,
+    common_prefix,
     common_suffix,
+    first_tokens,
     message_spans,
     render,
     render_turn,
@@ -35,6 +50,7 @@ from kvcap.runtime.session.messages import (
     system_span,
     turn_has_results,
 )
+from kvcap.runtime.session.prefixes import Prefixes, prefix_key
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
 from kvcap.runtime.session.template_forms import THOUGHTS, with_thoughts_closed
 from kvcap.runtime.session.tool_calls import Parsed, parsed_by_template, parsed_text
@@ -67,6 +83,7 @@ class PreparedPrompt:
     emptied: bool = False  # the cache is reset first, and the whole conversation read again
     reread: bool = False  # it begins with earlier messages, which are read again
     question: int | None = None  # index in `ids` in front of which evicted text is read again
+    prefix: int = 0  # first tokens of `ids` that are looked for in `Session.prefixes`
     begin: str = ""  # text that the answer begins with, at the end of `ids`
 
 
@@ -110,6 +127,8 @@ class Session:
         """Holds the loop that reads into the conversation's cache."""
         self.cache_away: Callable[[], None] | None = None
         """Holds a function that brings the cache's content back from elsewhere, if it is there."""
+        self.prefixes: Prefixes | None = None
+        """Holds copies of caches behind system prompts, to begin conversations from; None: none."""
         plan = runtime.plan
         self.recall = Recall(
             runtime.tokenizer,
@@ -557,14 +576,8 @@ class Session:
                 "of the chat template, need the whole conversation to be read again; clear it first"
             )
         check_tools_read(tokenizer, messages, tools, options)
-        ids, spans, question = self._encode_all(after, begin)
-        reread = bool(before.messages)
-        return self._checked(
-            PreparedPrompt(
-                ids, after, spans, options, emptied=seen > 0, reread=reread, question=question,
-                begin=begin,
-            )
-        )  # fmt: skip
+        whole = self._whole_prompt(after, begin)
+        return self._checked(replace(whole, emptied=seen > 0, reread=bool(before.messages)))
 
     def _text_prompt(self, text: str | Sequence[int], recall: bool) -> PreparedPrompt:
         """Return the prompt of a text that is no message."""
@@ -588,19 +601,10 @@ class Session:
             raise EmptyPrompt("there is nothing to answer again; say something first")
         pinned = frozenset(index for index in after.pinned if index < len(after.messages))
         after = replace(after, pinned=pinned)
-        ids, spans, question = self._encode_all(after)
-        options = self._template_options
-        return self._checked(
-            PreparedPrompt(ids, after, spans, options, emptied=True, reread=True, question=question)
-        )
+        return self._checked(replace(self._whole_prompt(after), emptied=True, reread=True))
 
-    def _encode_all(
-        self, whole: Transcript, begin: str = ""
-    ) -> tuple[list[int], list[Span], int | None]:
-        """Return the tokens of a whole conversation, its pins, and where its question begins.
-
-        The answer that follows begins with the text `begin`.
-        """
+    def _whole_prompt(self, whole: Transcript, begin: str = "") -> PreparedPrompt:
+        """Return the prompt of a whole conversation, for an answer that begins with `begin`."""
         tokenizer, options = self.runtime.tokenizer, self._template_options
 
         def write(some: Sequence[Message]) -> str:
@@ -615,7 +619,26 @@ class Session:
         ids = self.encode(text)
         spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
         spans += message_spans(encode, first, whole.messages, whole.pinned, ids)
-        return ids, spans, self._question(ids, text, whole.messages[-1], 0)
+        question = self._question(ids, text, whole.messages[-1], 0)
+        prefix = self._prefix_of(ids[:question], lambda: first_tokens(encode, first))
+        return PreparedPrompt(
+            ids, whole, spans, options, question=question, prefix=prefix, begin=begin
+        )
+
+    def _prefix_of(self, ids: Sequence[int], first: Callable[[], list[int]]) -> int:
+        """Return how many tokens of a conversation are looked for in `prefixes`; 0: it has none.
+
+        One shorter than a block would take as long to read by itself as together with the rest.
+
+        Args:
+            ids: tokens of the conversation.
+            first: returns those that it begins with, whatever the user says.
+        """
+        least, found = self.runtime.plan.block_size, 0
+        if self.prefixes is not None and len(ids) > least:
+            with suppress(ChatTemplateMissing):  # of a message that the user did not write
+                found = min(common_prefix(first(), ids), len(ids) - 1)
+        return found if found >= least else 0
 
     def _question(self, ids: list[int], text: str, last: Message, seen: int) -> int | None:
         """Return where in `ids` the user's question begins; None: nothing is recalled for it.
@@ -744,8 +767,9 @@ class Session:
                         lambda done: self.recall.index(self._decoding.read_ids[: start[0] + done]),
                     )
                 yield from self._decoding.answer(
-                    prompt.ids, self.generation, self.rng, turn, written, self.on_block, insertion
-                )
+                    prompt.ids, self.generation, self.rng, turn, written, self.on_block, insertion,
+                    self._shared_prefix(prompt),
+                )  # fmt: skip
             except BaseException as error:
                 turn.finish_reason = turn.finish_reason or _reason(error)
                 raise
@@ -753,6 +777,14 @@ class Session:
                 settle()
         finally:
             settle()  # a Ctrl-C can come before the first has begun
+
+    def _shared_prefix(self, prompt: PreparedPrompt) -> SharedPrefix | None:
+        """Return the first tokens of a prompt that other conversations may begin with as well."""
+        if self.prefixes is None or not prompt.prefix:
+            return None
+        key = prefix_key(prompt.ids[: prompt.prefix], prompt.spans)
+        find, keep = partial(self.prefixes.find, key), partial(self.prefixes.keep, key)
+        return SharedPrefix(prompt.prefix, find, keep)
 
     def _settle(
         self, prompt: PreparedPrompt, before: Transcript, start: tuple[int, int], answer: str

@@ -29,6 +29,7 @@ class Turn:
     ttft_s: float = 0.0  # from the call to the first token
     decode_s: float = 0.0
     recalled_tokens: int = 0  # of the prompt: evicted text that was read again
+    copied_tokens: int = 0  # of those read: their slots were copied from another conversation
 
     def count_token(self, seconds: float) -> None:
         """Count a token that was drawn `seconds` after the call."""

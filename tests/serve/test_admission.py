@@ -57,12 +57,36 @@ def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
         assert parts["fixed_bytes"] == (
             300 * MIB + one.weights + parts["serving_bytes"] + parts["rows_bytes"]
             + parts["passes_bytes"] + parts["restoring_bytes"] + parts["tokenising_bytes"]
+            + parts["shared_prompt_bytes"]
         )  # fmt: skip
     assert plan.together == 8
     assert ServingPlan.of(one, shared, cap=1000 * MIB, places=9).places == 9
     assert ServingPlan.of(one, shared).places == 64  # without a cap
     longer = ServingPlan.of(one, shared, cap=1000 * MIB, body=2 * CAPPED_BODY)
     assert longer.fixed_bytes - plan.fixed_bytes == TOKENISING * CAPPED_BODY
+
+
+def test_shared_prompts_take_their_part_of_the_cap(one: MemoryPlan) -> None:
+    """By default only what conversations spare; a number that was asked for is kept to."""
+    none, plan = (
+        ServingPlan.of(one, shared, cap=1 << 40, together=1, shared_prompts=n) for n in (0, 9)
+    )
+    assert none.shared_prompt_bytes == 0
+    assert plan.fixed_bytes - none.fixed_bytes == plan.as_dict()["shared_prompt_bytes"]
+    assert plan.shared_prompt_bytes == 9 * one.cache_bytes
+    assert none.places - 9 <= plan.places < none.places
+    for places in (1, 7, 8, 17, 31, 32, 500):
+        cap = none.fixed_bytes + (places + 1) * none.place_bytes - 1
+        usual = ServingPlan.of(one, shared, cap=cap, together=1)
+        assert usual.shared_prompts == min(4, places // 8)
+        assert places - usual.shared_prompts <= usual.places <= places
+        assert usual.total_bytes <= cap
+        every = ServingPlan.of(one, shared, cap=cap, together=1, places=places)
+        assert (every.places, every.shared_prompts) == (places, 0)
+    assert ServingPlan.of(one, shared).shared_prompts == 4  # without a cap
+    least = none.fixed_bytes + none.place_bytes
+    with pytest.raises(PlanInfeasible, match="or lower --shared-prompts, the KV budget"):
+        ServingPlan.of(one, shared, cap=least, together=1, shared_prompts=9)
 
 
 def test_the_index_of_a_conversation_is_planned_beside_its_cache(one: MemoryPlan) -> None:

@@ -148,7 +148,7 @@ def test_a_result_goes_on_with_the_answer_that_called(runtime: Any, name: str) -
         assert last.session_id == reply.session_id
         assert last.usage.reused_tokens > held
 
-    serve(Scheduler(runtime, limits()), chat)
+    serve(Scheduler(runtime, limits(shared_prompts=0)), chat)
 
 
 def test_an_answer_asked_for_again_is_read_anew_and_the_same(runtime: Any) -> None:

@@ -18,7 +18,7 @@ from kvcap.runtime.cache.pinned_slots import check_slots
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
-from kvcap.runtime.session.engine import Loop, Room
+from kvcap.runtime.session.engine import CacheCopy, Loop, Room
 from kvcap.runtime.types import KeptTokens, Span
 
 Ids = NDArray[np.int64]
@@ -177,6 +177,22 @@ class OrtLoop(Loop):
             cache.reset()  # layers may hold different tokens
             raise
         return logits
+
+    def copied(self) -> CacheCopy:
+        """Return a copy of what the cache holds."""
+        seen, held = self.cache.seen, list(self.cache.decoder.held)
+        state = self.cache.decoder.state(seen, held) if seen else {}
+        arrays = {name: array.copy() for name, array in state.items()}
+        facts = {"seen": seen, "held": held}
+        return CacheCopy(facts, arrays, sum(array.nbytes for array in arrays.values()))
+
+    def go_on_from(self, copy: CacheCopy) -> None:
+        """Have the cache hold what a cache of this decoder held when it was copied."""
+        cache, seen, held = self.cache, copy.facts["seen"], list(copy.facts["held"])
+        with interrupts_deferred():
+            cache.seen, cache.decoder.held = seen, held
+            for name, array in (cache.decoder.state(seen, held) if seen else {}).items():
+                array[...] = copy.tensors[name]
 
     @property
     def room(self) -> Room:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from kvcap.runtime.backends.pytorch import copies
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs, blocks_of
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.step import ForwardContext
@@ -20,7 +21,7 @@ from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.latents import check_expansions
 from kvcap.runtime.models.output_projection import check_projections
-from kvcap.runtime.session.engine import Loop, Room
+from kvcap.runtime.session.engine import CacheCopy, Loop, Room
 from kvcap.runtime.types import OnFull
 
 LENGTHS = 8  # how many lengths blocks are padded to, besides a single token
@@ -110,6 +111,15 @@ class BlockLoop(Loop):
         self._allocate(len(ids))
         self.make_room(ids.shape[1])
         return self._read(ids, range(ids.shape[1]))
+
+    def copied(self) -> CacheCopy:
+        """Return a copy of what the cache holds, on its device."""
+        return copies.copied(self.cache)
+
+    def go_on_from(self, copy: CacheCopy) -> None:
+        """Have the cache hold what a cache of the same settings held when it was copied."""
+        with interrupts_deferred():
+            copies.go_on_from(self.cache, copy)
 
     def launched(self) -> Callable[[], object]:
         """Return a function that waits until the GPU has computed all passes so far.

@@ -23,6 +23,29 @@ from kvcap.runtime.models.rope import moved_by
 from kvcap.runtime.session.file import SessionFile
 
 
+def held_by(cache: BudgetCache) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
+    """Return the tensors of all that a cache holds, each in pieces that are views, and figures."""
+    tensors, layers = dict[str, list[Tensor]](), list[dict[str, Any]]()
+    for index, layer in enumerate(cache.capped_layers):
+        pieces, figures = saved(layer)
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in pieces.items()}
+        layers.append(figures)
+    for index, native in cache.sliding_layers.items():
+        if cache.seen:
+            tensors[f"sliding.{index}.keys"] = [native.keys]
+            tensors[f"sliding.{index}.values"] = [native.values]
+    for index, recurrent in cache.state_layers.items():
+        if cache.seen:
+            named = recurrent.named.items()
+            tensors |= {f"state.{index}.{name}": [state] for name, state in named}
+    return tensors, {
+        "seen": cache.seen,
+        "compact": cache.allocation.compact,
+        "layers": layers,
+        "preferences": cache.balance and cache.balance.preferences,
+    }
+
+
 def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
     """Return a layer's tensors, each in pieces to be joined, and its other facts, by head."""
     pieces = {f"slots.{name}": rows for name, rows in _rows(layer.segments).items()}
@@ -60,28 +83,32 @@ def _rows(segments: list[Segment]) -> dict[str, list[Tensor]]:
 
 
 class SavedLayers:
-    """A view of the layers saved in `file`, checked against `cache`, which is not changed.
+    """A view of the layers saved in `file`, for a `cache`, which is not changed.
 
     Args:
         cache: in any state.
         file: a session's file that the cache may take over; its facts were checked by their schema.
         exact: the eviction and all sizes are the same, so that segments get their saved budgets.
-
-    Raises:
-        SessionFileCorrupt: tensors or figures that no cache can have.
     """
 
     def __init__(self, cache: BudgetCache, file: SessionFile, exact: bool) -> None:
         facts = file.facts
         self.cache, self.file, self.exact = cache, file, exact
         self.seen: int = facts["seen"]
-        mode = cache.layout.positions
-        self.compact: bool = facts.get("compact", mode == "compact")
+        self.compact: bool = facts.get("compact", cache.layout.positions == "compact")
         self.layers: list[dict[str, Any]] = facts["layers"]
         self.preferences = facts["preferences"]
-        self.demand(mode == "auto" or self.compact == (mode == "compact"), "the positions")
         self.spans = merged((a, b) for a, b in facts["pinned_spans"])
-        count = len(cache.layout.budgets)
+
+    def checked(self) -> SavedLayers:
+        """Return itself, unless the file has what no cache can have.
+
+        Raises:
+            SessionFileCorrupt: it has such tensors or figures.
+        """
+        cache = self.cache
+        mode, count = cache.layout.positions, len(cache.layout.budgets)
+        self.demand(mode == "auto" or self.compact == (mode == "compact"), "the positions")
         self.demand(len(self.layers) == count, "the number of layers")
         fits = self.preferences is None or len(self.preferences) == count
         self.demand(fits, "the number of preferences")
@@ -91,6 +118,7 @@ class SavedLayers:
             self._check_sliding(index, native.sliding_window)
         for index in cache.state_layers:
             self._check_states(index)
+        return self
 
     def demand(self, ok: bool, what: str) -> None:
         """Refuse the file unless `ok`."""
@@ -377,7 +405,8 @@ class Refill:
             s.held = held[s.head]
             for k, row in enumerate(rows[s.head : s.head + s.heads]):
                 if self.saved.moved(layer):
-                    row[SHIFT] -= _ranks(segment.positions[0, k].cpu(), row["positions"])
+                    times = row["positions"]
+                    row[SHIFT] -= _ranks(segment.positions[0, k].to(times.device), times)
                 for name, buffer in kept.pool.named().items():
                     s.view(buffer)[0, k].copy_(row[name])
         for name, tensor in kept.remembered.items():

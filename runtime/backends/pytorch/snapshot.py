@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from kvcap import __version__
 from kvcap.policies import Eviction
 from kvcap.policies.base import Component
-from kvcap.runtime.backends.pytorch.restore import Refill, SavedLayers, saved
+from kvcap.runtime.backends.pytorch.restore import Refill, SavedLayers, held_by
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import KvcapError, SessionBroken, SessionFileForeign
 from kvcap.runtime.models.config import ModelShape
@@ -53,19 +53,7 @@ def gather(
             "a forward pass failed half-way, so the session is no state to save; reset it (in "
             "chat: /clear) and go on"
         )
-    tensors, layers = {"draws": [session.rng.get_state()]}, list[dict[str, Any]]()
-    for index, layer in enumerate(cache.capped_layers):
-        pieces, figures = saved(layer)
-        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in pieces.items()}
-        layers.append(figures)
-    for index, native in cache.sliding_layers.items():
-        if cache.seen:
-            tensors[f"sliding.{index}.keys"] = [native.keys]
-            tensors[f"sliding.{index}.values"] = [native.values]
-    for index, recurrent in cache.state_layers.items():
-        if cache.seen:
-            named = recurrent.named.items()
-            tensors |= {f"state.{index}.{name}": [state] for name, state in named}
+    tensors, held = held_by(cache)
     facts = {
         "kvcap": __version__,
         **identity,
@@ -74,15 +62,12 @@ def gather(
         "budget_tokens": cache.layout.budget_tokens,
         "block_size": cache.block_size,
         "allotments": cache.layout.allotments,
-        "seen": cache.seen,
-        "compact": cache.allocation.compact,
-        "layers": layers,
-        "preferences": cache.balance and cache.balance.preferences,
+        **held,
         "pinned_spans": session.recall.lasting(cache.pinned_spans),
         "conversation": session.conversation,
         "generation": settings(session.generation),
     }
-    return tensors, facts
+    return {"draws": [session.rng.get_state()], **tensors}, facts
 
 
 def settings(generation: GenerationConfig) -> dict[str, Any]:
@@ -113,7 +98,7 @@ def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: S
     loop = session.loop if as_saved == session.cache.eviction else runtime.loop_for(as_saved)
     with _corrupt_if_wrong(file):
         exact = continues(facts, loop.cache, file.path)
-        refill = Refill(SavedLayers(loop.cache, file, exact))
+        refill = Refill(SavedLayers(loop.cache, file, exact).checked())
     session.read_by(loop)
     refill.run()
     session.generation = generation

@@ -67,14 +67,23 @@ def test_a_loaded_session_goes_on_exactly(family, policy, positions, tokens, tmp
     for i in range(60, 66):
         session.loop.read(ids[:, i : i + 1])
     session.save(tmp_path / "s")
+    copy = session.loop.copied()
+    assert 0 < copy.nbytes <= session.cache.nbytes
     forks = [Session.load(runtime, tmp_path / "s") for _ in range(2)]
-    assert forks[0].cache.seen == 66
+    others = [runtime.session() for _ in range(2)]
+    others[1].loop.prefill(ids[:, :33])
+    for other in others:
+        other.loop.go_on_from(copy)
+    assert forks[0].cache.seen == others[0].cache.seen == 66
     expected = read_on(session, ids[:, 66:])
-    for fork in forks:  # the second after the first: they share nothing
+    for fork in (*forks, *others):  # one after the other: they share nothing
         assert torch.equal(read_on(fork, ids[:, 66:]), expected)
         assert fork.cache.held == session.cache.held
         assert fork.cache.recomputed == session.cache.recomputed
+    for fork in forks:
         assert fork.rng.get_state().equal(session.rng.get_state())
+    others[0].loop.go_on_from(copy)  # which has not changed
+    assert torch.equal(read_on(others[0], ids[:, 66:]), expected)
 
 
 @pytest.mark.slow(keep=2)

@@ -737,6 +737,11 @@ def test_a_saved_conversation_goes_on_to_the_bit(exported, tiny, tmp_path, kind)
     assert [x.tolist() for x in session.cache.positions] == [
         x.tolist() for x in loaded.cache.positions
     ]
+    whole, again = runtime.session(), runtime.session()
+    whole.loop.prefill(runtime.token_ids([*range(10, 90)]))
+    again.loop.go_on_from(whole.loop.copied())
+    read = [one.loop.read(runtime.token_ids([1, 2, 3])).tolist() for one in (whole, again)]
+    assert read[0] == read[1]
 
 
 def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tmp_path):
