@@ -15,14 +15,16 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from kvcap.runtime.errors import MessagesInvalid
+from kvcap.runtime.errors import ExtraMissing, MessagesInvalid
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.engine import Engine
-from kvcap.runtime.session.messages import checked_messages
+from kvcap.runtime.session.guide import library
+from kvcap.runtime.session.messages import calls_are_marked, checked_messages
 from kvcap.runtime.session.prefixes import Prefixes
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import Message
@@ -298,6 +300,22 @@ def blank(session: Session) -> None:
     session.on_full = "evict"
 
 
+def _options(session: Session, ask: Ask) -> Mapping[str, Any]:
+    """Return the settings of a request, without what its calls cannot be held to.
+
+    They cannot where the chat template writes them in another form than `call_schema` is of, or
+    llguidance is not installed.
+    """
+    if ask.options.get("call_schema") is None:
+        return ask.options
+    further = ask.options.get("template_options") or {}
+    if calls_are_marked(session.runtime.tokenizer, ask.tools, further):
+        with suppress(ExtraMissing):
+            library()
+            return ask.options
+    return {**ask.options, "call_schema": None}
+
+
 def begin(
     session: Session, ask: Ask, count: int, recall: RecallSettings, prefixes: Prefixes
 ) -> Iterator[str]:
@@ -316,7 +334,7 @@ def begin(
     budget = session.runtime.plan.budget_tokens
     session.turn = None
     session.generation = settings.copied(session.runtime.generation)
-    session.set_generation(**{"seed": None, **ask.options})
+    session.set_generation(**{"seed": None, **_options(session, ask)})
     session.recall.limit, session.prefixes = recall.limit(budget), prefixes
     if session.recall.limit and session.cache.seen > budget:
         session.recall.index(session.read_ids)  # here, as it does not delay other answers

@@ -40,7 +40,8 @@ class MessageTool(schemas.Strict):
     @property
     def openai(self) -> dict[str, Any]:
         """Return the tool as OpenAI's API has it."""
-        said = {"description": self.description, "parameters": self.input_schema}
+        said: dict[str, Any] = {"description": self.description, "parameters": self.input_schema}
+        said |= {} if self.strict is None else {"strict": self.strict}
         return {"type": "function", "function": {"name": self.name, **said}}
 
 

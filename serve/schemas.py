@@ -237,7 +237,9 @@ class Function(Strict):
     description: str | None = None
     parameters: Schema | None = None
     strict: Annotated[bool | None, Field(exclude=True)] = None  # said to the server, not the model
-    """Changes nothing: the arguments of a call that must be are always held to the schema."""
+    """Says whether the arguments of a call that the model makes by itself are held to the schema.
+
+    Those of a call that must be always are."""
 
 
 class Tool(Strict):
@@ -502,6 +504,18 @@ class ChatRequest(Request):
         return None if self.response_format is None else self.response_format.schema_of_answer
 
     @property
+    def call_schema(self) -> dict[str, Any] | None:
+        """Return the JSON schema of calls that the model makes by itself; None: none is strict."""
+        strict = [tool.function.strict is True for tool in self.tools or ()]
+        if not any(strict) or self.forced or not self.offered or self.ignore_eos:
+            return None
+        free = {"parameters": {"type": "object"}}
+        return schema_of_call([
+            tool if held else {**tool, "function": {**tool["function"], **free}}
+            for tool, held in zip(self.offered, strict, strict=True)
+        ])  # fmt: skip
+
+    @property
     def forced(self) -> tuple[Mapping[str, Any], ...]:
         """Return the tools of which the answer must call one; none: it need not."""
         if isinstance(self.tool_choice, dict):
@@ -536,6 +550,7 @@ class ChatRequest(Request):
         """Return settings that are no plain parameter."""
         found: dict[str, Any] = {
             "json_schema": self.held_to,
+            "call_schema": self.call_schema,
             "template_options": self.template_options,
         }
         if self.max_completion_tokens is not None:

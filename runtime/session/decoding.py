@@ -133,7 +133,7 @@ class Decoding:
             SessionBroken: a forward pass failed half-way.
         """
         settings.check(settings.as_dict(config))
-        self.guide(settings.end_tokens(config), settings.shapes(config))
+        self.guide(settings.end_tokens(config), settings.forms(config))
         self.engine.sampler(config, rng)
         self._check_known(ids)
         if (token := max(settings.biases(config), default=0)) >= self.engine.vocabulary:
@@ -168,22 +168,22 @@ class Decoding:
                 "give; use --backend torch"
             )
 
-    def guide(self, ends: frozenset[int], shapes: dict[str, Any]) -> Guide | None:
+    def guide(self, ends: frozenset[int], forms: dict[str, Any]) -> Guide | None:
         """Return the guide that holds answers to a schema or an expression, or None.
 
         Args:
             ends: the tokens that end an answer.
-            shapes: those of the settings, by name; see `settings.shapes`.
+            forms: those of the settings, by name; see `settings.forms`.
 
         Raises:
             SchemaRefused, ExtraMissing: they cannot be held to it.
         """
-        if not shapes:
+        if not forms:
             self._guide = None
             return None
-        if self._guide is None or self._guide[0] != (ends, shapes):
-            made = Guide(self.engine.tokenizer, ends, **shapes)
-            self._guide = ((ends, copy.deepcopy(shapes)), made)
+        if self._guide is None or self._guide[0] != (ends, forms):
+            made = Guide(self.engine.tokenizer, ends, **forms)
+            self._guide = ((ends, copy.deepcopy(forms)), made)
         return self._guide[1]
 
     def answer(
@@ -205,7 +205,7 @@ class Decoding:
         """
         engine, cache, most = self.engine, self.loop.cache, answer_limit(config)
         sampler, stops = engine.sampler(config, rng), settings.stop_strings(config)
-        guide = self.guide(settings.end_tokens(config), settings.shapes(config))
+        guide = self.guide(settings.end_tokens(config), settings.forms(config))
         start = time.perf_counter()
         top, found = getattr(config, "prompt_logprobs", None), None
         blocks = (

@@ -1,4 +1,4 @@
-"""Holds an answer to a JSON schema or a regular expression, token by token, by llguidance.
+"""Holds an answer, or the calls in it, to a form, token by token, by llguidance.
 
 llguidance computes which tokens can follow what was written, so that whatever is drawn among them,
 the answer fits. What it cannot hold exactly it refuses, and nothing is approximated. Knows no
@@ -20,12 +20,23 @@ from kvcap.runtime.errors import ExtraMissing, SchemaRefused, how_to_install
 from kvcap.runtime.session.closed_schema import closed
 from kvcap.runtime.session.listener import Listener
 from kvcap.runtime.session.stats import FinishReason
+from kvcap.runtime.session.tool_calls import HERMES
 
 # A space, or a new line and its indentation: a model that is held to JSON and has nothing to say
 # would otherwise write white space without end.
 SPACE = r" |\r?\n[ \t]{0,40}"
 LONGEST = 100_000  # letters of a schema, beyond which some take a minute to read
 STATES = 25_000  # of llguidance's automaton, of 1 to 2 kB each: some schemas would fill the memory
+OPENS, CLOSES = HERMES, "</tool_call>"  # marks around a call that an answer may have
+CALLS = r"""%llguidance {{}}
+start: ({parts})* text
+call: {opens} gap %json {schema} gap {closes}
+head[lazy]: TEXT "{mark}"
+text: TEXT
+gap: GAP
+TEXT: /(.|\n)*/
+GAP: /[ \t\r\n]{{0,8}}/
+"""  # the free text of an answer, with calls in it
 STRICT = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": SPACE}
 
 _vocabularies: WeakKeyDictionary[Any, dict[frozenset[int], Any]] = WeakKeyDictionary()
@@ -40,6 +51,8 @@ class Guide(Listener):
         ends: the tokens that end an answer; where there are none, llguidance names one.
         json_schema: that the answer fits, as `closed` reads it; True for any JSON.
         regex: or a regular expression that the whole answer matches.
+        call_schema: or a JSON schema that each call fits which the answer has in its text, between
+            the marks `<tool_call>` and `</tool_call>`. What else the answer says is free.
 
     Raises:
         SchemaRefused: it cannot be held exactly, no text fits it, or the tokenizer is of a kind
@@ -55,37 +68,70 @@ class Guide(Listener):
         ends: frozenset[int],
         json_schema: dict[str, Any] | bool | None = None,
         regex: str | None = None,
+        call_schema: dict[str, Any] | None = None,
     ) -> None:
         self._vocabulary = _vocabulary(tokenizer, ends)
         self.ends = frozenset[int](self._vocabulary.eos_tokens)
         """Holds the tokens that end the answer, once it may end."""
-        self._what = "this regular expression" if json_schema is None else "this JSON schema"
-        self._shape = json_schema, regex
+        self._what = "this regular expression" if regex is not None else "this JSON schema"
+        self._special = {
+            added.content: token
+            for token, added in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        }
+        self._shape = json_schema, regex, call_schema
         self._matcher = self._made(*self._shape)
         self._check()
         self._bits = np.zeros(-(-self._vocabulary.vocab_size // 32), np.int32)
         self.allowed()  # refuses a form that no text fits, and the first answer begins sooner
 
-    def _made(self, json_schema: dict[str, Any] | bool | None, regex: str | None) -> Any:
+    def _made(
+        self,
+        json_schema: dict[str, Any] | bool | None,
+        regex: str | None,
+        call_schema: dict[str, Any] | None,
+    ) -> Any:
         """Return llguidance's matcher; it is in an error state if the schema cannot be held."""
         found = library()
         try:
-            if json_schema is None:
-                text = regex or ""
+            if regex is not None:
+                text = regex
             else:
-                schema = {} if json_schema is True else json_schema
-                text = json.dumps(schema, allow_nan=False)
+                schema = call_schema if json_schema is None else json_schema
+                text = json.dumps({} if schema is True else schema, allow_nan=False)
             if len(text) > LONGEST:
                 raise ValueError(f"it has {len(text):,} letters, and the most is {LONGEST:,}")
-            if json_schema is None:
+            if regex is not None:
                 grammar = found.LLMatcher.grammar_from_regex(text)
-            else:
+            elif json_schema is not None:
                 text = json.dumps(closed(json.loads(text)))
                 grammar = found.LLMatcher.grammar_from_json_schema(text, overrides=STRICT)
+            else:
+                grammar = self._with_calls(closed(json.loads(text)))
         except (ValueError, TypeError, RecursionError) as error:
             raise self._refused(str(error)) from error
         limits = found.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
         return found.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+
+    def _with_calls(self, schema: dict[str, Any]) -> str:
+        """Return the grammar of a text whose calls fit a schema.
+
+        Special tokens, which no text can have, are written by their ids: those that mark calls, and
+        all others but the ends, such as the marks of thoughts.
+        """
+        others = {id for text, id in self._special.items() if text not in (OPENS, CLOSES)}
+        opens, closes = (
+            f"<[{self._special[mark]}]>" if mark in self._special else None
+            for mark in (OPENS, CLOSES)
+        )
+        listed = ",".join(map(str, sorted(others - self.ends)))
+        return CALLS.format(
+            schema=json.dumps({**schema, "x-guidance": STRICT}),
+            mark=OPENS,
+            opens="head" if opens is None else f"TEXT {opens}",
+            closes=json.dumps(CLOSES) if closes is None else closes,
+            parts=f"call | TEXT <[{listed}]>" if listed else "call",
+        )
 
     def restart(self) -> None:
         """Begin another answer."""

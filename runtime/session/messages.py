@@ -22,6 +22,7 @@ from kvcap.runtime.session.template_forms import (
     template_for,
     with_short_ids,
 )
+from kvcap.runtime.session.tool_calls import HERMES
 from kvcap.runtime.types import Message, Span, Tool
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -284,6 +285,20 @@ def calls_are_written(
     except ChatTemplateMissing:
         return False
     return True
+
+
+def calls_are_marked(
+    tokenizer: Any, tools: Sequence[Tool], options: Mapping[str, Any] = NO_OPTIONS
+) -> bool:
+    """Return whether the chat template writes calls as Hermes and Qwen: in JSON, between marks."""
+    call = {"type": "function", "function": {"name": MARKER, "arguments": {}}, "id": "0" * 9}
+    answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        text = render(tokenizer, [{"role": "user", "content": "."}, answer], tools, options)
+    except ChatTemplateMissing:
+        return False
+    form = f'{HERMES}{{"name":"{MARKER}","arguments":{{}}}}</tool_call>'
+    return form in "".join(text.split())
 
 
 def turn_has_results(

@@ -476,9 +476,11 @@ class Session:
         temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
         logit_bias (numbers added to logits, by token id), max_new_tokens, only_read (the prompt is
         read and nothing written), do_sample, seed, eos_token_id, stop_strings, logprobs,
-        prompt_logprobs, json_schema, regex, template_options: further names that the chat template
-        gets, such as `{"enable_thinking": False}`; `chat_template` names one of several templates.
-        Where they change what stands before the last answer, the conversation is read again.
+        prompt_logprobs, json_schema, regex, call_schema: a JSON schema of the calls that an answer
+        may have between `<tool_call>` and `</tool_call>`, template_options: further names that the
+        chat template gets, such as `{"enable_thinking": False}`; `chat_template` names one of
+        several templates. Where they change what stands before the last answer, the conversation is
+        read again.
 
         An answer fits `json_schema`, or matches the whole of `regex`, if `turn.finish_reason` is
         'stop' and `turn.stop_string` None; otherwise it was cut short, as by `max_new_tokens`. For
@@ -490,11 +492,11 @@ class Session:
             SchemaRefused, ExtraMissing: answers cannot be held to the form; nothing is changed.
         """
         settings.check(options)
-        if any(options.get(name) is not None for name in settings.SHAPES):
+        if any(options.get(name) is not None for name in settings.FORMS):
             held = settings.as_dict(self.generation) | options
             settings.check(held)
             ends = settings.end_tokens(SimpleNamespace(**held))
-            self._decoding.guide(ends, settings.shapes(SimpleNamespace(**held)))
+            self._decoding.guide(ends, settings.forms(SimpleNamespace(**held)))
         if "seed" in options:
             self.seed = options.pop("seed")
             self.rng = self.runtime.rng(self.seed)

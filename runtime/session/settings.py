@@ -48,7 +48,9 @@ NUMBERS = {
     "seed": Bounds(int, 0, 2**63 - 1),
 }
 SHAPES = ("json_schema", "regex")
-"""Names the settings that say what a whole answer is held to; at most one of them is set."""
+"""Names the settings that say what a whole answer is held to."""
+FORMS = (*SHAPES, "call_schema")
+"""Names these, and that of the calls that an answer may have; at most one of them is set."""
 PENALTIES = ("presence_penalty", "frequency_penalty")
 """Names what an answer's own tokens lose in their logits, as OpenAI's API defines it."""
 BIAS = 100
@@ -63,12 +65,12 @@ OURS = (
     "logit_bias",
     "only_read",
     *PENALTIES,
-    *SHAPES,
+    *FORMS,
     "template_options",
 )
 """Names the settings that transformers does not have."""
 NAMES = (
-    *NUMBERS, "do_sample", "eos_token_id", "stop_strings", "logit_bias", "only_read", *SHAPES,
+    *NUMBERS, "do_sample", "eos_token_id", "stop_strings", "logit_bias", "only_read", *FORMS,
     "template_options",
 )  # fmt: skip
 GIVEN = ("messages", "tools", "add_generation_prompt")
@@ -98,6 +100,8 @@ def check(settings: Mapping[str, Any]) -> None:
         elif name == "json_schema":
             allowed = "a dictionary, {'type': 'object'} for any JSON object, or True for any JSON"
             fits = isinstance(value, dict) or value is True
+        elif name == "call_schema":
+            allowed, fits = "the JSON schema of a call, a dictionary", isinstance(value, dict)
         elif name == "template_options":
             allowed = f"a dictionary of names and JSON values, without {', '.join(GIVEN)}"
             fits = _are_template_options(value)
@@ -112,8 +116,9 @@ def check(settings: Mapping[str, Any]) -> None:
             allowed = "a text or a list of them"
         if not fits:
             raise ValueError(f"{name}={value!r} will not work; use {allowed}")
-    if all(settings.get(name) is not None for name in SHAPES):
-        raise ValueError("an answer is held to json_schema or to regex; set one of them to None")
+    held = [name for name in FORMS if settings.get(name) is not None]
+    if len(held) > 1:
+        raise ValueError(f"an answer is held to {held[0]} or to {held[1]}; set one of them to None")
 
 
 def _are_template_options(value: Any) -> bool:
@@ -151,7 +156,12 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 def shapes(config: Any) -> dict[str, Any]:
     """Return the forms that answers are held to, by the setting's name; empty if there is none."""
-    found = {name: getattr(config, name, None) for name in SHAPES}
+    return {name: value for name, value in forms(config).items() if name in SHAPES}
+
+
+def forms(config: Any) -> dict[str, Any]:
+    """Return what answers, or the calls in them, are held to, by the setting's name."""
+    found = {name: getattr(config, name, None) for name in FORMS}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -429,9 +429,23 @@ def test_a_strict_tool_is_offered_without_that_word(client, talk):
     client.chat.completions.create(
         model="pocket",
         messages=HELLO,
-        tools=[{**TOOL, "function": {**TOOL["function"], "strict": True}}],
+        tools=[{**TOOL, "function": {**TOOL["function"], "strict": True}}, OTHER],
     )
-    assert talk.asked.tools == (TOOL,)
+    assert talk.asked.tools == (TOOL, OTHER)
+    held, free = talk.asked.options["call_schema"]["anyOf"]
+    assert held["properties"]["name"] == {"const": "add"}
+    assert held["properties"]["arguments"] == {"type": "object", **TOOL["function"]["parameters"]}
+    assert free["properties"]["arguments"] == {"type": "object"}
+
+
+def test_calls_are_held_to_a_schema_only_where_a_tool_is_strict(client, talk):
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    for tools, choice in (([TOOL], "auto"), ([strict], "none"), ([strict], "required")):
+        talk.script = Script([CALL])
+        client.chat.completions.create(
+            model="pocket", messages=HELLO, tools=tools, tool_choice=choice
+        )
+        assert talk.asked.options.get("call_schema") is None, (tools, choice)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvcap.runtime.errors import (
     ReaderTooSlow,
 )
 from kvcap.runtime.session.file import SessionFile
+from kvcap.runtime.session.tool_calls import schema_of_call
 from kvcap.serve.contract import Ask
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
@@ -544,3 +546,29 @@ def test_a_deleted_conversation_is_nowhere(runtime: Any, tmp_path: Path) -> None
     assert not left.remove("ada", "three")
     assert left.remove("bob", "one")
     left.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "installed"), [("own turn", True), ("ids", True), ("own turn", False)]
+)
+def test_calls_are_held_to_a_schema_where_they_can_be(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch, name: str, installed: bool
+) -> None:
+    """Else a request is answered as if its tools were not strict; see docs/serve-apis.md."""
+    pytest.importorskip("llguidance")
+    if not installed:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+    runtime = runtime.with_budget(600)
+    runtime.tokenizer = with_template(runtime.tokenizer, TOOLS[name])
+    tool = {"type": "function", "function": {"name": "add"}}
+    schema = schema_of_call([tool])
+
+    async def chat(s: Scheduler) -> None:
+        reply = s.submit(ask(user("Add."), tools=(tool,), options={"call_schema": schema}))
+        await text_of(reply)
+        (one,) = s._held.conversations
+        assert one.session is not None
+        held = schema if (name, installed) == ("own turn", True) else None
+        assert one.session.generation.call_schema == held
+
+    serve(Scheduler(runtime, limits()), chat)

@@ -41,6 +41,7 @@ class Generation:
     logit_bias: dict[Any, float] | None = None
     only_read: bool | None = None
     json_schema: dict[str, Any] | bool | None = None
+    call_schema: dict[str, Any] | None = None
     regex: str | None = None
     template_options: dict[str, Any] | None = None
 

@@ -385,6 +385,86 @@ def test_without_the_library_the_extra_is_named(runtime, monkeypatch):
     assert "".join(session.send("Hello!"))
 
 
+CALL = {
+    "type": "object",
+    "properties": {"name": {"const": "add"}, "arguments": CODE},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+GOOD = '<tool_call>\n{"name": "add", "arguments": {"door": "red", "code": 12}}\n</tool_call>'
+WRITTEN = {  # a text, and how much of it an answer may begin with
+    "text": ("Hello! {1} <tool and </tool_call> </think>\n", None),
+    "a call": (GOOD, None),
+    "several": (f"One.{GOOD}{GOOD} Two. {GOOD}\nThree.", None),
+    "another tool": ('<tool_call>{"name": "sub"', '<tool_call>{"name": "'),
+    "arguments that do not fit": (GOOD.replace("12", "true"), GOOD.partition("12")[0]),
+    "arguments beyond": (GOOD.replace("12", '12, "x"'), GOOD.partition("12")[0] + "12"),
+    "no JSON": ("Wait.<tool_call>no", "Wait.<tool_call>"),
+    "behind a call": (f"{GOOD}<tool_call>[", f"{GOOD}<tool_call>"),
+    "not closed": (GOOD.replace("</tool_call>", "Done."), GOOD.partition("</")[0]),
+}
+
+
+def marked(*special: str) -> Any:
+    """A tokenizer of which these marks are special tokens."""
+    found = Tokenizer.from_file(str(pocket.path() / "tokenizer.json"))
+    found.add_special_tokens([AddedToken(mark, special=True) for mark in special])
+    return Wrapped(found)
+
+
+@pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>"), ("</think>",)])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_calls_fit_their_schema_and_what_is_around_them_is_free(name, special):
+    text, part = WRITTEN[name]
+    tokenizer = marked(*special)
+    if "</tool_call>" in special:  # which no text has
+        text = text.replace("and </tool_call>", "")
+    guide = Guide(tokenizer, frozenset([END]), call_schema=CALL)
+    for _ in range(2):
+        read = list[int]()
+        for token in tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids:
+            if not guide.allowed()[token]:
+                break
+            assert guide.token(token) is None
+            read.append(token)
+        found = tokenizer.backend_tokenizer.decode(read, skip_special_tokens=False)
+        whole = text if part is None else part
+        assert whole.startswith(found)
+        assert len(found) >= len(whole) - 2  # tokens have several letters
+        assert guide.allowed()[END] == (part is None)  # a call that is begun is written to its end
+        guide.restart()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_call_of_random_answers_fits(seed):
+    tokenizer = marked("<tool_call>", "</tool_call>")
+    opens = tokenizer.backend_tokenizer.token_to_id("<tool_call>")
+    guide = Guide(tokenizer, frozenset([END]), call_schema=CALL)
+    rng, read = np.random.default_rng(seed), [opens]
+    guide.token(opens)
+    while len(read) < 400 and read[-1] != END:
+        allowed = np.flatnonzero(guide.allowed())
+        read.append(int(rng.choice(allowed if END not in allowed else [opens, END])))
+        if read[-1] != END:
+            guide.token(read[-1])
+    text = tokenizer.backend_tokenizer.decode(read, skip_special_tokens=False)
+    calls = re.findall("<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+    assert calls
+    for call in calls:
+        check(call, CALL)
+
+
+def test_a_call_schema_leaves_thoughts_and_saved_files_as_they_are(runtime, tmp_path):
+    session = session_of(runtime)
+    session.set_generation(call_schema=CALL, template_options={"enable_thinking": True})
+    assert "".join(session.send("Hello!"))
+    with pytest.raises(ValueError, match="set one of them to None"):
+        session.set_generation(regex="a")
+    if not isinstance(runtime, ToyEngine):
+        session.save(tmp_path / "s")
+        assert type(session).load(runtime, tmp_path / "s").generation.call_schema == CALL
+
+
 def test_an_expression_whose_states_are_too_many_ends_by_name(monkeypatch):
     """The next answer is held to it again."""
     monkeypatch.setattr(guides, "STATES", 3000)

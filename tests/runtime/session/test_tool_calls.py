@@ -5,15 +5,19 @@ from __future__ import annotations
 import copy
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from chat_templates import TOOLS
+from chat_templates import TOOLS, with_template
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
 
 import kvcap
+from kvcap import pocket
+from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import ChatTemplateMissing, MessagesInvalid
+from kvcap.runtime.session.messages import calls_are_marked
 from kvcap.runtime.session.tool_calls import (
     Parsed,
     ToolCall,
@@ -22,6 +26,7 @@ from kvcap.runtime.session.tool_calls import (
     schema_of_call,
 )
 
+POCKET_TOOLS = Path(__file__).parents[3] / "scripts/pocket-tools.jinja"
 ADD = {
     "type": "function",
     "function": {
@@ -306,3 +311,20 @@ def test_an_answer_that_is_held_to_a_call_is_one(runtime):
                 assert arguments == {}
             else:
                 jsonschema.validate(arguments, pair)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_marked"),
+    [
+        (TOOLS["own turn"], True),
+        (TOOLS["ids"], False),  # an id follows the JSON
+        (POCKET_TOOLS.read_text(), True),
+        ("{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", False),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{{ raise_exception('no') }}", False),
+    ],
+)
+def test_the_form_in_which_a_template_writes_calls_is_known(template: str, is_marked: bool) -> None:
+    tokenizer = with_template(Tokenizer(pocket.path()), template)
+    tool = {"type": "function", "function": {"name": "add"}}
+    assert calls_are_marked(tokenizer, [tool]) == is_marked
