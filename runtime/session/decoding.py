@@ -291,9 +291,9 @@ class Decoding:
             for done in self._prefix_blocks(ids, prefix, turn):
                 yield done, None
         if insertion is not None:
-            # Fewer tokens than a block evict nothing, so they are read with those behind the gap.
-            if insertion.at > engine.plan.block_size:
-                first = done
+            # Fewer tokens than a block evict few, so they are read with those behind the gap.
+            first = done
+            if insertion.at - first > engine.plan.block_size:
                 for more, _ in loop.blocks(engine.token_ids(ids[first : insertion.at])):
                     done = first + more
                     insertion.prepare(done)
