@@ -40,7 +40,7 @@ from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
 from kvcap.serve.chat_path import Body, chat_request
 from kvcap.serve.contract import Ask, Conversations, Reply
-from kvcap.serve.errors import NO_TEMPLATE, ApiError, of_body, respond
+from kvcap.serve.errors import NO_TEMPLATE, ApiError, of_body, respond, respond_unforeseen
 from kvcap.serve.limits import Bodies, RequestLimits
 from kvcap.serve.messages import Messages
 from kvcap.serve.metrics import Metrics
@@ -115,7 +115,7 @@ def application(
         lifespan=lifespan,
         exception_handlers={
             ApiError: refused, HTTPException: refused, KvcapError: refused, ValueError: refused,
-            Exception: refused,
+            Exception: respond_unforeseen,
             ClientDisconnect: _to_nobody,
         },
         middleware=[
@@ -383,7 +383,8 @@ class KnownHosts:
                     f"the request is for host {given[:80]!r}, which is not this server's name; use "
                     f"{' or '.join(sorted(self.hosts))}, or start it with --allow-host NAME"
                 )
-                await ApiError(400, said, code="unknown_host").response(scope, receive, send)
+                refused = ApiError(400, said, code="unknown_host").answer(scope["path"])
+                await refused(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -438,8 +439,8 @@ def _session_id(request: Request) -> str | None:
     return found
 
 
-def _without_key(_: HTTPConnection, error: Exception) -> Response:
-    return ApiError(401, str(error), code="invalid_api_key").response
+def _without_key(asked: HTTPConnection, error: Exception) -> Response:
+    return ApiError(401, str(error), code="invalid_api_key").answer(asked.url.path)
 
 
 async def _to_nobody(_: Request, __: Exception) -> Response:

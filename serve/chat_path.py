@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from kvcap.serve import schemas
 from kvcap.serve.contract import Ask, Conversations, Piece, Reply
-from kvcap.serve.errors import ApiError, of_body
+from kvcap.serve.errors import NONE, ApiError, of_body
 from kvcap.serve.limits import RequestLimits
 from kvcap.serve.streaming import ChatForm, Form
 
@@ -78,11 +78,14 @@ class TranslatedForm(ChatForm):
         return b"".join([self.delta(choice["delta"]) for choice in choices])
 
 
-def chat_request(made: Callable[[], Mapping[str, Any]]) -> schemas.ChatRequest:
+def chat_request(
+    made: Callable[[], Mapping[str, Any]], names: Mapping[str, str] = NONE
+) -> schemas.ChatRequest:
     """Return the chat that another API's body asks for.
 
     Args:
         made: makes OpenAI's body of it, or raises a `ValueError`.
+        names: fields of that API by OpenAI's names, where these differ.
 
     Raises:
         ApiError: it cannot be answered.
@@ -90,6 +93,6 @@ def chat_request(made: Callable[[], Mapping[str, Any]]) -> schemas.ChatRequest:
     try:
         return schemas.ChatRequest.model_validate(made())
     except ValidationError as error:
-        raise of_body(error) from error
+        raise of_body(error, names) from error
     except ValueError as error:
         raise ApiError(400, str(error)) from error

@@ -1,4 +1,4 @@
-"""Maps errors to OpenAI's error format, with their status.
+"""Maps errors to the error format of the API that was asked, with their status.
 
 A message says what was given and what would work, as everywhere in kvcap. Nothing of the server's
 own state, such as a path or a traceback, is ever part of one.
@@ -7,6 +7,8 @@ own state, such as a path or a traceback, is ever part of one.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -29,6 +31,11 @@ NO_TEMPLATE = (
     "start the server with --chat-template FILE or NAME, such as chatml"
 )
 EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")  # addresses of other servers
+MESSAGES, OLLAMA = "/v1/messages", "/api/"  # what addresses of other APIs begin with
+KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+         429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+"""Holds Anthropic's types of errors by status; others are `api_error` or invalid requests."""
+NONE: Mapping[str, str] = MappingProxyType({})
 SHOWN = 80  # letters of what was given, in a message about it
 ADVICE = {  # pydantic's kinds of errors whose own words say little, by what is to be done
     "extra_forbidden": "is no parameter that this server knows; leave it out",
@@ -69,9 +76,21 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the error's JSON, sent alone or as the last event of a stream."""
+        """Return the error as OpenAI's API has it, sent alone or as the last event of a stream."""
         said = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": said}
+
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """Return the error as Anthropic's API has it, sent likewise."""
+        usual = "api_error" if self.status >= 500 else "invalid_request_error"
+        said = {"type": KINDS.get(self.status, usual), "message": self.message}
+        return {"type": "error", "error": said}
+
+    @property
+    def ollama(self) -> dict[str, Any]:
+        """Return the error as ollama has it, sent likewise."""
+        return {"error": self.message}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -83,10 +102,14 @@ class ApiError(Exception):
             headers["WWW-Authenticate"] = "Bearer"
         return headers
 
-    @property
-    def response(self) -> JSONResponse:
-        """Return the whole answer to a request."""
-        return JSONResponse(self.body, self.status, self.headers)
+    def answer(self, path: str) -> JSONResponse:
+        """Return the whole answer to a request for an address, in the form of its API."""
+        said = self.body
+        if f"{path}/".startswith(f"{MESSAGES}/"):
+            said = self.anthropic
+        elif path.startswith(OLLAMA):
+            said = self.ollama
+        return JSONResponse(said, self.status, self.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -113,11 +136,17 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log says why")
 
 
-def of_body(error: ValidationError) -> ApiError:
-    """Return the API's error for a body that is not valid; it names the first thing wrong."""
+def of_body(error: ValidationError, names: Mapping[str, str] = NONE) -> ApiError:
+    """Return the API's error for a body that is not valid; it names the first thing wrong.
+
+    Args:
+        error: of the schema.
+        names: fields as the client's API has them, by the schema's names where these differ.
+    """
     found = error.errors(include_url=False, include_context=False)
     first = found[0]
-    where = ".".join(str(step) for step in first["loc"])
+    field, *within = (str(step) for step in first["loc"]) if first["loc"] else [""]
+    where = ".".join([names.get(field, field), *within])
     if first["type"] == "json_invalid":
         said = first["msg"].removeprefix("Invalid JSON: ")
         if "escape" in said or "code point" in said:
@@ -152,11 +181,19 @@ def _of_address(request: Request, error: HTTPException) -> JSONResponse:
         said = f"there is nothing at {where}; use /v1/chat/completions, /v1/completions, /v1/models"
         if request.url.path in EMBEDDINGS:
             said = f"{where} is not answered: kvcap writes text; ask a server of an embedding model"
-        return ApiError(404, said, code="unknown_url").response
+        return ApiError(404, said, code="unknown_url").answer(request.url.path)
     methods = " or ".join(sorted(allowed.get("Allow", "").split(", ")))
     said = f"{where} does not answer {request.method}; use {methods}"
-    found = ApiError(error.status_code, said, code="method_not_supported").response
+    refused = ApiError(error.status_code, said, code="method_not_supported")
+    found = refused.answer(request.url.path)
     found.headers.update(allowed)
+    return found
+
+
+async def respond_unforeseen(request: Request, error: Exception) -> JSONResponse:
+    """Handle an error that is raised again for the log, whereupon uvicorn ends the connection."""
+    found = await respond(request, error)
+    found.headers["Connection"] = "close"
     return found
 
 
@@ -164,4 +201,4 @@ async def respond(request: Request, error: Exception) -> JSONResponse:
     """Handle every error that reaches Starlette."""
     if isinstance(error, HTTPException):
         return _of_address(request, error)
-    return as_api_error(error).response
+    return as_api_error(error).answer(request.url.path)

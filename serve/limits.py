@@ -110,7 +110,7 @@ class Patient(H11Protocol):
         """Refuse what is no HTTP, unless the request was answered already; end the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             said = "what was sent is no request of HTTP/1.1; use a client that speaks it"
-            response = ApiError(400, said).response
+            response = ApiError(400, said).answer("")
             headers = [*response.raw_headers, (b"connection", b"close")]
             for event in (
                 h11.Response(status_code=400, reason=b"Bad Request", headers=headers),

@@ -14,16 +14,13 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
 from kvcap.serve.chat_path import ChatPath, TranslatedForm, chat_request
 from kvcap.serve.contract import Reply
-from kvcap.serve.errors import ApiError, as_api_error
+from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
-         429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 UNUSED = ("thinking", "redacted_thinking")  # blocks of earlier answers that are not read again
 
 
@@ -184,7 +181,7 @@ class MessageForm(TranslatedForm):
 
     def failed(self, error: ApiError) -> bytes:
         """Write the error."""
-        return _event("error", **_error(error))
+        return _event(**error.anthropic)
 
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole message."""
@@ -261,13 +258,8 @@ def _stop_string(reply: Reply) -> str | None:
     return None if reply.usage is None else reply.usage.stop_string
 
 
-def _event(kind: str, **said: Any) -> bytes:
-    return f"event: {kind}\ndata: {WRITTEN({'type': kind, **said})}\n\n".encode("ascii")
-
-
-def _error(error: ApiError) -> dict[str, Any]:
-    kind = KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"type": kind, "message": error.message}}
+def _event(type: str, **said: Any) -> bytes:
+    return f"event: {type}\ndata: {WRITTEN({'type': type, **said})}\n\n".encode("ascii")
 
 
 class Messages:
@@ -282,27 +274,15 @@ class Messages:
 
     async def create(self, request: Request) -> Response:
         """Answer messages: `POST /v1/messages`."""
-        try:
-            body = await self.api.said(request, MessageBody)
-            said = chat_request(body.openai)
-            return await self.api.answer(
-                request, said, lambda: MessageForm(self.api.name, said.most_calls)
-            )
-        except (ApiError, KvcapError, ValueError) as error:
-            return refused(error)
+        body = await self.api.said(request, MessageBody)
+        said = chat_request(body.openai, {"stop": "stop_sequences"})
+        return await self.api.answer(
+            request, said, lambda: MessageForm(self.api.name, said.most_calls)
+        )
 
     async def count(self, request: Request) -> Response:
         """Count the tokens that messages would take: `POST /v1/messages/count_tokens`."""
-        try:
-            body = await self.api.said(request, CountBody)
-            ask = self.api.ask(request, body.openai)
-            found = await self.api.conversations.encode(ask)
-            return JSONResponse({"input_tokens": len(found)})
-        except (ApiError, KvcapError, ValueError) as error:
-            return refused(error)
-
-
-def refused(error: Exception) -> Response:
-    """Return the answer to a request that is refused, in Anthropic's form."""
-    found = as_api_error(error)
-    return JSONResponse({"type": "error", **_error(found)}, found.status, found.headers)
+        body = await self.api.said(request, CountBody)
+        ask = self.api.ask(request, body.openai)
+        found = await self.api.conversations.encode(ask)
+        return JSONResponse({"input_tokens": len(found)})

@@ -18,17 +18,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvcap import __version__
-from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
 from kvcap.serve.chat_path import ChatPath, TranslatedForm, chat_request
 from kvcap.serve.contract import Piece, Reply
-from kvcap.serve.errors import ApiError, as_api_error
+from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
 
 OPTIONS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
            "seed": "seed", "stop": "stop", "num_predict": "max_tokens",
            "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
            "frequency_penalty": "frequency_penalty"}  # fmt: skip
+NAMES = {ours: f"options.{name}" for name, ours in OPTIONS.items()}
 UNUSED = ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap",
           "use_mlock", "low_vram", "numa")  # fmt: skip
 """Names the options that say how ollama runs a model, which this server's own options do."""
@@ -171,7 +171,7 @@ class OllamaForm(TranslatedForm):
 
     def failed(self, error: ApiError) -> bytes:
         """Write the error."""
-        return _json_line({"error": error.message})
+        return _json_line(error.ollama)
 
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole answer, with its figures."""
@@ -256,30 +256,23 @@ class Ollama:
         self, request: Request, kind: type[ChatBody] | type[GenerateBody]
     ) -> Response:
         chats, name = kind is ChatBody, self.api.name
-        try:
-            body = await self.api.said(request, kind)
-            if body.is_empty:
-                self.api.check_model(body.model.removesuffix(":latest"))
-                answer = {"message": {"role": "assistant", "content": ""}} if chats else {
-                    "response": ""
-                }  # fmt: skip
-                ended = {"done": True, "done_reason": "load"}
-                return JSONResponse({"model": name, "created_at": now(), **answer, **ended})
-            said = chat_request(body.chat)
-            response: Response = await self.api.answer(
-                request, said, lambda: OllamaForm(name, said.most_calls, chat=chats)
-            )
-        except (ApiError, KvcapError, ValueError) as error:
-            return _refused(error)
-        return response
+        body = await self.api.said(request, kind)
+        if body.is_empty:
+            self.api.check_model(body.model.removesuffix(":latest"))
+            answer = {"message": {"role": "assistant", "content": ""}} if chats else {
+                "response": ""
+            }  # fmt: skip
+            ended = {"done": True, "done_reason": "load"}
+            return JSONResponse({"model": name, "created_at": now(), **answer, **ended})
+        said = chat_request(body.chat, NAMES)
+        return await self.api.answer(
+            request, said, lambda: OllamaForm(name, said.most_calls, chat=chats)
+        )
 
     async def show(self, request: Request) -> Response:
         """Describe the model."""
-        try:
-            said = await self.api.said(request, ShowBody)
-            self.api.check_model((said.model or said.name or "").removesuffix(":latest"))
-        except (ApiError, KvcapError, ValueError) as error:
-            return _refused(error)
+        said = await self.api.said(request, ShowBody)
+        self.api.check_model((said.model or said.name or "").removesuffix(":latest"))
         chats = self.api.conversations.figures().chat_template
         can = ["completion", *(["tools"] if chats else [])]
         return JSONResponse({"modelfile": "", "parameters": "", "template": "",
@@ -308,8 +301,3 @@ def now() -> str:
 
 def _json_line(said: dict[str, Any]) -> bytes:
     return f"{WRITTEN(said)}\n".encode("ascii")
-
-
-def _refused(error: Exception) -> Response:
-    found = as_api_error(error)
-    return JSONResponse({"error": found.message}, found.status, found.headers)

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from kvcap import __version__
-from kvcap.serve import messages, responses, schemas, tokens
+from kvcap.serve import messages, ollama, responses, schemas, tokens
 
 BODIES: dict[str, tuple[str, type[schemas.Strict]]] = {
     "/v1/chat/completions": ("Answer a chat", schemas.ChatRequest),
@@ -16,11 +16,17 @@ BODIES: dict[str, tuple[str, type[schemas.Strict]]] = {
     "/v1/responses": ("Answer an input, as OpenAI's newer API does", responses.ResponseBody),
     "/v1/messages": ("Answer messages, as Anthropic's API does", messages.MessageBody),
     "/v1/messages/count_tokens": ("Count the tokens of messages", messages.CountBody),
+    "/api/chat": ("Answer messages, as ollama does", ollama.ChatBody),
+    "/api/generate": ("Answer a prompt, as ollama does", ollama.GenerateBody),
+    "/api/show": ("Describe the model, as ollama does", ollama.ShowBody),
     "/tokenize": ("Return the tokens of a text", tokens.TokenizeRequest),
     "/detokenize": ("Return the text of tokens", tokens.DetokenizeRequest),
 }
 READ = {
     "/v1/models": "List the one model",
+    "/api/tags": "List the one model, as ollama does",
+    "/api/ps": "List the one model and its memory, as ollama does",
+    "/api/version": "Return kvcap's version, as ollama does",
     "/health": "Say whether the server runs",
     "/metrics": "Show figures for Prometheus",
 }

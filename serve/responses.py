@@ -24,6 +24,8 @@ from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
 
+NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format",
+         "reasoning_effort": "reasoning.effort"}  # fmt: skip
 TEXTS = ("input_text", "output_text", "text")
 
 
@@ -150,11 +152,15 @@ def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         case {"type": "function_call_output", "call_id": id_, "output": output}:
             text = _text(output, f"{where}.output")
             found.append({"role": "tool", "tool_call_id": id_, "content": text})
-        case {"role": role, "content": content} if item.get("type", "message") == "message":
+        case {
+            "role": "system" | "developer" | "user" | "assistant" as role,
+            "content": content,
+        } if item.get("type", "message") == "message":
             found.append({"role": role, "content": _text(content, f"{where}.content")})
         case _:
-            raise ValueError(f"{where} is {str(item.get('type'))[:40]!r}; use a message, "
-                             "function_call or function_call_output")  # fmt: skip
+            kind = str(item.get("type") or item.get("role"))[:40]
+            raise ValueError(f"{where} is {kind!r}; use a message of the system, developer, user "
+                             "or assistant, function_call or function_call_output")  # fmt: skip
 
 
 def _text(content: Any, where: str) -> str:
@@ -203,7 +209,7 @@ class Responses:
         def made() -> dict[str, Any]:
             return body.openai([*self._before(owner, body.previous_response_id), *body.messages])
 
-        said = chat_request(made)
+        said = chat_request(made, NAMES)
 
         def keep(form: ResponseForm) -> None:
             if body.store is not False:

@@ -126,7 +126,8 @@ class Server:
         open_now = len(self.server.server_state.connections)
         if scope["type"] == "http" and open_now >= self.limits.connections:
             said = f"the server has {open_now} connections, and takes no more; ask again"
-            app = refused = ApiError(503, said, code="busy", retry_after_s=1).response
+            busy = ApiError(503, said, code="busy", retry_after_s=1)
+            app = refused = busy.answer(scope["path"])
             refused.headers["Connection"] = "close"
         await app(scope, receive, send)
 
