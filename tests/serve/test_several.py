@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 from server_chats import pocket, said, user
-from stand_in import Script, StandIn
+from stand_in import Script
 
 from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Piece
@@ -34,14 +34,6 @@ def client(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
     app = application(scheduler, Settings("pocket"))
     with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def stand_in() -> Iterator[tuple[StandIn, str]]:
-    talk = StandIn()
-    app = application(talk, Settings("pocket"))
-    with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
-        yield talk, server.url
 
 
 def ids_of(scheduler: Scheduler, text: str, *, special: bool = True) -> list[int]:
@@ -189,8 +181,7 @@ def test_every_part_has_the_usage_so_far_where_that_is_asked_for(client):
     assert {part.usage.prompt_tokens for part in parts} == {parts[-1].usage.prompt_tokens}
 
 
-def test_what_fails_in_the_second_answer_ends_all(stand_in):
-    talk, url = stand_in
+def test_what_fails_in_the_second_answer_ends_all(talk, url):
     talk.script = Script([Piece("Hi")], late=RuntimeError("broken"))
     answered = httpx.post(f"{url}/v1/completions", json={"prompt": ["a", "b"], "stream": True})
     lines = [json.loads(x[6:]) for x in answered.text.splitlines() if x.startswith("data: {")]

@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import pytest
 from server_chats import ask, said, user
 from stand_in import Script, StandIn
 
-from kvcap.serve.app import Settings, application
 from kvcap.serve.contract import Piece
 from kvcap.serve.conversations import keys_of
-from kvcap.serve.limits import RequestLimits
-from kvcap.serve.server import Server, bound
+from kvcap.serve.server import Server
 from kvcap.serve.thoughts import ThoughtGate, without_thoughts
 
 TOOL: Any = {"type": "function", "function": {"name": "add"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[StandIn, str]]:
-    talk = StandIn()
-    app = application(talk, Settings("pocket"))
-    with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
-        yield talk, f"{server.url}/v1/chat/completions"
-
-
-def answered(served: tuple[StandIn, str], pieces: list[Any], **body: Any) -> dict[str, Any]:
+def answered(served: tuple[StandIn, Server], pieces: list[Any], **body: Any) -> dict[str, Any]:
     """The message of an answer, which is the same where it is streamed."""
-    talk, url = served
+    talk, url = served[0], f"{served[1].url}/v1/chat/completions"
     talk.script = Script(pieces)
     asked = {"messages": [user("Hello!")], **body}
     message = httpx.post(url, json=asked).json()["choices"][0]["message"]

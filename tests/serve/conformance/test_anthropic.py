@@ -3,44 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from stand_in import Script, StandIn
+from stand_in import Script
 
 from kvcap.runtime import errors
-from kvcap.serve.app import Settings, application
-from kvcap.serve.limits import RequestLimits
-from kvcap.serve.server import Server, bound
+from kvcap.serve.app import Settings
 
+SETTINGS = Settings("pocket", keys=["secret"])
 ASKED: Any = {"model": "pocket", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
 TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[tuple[StandIn, str]]:
-    talk = StandIn()
-    app = application(talk, Settings("pocket", keys=["secret"]))
-    with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
-        yield talk, f"{server.url}/v1/messages"
-
-
-@pytest.fixture
-def talk(served: tuple[StandIn, str]) -> StandIn:
-    served[0].script = Script()
-    return served[0]
-
-
-@pytest.fixture
-def url(served: tuple[StandIn, str]) -> str:
-    return served[1]
-
-
-def post(url: str, key: str = "secret", **body: Any) -> httpx.Response:
-    return httpx.post(url, json={**ASKED, **body}, headers={"x-api-key": key})
+def post(url: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/messages", json={**ASKED, **body}, headers={"x-api-key": "secret"})
 
 
 def events(url: str, **body: Any) -> list[dict[str, Any]]:
@@ -135,13 +114,7 @@ def test_what_cannot_be_answered_is_refused_in_its_form(url, talk, body, words):
     assert words in said.json()["error"]["message"]
 
 
-def test_other_errors_have_its_form_too(url, talk):
-    assert post(url, key="wrong").status_code == 401
-    assert post(url, model="claude").json()["error"]["type"] == "not_found_error"
-    talk.script = Script(refused=errors.Busy("full", 3.0))
-    said = post(url)
-    assert (said.status_code, said.headers["Retry-After"]) == (429, "3")
-    assert said.json()["error"] == {"type": "rate_limit_error", "message": "full"}
+def test_an_error_within_a_stream_ends_it_in_its_form(url, talk):
     talk.script = Script(late=errors.SessionBroken("broken"))
     assert events(url)[-1] == {
         "type": "error", "error": {"type": "api_error", "message": "broken"}
