@@ -30,7 +30,9 @@ ALIGNED = 64  # other tensors begin at multiples of this
 MAPPED = 1 << 16  # least bytes of a tensor that begins at a page
 ROWS = 1 << 20  # numbers that are quantised at once
 MICROSOFT = "com.microsoft"  # ONNX Runtime's own operations
-NAMES = ("numbers", "scales", "zeros")  # suffixes of a packed matrix's parts, behind its name
+NAMES = ("numbers", "scales", "zeros", "offsets")
+"""Holds the suffixes of a packed matrix's parts, behind its name."""
+KINDS = dict(zip(NAMES, (np.uint8, np.float32, np.uint8, np.float32), strict=True))
 TABLE = ".table"  # suffix behind these, if rows are looked up in the same bytes
 TURNED = ".turned"  # between the name and the suffix, if the model has the matrix as [K, N]
 JOINED = "+"  # between the names of matrices that are stacked into one
@@ -38,17 +40,22 @@ JOINED = "+"  # between the names of matrices that are stacked into one
 
 @dataclass(frozen=True)
 class Rounding:
-    """A way to round weights that has a scale for every block of a row: `w ≈ (q - zero) * scale`.
+    """A way to round weights with a scale for every block of a row.
+
+    A weight is `(q - zero) * scale + offset`.
 
     Attributes:
         bits: bits of `q`, 4 or 8.
         symmetric: `zero` is the middle, 8 or 128; else each block has its own.
         block: weights of a row that share a scale, a power of two from 16 on.
+        shifted: each block has an `offset`, which is no multiple of its scale; else it is 0. Of an
+            activation x a product with it is the offset times the sum of the block's x.
     """
 
     bits: int
     symmetric: bool = True
     block: int = BLOCK
+    shifted: bool = False
 
     @property
     def middle(self) -> int:
@@ -70,6 +77,12 @@ class Packed(NamedTuple):
     numbers: Tensor  # uint8 [N, C, block * bits / 8]; of 4 bits the first is the lower half
     scales: Tensor  # float32 [N, C]
     zeros: Tensor | None  # uint8 [N, ceil(C * bits / 8)]
+    offsets: Tensor | None = None  # float32 [N, C]
+
+    def part(self, name: str) -> Tensor:
+        """Return one of `NAMES`, which it has."""
+        found: Tensor = getattr(self, name)
+        return found
 
 
 def pack(matrix: Tensor, rounding: Rounding) -> Packed:
@@ -86,10 +99,12 @@ def pack(matrix: Tensor, rounding: Rounding) -> Packed:
 def below(parts: list[Packed]) -> Packed:
     """Put matrices of one K below each other, as one."""
     zeros = [part.zeros for part in parts if part.zeros is not None]
+    offsets = [part.offsets for part in parts if part.offsets is not None]
     return Packed(
         torch.cat([part.numbers for part in parts]),
         torch.cat([part.scales for part in parts]),
         torch.cat(zeros) if zeros else None,
+        torch.cat(offsets) if offsets else None,
     )
 
 
@@ -128,7 +143,10 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
     zeros: Tensor | float = rounding.middle
     if packed.zeros is not None:
         zeros = _whole(packed.zeros, rounding)[:, : packed.scales.shape[1], None].float()
-    return numbers.sub_(zeros).mul_(packed.scales[..., None]).flatten(1)[:, :columns]
+    numbers.sub_(zeros).mul_(packed.scales[..., None])
+    if packed.offsets is not None:
+        numbers.add_(packed.offsets[..., None])
+    return numbers.flatten(1)[:, :columns]
 
 
 def in_blocks(rows: Tensor, size: int) -> Tensor:
@@ -207,38 +225,43 @@ def place(
     model: Any,
     weights: Mapping[str, Tensor],
     store: Store,
-    rounding: Rounding | None = None,
+    rounding: Rounding | Mapping[str, Rounding] | None = None,
     packed: Mapping[str, Packed] | None = None,
 ) -> dict[str, Placed]:
     """Make initialisers of the inputs of an onnx.ModelProto that are weights, in place.
 
     With a rounding, products of activations and a matrix become MatMulNBits, and embeddings that
     are looked up in a table GatherBlockQuantized; a table that is a matrix too is kept once.
-    Matrices that a graph puts side by side for one product are kept as one.
+    Matrices that a graph puts side by side for one product are kept as one if they are rounded
+    alike, and else multiplied one by one.
 
     Args:
         model: a graph whose weights are inputs.
         weights: the weights by the names of those inputs, in the types of the graph.
         store: where they are written.
-        rounding: how products and embeddings are rounded; None: weights stay as they are.
+        rounding: how products and embeddings are rounded, or how each is, by its weight's name;
+            None: weights stay as they are.
         packed: matrices [N, K] that were rounded already, in another way than to the nearest.
 
     Returns:
         The rounded weights, by name.
     """
-    graph, found = model.graph, dict[str, Placed]()
-    nodes, values = _Nodes(graph), {x.name: x for x in graph.input if x.name in weights}
+    graph, found, tensors = model.graph, dict[str, Placed](), dict[str, Any]()
+    values = {x.name: x for x in graph.input if x.name in weights}
+    each = rounding if isinstance(rounding, Mapping) else dict.fromkeys(values, rounding)
+    _separate(graph, values.keys(), each)
+    nodes = _Nodes(graph)
     for joint in nodes.joints(values.keys()):
         first, names = values[joint.names[0]], list(joint.names)
         sizes = [[dim.dim_value for dim in values[x].type.tensor_type.shape.dim] for x in names]
         placed = [Placed(rows, columns, False) for rows, columns in sizes]
         nodes.replace([*joint.transposes, joint.concat], lambda node: [])
-        if rounding is not None:
+        alike = each.get(names[0])
+        if alike is not None:
             found |= dict(zip(names, placed, strict=True))
-            ready = [(packed or {}).get(name) for name in names]
-            matrix = _Matrix(names, placed, rounding, store, weights, ready)
+            matrix = _Matrix(names, placed, alike, store, weights, packed or {})
             nodes.replace(joint.products, matrix.product)
-            graph.initializer.extend(matrix.tensors.values())
+            tensors |= matrix.tensors
         else:
             shape = [placed[0].columns, sum(part.rows for part in placed)]
             make = partial(_side_by_side, weights, names)
@@ -250,16 +273,15 @@ def place(
             graph.input.remove(values.pop(name))
     for value in values.values():
         name, shape = value.name, [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        uses = nodes.uses(name)
-        if rounding is not None and len(shape) == 2 and uses.fit_blocks(prod(shape)):
+        uses, own = nodes.uses(name), each.get(name)
+        if own is not None and len(shape) == 2 and uses.fit_blocks(prod(shape)):
             rows, columns = shape[::-1] if uses.turned else shape
             found[name] = Placed(rows, columns, uses.turned)
-            ready = [(packed or {}).get(name)]
-            matrix = _Matrix([name], [found[name]], rounding, store, weights, ready)
+            matrix = _Matrix([name], [found[name]], own, store, weights, packed or {})
             nodes.replace(uses.transposes, lambda node: [])
             nodes.replace(uses.products, matrix.product)
             nodes.replace(uses.lookups, matrix.lookup)
-            graph.initializer.extend(matrix.tensors.values())
+            tensors |= matrix.tensors
         elif uses.transposes and not uses.others:  # transpose once, and not in every run
             nodes.replace(uses.transposes, lambda node: [])
             for node in uses.products:
@@ -272,6 +294,7 @@ def place(
                 _plain(store, value, partial(weights.__getitem__, name), shape)
             )
         graph.input.remove(value)
+    graph.initializer.extend(tensors.values())
     nodes.write()
     if found and MICROSOFT not in {entry.domain for entry in model.opset_import}:
         model.opset_import.append(library("onnx.helper").make_opsetid(MICROSOFT, 1))
@@ -369,6 +392,23 @@ class _Nodes:
             self.graph.node.extend(copies)
 
 
+def _separate(graph: Any, names: Collection[str], roundings: Mapping[str, Rounding | None]) -> None:
+    """Multiply matrices one by one that a graph puts side by side and that are rounded unlike."""
+    nodes, make = _Nodes(graph), library("onnx.helper").make_node
+
+    def one_by_one(joint: _Joint, node: Any) -> list[Any]:
+        parts = [f"{node.output[0]}.{name}" for name in joint.names]
+        pairs = zip(joint.transposes, parts, strict=True)
+        products = [make("MatMul", [node.input[0], x.output[0]], [part]) for x, part in pairs]
+        return [*products, make("Concat", parts, node.output, axis=-1)]
+
+    for joint in nodes.joints(names):
+        if len({roundings.get(name) for name in joint.names}) > 1:
+            nodes.replace([joint.concat], lambda node: [])
+            nodes.replace(joint.products, partial(one_by_one, joint))
+    nodes.write()
+
+
 def _is_product(node: Any, weights: set[str]) -> bool:
     return node.op_type == "MatMul" and node.input[1] in weights and node.input[0] not in weights
 
@@ -381,73 +421,103 @@ class _Matrix:
 
     def __init__(
         self, names: list[str], parts: list[Placed], rounding: Rounding, store: Store,
-        weights: Mapping[str, Tensor], ready: list[Packed | None],
+        weights: Mapping[str, Tensor], packed: Mapping[str, Packed],
     ) -> None:  # fmt: skip
         self.names, self.parts, self.rounding, self.store = names, parts, rounding, store
         placed = parts[0]._replace(rows=sum(part.rows for part in parts))
         self.placed, stem = placed, JOINED.join(names)
         self.stem = stem + TURNED if placed.turned else stem
-        self._weights, self._given_packed = weights, ready
+        self._weights, self._given_packed = weights, packed
         self._ready: Packed | None = None
         self.tensors: dict[str, Any] = {}
         count = -(-placed.columns // rounding.block)
         types = library("onnx").TensorProto
         self._count, self._size = count, rounding.block * rounding.bits // 8
-        numbers = self.tensors[self._part(0, types.UINT8, [placed.rows, count, self._size])]
+        whole = [placed.rows, count, self._size]
+        numbers = self.tensors[self._part("numbers", types.UINT8, whole)]
         for name, part in zip(names, parts, strict=True):
             if len(names) > 1:
                 numbers.metadata_props.add(key=name, value=str(part.rows))
-        given = [self._part(1, types.FLOAT, [placed.rows, count])]
+        given = [self._part("scales", types.FLOAT, [placed.rows, count])]
         if not rounding.symmetric:
             width = -(-count * rounding.bits // 8)
-            given.append(self._part(2, types.UINT8, [placed.rows, width]))
-        self._given, self._ready, self._given_packed = given, None, []
+            given.append(self._part("zeros", types.UINT8, [placed.rows, width]))
+        if rounding.shifted:
+            self._offsets = self._part("offsets", types.FLOAT, [placed.rows, count])
+        self._given, self._ready = given, None
         self._said: dict[str, Any] = {"domain": MICROSOFT, "bits": rounding.bits}
         self._said["block_size"] = rounding.block
 
     def product(self, node: Any) -> list[Any]:
         """Return nodes that replace a MatMul."""
-        numbers = f"{self.stem}.{NAMES[0]}"
-        return [
-            library("onnx.helper").make_node(
-                "MatMulNBits", [node.input[0], numbers, *self._given], node.output,
-                K=self.placed.columns, N=self.placed.rows, accuracy_level=ACCURACY, **self._said,
-            )
-        ]  # fmt: skip
+        make, (x,), (y,) = library("onnx.helper").make_node, node.input[:1], node.output
+        scaled = f"{y}.scaled" if self.rounding.shifted else y
+        product = make(
+            "MatMulNBits", [x, f"{self.stem}.numbers", *self._given], [scaled],
+            K=self.placed.columns, N=self.placed.rows, accuracy_level=ACCURACY, **self._said,
+        )  # fmt: skip
+        if not self.rounding.shifted:
+            return [product]
+        last = self._integers("blocks.last", [2])
+        return [  # the sums of x are the same for all matrices, which ONNX Runtime sees
+            product,
+            make("Reshape", [x, self._blocks(self.rounding.block)], [f"{y}.blocks"]),
+            make("ReduceSum", [f"{y}.blocks", last], [f"{y}.sums"], keepdims=0),
+            make("Gemm", [f"{y}.sums", self._offsets], [f"{y}.offsets"], transB=1),
+            make("Add", [scaled, f"{y}.offsets"], [y]),  # of one sequence: [1, T, N] and [T, N]
+        ]
 
     def lookup(self, node: Any) -> list[Any]:
         """Return nodes that replace a Gather: the same bytes as a table, without padding."""
         helper, types = library("onnx.helper"), library("onnx").TensorProto
         shape = [self.placed.rows, self._count * self._size]
-        table = self._part(0, types.UINT8, shape, TABLE)
+        table = self._part("numbers", types.UINT8, shape, TABLE)
         (out,), whole = node.output, self._count * self.rounding.block == self.placed.columns
         wide = out if whole else f"{out}.wide"
+        scaled = f"{out}.scaled" if self.rounding.shifted else wide
         nodes = [
             helper.make_node(
-                "GatherBlockQuantized", [table, node.input[1], *self._given], [wide],
+                "GatherBlockQuantized", [table, node.input[1], *self._given], [scaled],
                 gather_axis=0, quantize_axis=1, **self._said,
             )
         ]  # fmt: skip
+        if self.rounding.shifted:
+            nodes += [
+                helper.make_node("Gather", [self._offsets, node.input[1]], [f"{out}.rows"]),
+                helper.make_node("Reshape", [f"{out}.rows", self._blocks(1)], [f"{out}.offsets"]),
+                helper.make_node("Reshape", [scaled, self._blocks(self.rounding.block)],
+                                 [f"{out}.blocks"]),
+                helper.make_node("Add", [f"{out}.blocks", f"{out}.offsets"], [f"{out}.sum"]),
+                helper.make_node("Shape", [scaled], [f"{out}.shape"]),
+                helper.make_node("Reshape", [f"{out}.sum", f"{out}.shape"], [wide]),
+            ]  # fmt: skip
         if not whole:
-            for end, number in {"from": 0, "to": self.placed.columns, "axis": -1}.items():
-                name = f"{self.stem}.{end}"
-                self.tensors[name] = helper.make_tensor(name, types.INT64, [1], [number])
-            ends = [f"{self.stem}.{end}" for end in ("from", "to", "axis")]
+            numbers = {"from": 0, "to": self.placed.columns, "axis": -1}
+            ends = [self._integers(f"{self.stem}.{end}", [n]) for end, n in numbers.items()]
             nodes.append(helper.make_node("Slice", [wide, *ends], [out]))
         return nodes
 
-    def _part(self, index: int, kind: int, shape: list[int], more: str = "") -> str:
+    def _blocks(self, size: int) -> str:
+        """Return the name of the shape of rows that are cut into the matrix's blocks."""
+        return self._integers(f"blocks.{self._count}.{size}", [-1, self._count, size])
+
+    def _integers(self, name: str, numbers: list[int]) -> str:
+        """Return the name of a list of numbers, which the graph gets."""
+        helper, kind = library("onnx.helper"), library("onnx").TensorProto.INT64
+        self.tensors[name] = helper.make_tensor(name, kind, [len(numbers)], numbers)
+        return name
+
+    def _part(self, part: str, kind: int, shape: list[int], more: str = "") -> str:
         """Return the name of one of a packed matrix's tensors, which the graph gets."""
-        stored = f"{self.stem}.{NAMES[index]}"
-        tensor = self.store.tensor(stored, lambda: self._make()[index], kind, shape)
+        stored = f"{self.stem}.{part}"
+        tensor = self.store.tensor(stored, lambda: self._make().part(part), kind, shape)
         tensor.name += more
         self.tensors[tensor.name] = tensor
         return str(tensor.name)
 
-    def _make(self) -> Any:
+    def _make(self) -> Packed:
         if self._ready is None:
-            pairs = zip(self.names, self._given_packed, strict=True)
-            parts = [ready or self._packed(name) for name, ready in pairs]
+            parts = [self._given_packed.get(name) or self._packed(name) for name in self.names]
             self._ready = parts[0] if len(parts) == 1 else below(parts)
         return self._ready
 
@@ -486,27 +556,26 @@ class Rounded(NamedTuple):
     """A matrix in blocks that a graph reads from a file."""
 
     file: Path
-    parts: list[tuple[int, list[int]]]  # offset and shape of numbers, scales and zeros
+    parts: dict[str, tuple[int, list[int]]]  # offset and shape of those of `NAMES` that it has
     columns: int  # K
     rounding: Rounding
     turned: bool  # the model has it as [K, N]
 
     def rows(self, start: int, count: int) -> Rounded:
         """Return so many of its rows, which lie one after the other."""
-        parts = [
-            (at + start * prod(size[1:]) * width, [count, *size[1:]])
-            for (at, size), width in zip(self.parts, (1, 4, 1), strict=False)  # bytes of a number
-        ]
+        parts = {
+            name: (at + start * prod(size[1:]) * np.dtype(KINDS[name]).itemsize, [count, *size[1:]])
+            for name, (at, size) in self.parts.items()
+        }
         return self._replace(parts=parts)
 
     def read(self) -> Tensor:
         """Read the weights that it stands for, in float32, as the model has them."""
-        kinds = (np.uint8, np.float32, np.uint8)
-        found = [
-            torch.from_numpy(np.fromfile(self.file, kind, prod(size), offset=at).reshape(size))
-            for (at, size), kind in zip(self.parts, kinds, strict=False)
-        ]
-        packed = Packed(found[0], found[1], found[2] if len(found) > 2 else None)
+        found: dict[str, Any] = dict.fromkeys(NAMES)
+        for name, (at, size) in self.parts.items():
+            read = np.fromfile(self.file, KINDS[name], prod(size), offset=at)
+            found[name] = torch.from_numpy(read.reshape(size))
+        packed = Packed(**found)
         matrix = unpack(packed, self.columns, self.rounding)
         return matrix.T if self.turned else matrix
 
@@ -525,18 +594,18 @@ def rounded_in(file: Path) -> dict[str, Rounded]:
         if part != NAMES[0] or stem in found:
             continue
         bits, block = (_attribute(node, kind) for kind in ("bits", "block_size"))
-        parts = [tensors[f"{stem}.{kind}"] for kind in NAMES if f"{stem}.{kind}" in tensors]
-        said = [{entry.key: entry.value for entry in tensor.external_data} for tensor in parts]
-        places = [(int(s["offset"]), list(t.dims)) for s, t in zip(said, parts, strict=True)]
-        rows, count = parts[1].dims
-        places[0] = places[0][0], [rows, count, block * bits // 8]
+        parts = {x: tensors[f"{stem}.{x}"] for x in NAMES if f"{stem}.{x}" in tensors}
+        said = {x: {e.key: e.value for e in tensor.external_data} for x, tensor in parts.items()}
+        places = {x: (int(said[x]["offset"]), list(tensor.dims)) for x, tensor in parts.items()}
+        rows, count = parts["scales"].dims
+        places["numbers"] = places["numbers"][0], [rows, count, block * bits // 8]
         end = tensors.get(f"{stem}.to")
         columns = _attribute(node, "K") or (end.int64_data[0] if end else count * block)
         whole = Rounded(
-            file.with_name(said[0]["location"]), places, columns,
-            Rounding(bits, len(parts) == 2, block), stem.endswith(TURNED),
+            file.with_name(said["numbers"]["location"]), places, columns,
+            Rounding(bits, "zeros" not in parts, block, "offsets" in parts), stem.endswith(TURNED),
         )  # fmt: skip
-        within = [(entry.key, int(entry.value)) for entry in parts[0].metadata_props]
+        within = [(entry.key, int(entry.value)) for entry in parts["numbers"].metadata_props]
         start = 0
         for name, length in within or [(stem, rows)]:
             found[name] = whole.rows(start, length)

@@ -56,7 +56,7 @@ def write(
     Args:
         source: the model, in the type of its cache.
         layout: of the cache.
-        dtype: of the weights: fp32, fp16, int8 or int4.
+        dtype: of the weights: fp32, fp16, int8, int4 or gguf.
         out: the directory; it may hold the same export, which is replaced.
         quick: check over one block past the budget only.
         note: called with what is being done.
@@ -126,6 +126,12 @@ class _Export:
             ids = pieces(source.tokenizer, text, shape.trained_length)
             self.packed = calibrate(decoder, ids, self.rounding, source.checkpoint, self.note)
 
+    @property
+    def _rounded(self) -> tuple[Rounding | Mapping[str, Rounding] | None, Mapping[str, Packed]]:
+        """Return how matrices are rounded, and those that are so already."""
+        blocks = self.source.blocks
+        return (self.rounding, self.packed) if blocks is None else (blocks.roundings, blocks)
+
     def made(self) -> tuple[dict[str, Any], DecoderReport]:
         """Write all files but the manifest, and check them.
 
@@ -145,7 +151,7 @@ class _Export:
         self.note("writing its weights")
         weights = decoder.state_dict() if checkpoint is None else checkpoint
         file = self.folder / manifest.GRAPH
-        nodes = save(model, decoder, weights, store, file, self.rounding, self.packed)
+        nodes = save(model, decoder, weights, store, file, *self._rounded)
         said = self._files(decoder, nodes)
         self.note("checking it beside PyTorch")
         if checkpoint is None:
@@ -190,7 +196,7 @@ class _Export:
         """Check the layers that were traced beside PyTorch, at length."""
         self.note(f"checking {TRACED} of its layers beside PyTorch")
         file = self.folder / FEW
-        save(graph, few, weights, store, file, self.rounding, self.packed)
+        save(graph, few, weights, store, file, *self._rounded)
         with as_rounded(few, rounded_in(file)):
             report = check(self.folder, few, self.dtype, self.quick, graph=FEW)
         report.require()
@@ -233,7 +239,7 @@ def save(
     weights: Mapping[str, Tensor],
     store: Store,
     file: Path,
-    rounding: Rounding | None,
+    rounding: Rounding | Mapping[str, Rounding] | None,
     packed: Mapping[str, Packed],
 ) -> int:
     """Write a traced graph with its weights into `file` and `store`; returns how many nodes."""

@@ -373,10 +373,8 @@ def load(
         recall_store: bytes of the index of a conversation's text; None: as is usual.
     """
     exported = backend.exported(model)
-    if exported and backend.weights is not None:
-        model = str(
-            kept_export(model, backend.weights, budget, output.quiet, calibrate=backend.calibrate)
-        )
+    if (weights := backend.kept(model)) is not None:
+        model = str(kept_export(model, weights, budget, output.quiet, calibrate=backend.calibrate))
     stored = None if exported or output.quiet else _in_gguf(model)
     if stored is not None:
         _note_conversion(model)
@@ -504,8 +502,8 @@ def planned(
         PlanInfeasible: nothing fits, naming what would.
     """
     if backend.exported(model):
-        if backend.weights is not None:
-            model = str(kept_export(model, backend.weights, budget, calibrate=backend.calibrate))
+        if (weights := backend.kept(model)) is not None:
+            model = str(kept_export(model, weights, budget, calibrate=backend.calibrate))
         return _planned_export(model, budget, recall_store)
     quiet_libraries()
     from kvcap.runtime.models.files import load_config
@@ -538,8 +536,8 @@ def planned_ends(model: str, backend: Backend, budget: Budget) -> list[End]:
         from kvcap.runtime.backends.onnxruntime.runtime import generation_of
         from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 
-        if backend.weights is not None:
-            model = str(kept_export(model, backend.weights, budget, calibrate=backend.calibrate))
+        if (weights := backend.kept(model)) is not None:
+            model = str(kept_export(model, weights, budget, calibrate=backend.calibrate))
         found = manifest.read(_export_folder(model))
         return ends_of(Tokenizer(found.folder, found.listed), generation_of(found))
     from kvcap.runtime.models.files import find_tokenizer, load_config, load_generation

@@ -50,7 +50,7 @@ def kept_export(
 
     Args:
         model: a directory, a GGUF file, a repository, or pocket.
-        weights: int8 or int4.
+        weights: int8, int4, or gguf.
         budget: the policy, its options and the sizes, which the graph has inside.
         quiet: say nothing on stderr but what the export says itself.
         symmetric: whether blocks of weights have no zero of their own; None: as is usual.
@@ -198,7 +198,8 @@ def _make(
     _require_room(facts["model"], model, folder)
     if not quiet:
         takes = "a minute" if calibrate is None else "several minutes"
-        dim(f"exporting {model} with {weights} weights, once; this can take {takes}")
+        what = "the file's weights" if weights == "gguf" else f"{weights} weights"
+        dim(f"exporting {model} with {what}, once; this can take {takes}")
     safe = ["-P"] if getattr(sys.flags, "safe_path", False) else []
     command = [sys.executable, *safe, "-m", "kvcap", "export", "decoder", model, "--dtype", weights,
                *facts["options"], "--quick", "--force", "-o", str(folder / "decoder")]  # fmt: skip

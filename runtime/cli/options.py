@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames, current_name
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.files import as_text, parse_json, read_text
+from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import is_export
 from kvcap.runtime.planning.plan import AUTO, parse_cap
 from kvcap.runtime.recall.settings import RecallSettings
@@ -484,12 +485,12 @@ class Backend:
     ] = None
 
     weights: Annotated[
-        Literal["int8", "int4"] | None,
+        Literal["int8", "int4", "gguf"] | None,
         option(
             "--weights",
-            help="Run MODEL on the CPU with weights of 8 or 4 bits. ONNX Runtime runs an "
-            "export that is made once, in the cache folder; --backend torch rounds the "
-            "weights whenever it loads them.",
+            help="Run MODEL on the CPU with weights of 8 or 4 bits, or with those of a GGUF file "
+            "as they are. ONNX Runtime runs an export that is made once, in the cache folder; "
+            "--backend torch rounds the weights whenever it loads them.",
         ),
     ] = None
 
@@ -503,6 +504,16 @@ class Backend:
             "measured by it.",
         ),
     ] = None
+
+    def kept(self, model: str) -> str | None:
+        """Return the type of weights with which an export of `model` is made in the cache folder.
+
+        Returns:
+            None where `model` is run as it is, or is not exported.
+        """
+        if self.weights is None and self.backend == "onnxruntime" and is_gguf(model):
+            return "gguf"
+        return self.weights if self.exported(model) else None
 
     def exported(self, model: str) -> bool:
         """Return whether `model` is to be run as an exported decoder."""

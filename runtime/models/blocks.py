@@ -32,6 +32,11 @@ class BlockKind(NamedTuple):
     low: int  # `q` is `h · low + l` with h from -8 to 7, l from 0 to `low - 1`
     unpack: Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
 
+    @property
+    def shifted(self) -> bool:
+        """Return whether its scales have offsets beside them."""
+        return self.unpack(torch.zeros(1, self.nbytes, dtype=torch.uint8))[2] is not None
+
     def digits(self, rows: Tensor) -> Digits:
         """Unpack rows [n, bytes] uint8."""
         blocks = rows.reshape(-1, self.nbytes)

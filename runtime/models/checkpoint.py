@@ -138,6 +138,16 @@ class GgufCheckpoint(Checkpoint):
         header(self.places[name][0]).release()
         return found
 
+    def kind(self, name: str) -> str:
+        """Return the type that a weight has in the file, such as 'Q8_0'."""
+        path, stored = self.places[name]
+        return str(header(path).tensors[stored].tensor_type.name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight."""
+        path, stored = self.places[name]
+        return tuple(reversed(header(path).tensors[stored].shape))
+
     def blocks(self, name: str, start: int, stop: int) -> Tensor:
         """Return some rows of a weight as the bytes of the file."""
         found = torch.from_numpy(self._tensor(name)[1][start:stop].copy())

@@ -196,6 +196,70 @@ def test_matrices_side_by_side_are_kept_as_one(columns, rounding, tmp_path):
     assert float((torch.from_numpy(y) - expected).abs().max() / expected.abs().max()) < near
 
 
+def shifted(weights, bits, block=BLOCK):
+    """A matrix around 0 in blocks, and offsets far from it."""
+    rounding = Rounding(bits, True, block, True)
+    plain = pack(weights, Rounding(bits, True, block))
+    return rounding, plain._replace(offsets=3 * matrix(*plain.scales.shape, seed=9))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("bits", "block"), [(4, 32), (8, 32), (8, 16)])
+def test_offsets_of_blocks_are_added_exactly(tmp_path, monkeypatch, bits, block, tied):
+    monkeypatch.setattr("kvcap.export.weights.LARGE", 0)
+    weights, model = weights_for((48, 96), tied=tied), graph((48, 96), tied=tied)
+    rounding, _ = shifted(weights["head"], bits, block)
+    packed = {name: shifted(weight, bits, block)[1] for name, weight in weights.items()}
+    place(model, weights, Store(tmp_path / "data"), rounding, packed)
+    (tmp_path / "x.onnx").write_bytes(model.SerializeToString())
+    onnx.checker.check_model(str(tmp_path / "x.onnx"), full_check=True)
+    rounded = rounded_in(tmp_path / "x.onnx")
+    meant = {name: found.read() for name, found in rounded.items()}
+    plain = unpack(packed["head"]._replace(offsets=None), 96, rounding)
+    moved = plain + packed["head"].offsets.repeat_interleave(block, 1)
+    torch.testing.assert_close(meant["head"], moved)
+    assert {found.rounding for found in rounded.values()} == {rounding}
+    ids = np.array([0, 7, 47])
+    hidden, logits = run(tmp_path / "x.onnx", ids)
+    torch.testing.assert_close(hidden, meant["head" if tied else "embed"][ids])
+    # The part with offsets has no error but float32's: what is left is that of the other part.
+    left = (logits - hidden @ meant["head"].T).abs().max()
+    assert float(left / (hidden @ plain.T).abs().max()) < 2e-2
+
+
+def test_matrices_side_by_side_may_be_rounded_unlike(tmp_path):
+    weights = {"q": matrix(40, 64), "k": matrix(8, 64, seed=1), "v": matrix(16, 64, seed=2)}
+    weights["w"] = matrix(8, 64, seed=3)
+    value, node, floats = helper.make_tensor_value_info, helper.make_node, TensorProto.FLOAT
+    nodes = [node("Transpose", [name], [f"{name}.t"], perm=[1, 0]) for name in weights]
+    nodes.append(node("Concat", [f"{name}.t" for name in weights], ["all"], axis=1))
+    nodes.append(node("MatMul", ["x", "all"], ["y"]))
+    inputs = [value("x", floats, [2, 64])]
+    inputs += [value(name, floats, list(x.shape)) for name, x in weights.items()]
+    made = helper.make_graph(nodes, "joint", inputs, [value("y", floats, [2, None])])
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    rounding, offset = shifted(weights["k"], 4)
+    roundings = {"q": Rounding(4), "k": rounding, "v": Rounding(8, block=16)}
+    place(model, weights, Store(tmp_path / "data"), roundings, {"k": offset})
+    file = tmp_path / "x.onnx"
+    file.write_bytes(model.SerializeToString())
+    onnx.checker.check_model(str(file), full_check=True)
+    rounded = rounded_in(file)
+    assert {name: found.rounding for name, found in rounded.items()} == roundings
+    meant = {**weights, **{name: found.read() for name, found in rounded.items()}}
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    x = matrix(2, 64, seed=5)
+    (y,) = session.run(None, {"x": x.numpy()})
+    start = 0
+    for name, weight in meant.items():
+        got, expected = torch.from_numpy(y[:, start : start + len(weight)]), x @ weight.T
+        near = 2e-2 if name in roundings else 1e-5
+        assert float((got - expected).abs().max() / expected.abs().max()) < near
+        start += len(weight)
+
+
 def test_a_matrix_that_is_read_alone_too_is_not_joined(tmp_path):
     weights = {"a": matrix(40, 64), "b": matrix(8, 64)}
     value, node, floats = helper.make_tensor_value_info, helper.make_node, TensorProto.FLOAT

@@ -7,7 +7,9 @@ import json
 import shutil
 import struct
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from kvcap import BudgetCache, Runtime, pocket
 from kvcap.cli import run
+from kvcap.export.gguf import FileBlocks
+from kvcap.export.weights import unpack
+from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
+from kvcap.runtime.cli import kept_exports
 from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, UnsupportedModel
 from kvcap.runtime.models import files, kept
 from kvcap.runtime.models import gguf as gguf_files
@@ -34,28 +40,29 @@ HEADS, KV_HEADS, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
 
 def write(path: Path, *, architecture: str = "llama", parts: int = 0, vocabulary: bool = True,
           tensors: bool = True, without: str = "none", factors: bool = False,
-          eos: int | None = None) -> None:  # fmt: skip
-    """A random Llama in Q8_0, with the built-in model's tokenizer."""
+          eos: int | None = None, kinds: tuple[str, ...] = ("Q8_0",),
+          mlp: int = MLP, hidden: int = HIDDEN) -> None:  # fmt: skip
+    """A random Llama with the built-in model's tokenizer, its matrices in these types in turn."""
     import gguf
 
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    config = LlamaConfig(num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=HIDDEN,
-                         num_key_value_heads=KV_HEADS, intermediate_size=MLP,
+    config = LlamaConfig(num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=hidden,
+                         num_key_value_heads=KV_HEADS, intermediate_size=mlp,
                          vocab_size=len(words))  # fmt: skip
     torch.manual_seed(0)
     weights = LlamaForCausalLM(config).state_dict()
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
+    writer.add_embedding_length(hidden)
     writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(MLP)
+    writer.add_feed_forward_length(mlp)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HIDDEN // HEADS)
+    writer.add_rope_dimension_count(hidden // HEADS)
     writer.add_vocab_size(len(words))
     if parts:
         writer.add_uint16("split.count", parts)
@@ -71,7 +78,8 @@ def write(path: Path, *, architecture: str = "llama", parts: int = 0, vocabulary
         writer.add_chat_template(tokenizer.chat_template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     if factors:
-        writer.add_tensor("rope_freqs.weight", torch.ones(HIDDEN // HEADS // 2).numpy())
+        writer.add_tensor("rope_freqs.weight", torch.ones(hidden // HEADS // 2).numpy())
+    types = cycle(kinds)
     for name, tensor in weights.items() if tensors else ():
         if without in name:
             continue
@@ -80,8 +88,8 @@ def write(path: Path, *, architecture: str = "llama", parts: int = 0, vocabulary
         if tensor.dim() == 1:
             writer.add_tensor(f"{names.get_name(stem)}.{end}", values)
         else:
-            kind = gguf.GGMLQuantizationType.Q8_0
-            packed = gguf.quantize(values, kind)
+            kind = gguf.GGMLQuantizationType[next(types)]
+            packed = packed_in(kind.name, values)
             writer.add_tensor(f"{names.get_name(stem)}.{end}", packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -254,6 +262,16 @@ def test_it_chats_and_says_what_it_becomes(file, tmp_path, capsys):
     assert "".join(session.send("more")) == "".join(again.send("more"))
 
 
+def packed_in(kind: str, values: np.ndarray) -> np.ndarray:
+    """Pack rows in blocks; those of the K types, which the package does not write, are random."""
+    import gguf
+
+    try:
+        return gguf.quantize(values, gguf.GGMLQuantizationType[kind])
+    except NotImplementedError:
+        return random_rows(kind, *values.shape)
+
+
 def random_rows(kind: str, rows: int, columns: int) -> np.ndarray:
     """Rows of blocks of random bits, whose scales are numbers of a common size."""
     blocks, random = BLOCKS[kind], np.random.default_rng(0)
@@ -320,6 +338,70 @@ def test_its_weights_are_the_files_however_they_are_held(tmp_path, own_cache, ti
     own = true["model.layers.1.self_attn.q_proj.weight"]
     assert (scale.lookup(torch.arange(scale.rows)) - own).abs().max() <= own.abs().max() / 127
     shutil.rmtree(there.parent)
+
+
+@needs_gguf
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_graph_has_the_numbers_of_the_file(tmp_path, kind):
+    path = tmp_path / "x.gguf"
+    write(path, kinds=(kind,), hidden=256, mlp=256)
+    config = load_config(str(path))
+    model = load_model(str(path), config, torch.float32)
+    blocks = FileBlocks.of(str(path), model, "")
+    names = {"embed_tokens", "q_proj", "k_proj", "down_proj", "lm_head"}
+    assert {name.split(".")[-2] for name in blocks} >= names
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            rounding = blocks.roundings[name]
+            meant = unpack(blocks[name], weight.shape[1], rounding)
+            far = (meant - weight).abs().max()
+            assert far <= 1e-6 * max(weight.abs().max(), meant.abs().max())
+            assert rounding.bits == (4 if kind.startswith("Q4") else 8)
+
+
+@needs_gguf
+def test_its_blocks_run_in_onnx_runtime(tmp_path, own_cache, capsys, monkeypatch):
+    """Logits are those of PyTorch over the same blocks, once activations are not rounded."""
+
+    def here(command, **_):
+        return SimpleNamespace(returncode=run(command[command.index("kvcap") + 1 :]))
+
+    monkeypatch.setattr(kept_exports, "subprocess", SimpleNamespace(run=here, DEVNULL=None))
+    monkeypatch.setattr("kvcap.export.weights.ACCURACY", 1)  # float32
+    path = tmp_path / "x.gguf"
+    write(path, kinds=("Q4_0", "Q8_0", "Q4_K", "Q6_K", "F32", "Q5_1"), hidden=256, mlp=256)
+    command = ["generate", str(path), "one two three", "--backend", "onnxruntime", "--raw",
+               "--max-new-tokens", "1", "--budget-tokens", "32", "--block-size", "16"]  # fmt: skip
+    assert run(command) == 0
+    assert "with the file's weights, once" in capsys.readouterr().err
+    assert run([*command, "--weights", "gguf"]) == 0
+    assert "once" not in capsys.readouterr().err
+    [out] = own_cache.with_name("exports").glob("x.gguf-gguf-*")
+    graph = OrtRuntime.from_directory(out / "decoder")
+    eager = Runtime.from_pretrained(path, dtype="float32", device="cpu", weights="gguf",
+                                    budget_tokens=32, block_size=16)  # fmt: skip
+    assert eager.plan.weights_dtype == "gguf"
+    ids = torch.randint(3, 2000, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    mine, theirs = graph.loop(), eager.loop()
+    for read in (ids[:16], ids[16:31], ids[31:32]):  # all of them are held
+        with torch.inference_mode():
+            got = torch.as_tensor(mine.read(graph.token_ids(read)))[0]
+            wanted = torch.as_tensor(theirs.read(eager.token_ids(read)))[0].float()
+        assert (got - wanted).abs().max() < 1e-3 * wanted.abs().max()
+        assert got.argmax() == wanted.argmax()
+
+
+@needs_gguf
+def test_blocks_that_no_graph_has_are_refused_by_name(tmp_path, capsys):
+    path = tmp_path / "x.gguf"
+    write(path, kinds=("Q8_0", "TQ2_0"), hidden=256, mlp=256)
+    command = ["export", "decoder", str(path), "--dtype", "gguf", "-o", str(tmp_path / "out")]
+    assert run(command) == 2
+    assert "weights in TQ2_0" in capsys.readouterr().err
+    command[2] = "pocket"
+    assert run(command) == 2
+    assert "is no GGUF file" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @needs_gguf
