@@ -245,10 +245,20 @@ def plan_command(
     from kvcap.android_bench.plan.write import Wanted, write_plan
     from kvcap.export.graphs.shape import Shape, model_sizes
 
-    rules: dict[str, Any] = {"min_runs": min_runs, "min_seconds": min_seconds, "rounds": rounds,
-                             "warmup_seconds": warmup_seconds}  # fmt: skip
-    chosen = narrowed(preset, _names(policies), _names(formulations), _names(dtypes),
-                      _names(stages), _numbers(sizes))  # fmt: skip
+    rules: dict[str, Any] = {
+        "min_runs": min_runs,
+        "min_seconds": min_seconds,
+        "rounds": rounds,
+        "warmup_seconds": warmup_seconds,
+    }
+    chosen = narrowed(
+        preset,
+        _names(policies),
+        _names(formulations),
+        _names(dtypes),
+        _names(stages),
+        _numbers(sizes),
+    )
     chosen = replace(
         chosen, rules=replace(chosen.rules, **{k: v for k, v in rules.items() if v is not None})
     )
@@ -603,8 +613,13 @@ def _tell(landed: Landed, json: bool) -> None:
     result = landed.result
     if json:
         device, validity = result["device"], result["validity"]
-        said = {"file": str(landed.path), "device": device["model"], "source": device["source"],
-                "complete": result["run"]["complete"], "valid": validity["ok"]}  # fmt: skip
+        said = {
+            "file": str(landed.path),
+            "device": device["model"],
+            "source": device["source"],
+            "complete": result["run"]["complete"],
+            "valid": validity["ok"],
+        }
         print(jsonlib.dumps(said), flush=True)
         return
     from kvcap.android_bench.results.source import title

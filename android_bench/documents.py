@@ -77,8 +77,10 @@ def load_json(path: Path, error: type[AndroidError]) -> Any:
         if not stat.S_ISREG(found.st_mode):
             raise error(f"{path.name} cannot be read: it is no ordinary file")
         if found.st_size > FILE_BYTES:
-            raise error(f"{path.name} cannot be read: it has {found.st_size:,} bytes, at most "
-                        f"{FILE_BYTES:,} are read")  # fmt: skip
+            raise error(
+                f"{path.name} cannot be read: it has {found.st_size:,} bytes, at most "
+                f"{FILE_BYTES:,} are read"
+            )
         data = path.read_bytes()
     except OSError as cause:
         raise error(f"{path.name} cannot be read: {cause.strerror}") from cause
@@ -126,8 +128,11 @@ def _check_references(plan: dict[str, Any]) -> None:
             raise PlanBroken("the decoder's check has runs of another length than its prompt")
     for cell in plan["cells"]:
         inputs, outputs = cell["inputs"], cell["outputs"]
-        files = {cell["model"], *(port["fill"].get("file") for port in inputs),
-                 *(port["check"].get("file") for port in outputs)} - {None}  # fmt: skip
+        files = {
+            cell["model"],
+            *(port["fill"].get("file") for port in inputs),
+            *(port["check"].get("file") for port in outputs),
+        } - {None}
         if missing := files - named:
             raise PlanBroken(f"cells name files that the plan does not list: {min(missing)}")
         sources = {port["check"].get("of") for port in outputs} - {None}

@@ -199,10 +199,14 @@ def table(cells: Sequence[MeasuredCell], before: Baseline | None = None) -> str:
     known = {cell.key: cell for cell in before.cells} if before else {}
     header = ["policy", "slots", "tokens", "KV bytes", "planned", "peak", "peak before"]
     rows = [
-        [c.policy, *(f"{n:,}" for n in (c.budget, c.length, c.kv_bytes, c.planned_bytes)),
-         f"{c.peak_bytes:,}", f"{known[c.key].peak_bytes:,}" if c.key in known else ""]
+        [
+            c.policy,
+            *(f"{n:,}" for n in (c.budget, c.length, c.kv_bytes, c.planned_bytes)),
+            f"{c.peak_bytes:,}",
+            f"{known[c.key].peak_bytes:,}" if c.key in known else "",
+        ]
         for c in cells
-    ]  # fmt: skip
+    ]
     return "\n".join(
         grid(header if known else header[:-1], rows if known else [r[:-1] for r in rows])
     )

@@ -207,8 +207,15 @@ def scorer_command(
         options["sink_tokens"] = sink_tokens
     if window is not None:
         options["window"] = window
-    sizes = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "batch": batch,
-             "block": block, "budget": budget, "slots": static}  # fmt: skip
+    sizes = {
+        "kv_heads": kv_heads,
+        "heads": heads,
+        "head_dim": head_dim,
+        "batch": batch,
+        "block": block,
+        "budget": budget,
+        "slots": static,
+    }
     shape = _shape(model, {name: value for name, value in sizes.items() if value is not None})
     spec = Spec(load_policy(policy, **options), shape, stage, formulation, dtype)
     target = npu.target_of(qnn, spec) if qnn is not None else None
@@ -397,9 +404,12 @@ def decoder_command(
     given = {name: count for name, count in pins.items() if count is not None}
     options = {**given, **pairs(policy_option or [])}
     settings = CacheSettings(
-        budget_tokens, block_size, load_policy(policy or DEFAULT_POLICY, **options), positions,
+        budget_tokens,
+        block_size,
+        load_policy(policy or DEFAULT_POLICY, **options),
+        positions,
         kv_dtype=kv_dtype,
-    )  # fmt: skip
+    )
     _check_found(exporter, variant=variant, config=config)
     report = None
     if exporter == "kvcap":
@@ -576,9 +586,14 @@ def _which(model: str, said: dict[str, Any]) -> str:
 
 
 def _others(
-    exporter: str, model: str, policies: list[Eviction], settings: CacheSettings, dtype: str,
-    out: Path, found_by: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+    exporter: str,
+    model: str,
+    policies: list[Eviction],
+    settings: CacheSettings,
+    dtype: str,
+    out: Path,
+    found_by: dict[str, Any],
+) -> dict[str, Any]:
     """Export or adopt a decoder of another exporter, and graphs beside it that evict."""
     names = ("budget_tokens", "block_size", "positions")
     sizes = {name: getattr(settings, name) for name in names}

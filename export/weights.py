@@ -420,9 +420,14 @@ class _Matrix:
     """
 
     def __init__(
-        self, names: list[str], parts: list[Placed], rounding: Rounding, store: Store,
-        weights: Mapping[str, Tensor], packed: Mapping[str, Packed],
-    ) -> None:  # fmt: skip
+        self,
+        names: list[str],
+        parts: list[Placed],
+        rounding: Rounding,
+        store: Store,
+        weights: Mapping[str, Tensor],
+        packed: Mapping[str, Packed],
+    ) -> None:
         self.names, self.parts, self.rounding, self.store = names, parts, rounding, store
         placed = parts[0]._replace(rows=sum(part.rows for part in parts))
         self.placed, stem = placed, JOINED.join(names)
@@ -453,9 +458,14 @@ class _Matrix:
         make, (x,), (y,) = library("onnx.helper").make_node, node.input[:1], node.output
         scaled = f"{y}.scaled" if self.rounding.shifted else y
         product = make(
-            "MatMulNBits", [x, f"{self.stem}.numbers", *self._given], [scaled],
-            K=self.placed.columns, N=self.placed.rows, accuracy_level=ACCURACY, **self._said,
-        )  # fmt: skip
+            "MatMulNBits",
+            [x, f"{self.stem}.numbers", *self._given],
+            [scaled],
+            K=self.placed.columns,
+            N=self.placed.rows,
+            accuracy_level=ACCURACY,
+            **self._said,
+        )
         if not self.rounding.shifted:
             return [product]
         last = self._integers("blocks.last", [2])
@@ -477,20 +487,25 @@ class _Matrix:
         scaled = f"{out}.scaled" if self.rounding.shifted else wide
         nodes = [
             helper.make_node(
-                "GatherBlockQuantized", [table, node.input[1], *self._given], [scaled],
-                gather_axis=0, quantize_axis=1, **self._said,
+                "GatherBlockQuantized",
+                [table, node.input[1], *self._given],
+                [scaled],
+                gather_axis=0,
+                quantize_axis=1,
+                **self._said,
             )
-        ]  # fmt: skip
+        ]
         if self.rounding.shifted:
             nodes += [
                 helper.make_node("Gather", [self._offsets, node.input[1]], [f"{out}.rows"]),
                 helper.make_node("Reshape", [f"{out}.rows", self._blocks(1)], [f"{out}.offsets"]),
-                helper.make_node("Reshape", [scaled, self._blocks(self.rounding.block)],
-                                 [f"{out}.blocks"]),
+                helper.make_node(
+                    "Reshape", [scaled, self._blocks(self.rounding.block)], [f"{out}.blocks"]
+                ),
                 helper.make_node("Add", [f"{out}.blocks", f"{out}.offsets"], [f"{out}.sum"]),
                 helper.make_node("Shape", [scaled], [f"{out}.shape"]),
                 helper.make_node("Reshape", [f"{out}.sum", f"{out}.shape"], [wide]),
-            ]  # fmt: skip
+            ]
         if not whole:
             numbers = {"from": 0, "to": self.placed.columns, "axis": -1}
             ends = [self._integers(f"{self.stem}.{end}", [n]) for end, n in numbers.items()]
@@ -602,9 +617,12 @@ def rounded_in(file: Path) -> dict[str, Rounded]:
         end = tensors.get(f"{stem}.to")
         columns = _attribute(node, "K") or (end.int64_data[0] if end else count * block)
         whole = Rounded(
-            file.with_name(said["numbers"]["location"]), places, columns,
-            Rounding(bits, "zeros" not in parts, block, "offsets" in parts), stem.endswith(TURNED),
-        )  # fmt: skip
+            file.with_name(said["numbers"]["location"]),
+            places,
+            columns,
+            Rounding(bits, "zeros" not in parts, block, "offsets" in parts),
+            stem.endswith(TURNED),
+        )
         within = [(entry.key, int(entry.value)) for entry in parts["numbers"].metadata_props]
         start = 0
         for name, length in within or [(stem, rows)]:

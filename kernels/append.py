@@ -51,10 +51,21 @@ def append(
     block = 16
     with torch.cuda.device_of(keys):
         run(
-            write, (-(-length // block), batch * heads),
-            keys, values, positions, *buffers[:3], **aux(buffers[3:]),
-            length=length, starts=rows.starts, lengths=rows.lengths,
+            write,
+            (-(-length // block), batch * heads),
+            keys,
+            values,
+            positions,
+            *buffers[:3],
+            **aux(buffers[3:]),
+            length=length,
+            starts=rows.starts,
+            lengths=rows.lengths,
             **strides("bht", key=keys, value=values),
-            HEADS=heads, SIZE=size, SIZE_PAD=power_of_two(size, 16), BLOCK=block,
-            OVERLAP=overlaps(keys.device), num_warps=4,
-        )  # fmt: skip
+            HEADS=heads,
+            SIZE=size,
+            SIZE_PAD=power_of_two(size, 16),
+            BLOCK=block,
+            OVERLAP=overlaps(keys.device),
+            num_warps=4,
+        )

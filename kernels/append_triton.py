@@ -31,20 +31,30 @@ def write(
     keys,  # [b, k, T, D]
     values,  # likewise
     positions,  # [T]
-    to_keys, to_values,  # [slots, SIZE]
+    to_keys,
+    to_values,  # [slots, SIZE]
     to_positions,  # [slots]
-    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5,  # [slots] integers, or None
+    aux_0,
+    aux_1,
+    aux_2,
+    aux_3,
+    aux_4,
+    aux_5,  # [slots] integers, or None
     length,  # T
     starts,  # [B·K] int32, each row's first slot
     lengths,  # [B·K] int32, each row's slots before them
-    key_b, key_h, key_t,
-    value_b, value_h, value_t,
+    key_b,
+    key_h,
+    key_t,
+    value_b,
+    value_h,
+    value_t,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,  # what reads the slots may be launched before this ends
-):  # fmt: skip
+):
     """Write some tokens of one KV head into the slots behind those in use."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()

@@ -23,10 +23,33 @@ ROWS = ["starts", "lengths", "row_pins"]
 
 @triton.jit
 def worth_of(
-    scores, positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-):  # fmt: skip
+    scores,
+    positions,
+    slot,
+    slots,
+    score_n,
+    sinks,
+    recents,
+    seen,
+    clock,
+    spans,
+    start_0,
+    stop_0,
+    start_1,
+    stop_1,
+    start_2,
+    stop_2,
+    start_3,
+    stop_3,
+    start_4,
+    stop_4,
+    start_5,
+    stop_5,
+    start_6,
+    stop_6,
+    start_7,
+    stop_7,
+):
     """Return a row's scores as finite float32, +inf where pinned or no slot, and its positions."""
     held = slot < slots
     x = tl.load(scores + slot * score_n, held, 0.0).to(tl.float32)

@@ -50,12 +50,27 @@ def norms(values: Tensor, weights: Tensor) -> Tensor:
     out = empty(batch, kv_heads, length, group * parts, device=values.device)
     with torch.cuda.device_of(values):
         run(
-            project, (parts, -(-count // rows), kv_heads * group),
-            values, weights, out, count, length, hidden, group, parts, columns,
-            *values.stride()[:3], *weights.stride(), KV_HEADS=kv_heads, SIZE=size,
-            SIZE_PAD=size_pad, ROWS=rows, COLUMNS=at_once, WIDEN=not on_gpu(values),
+            project,
+            (parts, -(-count // rows), kv_heads * group),
+            values,
+            weights,
+            out,
+            count,
+            length,
+            hidden,
+            group,
+            parts,
+            columns,
+            *values.stride()[:3],
+            *weights.stride(),
+            KV_HEADS=kv_heads,
+            SIZE=size,
+            SIZE_PAD=size_pad,
+            ROWS=rows,
+            COLUMNS=at_once,
+            WIDEN=not on_gpu(values),
             num_warps=8 if rows == 128 else 4,
-        )  # fmt: skip
+        )
     return out.sum(-1) / group
 
 
@@ -91,11 +106,24 @@ def rescore(
     out = empty(batch, heads, slots, device=scores.device)
     with torch.cuda.device_of(scores):
         run(
-            rescore_rows, (batch * heads,),
-            scores, positions, norm, out, slots=slots, heads=heads,
-            **strides("bhn", score=scores), **strides("bh", position=positions),
-            **pins.arguments(scores.device), starts=rows.starts, lengths=rows.lengths,
-            row_pins=row_pins, budgets=budgets, alpha=alpha, epsilon=epsilon,
-            queries=float(queries), **tile_of_row(slots),
-        )  # fmt: skip
+            rescore_rows,
+            (batch * heads,),
+            scores,
+            positions,
+            norm,
+            out,
+            slots=slots,
+            heads=heads,
+            **strides("bhn", score=scores),
+            **strides("bh", position=positions),
+            **pins.arguments(scores.device),
+            starts=rows.starts,
+            lengths=rows.lengths,
+            row_pins=row_pins,
+            budgets=budgets,
+            alpha=alpha,
+            epsilon=epsilon,
+            queries=float(queries),
+            **tile_of_row(slots),
+        )
     return out

@@ -24,17 +24,24 @@ def project(
     out,  # [B, K, T, G, parts]
     count,  # B·T
     length,  # T
-    hidden, group, parts,
+    hidden,
+    group,
+    parts,
     columns,  # of a part, a multiple of COLUMNS
-    value_b, value_h, value_t,
-    weight_k, weight_g, weight_d, weight_c,
+    value_b,
+    value_h,
+    value_t,
+    weight_k,
+    weight_g,
+    weight_d,
+    weight_c,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     ROWS: tl.constexpr,  # of tokens
     COLUMNS: tl.constexpr,  # of the projection that are multiplied at once
     WIDEN: tl.constexpr,  # see `dot`
-):  # fmt: skip
+):
     """Write absolute sums over some columns of one query head's projection of some tokens."""
     part, query_head = tl.program_id(0), tl.program_id(2)
     head, its = query_head // group, query_head % group
@@ -64,18 +71,42 @@ def rescore_rows(
     out,  # [B, K, n]
     slots,  # n
     heads,  # K
-    score_b, score_h, score_n,
-    position_b, position_h,
-    sinks, recents, seen, clock, spans,
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-    starts, lengths,  # [B·K] int32
+    score_b,
+    score_h,
+    score_n,
+    position_b,
+    position_h,
+    sinks,
+    recents,
+    seen,
+    clock,
+    spans,
+    start_0,
+    stop_0,
+    start_1,
+    stop_1,
+    start_2,
+    stop_2,
+    start_3,
+    stop_3,
+    start_4,
+    stop_4,
+    start_5,
+    stop_5,
+    start_6,
+    stop_6,
+    start_7,
+    stop_7,
+    starts,
+    lengths,  # [B·K] int32
     row_pins,  # as in `pins_of_row`
     budgets,  # [B·K] int32
-    alpha, epsilon, queries,
+    alpha,
+    epsilon,
+    queries,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # see `cut`
-):  # fmt: skip
+):
     """Rescore a whole row: its best slots come first, the others by score and norm."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -88,27 +119,98 @@ def rescore_rows(
     lowest, free = tl.full([], 0.0, tl.float32), tl.full([], 0, tl.int32)  # free: not pinned
     for begin in range(0, slots, BLOCK):
         worth, _ = worth_of(
-            scores, positions, begin + tl.arange(0, BLOCK), slots, score_n, sinks, recents, seen,
-            clock, spans, start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-        )  # fmt: skip
+            scores,
+            positions,
+            begin + tl.arange(0, BLOCK),
+            slots,
+            score_n,
+            sinks,
+            recents,
+            seen,
+            clock,
+            spans,
+            start_0,
+            stop_0,
+            start_1,
+            stop_1,
+            start_2,
+            stop_2,
+            start_3,
+            stop_3,
+            start_4,
+            stop_4,
+            start_5,
+            stop_5,
+            start_6,
+            stop_6,
+            start_7,
+            stop_7,
+        )
         lowest = tl.minimum(lowest, tl.min(worth, 0))
         free += tl.sum((worth < float("inf")).to(tl.int32), 0)
     pinned = slots - free
     best = tl.floor(alpha * (budget - pinned).to(tl.float32)).to(tl.int32)
     count = tl.maximum(free - tl.maximum(best, 0), 0)
     low, oldest = cut(
-        scores, positions, count, slots, score_n, sinks, recents, seen, clock, spans,
-        start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK, WHOLE,
-    )  # fmt: skip
+        scores,
+        positions,
+        count,
+        slots,
+        score_n,
+        sinks,
+        recents,
+        seen,
+        clock,
+        spans,
+        start_0,
+        stop_0,
+        start_1,
+        stop_1,
+        start_2,
+        stop_2,
+        start_3,
+        stop_3,
+        start_4,
+        stop_4,
+        start_5,
+        stop_5,
+        start_6,
+        stop_6,
+        start_7,
+        stop_7,
+        BLOCK,
+        WHOLE,
+    )
     for begin in range(0, slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
         worth, position = worth_of(
-            scores, positions, slot, slots, score_n, sinks, recents, seen,
-            clock, spans, start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-        )  # fmt: skip
+            scores,
+            positions,
+            slot,
+            slots,
+            score_n,
+            sinks,
+            recents,
+            seen,
+            clock,
+            spans,
+            start_0,
+            stop_0,
+            start_1,
+            stop_1,
+            start_2,
+            stop_2,
+            start_3,
+            stop_3,
+            start_4,
+            stop_4,
+            start_5,
+            stop_5,
+            start_6,
+            stop_6,
+            start_7,
+            stop_7,
+        )
         x = ordered(worth)
         behind = (x < low) | ((x == low) & (position < oldest))
         held = slot < slots

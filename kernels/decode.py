@@ -85,8 +85,20 @@ def attend(
     """
     kv_heads, slots = keys.shape[1:3]
     strides, rows = keys.stride()[:3] + values.stride()[:3], keys.shape[0] * kv_heads
-    return _attend(query, keys, values, scaling, softcap, sinks,
-                   None, None, kv_heads, slots, rows * slots, strides)  # fmt: skip
+    return _attend(
+        query,
+        keys,
+        values,
+        scaling,
+        softcap,
+        sinks,
+        None,
+        None,
+        kv_heads,
+        slots,
+        rows * slots,
+        strides,
+    )
 
 
 def attend_with_lse(
@@ -113,8 +125,22 @@ def attend_with_lse(
     kv_heads, slots = keys.shape[1:3]
     strides, rows = keys.stride()[:3] + values.stride()[:3], keys.shape[0] * kv_heads
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    out = _attend(query, keys, values, scaling, softcap, None,
-                  None, None, kv_heads, slots, rows * slots, strides, lse, own)  # fmt: skip
+    out = _attend(
+        query,
+        keys,
+        values,
+        scaling,
+        softcap,
+        None,
+        None,
+        None,
+        kv_heads,
+        slots,
+        rows * slots,
+        strides,
+        lse,
+        own,
+    )
     return out, lse
 
 
@@ -148,8 +174,20 @@ def attend_ragged(
     slots, kv_heads = keys.shape[0], starts.numel() // query.shape[0]
     longest = slots if max_length is None else max_length
     strides = (0, 0, keys.stride(0), 0, 0, values.stride(0))
-    return _attend(query, keys, values, scaling, softcap, sinks,
-                   starts, lengths, kv_heads, longest, slots, strides)  # fmt: skip
+    return _attend(
+        query,
+        keys,
+        values,
+        scaling,
+        softcap,
+        sinks,
+        starts,
+        lengths,
+        kv_heads,
+        longest,
+        slots,
+        strides,
+    )
 
 
 def _attend(
@@ -196,23 +234,53 @@ def _attend(
     overlap = overlapping(query.device, wanted=not whole and tiles == 1)
     with torch.cuda.device_of(query):
         run(
-            attend_part, (parts, tiles, rows),
-            query, keys, values, starts, lengths, part_out, part_lse,
-            out if whole else None, lse if whole else None, sinks if whole else None,
-            longest, chunk, tokens, tokens if own else 0,
-            factor, (softcap or 0.0) * LOG2_E,
-            *query.stride()[:3], *strides,
-            KV_HEADS=kv_heads, GROUP=heads // kv_heads, ROWS=rows_pad,
-            SIZE=size, SIZE_PAD=size_pad, SOFTCAP=softcap is not None,
-            BLOCK=tile.block, STAGES=tile.stages,
-            WIDEN=not on_gpu(query), num_warps=warps,
+            attend_part,
+            (parts, tiles, rows),
+            query,
+            keys,
+            values,
+            starts,
+            lengths,
+            part_out,
+            part_lse,
+            out if whole else None,
+            lse if whole else None,
+            sinks if whole else None,
+            longest,
+            chunk,
+            tokens,
+            tokens if own else 0,
+            factor,
+            (softcap or 0.0) * LOG2_E,
+            *query.stride()[:3],
+            *strides,
+            KV_HEADS=kv_heads,
+            GROUP=heads // kv_heads,
+            ROWS=rows_pad,
+            SIZE=size,
+            SIZE_PAD=size_pad,
+            SOFTCAP=softcap is not None,
+            BLOCK=tile.block,
+            STAGES=tile.stages,
+            WIDEN=not on_gpu(query),
+            num_warps=warps,
             **overlap,
-        )  # fmt: skip
+        )
         if whole:
             return out.transpose(1, 2)
         merge(
-            part_out, part_lse, out, lengths, longest, 1, chunk, 0, overlap, sinks, lse,
-        )  # fmt: skip
+            part_out,
+            part_lse,
+            out,
+            lengths,
+            longest,
+            1,
+            chunk,
+            0,
+            overlap,
+            sinks,
+            lse,
+        )
     return out.transpose(1, 2)
 
 
@@ -252,14 +320,29 @@ def merge(
     few = count <= MOST_ROWS
     step = min(128, max(32 if few else 8, power_of_two(parts)))  # parts merged at once
     run(
-        merge_parts, (count, rows),
-        part_out, part_lse, out, lse, sinks, lengths, length, lengths_step, chunk, parts, more,
+        merge_parts,
+        (count, rows),
+        part_out,
+        part_lse,
+        out,
+        lse,
+        sinks,
+        lengths,
+        length,
+        lengths_step,
+        chunk,
+        parts,
+        more,
         tokens,
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, SIZE=size, SIZE_PAD=power_of_two(size, 16),
-        PARTS_PAD=max(64 if few else 8, power_of_two(parts)), STEP=step,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        SIZE=size,
+        SIZE_PAD=power_of_two(size, 16),
+        PARTS_PAD=max(64 if few else 8, power_of_two(parts)),
+        STEP=step,
         num_warps=8 if step > 64 else 4 if step > 8 else 1,
         **overlap,
-    )  # fmt: skip
+    )
 
 
 class Tile(NamedTuple):

@@ -23,16 +23,26 @@ def dot(a, b, c, WIDEN: tl.constexpr):
 
 @triton.jit
 def _fold(
-    top, total, acc,  # of all slots before
+    top,
+    total,
+    acc,  # of all slots before
     q,  # [ROWS, SIZE_PAD]
-    keys, values, first, end, visible, key_n, value_n, factor, softcap,
+    keys,
+    values,
+    first,
+    end,
+    visible,
+    key_n,
+    value_n,
+    factor,
+    softcap,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,  # some rows do not see some of these slots, or there are fewer
     WIDEN: tl.constexpr,
-):  # fmt: skip
+):
     """Attend to one block of slots more; returns the new `top`, `total` and `acc`."""
     d = tl.arange(0, SIZE_PAD)
     slot = first + tl.arange(0, BLOCK)
@@ -73,9 +83,15 @@ def attend_part(
     own,  # how many of the last slots are the tokens' own, T or 0
     factor,  # of the logits, in base 2; with SOFTCAP before tanh
     softcap,  # in base 2
-    query_b, query_h, query_t,
-    key_b, key_h, key_n,
-    value_b, value_h, value_n,
+    query_b,
+    query_h,
+    query_t,
+    key_b,
+    key_h,
+    key_n,
+    value_b,
+    value_h,
+    value_n,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,  # of M a program attends at once
@@ -86,7 +102,7 @@ def attend_part(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what it reads is there, and the merge before it ends
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
-):  # fmt: skip
+):
     """Attend with some of a KV head's query rows to one part of its slots."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -124,14 +140,48 @@ def attend_part(
     plain = begin + tl.maximum(tl.min(visible, 0) - begin, 0) // BLOCK * BLOCK
     for first in tl.range(begin, plain, BLOCK, num_stages=STAGES):
         top, total, acc = _fold(
-            top, total, acc, q, keys, values, first, end, visible, key_n, value_n, factor, softcap,
-            SIZE, SIZE_PAD, SOFTCAP, BLOCK, False, WIDEN,
-        )  # fmt: skip
+            top,
+            total,
+            acc,
+            q,
+            keys,
+            values,
+            first,
+            end,
+            visible,
+            key_n,
+            value_n,
+            factor,
+            softcap,
+            SIZE,
+            SIZE_PAD,
+            SOFTCAP,
+            BLOCK,
+            False,
+            WIDEN,
+        )
     for first in tl.range(plain, end, BLOCK, num_stages=STAGES):
         top, total, acc = _fold(
-            top, total, acc, q, keys, values, first, end, visible, key_n, value_n, factor, softcap,
-            SIZE, SIZE_PAD, SOFTCAP, BLOCK, True, WIDEN,
-        )  # fmt: skip
+            top,
+            total,
+            acc,
+            q,
+            keys,
+            values,
+            first,
+            end,
+            visible,
+            key_n,
+            value_n,
+            factor,
+            softcap,
+            SIZE,
+            SIZE_PAD,
+            SOFTCAP,
+            BLOCK,
+            True,
+            WIDEN,
+        )
 
     total = tl.where(total == 0.0, 1.0, total)
     if out is not None:

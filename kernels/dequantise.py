@@ -64,12 +64,30 @@ def read(
     )
     with torch.cuda.device_of(to):
         run(
-            read_slots, (-(-rows.longest // block), count, len(outs)),
-            *sides[0], *sides[1], mean, shift, table, outs[0], outs[-1], rows.starts, rows.lengths,
-            to, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
-            STEP=2 if interleaved else 1, MATE=1 if interleaved else half,
-            REST_PAD=power_of_two(size - 2 * half), SIZE_PAD=power_of_two(size),
-            KEY_BITS=key_bits, KEY_GROUP=key_group, VALUE_BITS=value_bits,
-            VALUE_GROUP=value_group, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            read_slots,
+            (-(-rows.longest // block), count, len(outs)),
+            *sides[0],
+            *sides[1],
+            mean,
+            shift,
+            table,
+            outs[0],
+            outs[-1],
+            rows.starts,
+            rows.lengths,
+            to,
+            SIZE=size,
+            HALF=half,
+            HALF_PAD=power_of_two(half),
+            STEP=2 if interleaved else 1,
+            MATE=1 if interleaved else half,
+            REST_PAD=power_of_two(size - 2 * half),
+            SIZE_PAD=power_of_two(size),
+            KEY_BITS=key_bits,
+            KEY_GROUP=key_group,
+            VALUE_BITS=value_bits,
+            VALUE_GROUP=value_group,
+            BLOCK=block,
+            num_warps=4,
+        )
     return outs[0], outs[-1]

@@ -6,8 +6,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _numbers(q, scale, low, mean, d, used, SIZE: tl.constexpr, BITS: tl.constexpr,
-             GROUP: tl.constexpr):  # fmt: skip
+def _numbers(
+    q, scale, low, mean, d, used, SIZE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr
+):
     """Return the numbers `d` [1, P] of some slots where `used` [N, P]; float32 [N, P].
 
     `q`, `scale` and `low` point at the slots [N, 1], `mean` at the mean of their row.
@@ -27,9 +28,26 @@ def _numbers(q, scale, low, mean, d, used, SIZE: tl.constexpr, BITS: tl.constexp
 
 
 @triton.jit
-def _copy(q, scale, low, mean, shift, table, out, slot, target, used, SIZE: tl.constexpr,
-          HALF: tl.constexpr, HALF_PAD: tl.constexpr, STEP: tl.constexpr, MATE: tl.constexpr,
-          REST_PAD: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+def _copy(
+    q,
+    scale,
+    low,
+    mean,
+    shift,
+    table,
+    out,
+    slot,
+    target,
+    used,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    STEP: tl.constexpr,
+    MATE: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Dequantise slots [N, 1] into places [N, 1] of `out` where `used`, and rotate what rotates.
 
     The mean is the row's.
@@ -60,20 +78,36 @@ def _copy(q, scale, low, mean, shift, table, out, slot, target, used, SIZE: tl.c
 
 
 # Where a layer's slots lie differs, which must not compile anew.
-_PLACES = ["keys", "key_scale", "key_low", "values", "value_scale", "value_low", "mean", "shift",
-           "starts", "lengths", "to"]  # fmt: skip
+_PLACES = [
+    "keys",
+    "key_scale",
+    "key_low",
+    "values",
+    "value_scale",
+    "value_low",
+    "mean",
+    "shift",
+    "starts",
+    "lengths",
+    "to",
+]
 
 
 @triton.jit(do_not_specialize=_PLACES)
 def read_slots(
-    keys, key_scale,  # [slots, D or D/2], [slots] or [slots, D/GROUP]
+    keys,
+    key_scale,  # [slots, D or D/2], [slots] or [slots, D/GROUP]
     key_low,  # as the scales, or None
-    values, value_scale, value_low,  # likewise
+    values,
+    value_scale,
+    value_low,  # likewise
     mean,  # [B·K, D] or None
     shift,  # [slots]
     table,  # [span, 2, HALF]
-    out_keys, out_values,  # [room, D]
-    starts, lengths,  # [B·K] int32
+    out_keys,
+    out_values,  # [room, D]
+    starts,
+    lengths,  # [B·K] int32
     to,  # [B·K] int32, where each row begins in what is written
     SIZE: tl.constexpr,
     HALF: tl.constexpr,  # pairs that rotate; 0: none
@@ -87,7 +121,7 @@ def read_slots(
     VALUE_BITS: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Dequantise a block of slots of one row: its keys, or, in the grid's second layer, values."""
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -97,8 +131,44 @@ def read_slots(
     if tl.program_id(2) == 0:
         if mean is not None:
             mean += row * SIZE
-        _copy(keys, key_scale, key_low, mean, shift, table, out_keys, slot, target, used,
-              SIZE, HALF, HALF_PAD, STEP, MATE, REST_PAD, KEY_BITS, KEY_GROUP)  # fmt: skip
+        _copy(
+            keys,
+            key_scale,
+            key_low,
+            mean,
+            shift,
+            table,
+            out_keys,
+            slot,
+            target,
+            used,
+            SIZE,
+            HALF,
+            HALF_PAD,
+            STEP,
+            MATE,
+            REST_PAD,
+            KEY_BITS,
+            KEY_GROUP,
+        )
     else:
-        _copy(values, value_scale, value_low, None, None, None, out_values, slot, target, used,
-              SIZE, 0, 1, 1, 0, SIZE_PAD, VALUE_BITS, VALUE_GROUP)  # fmt: skip
+        _copy(
+            values,
+            value_scale,
+            value_low,
+            None,
+            None,
+            None,
+            out_values,
+            slot,
+            target,
+            used,
+            SIZE,
+            0,
+            1,
+            1,
+            0,
+            SIZE_PAD,
+            VALUE_BITS,
+            VALUE_GROUP,
+        )

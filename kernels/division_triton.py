@@ -28,14 +28,34 @@ def rank_worths(
     row_pinned,  # [B·K] int32, likewise: slots that stay in any case
     slots,  # longest
     heads,  # K
-    score_b, score_h, score_n,
-    sinks, recents, seen, clock, spans,
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    score_b,
+    score_h,
+    score_n,
+    sinks,
+    recents,
+    seen,
+    clock,
+    spans,
+    start_0,
+    stop_0,
+    start_1,
+    stop_1,
+    start_2,
+    stop_2,
+    start_3,
+    stop_3,
+    start_4,
+    stop_4,
+    start_5,
+    stop_5,
+    start_6,
+    stop_6,
+    start_7,
+    stop_7,
     lengths,  # [B·K] int32
     row_pins,  # as in `pins_of_row`
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Write what each slot of one whole row is worth, as integers."""
     row = tl.program_id(0).to(tl.int64)
     scores += row // heads * score_b + row % heads * score_h
@@ -46,10 +66,33 @@ def rank_worths(
     for begin in range(0, slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
         worth, _ = worth_of(
-            scores, positions, slot, held, score_n, sinks, recents, seen, clock, spans,
-            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-        )  # fmt: skip
+            scores,
+            positions,
+            slot,
+            held,
+            score_n,
+            sinks,
+            recents,
+            seen,
+            clock,
+            spans,
+            start_0,
+            stop_0,
+            start_1,
+            stop_1,
+            start_2,
+            stop_2,
+            start_3,
+            stop_3,
+            start_4,
+            stop_4,
+            start_5,
+            stop_5,
+            start_6,
+            stop_6,
+            start_7,
+            stop_7,
+        )
         x = ordered(worth)
         pinned += tl.sum(((x == PINNED) & (slot < held)).to(tl.int32), 0)
         tl.store(worths + slot, x, slot < slots)
@@ -175,7 +218,7 @@ def divide_layer(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # a layer has fewer slots than BLOCK
     ROW_BLOCK: tl.constexpr,  # less than 2^15
-):  # fmt: skip
+):
     """Share a sequence's slots of a layer out between its heads, as `AdaKV.split` does."""
     batch, h, row = tl.program_id(0), tl.arange(0, HEADS), tl.arange(0, ALL)
     real, first = h < heads, tl.program_id(0) * heads

@@ -56,11 +56,23 @@ def _norm(
     warps = 8 if size > 2048 else 4 if size > 512 else 1
     with torch.cuda.device_of(x):
         run(
-            kernel, (rows * heads,),
-            x, y, total, out, gain, x.stride(0), x.stride(1), gain.stride(0) * (gain.dim() == 2),
-            size, epsilon,
-            HEADS=heads, BLOCK=power_of_two(size), num_warps=warps, **overlapping(x.device),
-        )  # fmt: skip
+            kernel,
+            (rows * heads,),
+            x,
+            y,
+            total,
+            out,
+            gain,
+            x.stride(0),
+            x.stride(1),
+            gain.stride(0) * (gain.dim() == 2),
+            size,
+            epsilon,
+            HEADS=heads,
+            BLOCK=power_of_two(size),
+            num_warps=warps,
+            **overlapping(x.device),
+        )
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,12 +98,25 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     ]
     with torch.cuda.device_of(query):
         run(
-            kernel, (batch * tokens, heads + kv_heads),
-            query, key, cos, sin, *found, tokens,
-            *query.stride()[:3], *key.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
-            HEADS=heads, KV_HEADS=kv_heads, HALF=size // 2, HALF_PAD=power_of_two(size // 2),
-            num_warps=1, **overlapping(query.device),
-        )  # fmt: skip
+            kernel,
+            (batch * tokens, heads + kv_heads),
+            query,
+            key,
+            cos,
+            sin,
+            *found,
+            tokens,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *cos.stride()[:2],
+            *sin.stride()[:2],
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            HALF=size // 2,
+            HALF_PAD=power_of_two(size // 2),
+            num_warps=1,
+            **overlapping(query.device),
+        )
     rotated_query, rotated_key = (x.transpose(1, 2) for x in found)
     return rotated_query, rotated_key
 
@@ -105,8 +130,16 @@ def gate(gates: Tensor, up: Tensor) -> Tensor:
     rows, size = gates.shape
     with torch.cuda.device_of(gates):
         run(
-            kernel, (rows, -(-size // COLUMNS)),
-            gates, up, out, gates.stride(0), up.stride(0), size,
-            BLOCK=COLUMNS, num_warps=4, **overlapping(gates.device),
-        )  # fmt: skip
+            kernel,
+            (rows, -(-size // COLUMNS)),
+            gates,
+            up,
+            out,
+            gates.stride(0),
+            up.stride(0),
+            size,
+            BLOCK=COLUMNS,
+            num_warps=4,
+            **overlapping(gates.device),
+        )
     return out

@@ -15,14 +15,15 @@ def add_norm(
     total,  # likewise: x + y
     out,  # likewise
     gain,  # [N or 1, D]
-    x_row, x_head,
+    x_row,
+    x_head,
     gain_head,
     size,  # D
     epsilon,
     HEADS: tl.constexpr,  # N
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
-):  # fmt: skip
+):
     """Write the norm of one head of one row, and the sum that comes before it."""
     i = tl.arange(0, BLOCK)
     inside = i < size
@@ -58,16 +59,22 @@ def rotate(
     query_out,  # [B, T, H, D], contiguous
     key_out,  # [B, T, K, D], contiguous
     tokens,  # T
-    query_b, query_h, query_t,
-    key_b, key_h, key_t,
-    cos_b, cos_t,
-    sin_b, sin_t,
+    query_b,
+    query_h,
+    query_t,
+    key_b,
+    key_h,
+    key_t,
+    cos_b,
+    cos_t,
+    sin_b,
+    sin_t,
     HEADS: tl.constexpr,  # H
     KV_HEADS: tl.constexpr,  # K
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes its inputs has ended
-):  # fmt: skip
+):
     """Rotate one head of one token's query or key."""
     i = tl.arange(0, HALF_PAD)
     inside = i < HALF
@@ -107,7 +114,7 @@ def gate(
     size,  # I
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes its inputs has ended
-):  # fmt: skip
+):
     """Write some columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

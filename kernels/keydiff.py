@@ -36,8 +36,22 @@ def _tile(base, slots, begin, stop, stride, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["starts", "lengths", "n", "chunk"])
-def _sum(k_ptr, sum_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, D: tl.constexpr,
-         DP: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+def _sum(
+    k_ptr,
+    sum_ptr,
+    starts,
+    lengths,
+    k_b,
+    k_h,
+    k_n,
+    K,
+    n,
+    chunk,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """Write the sum of one part of a head's keys, each of length 1 if UNIT. [D]."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
@@ -55,9 +69,25 @@ def _sum(k_ptr, sum_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, D: tl.cons
 
 
 @triton.jit(do_not_specialize=["starts", "lengths", "n", "chunk", "parts"])
-def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk, parts,
-            D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
-            STAGES: tl.constexpr):  # fmt: skip
+def _cosine(
+    k_ptr,
+    sum_ptr,
+    out_ptr,
+    starts,
+    lengths,
+    k_b,
+    k_h,
+    k_n,
+    K,
+    n,
+    chunk,
+    parts,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Write `-cos(k_j, μ)` of one part of a head's slots; `n·μ` is the sum of [B·K, parts, D]."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
@@ -83,9 +113,28 @@ def _cosine(k_ptr, sum_ptr, out_ptr, starts, lengths, k_b, k_h, k_n, K, n, chunk
 
 
 @triton.jit(do_not_specialize=["starts", "lengths", "n", "parts"])
-def _cosine_turned(k_ptr, sum_ptr, out_ptr, shift_ptr, table_ptr, starts, lengths, k_b, k_h, k_n,
-                   shift_b, shift_h, K, n, parts, D: tl.constexpr, HALF_PAD: tl.constexpr,
-                   N: tl.constexpr, PARTS: tl.constexpr, WIDEN: tl.constexpr):  # fmt: skip
+def _cosine_turned(
+    k_ptr,
+    sum_ptr,
+    out_ptr,
+    shift_ptr,
+    table_ptr,
+    starts,
+    lengths,
+    k_b,
+    k_h,
+    k_n,
+    shift_b,
+    shift_h,
+    K,
+    n,
+    parts,
+    D: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    N: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """Write `_cosine` of keys that are rotated back as they are read, for `N` slots of a head."""
     row = tl.program_id(1)
     batch, head = (row // K).to(tl.int64), (row % K).to(tl.int64)
@@ -136,12 +185,28 @@ def scores_turned(
     out = empty(B, K, n, device=keys.device)
     with torch.cuda.device_of(keys):
         run(
-            _cosine_turned, (-(-n // tile), B * K),
-            keys, key_sums, out, shift, table, starts, lengths,
-            *keys.stride()[:3], *shift.stride()[:2],
-            K, n, parts, D, power_of_two(D, 32) // 2, tile, power_of_two(parts), not on_gpu(keys),
-            num_warps=4, maxnreg=REGISTERS,
-        )  # fmt: skip
+            _cosine_turned,
+            (-(-n // tile), B * K),
+            keys,
+            key_sums,
+            out,
+            shift,
+            table,
+            starts,
+            lengths,
+            *keys.stride()[:3],
+            *shift.stride()[:2],
+            K,
+            n,
+            parts,
+            D,
+            power_of_two(D, 32) // 2,
+            tile,
+            power_of_two(parts),
+            not on_gpu(keys),
+            num_warps=4,
+            maxnreg=REGISTERS,
+        )
     return out
 
 
@@ -178,9 +243,12 @@ def scores(
         parts = -(-n // chunk)
         key_sums = empty(B, K, parts, D, device=keys.device)
         launch(
-            _sum, (parts, B * K, 1), (key, unit),
-            (keys, key_sums, starts, lengths, *strides, chunk, *sizes, unit), num_warps=4,
-        )  # fmt: skip
+            _sum,
+            (parts, B * K, 1),
+            (key, unit),
+            (keys, key_sums, starts, lengths, *strides, chunk, *sizes, unit),
+            num_warps=4,
+        )
     assert key_sums.dtype == torch.float32
     assert key_sums.is_contiguous()
     added = key_sums.shape[2]
@@ -188,8 +256,10 @@ def scores(
     # Of few, short programs begin with a tile in hand; of many, long ones fetch several ahead.
     share, stages = (4 * tile, 1) if few else (chunk, 4)
     launch(
-        _cosine, (-(-n // share), B * K, 1), (key, most, key_sums.data_ptr() % 16),
+        _cosine,
+        (-(-n // share), B * K, 1),
+        (key, most, key_sums.data_ptr() % 16),
         (keys, key_sums, out, starts, lengths, *strides, share, added, *sizes, most, stages),
         num_warps=4 if few else 8,
-    )  # fmt: skip
+    )
     return out

@@ -45,9 +45,19 @@ def scores(keys: Tensor, values: Tensor, positions: Tensor, rows: Rows, lag: int
     size, lag_pad = keys.shape[1], power_of_two(lag, 16)
     with torch.cuda.device_of(keys):
         run(
-            score_partition, (-(-slots // lag), batch * heads),
-            keys, values, order, rows.starts, rows.lengths, out, slots, lag,
-            SIZE=size, SIZE_PAD=power_of_two(size, 16), LAG_PAD=lag_pad,
+            score_partition,
+            (-(-slots // lag), batch * heads),
+            keys,
+            values,
+            order,
+            rows.starts,
+            rows.lengths,
+            out,
+            slots,
+            lag,
+            SIZE=size,
+            SIZE_PAD=power_of_two(size, 16),
+            LAG_PAD=lag_pad,
             num_warps=4 if lag_pad <= 32 else 8,
-        )  # fmt: skip
+        )
     return out

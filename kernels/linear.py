@@ -56,11 +56,24 @@ def matvec(
     out = torch.empty(*x.shape[:-1], rows, dtype=x.dtype, device=x.device)
     with torch.cuda.device_of(x):
         run(
-            dot, (-(-rows // each),),
-            x.contiguous(), out, weight, bias, gain, None if plus is None else plus.contiguous(),
-            rows, columns, weight.stride(0), epsilon,
-            ROWS=tile_rows, COLUMNS=tile_columns, SHARE=8, GATED=gated,
+            dot,
+            (-(-rows // each),),
+            x.contiguous(),
+            out,
+            weight,
+            bias,
+            gain,
+            None if plus is None else plus.contiguous(),
+            rows,
+            columns,
+            weight.stride(0),
+            epsilon,
+            ROWS=tile_rows,
+            COLUMNS=tile_columns,
+            SHARE=8,
+            GATED=gated,
             EVEN=columns % tile_columns == 0 and rows % each == 0,
-            num_warps=4, **overlapping(x.device),
-        )  # fmt: skip
+            num_warps=4,
+            **overlapping(x.device),
+        )
     return out

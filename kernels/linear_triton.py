@@ -16,11 +16,17 @@ def _tile(base, first, columns, inside, COLUMNS: tl.constexpr, EVEN: tl.constexp
 
 @triton.jit
 def _add(
-    total, squares, w, x, gain, first, columns,
+    total,
+    squares,
+    w,
+    x,
+    gain,
+    first,
+    columns,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     SHARE: tl.constexpr,
-):  # fmt: skip
+):
     """Add products and squares of some more columns.
 
     Summed over what a thread reads at once, as sums of every column would fill its registers.
@@ -54,7 +60,7 @@ def dot(
     EVEN: tl.constexpr,  # nothing to mask
     GATED: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
-):  # fmt: skip
+):
     """Multiply some rows of a matrix by `x`, with what lies before and behind such products."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()

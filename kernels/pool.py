@@ -70,10 +70,12 @@ def pool_in_time(
     block, maximum = 128, pool == "max"
     with torch.cuda.device_of(scores):
         launch(
-            pool_ranks, (-(-slots // block), batch * heads * groups, 1),
+            pool_ranks,
+            (-(-slots // block), batch * heads * groups, 1),
             (scores.device, kernel, maximum),
-            (ranks, counted, in_order, out, slots, groups, kernel, maximum, block), num_warps=4,
-        )  # fmt: skip
+            (ranks, counted, in_order, out, slots, groups, kernel, maximum, block),
+            num_warps=4,
+        )
     return out
 
 
@@ -111,17 +113,47 @@ def _in_time(
     with torch.cuda.device_of(wide):
         block, chunk = 16, 256
         launch(
-            sort_tiles, (whole // block, rows, 1), (device, highest, log_tile),
-            (positions, tiles, whose, slots, heads, *positions.stride()[:2],
-             highest, block, chunk, log_tile),
+            sort_tiles,
+            (whole // block, rows, 1),
+            (device, highest, log_tile),
+            (
+                positions,
+                tiles,
+                whose,
+                slots,
+                heads,
+                *positions.stride()[:2],
+                highest,
+                block,
+                chunk,
+                log_tile,
+            ),
             num_warps=2,
-        )  # fmt: skip
+        )
         block, chunk = min(128, 1 << log_tile), 8
         launch(
-            rank_slots, (whole // block, rows, 1), (device, highest, padded, log_tile),
-            (wide, tiles, whose, ranks, counted, in_order, slots, heads, groups,
-             *wide.stride(), *seen_and_clock(seen, device), window,
-             highest, padded, block, chunk, log_tile),
+            rank_slots,
+            (whole // block, rows, 1),
+            (device, highest, padded, log_tile),
+            (
+                wide,
+                tiles,
+                whose,
+                ranks,
+                counted,
+                in_order,
+                slots,
+                heads,
+                groups,
+                *wide.stride(),
+                *seen_and_clock(seen, device),
+                window,
+                highest,
+                padded,
+                block,
+                chunk,
+                log_tile,
+            ),
             num_warps=4,
-        )  # fmt: skip
+        )
     return ranks, counted, in_order

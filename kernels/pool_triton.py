@@ -15,8 +15,15 @@ _STRIDES = ["score_b", "score_h", "score_g", "score_n"]
 
 
 @triton.jit
-def _bisect(mine, tiles, slots, HIGHEST: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-            LOG_TILE: tl.constexpr):  # fmt: skip
+def _bisect(
+    mine,
+    tiles,
+    slots,
+    HIGHEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LOG_TILE: tl.constexpr,
+):
     """Count in `tiles`, each ascending, the positions smaller than each of `mine` [BLOCK]."""
     earlier = tl.zeros([CHUNK, BLOCK], tl.int32)
     for begin in range(0, slots, CHUNK << LOG_TILE):
@@ -41,12 +48,13 @@ def sort_tiles(
     whose,  # likewise, int32: the slots of these positions, no slots (n and more) of what fills up
     slots,  # n
     heads,  # K
-    position_b, position_h,
+    position_b,
+    position_h,
     HIGHEST: tl.constexpr,  # of the type of positions
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     LOG_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Move some slots of a tile to their places in time within it."""
     row = tl.program_id(1).to(tl.int64)
     positions += row // heads * position_b + row % heads * position_h
@@ -77,7 +85,10 @@ def rank_slots(
     slots,  # n
     heads,  # K
     groups,  # G
-    score_b, score_h, score_g, score_n,
+    score_b,
+    score_h,
+    score_g,
+    score_n,
     seen,  # -1: at `clock`
     clock,  # [] int64
     window,
@@ -86,7 +97,7 @@ def rank_slots(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,  # of tiles
     LOG_TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Write for some slots of a row how many are earlier, and their scores at that place."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // heads, row % heads

@@ -61,16 +61,35 @@ def append(
     assert mean is None or mean.is_contiguous()
     with torch.cuda.device_of(keys):
         run(
-            write_slots, (-(-length // block), batch * heads),
-            keys, values, positions, mean, read_at, table, slots["keys"], slots["values"],
-            *(slots.get(name) for name in SIDES), slots["positions"], slots.get("shift"),
+            write_slots,
+            (-(-length // block), batch * heads),
+            keys,
+            values,
+            positions,
+            mean,
+            read_at,
+            table,
+            slots["keys"],
+            slots["values"],
+            *(slots.get(name) for name in SIDES),
+            slots["positions"],
+            slots.get("shift"),
             *(state[i] if i < len(state) else None for i in range(MOST_STATE)),
-            length, count, rows.starts, rows.lengths, **strides("bht", key=keys, value=values),
-            HEADS=heads, SIZE=size, HALF=0 if table is None else table.shape[-1],
+            length,
+            count,
+            rows.starts,
+            rows.lengths,
+            **strides("bht", key=keys, value=values),
+            HEADS=heads,
+            SIZE=size,
+            HALF=0 if table is None else table.shape[-1],
             INTERLEAVED=interleaved,
-            PAD=power_of_two(size - size // 2, 16), KEY_GROUP=group_of(slots, "key", size),
-            VALUE_GROUP=group_of(slots, "value", size), BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            PAD=power_of_two(size - size // 2, 16),
+            KEY_GROUP=group_of(slots, "key", size),
+            VALUE_GROUP=group_of(slots, "value", size),
+            BLOCK=block,
+            num_warps=4,
+        )
 
 
 def group_of(slots: Mapping[str, Tensor], name: str, size: int) -> int:

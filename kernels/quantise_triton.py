@@ -32,8 +32,17 @@ def _unrotated(x, turn, d, inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 
 
 @triton.jit
-def _mean(keys, key_t, turn, real, d, inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
+def _mean(
+    keys,
+    key_t,
+    turn,
+    real,
+    d,
+    inside,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Return the mean of the numbers `d` [1, P] of keys at position 0, float32 [1, P].
 
     They are read where `inside` [1, P]. `keys` points at a KV head's first token, `key_t` says how
@@ -156,15 +165,24 @@ def write_slots(
     table,  # [span, 2, HALF], or None
     to_keys,  # [slots, ...], as what follows
     to_values,
-    key_scale, key_low, value_scale, value_low,  # the lows: or None
+    key_scale,
+    key_low,
+    value_scale,
+    value_low,  # the lows: or None
     to_positions,
     shift,  # or None
-    state_0, state_1,  # or None
+    state_0,
+    state_1,  # or None
     length,  # T
     count,  # [] int32, tokens that are no fillers, or None: all
-    starts, lengths,  # [B·K] int32, where rows lie, and their slots before the block
-    key_b, key_h, key_t,
-    value_b, value_h, value_t,
+    starts,
+    lengths,  # [B·K] int32, where rows lie, and their slots before the block
+    key_b,
+    key_h,
+    key_t,
+    value_b,
+    value_h,
+    value_t,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,  # pairs that rotate; 0: none
@@ -173,7 +191,7 @@ def write_slots(
     KEY_GROUP: tl.constexpr,  # numbers that share a scale; 0: all, in 8 bits
     VALUE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Quantise some tokens of one KV head, and write them behind the slots in use."""
     LOW: tl.constexpr = SIZE // 2
     row = tl.program_id(1).to(tl.int64)

@@ -43,9 +43,19 @@ def append(ring: Tensor, shift: Tensor, queries: Tensor, count: Tensor | None = 
     batch, heads, length, size = ring.shape
     with torch.cuda.device_of(ring):
         run(
-            push, (batch * heads,),
-            bits(ring), shift, bits(queries), queries.shape[2], count, *queries.stride()[:3],
-            HEADS=heads, GROUP=heads // shift.shape[1], LENGTH=length,
-            LENGTH_PAD=power_of_two(length), SIZE=size, SIZE_PAD=power_of_two(size, 16),
+            push,
+            (batch * heads,),
+            bits(ring),
+            shift,
+            bits(queries),
+            queries.shape[2],
+            count,
+            *queries.stride()[:3],
+            HEADS=heads,
+            GROUP=heads // shift.shape[1],
+            LENGTH=length,
+            LENGTH_PAD=power_of_two(length),
+            SIZE=size,
+            SIZE_PAD=power_of_two(size, 16),
             num_warps=4,
-        )  # fmt: skip
+        )

@@ -12,14 +12,16 @@ def push(
     queries,  # [B, H, T, SIZE] integers
     tokens,  # T
     count,  # [] int32, those of them that count, or None: all
-    query_b, query_h, query_t,
+    query_b,
+    query_h,
+    query_t,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     LENGTH: tl.constexpr,
     LENGTH_PAD: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
-):  # fmt: skip
+):
     """Append to one query head, and to its KV head's shifts if it is the first of that."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // HEADS, row % HEADS

@@ -62,12 +62,28 @@ def _rotate(
     starts, lengths = (None, None) if rows is None else rows[:2]
     with torch.cuda.device_of(x):
         run(
-            rotate, (-(-slots // BLOCK), batch * heads),
-            x, shift, table, out, starts, lengths, slots, *x.stride()[:3],
+            rotate,
+            (-(-slots // BLOCK), batch * heads),
+            x,
+            shift,
+            table,
+            out,
+            starts,
+            lengths,
+            slots,
+            *x.stride()[:3],
             # Of one slot the last stride says nothing, and would ask for a kernel of its own.
-            *shift.stride()[:2], 0 if shift.shape[2] == 1 else shift.stride(2),
-            HEADS=heads, SIZE=size, HALF=half, HALF_PAD=power_of_two(half),
-            STEP=2 if interleaved else 1, MATE=1 if interleaved else half,
-            REST=size - 2 * half, REST_PAD=power_of_two(size - 2 * half),
-            BLOCK=BLOCK, num_warps=4, **overlapping(x.device),
-        )  # fmt: skip
+            *shift.stride()[:2],
+            0 if shift.shape[2] == 1 else shift.stride(2),
+            HEADS=heads,
+            SIZE=size,
+            HALF=half,
+            HALF_PAD=power_of_two(half),
+            STEP=2 if interleaved else 1,
+            MATE=1 if interleaved else half,
+            REST=size - 2 * half,
+            REST_PAD=power_of_two(size - 2 * half),
+            BLOCK=BLOCK,
+            num_warps=4,
+            **overlapping(x.device),
+        )

@@ -11,10 +11,15 @@ def rotate(
     shift,  # [B, K, n]
     table,  # [span, 2, HALF]
     out,  # [B, K, n, D], contiguous
-    starts, lengths,  # [B·K] int32, where rows lie in `x` [n, D]; or None
+    starts,
+    lengths,  # [B·K] int32, where rows lie in `x` [n, D]; or None
     slots,  # n of `out`
-    x_b, x_h, x_n,
-    shift_b, shift_h, shift_n,
+    x_b,
+    x_h,
+    x_n,
+    shift_b,
+    shift_h,
+    shift_n,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
@@ -25,7 +30,7 @@ def rotate(
     REST_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
-):  # fmt: skip
+):
     """Rotate some slots of one KV head."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()

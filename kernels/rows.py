@@ -80,9 +80,16 @@ def padded_positions(positions: Tensor, rows: Rows, batch: int) -> Tensor:
     out = positions.new_empty(batch, count // batch, rows.longest)
     with torch.cuda.device_of(positions):
         run(
-            copy_positions, (-(-rows.longest // block), count),
-            positions, out, rows.starts, rows.lengths, rows.longest, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            copy_positions,
+            (-(-rows.longest // block), count),
+            positions,
+            out,
+            rows.starts,
+            rows.lengths,
+            rows.longest,
+            BLOCK=block,
+            num_warps=4,
+        )
     return out
 
 
@@ -94,9 +101,16 @@ def padded(x: Tensor, rows: Rows, batch: int) -> Tensor:
     out = x.new_empty(batch, count // batch, rows.longest)
     with torch.cuda.device_of(x):
         run(
-            copy_rows, (-(-rows.longest // block), count),
-            bits(x), bits(out), rows.starts, rows.lengths, rows.longest, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            copy_rows,
+            (-(-rows.longest // block), count),
+            bits(x),
+            bits(out),
+            rows.starts,
+            rows.lengths,
+            rows.longest,
+            BLOCK=block,
+            num_warps=4,
+        )
     return out
 
 
@@ -125,10 +139,18 @@ def copied(
     out = x.new_empty(count * rows.longest, x.shape[1])
     with torch.cuda.device_of(x):
         run(
-            copy_wide, (-(-rows.longest // block), count),
-            bits(x), bits(out), rows.starts, rows.lengths, rows.longest,
-            SIZE=x.shape[1], SIZE_PAD=power_of_two(x.shape[1]), BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            copy_wide,
+            (-(-rows.longest // block), count),
+            bits(x),
+            bits(out),
+            rows.starts,
+            rows.lengths,
+            rows.longest,
+            SIZE=x.shape[1],
+            SIZE_PAD=power_of_two(x.shape[1]),
+            BLOCK=block,
+            num_warps=4,
+        )
     return out
 
 
@@ -148,9 +170,17 @@ def put(new: Tensor, x: Tensor, rows: Rows, before: Tensor | None = None) -> Non
     count, block = new.shape[-1], 512
     with torch.cuda.device_of(x):
         run(
-            put_rows, (-(-count // block), len(rows.lengths)),
-            bits(new), bits(x), rows.starts, before, rows.lengths, count, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            put_rows,
+            (-(-count // block), len(rows.lengths)),
+            bits(new),
+            bits(x),
+            rows.starts,
+            before,
+            rows.lengths,
+            count,
+            BLOCK=block,
+            num_warps=4,
+        )
 
 
 def give_up_one(
@@ -178,12 +208,21 @@ def give_up_one(
     rest = [x for x in rest if x is not pool.shift]
     with torch.cuda.device_of(positions):
         run(
-            evict_one, (batch * heads,),
-            scores, positions, pool.shift, bits(keys), bits(values),
-            **aux(rest, MOST_AUX), **_where(scores, pins, newer, pool),
-            left=left, SIZE=size, SIZE_PAD=power_of_two(size, 16),
-            BLOCK=block, num_warps=max(1, block // 256),
-        )  # fmt: skip
+            evict_one,
+            (batch * heads,),
+            scores,
+            positions,
+            pool.shift,
+            bits(keys),
+            bits(values),
+            **aux(rest, MOST_AUX),
+            **_where(scores, pins, newer, pool),
+            left=left,
+            SIZE=size,
+            SIZE_PAD=power_of_two(size, 16),
+            BLOCK=block,
+            num_warps=max(1, block // 256),
+        )
 
 
 def give_up(
@@ -219,24 +258,51 @@ def give_up(
         torch.arange(len(positions), out=source)
     with torch.cuda.device_of(positions):
         run(
-            choose_rows, (count,),
-            scores, positions, source, holes, ages, gone, moves,
-            **_where(scores, pins, newer, pool), left=left, new_starts=starts,
+            choose_rows,
+            (count,),
+            scores,
+            positions,
+            source,
+            holes,
+            ages,
+            gone,
+            moves,
+            **_where(scores, pins, newer, pool),
+            left=left,
+            new_starts=starts,
             **tile_of_row(slots),
-        )  # fmt: skip
+        )
         if pool.shift is not None:
             run(
-                shift_rows, (-(-slots // 32), batch * heads),
-                ages, gone, positions, pool.shift, pool.rows.starts, pool.rows.lengths,
-                CHUNK=128, BLOCK=32, num_warps=4,
-            )  # fmt: skip
+                shift_rows,
+                (-(-slots // 32), batch * heads),
+                ages,
+                gone,
+                positions,
+                pool.shift,
+                pool.rows.starts,
+                pool.rows.lengths,
+                CHUNK=128,
+                BLOCK=32,
+                num_warps=4,
+            )
         if holes is not None:
             keys, values, *rest = map(bits, pool.buffers)
             run(
-                fill_holes, (16, count),
-                source, holes, moves, pool.rows.starts, keys, values, **aux(rest, MOST_AUX + 2),
-                SIZE=keys.shape[1], SIZE_PAD=power_of_two(keys.shape[1], 16), BLOCK=16, num_warps=4,
-            )  # fmt: skip
+                fill_holes,
+                (16, count),
+                source,
+                holes,
+                moves,
+                pool.rows.starts,
+                keys,
+                values,
+                **aux(rest, MOST_AUX + 2),
+                SIZE=keys.shape[1],
+                SIZE_PAD=power_of_two(keys.shape[1], 16),
+                BLOCK=16,
+                num_warps=4,
+            )
     if holes is None:
         _gather(pool.buffers, source)
 
@@ -260,10 +326,23 @@ def _gather(buffers: Sequence[Tensor], source: Tensor) -> None:
             copied_to = {name.replace("aux", "copy"): x for name, x in kept.items()}
             for back in (False, True):
                 run(
-                    carry, (-(-slots // block),),
-                    source, slots, first, keys, values, key_copy, value_copy, **moved, **copied_to,
-                    SIZE=size, WIDTH=width, BACK=back, BLOCK=block, num_warps=4,
-                )  # fmt: skip
+                    carry,
+                    (-(-slots // block),),
+                    source,
+                    slots,
+                    first,
+                    keys,
+                    values,
+                    key_copy,
+                    value_copy,
+                    **moved,
+                    **copied_to,
+                    SIZE=size,
+                    WIDTH=width,
+                    BACK=back,
+                    BLOCK=block,
+                    num_warps=4,
+                )
 
 
 def tile_of_row(slots: int) -> dict[str, Any]:

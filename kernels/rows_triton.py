@@ -45,47 +45,164 @@ def copy_positions(
 
 @triton.jit
 def _part(
-    scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    scores,
+    positions,
+    begin,
+    slots,
+    score_n,
+    sinks,
+    recents,
+    seen,
+    clock,
+    spans,
+    start_0,
+    stop_0,
+    start_1,
+    stop_1,
+    start_2,
+    stop_2,
+    start_3,
+    stop_3,
+    start_4,
+    stop_4,
+    start_5,
+    stop_5,
+    start_6,
+    stop_6,
+    start_7,
+    stop_7,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Return the worth of some of a row's slots as ordered integers, and their positions."""
     worth, position = worth_of(
-        scores, positions, begin + tl.arange(0, BLOCK), slots, score_n, sinks, recents, seen,
-        clock, spans, start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-    )  # fmt: skip
+        scores,
+        positions,
+        begin + tl.arange(0, BLOCK),
+        slots,
+        score_n,
+        sinks,
+        recents,
+        seen,
+        clock,
+        spans,
+        start_0,
+        stop_0,
+        start_1,
+        stop_1,
+        start_2,
+        stop_2,
+        start_3,
+        stop_3,
+        start_4,
+        stop_4,
+        start_5,
+        stop_5,
+        start_6,
+        stop_6,
+        start_7,
+        stop_7,
+    )
     return ordered(worth), position
 
 
 @triton.jit
 def cut(
-    scores, positions, count, slots, score_n, sinks, recents, seen, clock, spans,
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    scores,
+    positions,
+    count,
+    slots,
+    score_n,
+    sinks,
+    recents,
+    seen,
+    clock,
+    spans,
+    start_0,
+    stop_0,
+    start_1,
+    stop_1,
+    start_2,
+    stop_2,
+    start_3,
+    stop_3,
+    start_4,
+    stop_4,
+    start_5,
+    stop_5,
+    start_6,
+    stop_6,
+    start_7,
+    stop_7,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # no row has more slots than BLOCK
-):  # fmt: skip
+):
     """Return a worth and a position such that a row's `count` lowest slots are below them.
 
     Slots of less worth go, and of those of exactly that worth the ones before the position.
     """
     if WHOLE:
         x, position = _part(
-            scores, positions, 0, slots, score_n, sinks, recents, seen, clock, spans,
-            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
-        )  # fmt: skip
+            scores,
+            positions,
+            0,
+            slots,
+            score_n,
+            sinks,
+            recents,
+            seen,
+            clock,
+            spans,
+            start_0,
+            stop_0,
+            start_1,
+            stop_1,
+            start_2,
+            stop_2,
+            start_3,
+            stop_3,
+            start_4,
+            stop_4,
+            start_5,
+            stop_5,
+            start_6,
+            stop_6,
+            start_7,
+            stop_7,
+            BLOCK,
+        )
         return cut_of(x, position, count)
     # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
     low, high = tl.full([], PINNED, tl.int32), tl.full([], -0x7FFFFFFF, tl.int32)
     for begin in range(0, slots, BLOCK):
         x, _ = _part(
-            scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
-            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
-        )  # fmt: skip
+            scores,
+            positions,
+            begin,
+            slots,
+            score_n,
+            sinks,
+            recents,
+            seen,
+            clock,
+            spans,
+            start_0,
+            stop_0,
+            start_1,
+            stop_1,
+            start_2,
+            stop_2,
+            start_3,
+            stop_3,
+            start_4,
+            stop_4,
+            start_5,
+            stop_5,
+            start_6,
+            stop_6,
+            start_7,
+            stop_7,
+            BLOCK,
+        )
         low = tl.minimum(low, tl.min(x, 0))
         high = tl.maximum(high, tl.max(tl.where(x == PINNED, -0x7FFFFFFF, x), 0))
     high = tl.maximum(high, low) + 1
@@ -96,10 +213,34 @@ def cut(
         below_one, below_two = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for begin in range(0, slots, BLOCK):
             x, _ = _part(
-                scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
-                start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-                start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
-            )  # fmt: skip
+                scores,
+                positions,
+                begin,
+                slots,
+                score_n,
+                sinks,
+                recents,
+                seen,
+                clock,
+                spans,
+                start_0,
+                stop_0,
+                start_1,
+                stop_1,
+                start_2,
+                stop_2,
+                start_3,
+                stop_3,
+                start_4,
+                stop_4,
+                start_5,
+                stop_5,
+                start_6,
+                stop_6,
+                start_7,
+                stop_7,
+                BLOCK,
+            )
             both = tl.sum((x < one).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
             below_one += both & 0xFFFF
             below_two += both >> 16
@@ -116,10 +257,34 @@ def cut(
         found = tl.full([], 0, tl.int32)
         for begin in range(0, slots, BLOCK):
             x, position = _part(
-                scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
-                start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-                start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
-            )  # fmt: skip
+                scores,
+                positions,
+                begin,
+                slots,
+                score_n,
+                sinks,
+                recents,
+                seen,
+                clock,
+                spans,
+                start_0,
+                stop_0,
+                start_1,
+                stop_1,
+                start_2,
+                stop_2,
+                start_3,
+                stop_3,
+                start_4,
+                stop_4,
+                start_5,
+                stop_5,
+                start_6,
+                stop_6,
+                start_7,
+                stop_7,
+                BLOCK,
+            )
             found += tl.sum(((x == low) & (position < middle)).to(tl.int32), 0)
         fits = below + found <= count
         oldest, newest = tl.where(fits, middle, oldest), tl.where(fits, newest, middle)
@@ -137,18 +302,41 @@ def evict_one(
     shift,  # [slots], or None
     keys,  # [slots, SIZE] integers
     values,  # likewise
-    aux_0, aux_1, aux_2, aux_3, aux_4,  # [slots] integers, or None
+    aux_0,
+    aux_1,
+    aux_2,
+    aux_3,
+    aux_4,  # [slots] integers, or None
     heads,  # K
-    score_b, score_h, score_n,
-    sinks, recents,
+    score_b,
+    score_h,
+    score_n,
+    sinks,
+    recents,
     seen,  # -1: at `clock`
     clock,  # [] int64
     spans,  # how many of these
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    start_0,
+    stop_0,
+    start_1,
+    stop_1,
+    start_2,
+    stop_2,
+    start_3,
+    stop_3,
+    start_4,
+    stop_4,
+    start_5,
+    stop_5,
+    start_6,
+    stop_6,
+    start_7,
+    stop_7,
     newer,  # [B, K, NEWER], or None
-    newer_b, newer_h,
-    starts, lengths,  # [B·K] int32
+    newer_b,
+    newer_h,
+    starts,
+    lengths,  # [B·K] int32
     row_pins,  # as in `pins_of_row`
     targets,  # [B·K] int32, the slots that each row may have: the others go, one at most
     left,  # [B·K] int32, is written: the slots that it has after this
@@ -157,7 +345,7 @@ def evict_one(
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Evict the slot of least worth of a whole row, and put the row's last slot there."""
     row = tl.program_id(0).to(tl.int64)
     first, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
@@ -191,10 +379,33 @@ def evict_one(
     for begin in range(0, slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
         x, its = worth_of(
-            scores, positions, slot, slots, score_n, sinks, recents, seen, clock, spans,
-            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
-        )  # fmt: skip
+            scores,
+            positions,
+            slot,
+            slots,
+            score_n,
+            sinks,
+            recents,
+            seen,
+            clock,
+            spans,
+            start_0,
+            stop_0,
+            start_1,
+            stop_1,
+            start_2,
+            stop_2,
+            start_3,
+            stop_3,
+            start_4,
+            stop_4,
+            start_5,
+            stop_5,
+            start_6,
+            stop_6,
+            start_7,
+            stop_7,
+        )
         worth = (ordered(x).to(tl.int64) << 32) | its  # of equal scores the older goes
         place = tl.where(worth < least, slot, place)
         least = tl.minimum(least, worth)
@@ -256,13 +467,35 @@ def choose_rows(
     gone,  # [B·K] int32, likewise: how many these are
     moves,  # [B·K] int32, likewise: how many of their holes are filled
     heads,
-    sinks, recents, seen, clock, spans,
-    start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-    start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7,
+    sinks,
+    recents,
+    seen,
+    clock,
+    spans,
+    start_0,
+    stop_0,
+    start_1,
+    stop_1,
+    start_2,
+    stop_2,
+    start_3,
+    stop_3,
+    start_4,
+    stop_4,
+    start_5,
+    stop_5,
+    start_6,
+    stop_6,
+    start_7,
+    stop_7,
     newer,  # [B, K, NEWER], or None
-    newer_b, newer_h,
-    score_b, score_h, score_n,
-    starts, lengths,  # [B·K] int32
+    newer_b,
+    newer_h,
+    score_b,
+    score_h,
+    score_n,
+    starts,
+    lengths,  # [B·K] int32
     row_pins,  # as in `pins_of_row`
     targets,  # [B·K] int32, the slots that each row may have
     left,  # [B·K] int32, is written: those that it has after this
@@ -271,7 +504,7 @@ def choose_rows(
     NEWER_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # as in `cut`
-):  # fmt: skip
+):
     """Choose which slots of a whole row go, of equal ones the older, and where the others move."""
     row = tl.program_id(0).to(tl.int64)
     first, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
@@ -284,20 +517,69 @@ def choose_rows(
     scores += row // heads * score_b + row % heads * score_h
     positions += first
     low, oldest = cut(
-        scores, positions, count, slots, score_n, sinks, recents, seen, clock, spans,
-        start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-        start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK, WHOLE,
-    )  # fmt: skip
+        scores,
+        positions,
+        count,
+        slots,
+        score_n,
+        sinks,
+        recents,
+        seen,
+        clock,
+        spans,
+        start_0,
+        stop_0,
+        start_1,
+        stop_1,
+        start_2,
+        stop_2,
+        start_3,
+        stop_3,
+        start_4,
+        stop_4,
+        start_5,
+        stop_5,
+        start_6,
+        stop_6,
+        start_7,
+        stop_7,
+        BLOCK,
+        WHOLE,
+    )
     kept, went = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     moved = tl.full([], 0, tl.int32)
     if new_starts is not None:
         to = tl.load(new_starts + row).to(tl.int64)
     for begin in range(0, slots, BLOCK):
         x, position = _part(
-            scores, positions, begin, slots, score_n, sinks, recents, seen, clock, spans,
-            start_0, stop_0, start_1, stop_1, start_2, stop_2, start_3, stop_3,
-            start_4, stop_4, start_5, stop_5, start_6, stop_6, start_7, stop_7, BLOCK,
-        )  # fmt: skip
+            scores,
+            positions,
+            begin,
+            slots,
+            score_n,
+            sinks,
+            recents,
+            seen,
+            clock,
+            spans,
+            start_0,
+            stop_0,
+            start_1,
+            stop_1,
+            start_2,
+            stop_2,
+            start_3,
+            stop_3,
+            start_4,
+            stop_4,
+            start_5,
+            stop_5,
+            start_6,
+            stop_6,
+            start_7,
+            stop_7,
+            BLOCK,
+        )
         slot = begin + tl.arange(0, BLOCK)
         goes = (slot < slots) & ((x < low) | ((x == low) & (position < oldest)))
         stays = (slot < slots) & ((x > low) | ((x == low) & (position >= oldest)))
@@ -323,11 +605,17 @@ def fill_holes(
     starts,  # [B·K] int32
     keys,  # [slots, SIZE] integers
     values,  # likewise
-    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5, aux_6,  # [slots] integers, or None
+    aux_0,
+    aux_1,
+    aux_2,
+    aux_3,
+    aux_4,
+    aux_5,
+    aux_6,  # [slots] integers, or None
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Move some of a row's last slots into the holes before them."""
     row, d = tl.program_id(1).to(tl.int64), tl.arange(0, SIZE_PAD)[None, :]
     first, count = tl.load(starts + row), tl.load(moves + row)
@@ -355,10 +643,11 @@ def shift_rows(
     gone,  # [B·K] int32, how many these are
     positions,  # [slots]
     shift,  # [slots]
-    starts, lengths,  # [B·K] int32
+    starts,
+    lengths,  # [B·K] int32
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Raise the shifts of some of a row's slots, each by the number of older slots that go."""
     row = tl.program_id(1).to(tl.int64)
     first, slots, count = tl.load(starts + row), tl.load(lengths + row), tl.load(gone + row)
@@ -379,10 +668,11 @@ def shift_rows(
 def copy_rows(
     x,  # [slots]
     out,  # [B·K, longest]
-    starts, lengths,  # [B·K] int32
+    starts,
+    lengths,  # [B·K] int32
     longest,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Copy some of a row's numbers, one a slot; behind its slots, write 0."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -394,12 +684,13 @@ def copy_rows(
 def copy_wide(
     x,  # [slots, SIZE]
     out,  # [B·K, longest, SIZE]
-    starts, lengths,  # [B·K] int32
+    starts,
+    lengths,  # [B·K] int32
     longest,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Copy some of a row's keys or values; nothing is written behind its slots."""
     row = tl.program_id(1).to(tl.int64)
     slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE_PAD)[None, :]
@@ -431,13 +722,25 @@ def carry(
     values,  # likewise
     key_copy,  # [slots, WIDTH] likewise
     value_copy,
-    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5, aux_6,  # [slots] integers, or None
-    copy_0, copy_1, copy_2, copy_3, copy_4, copy_5, copy_6,  # likewise
+    aux_0,
+    aux_1,
+    aux_2,
+    aux_3,
+    aux_4,
+    aux_5,
+    aux_6,  # [slots] integers, or None
+    copy_0,
+    copy_1,
+    copy_2,
+    copy_3,
+    copy_4,
+    copy_5,
+    copy_6,  # likewise
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BACK: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Copy slots that move, some columns of keys and values and all numbers; or put them `BACK`."""
     slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
     there = slot < slots
@@ -472,7 +775,7 @@ def put_rows(
     lengths,  # [B·K] int32, slots of each row, those included
     count,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Write one number a slot for some of a row's slots."""
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -15,13 +15,18 @@ _PLACES += ["starts", "lengths", "read_at"]
 
 @triton.jit
 def _held(
-    keys, values, shift, table, first, end,
+    keys,
+    values,
+    shift,
+    table,
+    first,
+    end,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
-):  # fmt: skip
+):
     """Load some slots: both halves of their rotated keys [BLOCK, HALF_PAD], and their values."""
     slot = first + tl.arange(0, BLOCK)
     held = slot < end
@@ -46,10 +51,20 @@ def added(k, BLOCK: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _fold(
-    top, total, acc, q_a, q_b, k_a, k_b, v, first, end, factor,
+    top,
+    total,
+    acc,
+    q_a,
+    q_b,
+    k_a,
+    k_b,
+    v,
+    first,
+    end,
+    factor,
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
-):  # fmt: skip
+):
     """Attend to one block of slots more, of which those before `end` count."""
     z = tl.zeros([top.shape[0], BLOCK], tl.float32)
     z = dot(q_b, k_b.T, dot(q_a, k_a.T, z, WIDEN), WIDEN) * factor
@@ -66,11 +81,18 @@ def attend_part(
     query,  # [B, H, D]
     key,  # [B, K, D]
     value,  # likewise
-    cos, sin,  # [B, D] where the token is rotated to
+    cos,
+    sin,  # [B, D] where the token is rotated to
     time,  # [1], which token it is
-    keys, values,  # [slots, D]
+    keys,
+    values,  # [slots, D]
     positions,  # [slots]
-    aux_0, aux_1, aux_2, aux_3, aux_4, aux_5,  # integers that become 0, or None
+    aux_0,
+    aux_1,
+    aux_2,
+    aux_3,
+    aux_4,
+    aux_5,  # integers that become 0, or None
     shift,  # one of these, by how much keys are rotated back, or None
     table,  # [span, 2, D/2], or None
     queries,  # [B, H, D], as they are attended with
@@ -82,9 +104,12 @@ def attend_part(
     read_at,  # [B], or None: the position that `cos` and `sin` turn to; it counts as its row's
     chunk,  # slots of a part, a multiple of BLOCK
     factor,  # of the logits, in base 2
-    query_b, query_h,
-    key_b, key_h,
-    value_b, value_h,
+    query_b,
+    query_h,
+    key_b,
+    key_h,
+    value_b,
+    value_h,
     angle_b,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -97,7 +122,7 @@ def attend_part(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched before the query is there, and what follows before it ends
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
-):  # fmt: skip
+):
     """Attend with a token's queries of one KV head to a part of its slots; part 0 is the token."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -155,9 +180,7 @@ def attend_part(
     if shift is not None:
         shift += first_slot
     # Slots do not wait for the query: the first are on their way before it is there.
-    k_a, k_b, v = _held(
-        keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK, WIDEN
-    )  # fmt: skip
+    k_a, k_b, v = _held(keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK, WIDEN)
     if sums is not None:
         sum_a, sum_b = added(k_a, BLOCK, HALF_PAD), added(k_b, BLOCK, HALF_PAD)
     if OVERLAP:
@@ -169,18 +192,18 @@ def attend_part(
     acc = tl.zeros([ROWS, 2 * HALF_PAD], tl.float32)
     top, total, acc = _fold(
         top, total, acc, q_a, q_b, k_a, k_b, v, begin, end, factor, BLOCK, WIDEN
-    )  # fmt: skip
+    )
     if MORE:
         for first in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
             k_a, k_b, v = _held(
                 keys, values, shift, table, first, end, SIZE, HALF, HALF_PAD, BLOCK, WIDEN
-            )  # fmt: skip
+            )
             if sums is not None:
                 sum_a += added(k_a, BLOCK, HALF_PAD)
                 sum_b += added(k_b, BLOCK, HALF_PAD)
             top, total, acc = _fold(
                 top, total, acc, q_a, q_b, k_a, k_b, v, first, end, factor, BLOCK, WIDEN
-            )  # fmt: skip
+            )
     tl.store(part_lse, top + tl.log2(total), m < GROUP)
     tl.store(part_out, acc / total[:, None], real & (d < SIZE)[None, :])
     if sums is not None:

@@ -38,14 +38,15 @@ def turned(a, b, cos, sin):
 
 @triton.jit
 def turned_by(
-    a, b,
+    a,
+    b,
     back,  # [N] integers
     table,  # [span, 2, HALF]
     held,  # [N], which there are
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     WIDEN: tl.constexpr,
-):  # fmt: skip
+):
     """Return halves of rows [N, HALF_PAD], rotated back by so many positions."""
     at = table + back.to(tl.int64)[:, None] * (2 * HALF)
     cos, sin = halves(at, held[:, None], HALF, HALF_PAD)

@@ -197,27 +197,77 @@ def scores(
     a = made if attended is None else attended
     variant = (first.WB, first.N, capped, output)
     launch(
-        forward, (first.parts, B * K, first.blocks), (key, variant),
-        (q, k, v, positions, starts, lengths, part, part_sums, *strides, *shape, first.chunk,
-         *scale, *sizes, *variant), **options,
-    )  # fmt: skip
+        forward,
+        (first.parts, B * K, first.blocks),
+        (key, variant),
+        (
+            q,
+            k,
+            v,
+            positions,
+            starts,
+            lengths,
+            part,
+            part_sums,
+            *strides,
+            *shape,
+            first.chunk,
+            *scale,
+            *sizes,
+            *variant,
+        ),
+        **options,
+    )
     sinks = None if obs.sinks is None else obs.sinks.float().contiguous()
     beside = None if sinks is None else sinks.data_ptr() % 16
     padded = power_of_two(first.parts)
     at_once = min(R, max(1, 2048 // (padded * (t.DP if output else 1))))
     merged = (R, first.WB, t.heads, t.DP, padded, at_once, a_parts)
     launch(
-        merge, (rows, R // at_once, 1), (device, merged, k.dtype, beside),
+        merge,
+        (rows, R // at_once, 1),
+        (device, merged, k.dtype, beside),
         (part, part_sums, made, sums, sinks, first.parts, K, G, first.blocks, *merged),
         num_warps=2,
-    )  # fmt: skip
-    epilogue = (second.WB, second.N, second.blocks > 1, known, kind, group or "",
-                max(a_parts, known), capped, rounded)  # fmt: skip
+    )
+    epilogue = (
+        second.WB,
+        second.N,
+        second.blocks > 1,
+        known,
+        kind,
+        group or "",
+        max(a_parts, known),
+        capped,
+        rounded,
+    )
     of_a = a.stride()[:3] if known else (0, 0, 0)
     begins = sums.data_ptr() % 16, a.data_ptr() % 16
     launch(
-        score, (second.parts, B * K, 1), (key, begins, of_a, epilogue),
-        (q, k, v, positions, starts, lengths, a, sums, out, *strides, *of_a, *shape, second.chunk,
-         *scale, epsilon, second.blocks, first.blocks * R, *sizes, *epilogue), **options,
-    )  # fmt: skip
+        score,
+        (second.parts, B * K, 1),
+        (key, begins, of_a, epilogue),
+        (
+            q,
+            k,
+            v,
+            positions,
+            starts,
+            lengths,
+            a,
+            sums,
+            out,
+            *strides,
+            *of_a,
+            *shape,
+            second.chunk,
+            *scale,
+            epsilon,
+            second.blocks,
+            first.blocks * R,
+            *sizes,
+            *epilogue,
+        ),
+        **options,
+    )
     return out

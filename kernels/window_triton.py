@@ -47,8 +47,19 @@ def _rows(block, G, w, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _queries(base, stride_h, stride_t, block, G, w, D: tl.constexpr, DP: tl.constexpr,
-             GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
+def _queries(
+    base,
+    stride_h,
+    stride_t,
+    block,
+    G,
+    w,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    GP: tl.constexpr,
+    WB: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     """Load the queries of a block in time, [R, DP], and their places in the window, [R]."""
     head, time, there = _rows(block, G, w, GP, WB, HEADS)
     d = tl.arange(0, DP)
@@ -107,12 +118,43 @@ def _placed(k_base, v_base, k_n, v_n, starts, lengths, row):
 
 @triton.jit(do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk"])
 def forward(
-    q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, part_ptr, sum_ptr,
-    q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h,
-    K, G, w, n, seen, clock, chunk, scaling, softcap,
-    D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
-    N: tl.constexpr, CAPPED: tl.constexpr, WITH_OUTPUT: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    pos_ptr,
+    starts,
+    lengths,
+    part_ptr,
+    sum_ptr,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    p_b,
+    p_h,
+    K,
+    G,
+    w,
+    n,
+    seen,
+    clock,
+    chunk,
+    scaling,
+    softcap,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GP: tl.constexpr,
+    WB: tl.constexpr,
+    N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WITH_OUTPUT: tl.constexpr,
+):
     """Write attention of one part of the slots for one KV head and block in time.
 
     That is `a` [R, DP], the largest logit and the sum of `exp(z - largest)` [R]. Where no slot of
@@ -160,9 +202,24 @@ def forward(
 
 
 @triton.jit(do_not_specialize=["parts", "K", "G", "blocks"])
-def merge(part_ptr, sum_ptr, a_ptr, out_ptr, sinks_ptr, parts, K, G, blocks,
-          R: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr, DP: tl.constexpr,
-          PARTS: tl.constexpr, AT_ONCE: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
+def merge(
+    part_ptr,
+    sum_ptr,
+    a_ptr,
+    out_ptr,
+    sinks_ptr,
+    parts,
+    K,
+    G,
+    blocks,
+    R: tl.constexpr,
+    WB: tl.constexpr,
+    HEADS: tl.constexpr,
+    DP: tl.constexpr,
+    PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    A_PARTS: tl.constexpr,
+):
     """Merge all parts of some rows: `a` [DP], largest logits and sums of exponentials.
 
     `a` is left as `A_PARTS` numbers of the type of the keys, whose sum it is, and `|a|²`. A sink
@@ -218,9 +275,25 @@ def _merged(a_ptr, sum_ptr, at, held, DP: tl.constexpr, A_PARTS: tl.constexpr):
 
 
 @triton.jit
-def _of_rows(a_ptr, a_base, sum_ptr, a_h, a_t, at, held, block, G, w, D: tl.constexpr,
-             DP: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr,
-             A_PARTS: tl.constexpr, KNOWN: tl.constexpr):  # fmt: skip
+def _of_rows(
+    a_ptr,
+    a_base,
+    sum_ptr,
+    a_h,
+    a_t,
+    at,
+    held,
+    block,
+    G,
+    w,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    GP: tl.constexpr,
+    WB: tl.constexpr,
+    HEADS: tl.constexpr,
+    A_PARTS: tl.constexpr,
+    KNOWN: tl.constexpr,
+):
     """Merge the rows of a block by `_merged`, or take `a` from whoever knows it."""
     high, low, lowest, squares, top, total = _merged(
         a_ptr, sum_ptr, at, held, DP, 0 if KNOWN else A_PARTS
@@ -232,8 +305,22 @@ def _of_rows(a_ptr, a_base, sum_ptr, a_h, a_t, at, held, block, G, w, D: tl.cons
 
 
 @triton.jit
-def _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon, KIND: tl.constexpr,
-          CAPPED: tl.constexpr, ROUNDED: tl.constexpr, A_PARTS: tl.constexpr):  # fmt: skip
+def _cost(
+    q,
+    time,
+    merged,
+    k,
+    v,
+    position,
+    first,
+    scaling,
+    softcap,
+    epsilon,
+    KIND: tl.constexpr,
+    CAPPED: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    A_PARTS: tl.constexpr,
+):
     """Return the epilogue's value for every query and slot, 0 where masked. [N, R]."""
     high, low, lowest, lengths, top, total = merged
     z = _logits(q, k, scaling, softcap, CAPPED)
@@ -283,8 +370,9 @@ def _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon, KIN
 
 
 @triton.jit
-def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
-            MEAN: tl.constexpr):  # fmt: skip
+def _spread(
+    p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, MEAN: tl.constexpr
+):
     """Return shares [N, R] of `mean + gamma · variance` of p over each query head's window."""
     there = (time >= 0)[None, :]  # padded rows are no queries
     heads = tl.reshape(p, [N, GP, WB])
@@ -299,14 +387,55 @@ def _spread(p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constex
     do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk", "blocks", "held"]
 )
 def score(
-    q_ptr, k_ptr, v_ptr, pos_ptr, starts, lengths, a_ptr, sum_ptr, out_ptr,
-    q_b, q_h, q_t, k_b, k_h, k_n, v_b, v_h, v_n, p_b, p_h, a_b, a_h, a_t,
-    K, G, w, n, seen, clock, chunk, scaling, softcap, epsilon, blocks, held,
-    D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr,
-    N: tl.constexpr, SEVERAL: tl.constexpr, KNOWN: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, A_PARTS: tl.constexpr, CAPPED: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    pos_ptr,
+    starts,
+    lengths,
+    a_ptr,
+    sum_ptr,
+    out_ptr,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_n,
+    v_b,
+    v_h,
+    v_n,
+    p_b,
+    p_h,
+    a_b,
+    a_h,
+    a_t,
+    K,
+    G,
+    w,
+    n,
+    seen,
+    clock,
+    chunk,
+    scaling,
+    softcap,
+    epsilon,
+    blocks,
+    held,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GP: tl.constexpr,
+    WB: tl.constexpr,
+    N: tl.constexpr,
+    SEVERAL: tl.constexpr,
+    KNOWN: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    A_PARTS: tl.constexpr,
+    CAPPED: tl.constexpr,
     ROUNDED: tl.constexpr,
-):  # fmt: skip
+):
     """Write the scores of one part of a KV head's slots: [n], or [G, n] of its query heads.
 
     They are computed from what `merge` left of `held` rows of each KV head and, if attention's
@@ -326,9 +455,24 @@ def score(
     if not SEVERAL:
         q, time = _queries(q_base, q_h, q_t, 0, G, w, D, DP, GP, WB, HEADS)
         merged = _of_rows(
-            a_ptr, a_base, sum_ptr, a_h, a_t, own, all_held, 0, G, w, D, DP, GP, WB, HEADS,
-            A_PARTS, KNOWN,
-        )  # fmt: skip
+            a_ptr,
+            a_base,
+            sum_ptr,
+            a_h,
+            a_t,
+            own,
+            all_held,
+            0,
+            G,
+            w,
+            D,
+            DP,
+            GP,
+            WB,
+            HEADS,
+            A_PARTS,
+            KNOWN,
+        )
     begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
     tiles = tl.cdiv(stop - begin, N)
     for i in range(tiles):
@@ -339,18 +483,61 @@ def score(
             v = _tile(v_base, slots, stop, v_n, D, DP)
         position = tl.load(pos_base + slots, mask=slots < stop, other=NOWHERE)
         if not SEVERAL:
-            cost = _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon,
-                         KIND, CAPPED, ROUNDED, A_PARTS)  # fmt: skip
+            cost = _cost(
+                q,
+                time,
+                merged,
+                k,
+                v,
+                position,
+                first,
+                scaling,
+                softcap,
+                epsilon,
+                KIND,
+                CAPPED,
+                ROUNDED,
+                A_PARTS,
+            )
         else:
             cost = tl.full([N, R], 0.0, tl.float32)
             for block in range(blocks):
                 q, time = _queries(q_base, q_h, q_t, block, G, w, D, DP, GP, WB, HEADS)
                 merged = _of_rows(
-                    a_ptr, a_base, sum_ptr, a_h, a_t, own + block * R, all_held, block, G, w,
-                    D, DP, GP, WB, HEADS, A_PARTS, KNOWN,
-                )  # fmt: skip
-                cost += _cost(q, time, merged, k, v, position, first, scaling, softcap, epsilon,
-                              KIND, CAPPED, ROUNDED, A_PARTS)  # fmt: skip
+                    a_ptr,
+                    a_base,
+                    sum_ptr,
+                    a_h,
+                    a_t,
+                    own + block * R,
+                    all_held,
+                    block,
+                    G,
+                    w,
+                    D,
+                    DP,
+                    GP,
+                    WB,
+                    HEADS,
+                    A_PARTS,
+                    KNOWN,
+                )
+                cost += _cost(
+                    q,
+                    time,
+                    merged,
+                    k,
+                    v,
+                    position,
+                    first,
+                    scaling,
+                    softcap,
+                    epsilon,
+                    KIND,
+                    CAPPED,
+                    ROUNDED,
+                    A_PARTS,
+                )
         if KIND == "cake" or KIND == "variance":  # the queries of each query head are all here
             cost = _spread(cost, time, w, epsilon, N, GP, WB, KIND == "cake")
         if GROUP == "sum" or GROUP == "mean":

@@ -84,9 +84,16 @@ def plain_row(tokenizer: Tokenizer, rng: Random, length: int) -> tuple[Ids, Ids]
 
 
 def settle(
-    start: Path, out: Path, *, seconds: float, rate: float, workers: int, seed: int,
-    tokens: int = 32_768, device: str = "cuda",
-) -> list[float]:  # fmt: skip
+    start: Path,
+    out: Path,
+    *,
+    seconds: float,
+    rate: float,
+    workers: int,
+    seed: int,
+    tokens: int = 32_768,
+    device: str = "cuda",
+) -> list[float]:
     """Go on from the model in ``start`` for so many seconds, a step at least.
 
     Return the answers' losses, means of 50 steps.
@@ -151,9 +158,13 @@ def main() -> None:
     args = parser.parse_args()
     print("               losses: answers, quizzes, ordinary rows, survival")
     settle(
-        args.start, args.out, seconds=args.seconds, rate=args.rate, workers=args.workers,
+        args.start,
+        args.out,
+        seconds=args.seconds,
+        rate=args.rate,
+        workers=args.workers,
         seed=args.seed,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

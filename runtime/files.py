@@ -20,8 +20,13 @@ from typing import Any, NoReturn
 
 from kvcap.runtime.units import format_bytes
 
-KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
-         stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}  # fmt: skip
+KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 # The most bytes of a file, by what is in it.
 SETTINGS = 32 << 20  # JSON, which is turned into Python's objects
 VOCABULARY = 256 << 20  # a tokenizer's files

@@ -7,8 +7,17 @@ import re
 from kvcap.runtime.errors import PlanInfeasible
 
 MARGIN = 16 << 20  # bytes: more than a process differs from one run to the next
-FACTORS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
-         "ki": 1024, "mi": 1024**2, "gi": 1024**3, "ti": 1024**4}  # fmt: skip
+FACTORS = {
+    "": 1,
+    "k": 1000,
+    "m": 1000**2,
+    "g": 1000**3,
+    "t": 1000**4,
+    "ki": 1024,
+    "mi": 1024**2,
+    "gi": 1024**3,
+    "ti": 1024**4,
+}
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -132,9 +132,15 @@ def measured(
     own = max(0, process_bytes() + RUNNING - runtime.plan.weights)
     one = replace(plan.one, weights=runtime.plan.weights, baseline=own)
     return ServingPlan.of(
-        one, lambda _: plan.shared, cap=plan.cap, together=plan.together, places=places,
-        body=plan.body, index=plan.index, shared_prompts=shared_prompts,
-    )  # fmt: skip
+        one,
+        lambda _: plan.shared,
+        cap=plan.cap,
+        together=plan.together,
+        places=places,
+        body=plan.body,
+        index=plan.index,
+        shared_prompts=shared_prompts,
+    )
 
 
 @dataclass

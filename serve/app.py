@@ -114,7 +114,10 @@ def application(
         routes=[*api.routes, *routes],
         lifespan=lifespan,
         exception_handlers={
-            ApiError: refused, HTTPException: refused, KvcapError: refused, ValueError: refused,
+            ApiError: refused,
+            HTTPException: refused,
+            KvcapError: refused,
+            ValueError: refused,
             Exception: respond_unforeseen,
             ClientDisconnect: _to_nobody,
         },
@@ -124,7 +127,7 @@ def application(
             *_other_sites(settings.origins),
             Middleware(AuthenticationMiddleware, backend=keys, on_error=_without_key),
         ],
-    )  # fmt: skip
+    )
     app.state.conversations = conversations
     return app
 
@@ -135,9 +138,13 @@ def _other_sites(origins: Sequence[str]) -> list[Middleware]:
         return []
     shown = [SESSION, "Retry-After"]
     cors = Middleware(
-        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"],
-        expose_headers=shown, max_age=600,
-    )  # fmt: skip
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=shown,
+        max_age=600,
+    )
     return [cors]
 
 

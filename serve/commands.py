@@ -135,8 +135,10 @@ class Address:
         names = self.allow_host or []
         for name in names:
             if not HOST_NAME.fullmatch(name):
-                raise ValueError(f"--allow-host {name!r} is no name of a host; give one without "
-                                 "scheme and port, such as host.docker.internal")  # fmt: skip
+                raise ValueError(
+                    f"--allow-host {name!r} is no name of a host; give one without "
+                    "scheme and port, such as host.docker.internal"
+                )
         if not names and not is_loopback(self.host):
             return None
         return [*LOOPBACK, self.host, *names]
@@ -197,8 +199,10 @@ class Address:
                 raise ValueError(f"there is no key in {self.api_key_file}; give one in each line")
         for number, key in enumerate(found, 1):
             if not key or not key.isascii() or not key.isprintable() or " " in key:
-                raise ValueError(f"API key {number} is empty or has a space or a letter beyond "
-                                 "ASCII; use letters, digits and dashes")  # fmt: skip
+                raise ValueError(
+                    f"API key {number} is empty or has a space or a letter beyond "
+                    "ASCII; use letters, digits and dashes"
+                )
         if not found and not self.insecure and not is_loopback(self.host):
             raise ValueError(ADVICE.format(host=self.host))
         return found
@@ -417,9 +421,17 @@ def serve_command(
         device=device, threads=threads, evict_every=evict_every, chat_template=chat_template
     )
     server = opened(
-        model, address, load, engine, backend, budget, running, sampling, Output(quiet=quiet),
+        model,
+        address,
+        load,
+        engine,
+        backend,
+        budget,
+        running,
+        sampling,
+        Output(quiet=quiet),
         recalling,
-    )  # fmt: skip
+    )
     # uvicorn handles SIGTERM, and raises it again once all is saved: then the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

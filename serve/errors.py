@@ -32,8 +32,13 @@ NO_TEMPLATE = (
 )
 EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")  # addresses of other servers
 MESSAGES, OLLAMA = "/v1/messages", "/api/"  # what addresses of other APIs begin with
-KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
-         429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 """Holds Anthropic's types of errors by status; others are `api_error` or invalid requests."""
 NONE: Mapping[str, str] = MappingProxyType({})
 SHOWN = 80  # letters of what was given, in a message about it

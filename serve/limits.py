@@ -56,8 +56,12 @@ class Bodies:
                     if len(body) > limits.body_bytes:
                         raise _too_long(limits)
                     if self.held > limits.bodies_bytes:
-                        raise ApiError(429, "the server reads as many requests as it can; send "
-                                       "this one again", code="busy", retry_after_s=1)  # fmt: skip
+                        raise ApiError(
+                            429,
+                            "the server reads as many requests as it can; send this one again",
+                            code="busy",
+                            retry_after_s=1,
+                        )
             yield bytes(body)
         except TimeoutError:
             said = f"the body did not arrive within {limits.body_seconds:g} s"

@@ -129,8 +129,10 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
                 pass
             case _:
                 kind = block.get("type") if isinstance(block, dict) else None
-                raise ValueError(f"{place} is {str(kind)[:40]!r}; a message of the {role} has "
-                                 "text, tool_use or tool_result here")  # fmt: skip
+                raise ValueError(
+                    f"{place} is {str(kind)[:40]!r}; a message of the {role} has "
+                    "text, tool_use or tool_result here"
+                )
     if not texts and not calls:
         return results
     said: dict[str, Any] = {"role": role, "content": _text(texts, f"{where}.content")}
@@ -198,8 +200,14 @@ class MessageForm(TranslatedForm):
         return {**said, "stop_sequence": _stop_string(reply), "usage": _usage(reply)}
 
     def _message(self, content: list[Any], reason: str | None) -> dict[str, Any]:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self.model,
-                "content": content, "stop_reason": reason}  # fmt: skip
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": content,
+            "stop_reason": reason,
+        }
 
     def _stopped(self, reply: Reply) -> str:
         return "stop_sequence" if _stop_string(reply) else ENDS[self._reason(reply)]

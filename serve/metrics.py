@@ -68,13 +68,17 @@ class Metrics(Collector):
             "kvcap_http_requests", "Requests over HTTP.", ["path", "status"], registry=self.registry
         )
         self.first = Histogram(
-            "kvcap_first_token_seconds", "From a request to the first text of its answer.",
-            buckets=SECONDS, registry=self.registry,
-        )  # fmt: skip
+            "kvcap_first_token_seconds",
+            "From a request to the first text of its answer.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.whole = Histogram(
-            "kvcap_answer_seconds", "From a request to the end of its answer.",
-            buckets=SECONDS, registry=self.registry,
-        )  # fmt: skip
+            "kvcap_answer_seconds",
+            "From a request to the end of its answer.",
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:

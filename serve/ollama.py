@@ -29,8 +29,18 @@ OPTIONS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "mi
            "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
            "frequency_penalty": "frequency_penalty"}  # fmt: skip
 NAMES = {ours: f"options.{name}" for name, ours in OPTIONS.items()}
-UNUSED = ("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap",
-          "use_mlock", "low_vram", "numa")  # fmt: skip
+UNUSED = (
+    "num_ctx",
+    "num_keep",
+    "num_batch",
+    "num_gpu",
+    "main_gpu",
+    "num_thread",
+    "use_mmap",
+    "use_mlock",
+    "low_vram",
+    "numa",
+)
 """Names the options that say how ollama runs a model, which this server's own options do."""
 
 
@@ -56,8 +66,10 @@ class OllamaBody(schemas.Strict):
             if name in OPTIONS:
                 found[OPTIONS[name]] = value
             elif name not in UNUSED:
-                raise ValueError(f"options has {name[:40]!r}, which this server has not; use "
-                                 f"{', '.join(OPTIONS)}")  # fmt: skip
+                raise ValueError(
+                    f"options has {name[:40]!r}, which this server has not; use "
+                    f"{', '.join(OPTIONS)}"
+                )
         if self.format:
             schema = {"type": "object"} if self.format == "json" else self.format
             named = {"name": "answer", "schema": schema}
@@ -193,12 +205,15 @@ class OllamaForm(TranslatedForm):
         message = {"role": "assistant", "content": text, **thinking}
         if calls := delta.get("tool_calls"):
             message["tool_calls"] = [
-                {"id": call["id"], "function": {
-                    "name": call["function"]["name"],
-                    "arguments": json.loads(call["function"]["arguments"]),
-                }}
+                {
+                    "id": call["id"],
+                    "function": {
+                        "name": call["function"]["name"],
+                        "arguments": json.loads(call["function"]["arguments"]),
+                    },
+                }
                 for call in calls
-            ]  # fmt: skip
+            ]
         return {**found, "message": message}
 
     def _figures(self, reply: Reply) -> dict[str, Any]:
@@ -227,10 +242,20 @@ class Ollama:
         self.api = api
         name = api.name
         self.model = {
-            "name": name, "model": name, "modified_at": now(), "size": 0, "digest": "0" * 64,
-            "details": {"parent_model": "", "format": "kvcap", "family": "", "families": [],
-                        "parameter_size": "", "quantization_level": ""},
-        }  # fmt: skip
+            "name": name,
+            "model": name,
+            "modified_at": now(),
+            "size": 0,
+            "digest": "0" * 64,
+            "details": {
+                "parent_model": "",
+                "format": "kvcap",
+                "family": "",
+                "families": [],
+                "parameter_size": "",
+                "quantization_level": "",
+            },
+        }
 
     @property
     def routes(self) -> list[Route]:
@@ -259,9 +284,9 @@ class Ollama:
         body = await self.api.said(request, kind)
         if body.is_empty:
             self.api.check_model(body.model.removesuffix(":latest"))
-            answer = {"message": {"role": "assistant", "content": ""}} if chats else {
-                "response": ""
-            }  # fmt: skip
+            answer = (
+                {"message": {"role": "assistant", "content": ""}} if chats else {"response": ""}
+            )
             ended = {"done": True, "done_reason": "load"}
             return JSONResponse({"model": name, "created_at": now(), **answer, **ended})
         said = chat_request(body.chat, NAMES)
@@ -275,9 +300,16 @@ class Ollama:
         self.api.check_model((said.model or said.name or "").removesuffix(":latest"))
         chats = self.api.conversations.figures().chat_template
         can = ["completion", *(["tools"] if chats else [])]
-        return JSONResponse({"modelfile": "", "parameters": "", "template": "",
-                             "details": self.model["details"], "model_info": {},
-                             "capabilities": can})  # fmt: skip
+        return JSONResponse(
+            {
+                "modelfile": "",
+                "parameters": "",
+                "template": "",
+                "details": self.model["details"],
+                "model_info": {},
+                "capabilities": can,
+            }
+        )
 
     async def tags(self, _: Request) -> Response:
         """List the one model."""

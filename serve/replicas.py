@@ -241,10 +241,13 @@ class Forwarded:
             return found
         except (RayError, StopAsyncIteration) as error:
             log.warning("a replica is lost: %s", error)
-            return AnswerEnd(self.session_id, error=ReplicaLost(
-                "the replica that wrote this answer has gone; ask again: the conversation goes on "
-                "from what was saved of it"
-            ))  # fmt: skip
+            return AnswerEnd(
+                self.session_id,
+                error=ReplicaLost(
+                    "the replica that wrote this answer has gone; ask again: the conversation goes "
+                    "on from what was saved of it"
+                ),
+            )
 
     async def aclose(self) -> None:
         """Stop the answer; what was written stays in the conversation."""
@@ -441,8 +444,9 @@ def shared(nodes: Sequence[dict[str, float]], replicas: int | None, running: Run
     threads = running.threads
     if replicas is not None and threads is None:
         most = int(max((node.get("CPU", 0) for node in usable), default=0))
-        fitting = (n for n in range(most, 0, -1) if sum(x.get("CPU", 0) // n for x in usable)
-                   >= replicas)  # fmt: skip
+        fitting = (
+            n for n in range(most, 0, -1) if sum(x.get("CPU", 0) // n for x in usable) >= replicas
+        )
         threads = next(fitting, 1)
     found = Share.of(usable, replicas, threads)
     if replicas is not None and found.workers < replicas:

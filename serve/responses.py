@@ -24,8 +24,11 @@ from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
 
-NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format",
-         "reasoning_effort": "reasoning.effort"}  # fmt: skip
+NAMES = {
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 TEXTS = ("input_text", "output_text", "text")
 
 
@@ -159,8 +162,10 @@ def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
             found.append({"role": role, "content": _text(content, f"{where}.content")})
         case _:
             kind = str(item.get("type") or item.get("role"))[:40]
-            raise ValueError(f"{where} is {kind!r}; use a message of the system, developer, user "
-                             "or assistant, function_call or function_call_output")  # fmt: skip
+            raise ValueError(
+                f"{where} is {kind!r}; use a message of the system, developer, user "
+                "or assistant, function_call or function_call_output"
+            )
 
 
 def _text(content: Any, where: str) -> str:
@@ -234,10 +239,12 @@ class Responses:
             said = self.kept.get((owner, id_))
             if said is None:
                 raise ApiError(
-                    404, f"the response {id_[:80]!r} is not known, or not any more; send the whole "
-                    "input without previous_response_id", param="previous_response_id",
+                    404,
+                    f"the response {id_[:80]!r} is not known, or not any more; send the whole "
+                    "input without previous_response_id",
+                    param="previous_response_id",
                     code="previous_response_not_found",
-                )  # fmt: skip
+                )
             self.kept.move_to_end((owner, id_))
             chain.append(said.messages)
             id_ = said.before
@@ -299,9 +306,10 @@ class ResponseForm(TranslatedForm):
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole response."""
         for delta in (
-            {"reasoning_content": self.thoughts}, {"content": self.content},
+            {"reasoning_content": self.thoughts},
+            {"content": self.content},
             {"tool_calls": self.calls},
-        ):  # fmt: skip
+        ):
             self.delta(delta)
         self._close()
         self.keep(self)
@@ -326,17 +334,29 @@ class ResponseForm(TranslatedForm):
         if format_:
             shown = format_.model_dump(by_alias=True, exclude_none=True)
         return {
-            "id": self.id, "object": "response", "created_at": self.created, "status": status,
-            "error": None, "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "model": self.model, "output": list(self.output), "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {},
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "model": self.model,
+            "output": list(self.output),
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata or {},
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": asked.previous_response_id, "temperature": asked.temperature,
-            "top_p": asked.top_p, "tool_choice": asked.tool_choice or "auto",
+            "previous_response_id": asked.previous_response_id,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "tool_choice": asked.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in asked.tools or ()],
-            "text": {"format": shown}, "reasoning": {"effort": None, "summary": None},
-            "store": asked.store is not False, "truncation": "disabled", "usage": usage,
-        }  # fmt: skip
+            "text": {"format": shown},
+            "reasoning": {"effort": None, "summary": None},
+            "store": asked.store is not False,
+            "truncation": "disabled",
+            "usage": usage,
+        }
 
     def delta(self, delta: Mapping[str, Any]) -> bytes:
         """Write the items that a delta opens or continues."""

@@ -264,10 +264,22 @@ class Scheduler:
         self._answering: dict[int, Job] = {}  # by the `id` of the session
         self._looks: list[Callable[[], bool]] = []  # look-ups; each returns whether it is done
         self._count = dict.fromkeys(
-            ("asked", "answered", "stopped", "failed", "refused", "prompt_tokens", "reused_tokens",
-             "completion_tokens", "evicted_tokens", "recalled_tokens", "prompts_shared",
-             "shared_tokens"), 0,
-        )  # fmt: skip
+            (
+                "asked",
+                "answered",
+                "stopped",
+                "failed",
+                "refused",
+                "prompt_tokens",
+                "reused_tokens",
+                "completion_tokens",
+                "evicted_tokens",
+                "recalled_tokens",
+                "prompts_shared",
+                "shared_tokens",
+            ),
+            0,
+        )
         self._lock = threading.Lock()  # guards the attributes below
         self._queued = self._queued_letters = 0
         self._closing = False
@@ -416,10 +428,18 @@ class Scheduler:
         jobs = list(self._answering.values())
         with self._lock:
             counts, queued = dict(self._count), self._queued
-        kept = {} if disk is None else {
-            "on_disk": len(disk), "disk_bytes": disk.nbytes, "disk_cap": disk.cap,
-            "saved": disk.saved, "restored": disk.restored, "dropped": disk.dropped,
-        }  # fmt: skip
+        kept = (
+            {}
+            if disk is None
+            else {
+                "on_disk": len(disk),
+                "disk_bytes": disk.nbytes,
+                "disk_cap": disk.cap,
+                "saved": disk.saved,
+                "restored": disk.restored,
+                "dropped": disk.dropped,
+            }
+        )
         return Figures(
             policy=plan.policy,
             chat_template=bool(getattr(self.runtime.tokenizer, "chat_template", None)),
@@ -746,9 +766,12 @@ class Scheduler:
                 key = job.key  # nothing was read, and the message is taken back
         self._put_back(conversation, key)
         self._counted(
-            "failed" if error is not None and not isinstance(error, ReaderTooSlow)
-            else "stopped" if reason == "interrupted" else "answered"
-        )  # fmt: skip
+            "failed"
+            if error is not None and not isinstance(error, ReaderTooSlow)
+            else "stopped"
+            if reason == "interrupted"
+            else "answered"
+        )
         job.end(reason, error)
 
     def _counted(self, what: str, by: int = 1) -> None:

@@ -219,10 +219,13 @@ class ChatMessage(Strict):
         found: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.tool_calls:
             found["tool_calls"] = [
-                {"id": call.id, "type": "function",
-                 "function": {"name": call.function.name, "arguments": call.function.parsed()}}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": call.function.parsed()},
+                }
                 for call in self.tool_calls
-            ]  # fmt: skip
+            ]
         if self.tool_call_id is not None:
             found["tool_call_id"] = self.tool_call_id
         if self.name and role != "assistant":  # an answer in the cache has none, and is the same
@@ -404,11 +407,19 @@ class Request(Strict):
         for name in found:
             if name not in settings.NAMES:
                 field = field_of.get(name, name)
-                raise ApiError(400, f"{field} is not supported by this server; leave it out",
-                               param=field, code="unsupported_parameter")  # fmt: skip
+                raise ApiError(
+                    400,
+                    f"{field} is not supported by this server; leave it out",
+                    param=field,
+                    code="unsupported_parameter",
+                )
         if (most := found.get("max_new_tokens", 1)) > limits.answer_tokens:
-            raise ApiError(400, f"max_tokens is {most:,}, and this server writes answers of at "
-                           f"most {limits.answer_tokens:,} tokens", param="max_tokens")  # fmt: skip
+            raise ApiError(
+                400,
+                f"max_tokens is {most:,}, and this server writes answers of at "
+                f"most {limits.answer_tokens:,} tokens",
+                param="max_tokens",
+            )
         return found
 
     def further_options(self) -> dict[str, Any]:
@@ -419,10 +430,11 @@ class Request(Strict):
         """Return one request `n` times, each with another seed where one was given."""
         seed = one.options.get("seed")
         return [
-            one if not number or seed is None
+            one
+            if not number or seed is None
             else replace(one, options={**one.options, "seed": (seed + number) % 2**63})
             for number in range(self.n or 1)
-        ]  # fmt: skip
+        ]
 
 
 class ChatRequest(Request):
@@ -510,10 +522,12 @@ class ChatRequest(Request):
         if not any(strict) or self.forced or not self.offered or self.ignore_eos:
             return None
         free = {"parameters": {"type": "object"}}
-        return schema_of_call([
-            tool if held else {**tool, "function": {**tool["function"], **free}}
-            for tool, held in zip(self.offered, strict, strict=True)
-        ])  # fmt: skip
+        return schema_of_call(
+            [
+                tool if held else {**tool, "function": {**tool["function"], **free}}
+                for tool, held in zip(self.offered, strict, strict=True)
+            ]
+        )
 
     @property
     def forced(self) -> tuple[Mapping[str, Any], ...]:

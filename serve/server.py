@@ -64,8 +64,10 @@ class Ending(uvicorn.Server):
         figures = self.conversations.figures()
         LOG.warning(
             "the server ends after %g s: %d answers are cut short, %d requests are not answered",
-            self.patience_s, figures.answering, figures.waiting,
-        )  # fmt: skip
+            self.patience_s,
+            figures.answering,
+            figures.waiting,
+        )
         # As it is kept, nobody takes it away while it runs.
         self._closing = asyncio.ensure_future(self.conversations.aclose())
 
@@ -93,14 +95,23 @@ class Server:
         self.app, self.limits, self.socket, self.tls = app, limits, listening, tls
         listening.listen(BACKLOG)  # clients that connect before `run` wait, and are not refused
         config = uvicorn.Config(
-            self._answered, interface="asgi3", log_level="error", access_log=False, lifespan="on",
-            ws="none", loop="asyncio", http=type("Connection", (Patient,), {"limits": limits}),
-            server_header=False, proxy_headers=False, backlog=BACKLOG,
+            self._answered,
+            interface="asgi3",
+            log_level="error",
+            access_log=False,
+            lifespan="on",
+            ws="none",
+            loop="asyncio",
+            http=type("Connection", (Patient,), {"limits": limits}),
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
             timeout_keep_alive=int(limits.head_seconds),
             timeout_graceful_shutdown=math.ceil(patience_s + ERRORS_S),
             h11_max_incomplete_event_size=HEAD_BYTES,
-            ssl_certfile=tls and tls[0], ssl_keyfile=tls and tls[1],
-        )  # fmt: skip
+            ssl_certfile=tls and tls[0],
+            ssl_keyfile=tls and tls[1],
+        )
         self.server = Ending(config, patience_s, app.state.conversations)
         self.thread = threading.Thread(target=self.run, daemon=True)
 

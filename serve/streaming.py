@@ -137,8 +137,13 @@ class Form(ABC):
 
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole answer, with its usage."""
-        said = {"id": self.id, "object": self.whole_object, "created": self.created,
-                "model": self.model, "choices": self.choices(reply)}  # fmt: skip
+        said = {
+            "id": self.id,
+            "object": self.whole_object,
+            "created": self.created,
+            "model": self.model,
+            "choices": self.choices(reply),
+        }
         if reply.usage is not None:
             said["usage"] = usage_of(reply.usage)
         return said
@@ -221,8 +226,12 @@ class ChatForm(Form):
         if self.calls:
             message |= {"content": self.content or None, "tool_calls": self.calls}
         logprobs = {"content": self.logprobs, "refusal": None} if self.logprobs else None
-        return {"index": 0, "message": message, "logprobs": logprobs,
-                "finish_reason": self._reason(reply)}  # fmt: skip
+        return {
+            "index": 0,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self._reason(reply),
+        }
 
     def _reason(self, reply: Reply) -> str:
         return "tool_calls" if self.calls else ENDS.get(reply.finish_reason, "length")

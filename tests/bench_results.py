@@ -34,8 +34,9 @@ ODD = st.sampled_from(
 
 MUTATIONS = st.lists(
     st.tuples(st.integers(0, 10**6), st.sampled_from(["set", "drop", "add", "twice", "word"]), ODD),
-    min_size=1, max_size=3,
-)  # fmt: skip
+    min_size=1,
+    max_size=3,
+)
 
 
 def result() -> dict[str, Any]:
@@ -43,13 +44,28 @@ def result() -> dict[str, Any]:
 
     def cell(policy: str, n: int, form: str, **other: Any) -> dict[str, Any]:
         return {
-            "id": f"{policy}.{form}.score.fp32.n{n}", "policy": policy, "formulation": form,
-            "dtype": "fp32", "stage": "score", "n": n, "queries": 0, "budget": None,
-            "model_sha256": "0" * 64, "opset": 18, "bytes": n * 64, "threads": 1,
-            "provider_asked": "wasm", "provider_got": "wasm", "status": "ok", "reason": None,
-            "load_ms": 1.0, "runs_per_sample": 1, "samples_us": [[n * 1.0, n * 1.2], [n * 1.1]],
-            "parity": {"passed": True, "error": 0.0, "allowed": 1e-5}, **other,
-        }  # fmt: skip
+            "id": f"{policy}.{form}.score.fp32.n{n}",
+            "policy": policy,
+            "formulation": form,
+            "dtype": "fp32",
+            "stage": "score",
+            "n": n,
+            "queries": 0,
+            "budget": None,
+            "model_sha256": "0" * 64,
+            "opset": 18,
+            "bytes": n * 64,
+            "threads": 1,
+            "provider_asked": "wasm",
+            "provider_got": "wasm",
+            "status": "ok",
+            "reason": None,
+            "load_ms": 1.0,
+            "runs_per_sample": 1,
+            "samples_us": [[n * 1.0, n * 1.2], [n * 1.1]],
+            "parity": {"passed": True, "error": 0.0, "allowed": 1e-5},
+            **other,
+        }
 
     cells = [cell("keydiff", n, "stateless") for n in (32, 64, 128)]
     cells += [cell("tova", 64, "naive", queries=1), cell("h2o", 64, "naive", queries=2)]
@@ -60,30 +76,82 @@ def result() -> dict[str, Any]:
     evict = cell("tova", 64, "naive", stage="evict", budget=32, id="tova.naive.evict.fp32.n64")
     return {
         "schema": BENCH,
-        "run": {"id": "0" * 8 + "-0000" * 3 + "-" + "0" * 12, "plan": plan()["id"],
-                "preset": "quick", "reference": cells[0]["id"], "runner": "browser",
-                "started": "2026-01-01T00:00:00Z", "finished": "2026-01-01T00:01:00.5Z",
-                "runner_version": "1", "seed": 1, "complete": True, "interrupted": []},
-        "device": {"source": "host", "source_reason": "a computer's", "model": "AMD", "soc": "x",
-                   "abi": "x86_64", "cores": 2, "core_khz": [1, None], "android": None,
-                   "ram_bytes": 2**33, "user_agent": "", "gpu": None, "signs": {"platform": "x"}},
-        "runtime": {"name": "onnxruntime-web", "version": "1.30.0", "timer_us": 0.01,
-                    "telemetry": False, "isolated": True, "cores": [1], "features": ["simd"]},
+        "run": {
+            "id": "0" * 8 + "-0000" * 3 + "-" + "0" * 12,
+            "plan": plan()["id"],
+            "preset": "quick",
+            "reference": cells[0]["id"],
+            "runner": "browser",
+            "started": "2026-01-01T00:00:00Z",
+            "finished": "2026-01-01T00:01:00.5Z",
+            "runner_version": "1",
+            "seed": 1,
+            "complete": True,
+            "interrupted": [],
+        },
+        "device": {
+            "source": "host",
+            "source_reason": "a computer's",
+            "model": "AMD",
+            "soc": "x",
+            "abi": "x86_64",
+            "cores": 2,
+            "core_khz": [1, None],
+            "android": None,
+            "ram_bytes": 2**33,
+            "user_agent": "",
+            "gpu": None,
+            "signs": {"platform": "x"},
+        },
+        "runtime": {
+            "name": "onnxruntime-web",
+            "version": "1.30.0",
+            "timer_us": 0.01,
+            "telemetry": False,
+            "isolated": True,
+            "cores": [1],
+            "features": ["simd"],
+        },
         "conditions": {
-            when: {"governor": ["powersave"], "khz": [1], "thermal": {"0 cpu": 40.0},
-                   "battery_percent": 90, "charging": True, "screen_on": True, "load": 0.1}
+            when: {
+                "governor": ["powersave"],
+                "khz": [1],
+                "thermal": {"0 cpu": 40.0},
+                "battery_percent": 90,
+                "charging": True,
+                "screen_on": True,
+                "load": 0.1,
+            }
             for when in ("before", "after")
         },
         "memory": {"of": "WebAssembly", "peak_bytes": None, "reason": "no WebAssembly"},
-        "shape": {"name": "small", "batch": 1, "kv_heads": 2, "heads": 4, "head_dim": 16,
-                  "block": 16},
+        "shape": {
+            "name": "small",
+            "batch": 1,
+            "kv_heads": 2,
+            "heads": 4,
+            "head_dim": 16,
+            "block": 16,
+        },
         "rules": plan()["rules"],
         "cells": [*cells, evict],
-        "baselines": [{"id": "memcpy.n32", "bytes": 1024, "threads": 1, "runs_per_sample": 1,
-                       "samples_us": [[1.0], [2.0]]}],
-        "repeat": {"id": cells[0]["id"], "threads": 1, "provider_asked": "wasm",
-                   "samples_us": [32.0], "runs_per_sample": 1},
-    }  # fmt: skip
+        "baselines": [
+            {
+                "id": "memcpy.n32",
+                "bytes": 1024,
+                "threads": 1,
+                "runs_per_sample": 1,
+                "samples_us": [[1.0], [2.0]],
+            }
+        ],
+        "repeat": {
+            "id": cells[0]["id"],
+            "threads": 1,
+            "provider_asked": "wasm",
+            "samples_us": [32.0],
+            "runs_per_sample": 1,
+        },
+    }
 
 
 FILES = {"models/m.onnx": b"graph", "expected/e.f32": b"numbers"}
@@ -108,15 +176,27 @@ def plan() -> dict[str, Any]:
             {"kind": "by_slot", "file": "expected/e.f32", "allowed": 0.1},
         ]
         ports = [
-            [{"name": f"{way}{i}", "dtype": "float32", "shape": [1, n], kind: one}
-             for i, one in enumerate(ones)]
+            [
+                {"name": f"{way}{i}", "dtype": "float32", "shape": [1, n], kind: one}
+                for i, one in enumerate(ones)
+            ]
             for way, kind, ones in (("in", "fill", fills), ("out", "check", checks))
-        ]  # fmt: skip
+        ]
         return {
-            "id": name, "policy": policy, "formulation": form, "dtype": dtype, "stage": stage,
-            "n": n, "queries": 0, "budget": None, "model": "models/m.onnx", "opset": 18,
-            "bytes": 8 * n * 4, "inputs": ports[0], "outputs": ports[1],
-        }  # fmt: skip
+            "id": name,
+            "policy": policy,
+            "formulation": form,
+            "dtype": dtype,
+            "stage": stage,
+            "n": n,
+            "queries": 0,
+            "budget": None,
+            "model": "models/m.onnx",
+            "opset": 18,
+            "bytes": 8 * n * 4,
+            "inputs": ports[0],
+            "outputs": ports[1],
+        }
 
     names = [f"keydiff.stateless.score.fp32.n{n}" for n in (32, 64, 128)]
     names += ["tova.naive.score.fp32.n64", "h2o.naive.score.fp32.n64", "tova.naive.evict.fp32.n64"]

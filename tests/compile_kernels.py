@@ -68,8 +68,10 @@ def compiling(each: Callable[[Any, Callable[[], Any]], None], gpu: Target) -> It
     run = JITFunction.run
 
     def only_compiled(kernel: Any, *args: Any, grid: Any, warmup: Any, **options: Any) -> None:
-        each(variant(kernel, args, options),
-             lambda: run(kernel, *args, grid=(1,), warmup=True, **options))  # fmt: skip
+        each(
+            variant(kernel, args, options),
+            lambda: run(kernel, *args, grid=(1,), warmup=True, **options),
+        )
 
     JITFunction.run = only_compiled
     try:
@@ -122,8 +124,9 @@ def of_windows() -> None:
         driver.set_active(Driver(capability))
         for case in cases:
             found["-".join(map(str, (capability, *case)))] = [
-                gpu.shared_memory, *shared_by(gpu, *case),
-            ]  # fmt: skip
+                gpu.shared_memory,
+                *shared_by(gpu, *case),
+            ]
     print(json.dumps(found))
 
 

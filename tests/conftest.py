@@ -55,10 +55,16 @@ settings.load_profile("kvcap")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="all tests, not the fast tier alone")
-    parser.addoption("--ci", action="store_true",
-                     help="the fast tier, and a parameter set of what is slow")  # fmt: skip
-    parser.addoption("--all-of", action="append", default=[], metavar="PATH",
-                     help="all tests of a folder or file, of the rest the fast tier")  # fmt: skip
+    parser.addoption(
+        "--ci", action="store_true", help="the fast tier, and a parameter set of what is slow"
+    )
+    parser.addoption(
+        "--all-of",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="all tests of a folder or file, of the rest the fast tier",
+    )
 
 
 # Files that take a minute and more: processes that share out files begin with these, lest one of
@@ -72,8 +78,9 @@ LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/te
 
 
 # Tests of phones, of decoders that others exported, and of Qualcomm's processors.
-OWN_TIER = tuple(Path(__file__).parent / name
-                 for name in ("android_bench", "export/adopted", "export/qnn"))  # fmt: skip
+OWN_TIER = tuple(
+    Path(__file__).parent / name for name in ("android_bench", "export/adopted", "export/qnn")
+)
 
 
 def is_of_own_tier(item: pytest.Item, config: pytest.Config) -> bool:

@@ -23,8 +23,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
-        "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
 MIXED = {"sliding_window": 24, "num_hidden_layers": 3, "layer_types": [SLIDING, FULL, SLIDING]}
 FAMILIES: dict[str, dict[str, Any]] = {
     **CORE,
@@ -217,8 +223,14 @@ SINKS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # Multi-head latent attention; sizes of which none is a power of two, or another's.
-LATENT = {"kv_lora_rank": 28, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
-          "v_head_dim": 10, "num_key_value_heads": 4}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 28,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+}
 MLA: dict[str, dict[str, Any]] = {
     "axk1": {**LATENT, **EXPERTS, **GROUPS, "moe_layer_freq": 1, "first_k_dense_replace": 1},
     "deepseek_v2": {**LATENT, **EXPERTS, **GROUPS, "first_k_dense_replace": 1,

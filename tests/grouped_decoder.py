@@ -61,9 +61,15 @@ class Graph:
 
 
 def save(
-    source: Path, folder: Path, *, dtype: Any = np.float32, keep: bool = False,
-    places: bool = False, length: bool = False, file: str = "model.onnx",
-) -> Path:  # fmt: skip
+    source: Path,
+    folder: Path,
+    *,
+    dtype: Any = np.float32,
+    keep: bool = False,
+    places: bool = False,
+    length: bool = False,
+    file: str = "model.onnx",
+) -> Path:
     """Write the model in `source` to `folder` as such a decoder, with what belongs to it.
 
     Args:
@@ -104,19 +110,32 @@ def save(
             k = g.heads(k, _of(attention, "k_norm", "k_layernorm"), size)
             if places:
                 turned = {"domain": MICROSOFT, "interleaved": 0}
-                q, k = (g.op("RotaryEmbedding", x, "position_ids", cos, sin, **turned)
-                        for x in (q, k))  # fmt: skip
+                q, k = (
+                    g.op("RotaryEmbedding", x, "position_ids", cos, sin, **turned) for x in (q, k)
+                )
             past = [f"past_key_values.{i}.{kind}" for kind in ("key", "value")]
             ports += [(name, ["batch", shape.kv_heads, "past", "size"]) for name in past]
             present = [f"present.{i}.{kind}" for kind in ("key", "value")]
             made += present
             tables = ("", "") if places else (cos, sin)
             out = g.op(
-                "GroupQueryAttention", q, k, g.linear(normed, attention.v_proj), *past, last,
-                whole, *tables, outputs=[f"a{i}", *present], domain=MICROSOFT,
-                num_heads=shape.heads, kv_num_heads=shape.kv_heads, do_rotary=int(not places),
-                rotary_interleaved=0, local_window_size=-1, scale=float(attention.scaling),
-            )  # fmt: skip
+                "GroupQueryAttention",
+                q,
+                k,
+                g.linear(normed, attention.v_proj),
+                *past,
+                last,
+                whole,
+                *tables,
+                outputs=[f"a{i}", *present],
+                domain=MICROSOFT,
+                num_heads=shape.heads,
+                kv_num_heads=shape.kv_heads,
+                do_rotary=int(not places),
+                rotary_interleaved=0,
+                local_window_size=-1,
+                scale=float(attention.scaling),
+            )
             out = g.linear(out, _of(attention, "o_proj", "out_proj"))
         x = g.op("Add", x, out)
         mlp = _of(layer, "mlp", "feed_forward")
@@ -161,8 +180,14 @@ def _convolution(g: Graph, x: str, layer: Any, index: int, config: Any) -> str:
     g.op("Split", split, outputs=parts, axis=1, num_outputs=3)
     new = g.op("Mul", parts[0], parts[2])
     whole = g.op("Concat", f"past_conv.{index}", new, axis=2)
-    g.op("Slice", whole, g.weight(np.array([1 - length])), g.weight(np.array([1 << 40])),
-         g.weight(np.array([2])), outputs=[f"present_conv.{index}"])  # fmt: skip
+    g.op(
+        "Slice",
+        whole,
+        g.weight(np.array([1 - length])),
+        g.weight(np.array([1 << 40])),
+        g.weight(np.array([2])),
+        outputs=[f"present_conv.{index}"],
+    )
     made = g.op("Conv", whole, g.weight(layer.conv.weight), group=size)
     made = g.op("Transpose", g.op("Mul", parts[1], made), perm=[0, 2, 1])
     return g.linear(made, layer.out_proj)

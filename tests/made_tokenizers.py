@@ -40,10 +40,12 @@ def llama_like() -> Tokenizer:
     return _with_bytes(
         normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
         [
-            decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
             decoders.Strip(" ", 1, 0),
         ],
-    )  # fmt: skip
+    )
 
 
 def metaspace() -> Tokenizer:

@@ -41,9 +41,15 @@ _KEPT = Kept()
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, softcap: float | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """Eager attention; in capped layers over what was kept, at the positions it counted at."""
     index, length = module.layer_idx, query.shape[2]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -79,9 +85,14 @@ AttentionMaskInterface.register(NAME, eager_mask)
 
 
 def compare(
-    make: Callable[[str], Any], cache: kvcap.BudgetCache, ids: Tensor, block: int,
-    rotation: Rotate = rotate, inv_freq: dict[int, Tensor] | None = None, single: int = 3,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    make: Callable[[str], Any],
+    cache: kvcap.BudgetCache,
+    ids: Tensor,
+    block: int,
+    rotation: Rotate = rotate,
+    inv_freq: dict[int, Tensor] | None = None,
+    single: int = 3,
+) -> tuple[Tensor, Tensor]:
     """Logits [T, V] of every token, under the cap and under the mask of what was kept.
 
     Args:

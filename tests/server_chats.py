@@ -82,7 +82,14 @@ def small(folder: str) -> kvcap.Runtime:
 def served(model: str, running: Running | None = None, **address: Any) -> Server:
     """Open what `kvcap serve MODEL` opens, on a free port."""
     return opened(
-        model, Address(port=0, **address), Load(), EngineOptions(), Backend(),
+        model,
+        Address(port=0, **address),
+        Load(),
+        EngineOptions(),
+        Backend(),
         Budget(budget_tokens=64, block_size=16, dtype="float32"),
-        running or Running(device="cpu"), Sampling(), Output(), Recalling(),
-    )  # fmt: skip
+        running or Running(device="cpu"),
+        Sampling(),
+        Output(),
+        Recalling(),
+    )

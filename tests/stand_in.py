@@ -55,9 +55,16 @@ class Answer:
             text = "".join(x if isinstance(x, str) else x.text for x in self.script.pieces)
             self.parsed = parsed_text(text, text, self.ask.tools).with_ids(1)
         self.usage = Usage(
-            11, 4, self.given, held=9, waiting=2, evicted=6, cap_bytes=4096,
-            recalled_tokens=5, recalled_passages=1,
-        )  # fmt: skip
+            11,
+            4,
+            self.given,
+            held=9,
+            waiting=2,
+            evicted=6,
+            cap_bytes=4096,
+            recalled_tokens=5,
+            recalled_passages=1,
+        )
         raise StopAsyncIteration
 
     async def aclose(self) -> None:

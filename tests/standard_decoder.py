@@ -13,8 +13,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 Fault = Literal["none", "own positions", "window of slots"]
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-              "chat_template.jinja")  # fmt: skip
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 class Standard(nn.Module):
@@ -51,18 +56,30 @@ def save(source: Path, folder: Path, fault: Fault = "none") -> Path:
     past = torch.zeros(1, config.num_key_value_heads, 5, config.head_dim)
     names = [f"{i}.{kind}" for i in range(layers) for kind in ("key", "value")]
     auto = torch.export.Dim.AUTO
-    given = (torch.ones(1, 3).long(), torch.ones(1, 8).long(), torch.arange(5, 8)[None],
-             *[past.clone() for _ in names])  # fmt: skip
+    given = (
+        torch.ones(1, 3).long(),
+        torch.ones(1, 8).long(),
+        torch.arange(5, 8)[None],
+        *[past.clone() for _ in names],
+    )
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            Standard(model, fault), given, dynamo=True, opset_version=18, verbose=False,
-            input_names=["input_ids", "attention_mask", "position_ids",
-                         *(f"past_key_values.{name}" for name in names)],
+            Standard(model, fault),
+            given,
+            dynamo=True,
+            opset_version=18,
+            verbose=False,
+            input_names=[
+                "input_ids",
+                "attention_mask",
+                "position_ids",
+                *(f"past_key_values.{name}" for name in names),
+            ],
             output_names=["logits", *(f"present.{name}" for name in names)],
             dynamic_shapes=({1: auto}, {1: auto}, {1: auto}, tuple({2: auto} for _ in names)),
             external_data=False,
-        )  # fmt: skip
+        )
     proto = program.model_proto
     for value in (*proto.graph.input, *proto.graph.output):  # as optimum names them
         dims = value.type.tensor_type.shape.dim

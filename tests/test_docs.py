@@ -109,9 +109,12 @@ def test_the_policy_example_in_contributing():
     module = vars(sys.modules.setdefault("oldest", ModuleType("oldest")))
     exec(compile(code, "oldest.py", "exec"), module)
     obs = kvcap.Observation(
-        keys=torch.zeros(1, 1, 3, 2), values=torch.zeros(1, 1, 3, 2),
-        positions=torch.tensor([[[5, 1, 3]]]), num_tokens=6, budget=2,
-    )  # fmt: skip
+        keys=torch.zeros(1, 1, 3, 2),
+        values=torch.zeros(1, 1, 3, 2),
+        positions=torch.tensor([[[5, 1, 3]]]),
+        num_tokens=6,
+        budget=2,
+    )
     assert kvcap.Eviction(module["Oldest"]()).select(obs, 1).item() == 0
 
 

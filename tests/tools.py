@@ -188,8 +188,10 @@ def built(folder: Path, *options: str) -> Path:
     """Build the C runner there; returns the program."""
     source = ROOT / "android_bench" / "c_runner"
     given = [f"-DORT_INCLUDE={TOOLS / 'source'}", f"-DCJSON={TOOLS / 'source' / 'cjson'}"]
-    for command in (["cmake", "-S", source, "-B", folder, *given, *options],
-                    ["cmake", "--build", folder]):  # fmt: skip
+    for command in (
+        ["cmake", "-S", source, "-B", folder, *given, *options],
+        ["cmake", "--build", folder],
+    ):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return folder / "kvcap-bench"
@@ -214,8 +216,11 @@ def runner_for_arm(factory: pytest.TempPathFactory) -> Path:
     """The C runner for ARM, with qemu in the place of the processor."""
 
     def make(folder: Path) -> None:
-        target = ("C_COMPILER=aarch64-linux-gnu-gcc", "SYSTEM_NAME=Linux",
-                  "SYSTEM_PROCESSOR=aarch64")  # fmt: skip
+        target = (
+            "C_COMPILER=aarch64-linux-gnu-gcc",
+            "SYSTEM_NAME=Linux",
+            "SYSTEM_PROCESSOR=aarch64",
+        )
         program = built(folder / "build", *(f"-DCMAKE_{setting}" for setting in target))
         script(folder / "kvcap-bench", f'exec {" ".join(arm_command(program))} "$@"')
         shutil.copy(library(ARM_ROOT / "site"), folder / "libonnxruntime.so")
@@ -272,9 +277,15 @@ def differing(sessions: list[Session], others: list[Session]) -> float:
 
 
 def runtime_of(
-    model, policy="keydiff", budget=24, block=8, positions="compact", every=1, memory_cap=None,
+    model,
+    policy="keydiff",
+    budget=24,
+    block=8,
+    positions="compact",
+    every=1,
+    memory_cap=None,
     kv_dtype=None,
-):  # fmt: skip
+):
     """A runtime around a model; a conversation in tokens needs no tokenizer."""
     eviction = small_policy(policy, model.config) if isinstance(policy, str) else policy
     settings = CacheSettings(budget, block, eviction, positions, every, kv_dtype)

@@ -27,8 +27,11 @@ from kvcap.runtime.errors import how_to_install
 
 QUICK, FILES = 30.0, 900.0  # seconds that a command may take, and a transfer
 END = "kvcap-end:"
-LOST = re.compile(r"not found|offline|closed|no devices|cannot connect|protocol fault|EOF|failed to"
-                  r" read|connection reset|transport", re.IGNORECASE)  # fmt: skip
+LOST = re.compile(
+    r"not found|offline|closed|no devices|cannot connect|protocol fault|EOF|failed to"
+    r" read|connection reset|transport",
+    re.IGNORECASE,
+)
 
 
 def adb_program() -> str:
@@ -59,9 +62,14 @@ def adb(*arguments: str, timeout: float = QUICK) -> subprocess.CompletedProcess[
     program = adb_program()
     try:
         return subprocess.run(
-            [program, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=timeout, check=False,
-        )  # fmt: skip
+            [program, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
     except OSError as error:
         raise NoAdb(f"{program} cannot be run: {error}") from error
     except subprocess.TimeoutExpired as error:

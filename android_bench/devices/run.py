@@ -173,9 +173,11 @@ def _watched(device: Device, folder: str, watcher: str, settings: DeviceRunSetti
     """
     start = seen = time.monotonic()
     last = ""
-    look = (f"if cd {quoted(folder)}; then touch alive; if [ -s exit ]; then cat exit; "
-            f"elif kill -0 {watcher}; then echo runs; else echo gone; fi; tail -n 1 log; "
-            "else echo left; fi 2>/dev/null")  # fmt: skip
+    look = (
+        f"if cd {quoted(folder)}; then touch alive; if [ -s exit ]; then cat exit; "
+        f"elif kill -0 {watcher}; then echo runs; else echo gone; fi; tail -n 1 log; "
+        "else echo left; fi 2>/dev/null"
+    )
     while time.monotonic() - start < settings.timeout:
         try:
             state, *rest = device.shell(look)[0].strip().splitlines()
@@ -186,16 +188,20 @@ def _watched(device: Device, folder: str, watcher: str, settings: DeviceRunSetti
         else:
             seen = time.monotonic()
         if state == "left":
-            raise RunTimeout(f"{device.serial} ended the run, as nobody asked for it for "
-                             f"{settings.lease} s; was this computer asleep?")  # fmt: skip
+            raise RunTimeout(
+                f"{device.serial} ended the run, as nobody asked for it for "
+                f"{settings.lease} s; was this computer asleep?"
+            )
         if state != "runs":
             return _ended(device, folder, state, settings)
         if rest and rest[-1] != last:
             last = rest[-1]
             settings.note(last)
         time.sleep(settings.poll)
-    raise RunTimeout(f"the run on {device.serial} took more than {settings.timeout:g} s and was "
-                     "ended; --timeout allows more, or plan fewer cells")  # fmt: skip
+    raise RunTimeout(
+        f"the run on {device.serial} took more than {settings.timeout:g} s and was "
+        "ended; --timeout allows more, or plan fewer cells"
+    )
 
 
 def _ended(device: Device, folder: str, state: str, settings: DeviceRunSettings) -> None:
@@ -233,6 +239,9 @@ def _cleaned(device: Device, folder: str, watcher: str | None, settings: DeviceR
     try:
         device.shell(f"{end}rm -rf {quoted(folder)}")
     except DeviceError:
-        left = (f"it ends the run by itself within {settings.lease} s and removes {folder}"
-                if watcher else f"{folder} may be left there")  # fmt: skip
+        left = (
+            f"it ends the run by itself within {settings.lease} s and removes {folder}"
+            if watcher
+            else f"{folder} may be left there"
+        )
         settings.note(f"{device.serial} does not answer; {left}")

@@ -64,15 +64,25 @@ def decoder_entry(source: Path, work: DecoderWork, folder: Folder) -> dict[str, 
     policy = str(facts["policy"]["name"])
     return {
         "id": f"decoder.{letters}.{policy}.{facts['dtype']}.n{budget}",
-        "model": str(model["name"])[-200:], "policy": policy, "positions": facts["positions"],
-        "dtype": facts["dtype"], "budget": budget, "block": block,
-        "evict_every": min(EVICT_EVERY, block), "manifest": f"{FOLDER}/{MANIFEST}",
-        "weights_bytes": model["weights_bytes"], "state_bytes": facts["state_bytes"],
-        "vocabulary": model["vocabulary"], "seed": SEED, "prompt_tokens": work.prompt,
-        "answer_tokens": work.answer, "long_tokens": work.long or max(8 * block, 4 * budget),
-        "sustained_seconds": work.minutes * 60, "window_seconds": work.every,
+        "model": str(model["name"])[-200:],
+        "policy": policy,
+        "positions": facts["positions"],
+        "dtype": facts["dtype"],
+        "budget": budget,
+        "block": block,
+        "evict_every": min(EVICT_EVERY, block),
+        "manifest": f"{FOLDER}/{MANIFEST}",
+        "weights_bytes": model["weights_bytes"],
+        "state_bytes": facts["state_bytes"],
+        "vocabulary": model["vocabulary"],
+        "seed": SEED,
+        "prompt_tokens": work.prompt,
+        "answer_tokens": work.answer,
+        "long_tokens": work.long or max(8 * block, 4 * budget),
+        "sustained_seconds": work.minutes * 60,
+        "window_seconds": work.every,
         "check": _check(found, folder),
-    }  # fmt: skip
+    }
 
 
 def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:

@@ -196,8 +196,7 @@ class Expected:
             if port.name == name
         )
         file = folder.numbers(f"{self.name}.{name}", total)
-        return {"kind": "values", "file": file,
-                "allowed": RTOL * float(total.abs().amax())}  # fmt: skip
+        return {"kind": "values", "file": file, "allowed": RTOL * float(total.abs().amax())}
 
     def kept_keys(self) -> Tensor:
         """Return the keys of the slots that stay, where no tie leaves a choice. [B, K, N, D]."""

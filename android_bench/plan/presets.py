@@ -139,8 +139,9 @@ def narrowed(
         )
         types = tuple(d for d in group.dtypes if not dtypes or d in dtypes)
         if kept and types and (not stages or group.stage in stages):
-            groups.append(replace(group, variants=kept, dtypes=types,
-                                  sizes=tuple(sizes) or group.sizes))  # fmt: skip
+            groups.append(
+                replace(group, variants=kept, dtypes=types, sizes=tuple(sizes) or group.sizes)
+            )
     if not groups:
         raise PlanBroken(f"preset {preset} has no cell with all that was asked for")
     return replace(whole, groups=tuple(groups))

@@ -85,9 +85,12 @@ def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
         "files": sorted(folder.files.values(), key=lambda entry: str(entry["file"])),
         "baselines": _baselines(cells, wanted.shape),
         "cells": cells,
-        "formulations": {name: said for name, said in FORMULATIONS.items()
-                         if name in {cell["formulation"] for cell in cells}},
-    }  # fmt: skip
+        "formulations": {
+            name: said
+            for name, said in FORMULATIONS.items()
+            if name in {cell["formulation"] for cell in cells}
+        },
+    }
     if wanted.decoder is not None:
         found["decoder"] = decoder_entry(wanted.decoder, wanted.work, folder)
         found["files"] = sorted(folder.files.values(), key=lambda entry: str(entry["file"]))
@@ -142,12 +145,20 @@ def _cell(
     name = [_label(variant), said["formulation"], spec.stage, spec.dtype, f"n{slots}"]
     name += [f"q{queries}"] * bool(queries) + [f"to{budget}"] * bool(budget)
     return {
-        "id": ".".join(name), "policy": _label(variant), "formulation": said["formulation"],
-        "dtype": spec.dtype, "stage": spec.stage, "n": slots, "queries": queries, "budget": budget,
-        "model": model, "opset": said["opset"],
+        "id": ".".join(name),
+        "policy": _label(variant),
+        "formulation": said["formulation"],
+        "dtype": spec.dtype,
+        "stage": spec.stage,
+        "n": slots,
+        "queries": queries,
+        "budget": budget,
+        "model": model,
+        "opset": said["opset"],
         "bytes": sum(map(port_bytes, (*inputs, *outputs))),
-        "inputs": inputs, "outputs": outputs,
-    }  # fmt: skip
+        "inputs": inputs,
+        "outputs": outputs,
+    }
 
 
 def _queries(graph: StageGraph, variant: PolicyVariant, said: dict[str, Any], slots: int) -> int:

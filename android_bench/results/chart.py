@@ -79,8 +79,14 @@ def draw(results: Sequence[Row], path: Path) -> None:
             _absolute(left, lines, result)
             _relative(right, lines, result)
             handles, names = left.get_legend_handles_labels()
-            block.legend(handles, names, loc="outside right center", fontsize=7.5, frameon=False,
-                         handlelength=3.2)  # fmt: skip
+            block.legend(
+                handles,
+                names,
+                loc="outside right center",
+                fontsize=7.5,
+                frameon=False,
+                handlelength=3.2,
+            )
         figure.savefig(path)
 
 
@@ -90,15 +96,23 @@ def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
     for place, (result, row) in enumerate(rows[:MOST]):
         windows = row["sustained"]
         ends = list(accumulate(window["seconds"] for window in windows))
-        middles = [(end - window["seconds"] / 2) / 60
-                   for end, window in zip(ends, windows, strict=True)]  # fmt: skip
+        middles = [
+            (end - window["seconds"] / 2) / 60 for end, window in zip(ends, windows, strict=True)
+        ]
         speeds = [window["tokens"] / window["seconds"] for window in windows]
         name = f"{row['id']}, {row['threads']} thr., {short(result, row['provider_asked'])}".lstrip(
             "_"
         )
-        axes.plot(middles, speeds, ls=DASHES[place % len(DASHES)], marker=MARKERS[place % 12],
-                  color=OTHERS[place % len(OTHERS)], ms=4.5, lw=1.4,
-                  label=plain(name, 2 * WIDTH))  # fmt: skip
+        axes.plot(
+            middles,
+            speeds,
+            ls=DASHES[place % len(DASHES)],
+            marker=MARKERS[place % 12],
+            color=OTHERS[place % len(OTHERS)],
+            ms=4.5,
+            lw=1.4,
+            label=plain(name, 2 * WIDTH),
+        )
     axes.set_ylim(bottom=0)
     axes.set_xlabel("minutes of writing on", fontsize=8)
     axes.set_title("whole decoders: tokens a second", fontsize=8)
@@ -128,8 +142,16 @@ def _styles(lines: Lines) -> list[dict[str, Any]]:
         dash = FORMS.get(form, "-") if policy == "keydiff" else DASHES[next(others) % len(DASHES)]
         # matplotlib leaves names that begin with an underscore out of the legend
         name = plain(label(rows[0]).lstrip("_"), WIDTH)
-        found.append({"color": color, "ls": dash, "marker": MARKERS[place % len(MARKERS)],
-                      "ms": 4.5, "lw": 1.4, "label": name})  # fmt: skip
+        found.append(
+            {
+                "color": color,
+                "ls": dash,
+                "marker": MARKERS[place % len(MARKERS)],
+                "ms": 4.5,
+                "lw": 1.4,
+                "label": name,
+            }
+        )
     return found
 
 
@@ -139,18 +161,30 @@ def _absolute(axes: Axes, lines: Lines, result: Row) -> None:
         across = [row["n"] * beside for row in rows]
         medians = [row["p50_us"] for row in rows]
         axes.plot(across, medians, **style)
-        bars = [[row["p50_us"] - row["min_us"] for row in rows],
-                [row["p90_us"] - row["p50_us"] for row in rows]]  # fmt: skip
-        axes.errorbar(across, medians, bars, ls="", ecolor=style["color"], elinewidth=0.9,
-                      capsize=1.8)  # fmt: skip
-        wild = [(x, row["p50_us"]) for x, row in zip(across, rows, strict=True)
-                if spread(row) > WILD]  # fmt: skip
+        bars = [
+            [row["p50_us"] - row["min_us"] for row in rows],
+            [row["p90_us"] - row["p50_us"] for row in rows],
+        ]
+        axes.errorbar(
+            across, medians, bars, ls="", ecolor=style["color"], elinewidth=0.9, capsize=1.8
+        )
+        wild = [
+            (x, row["p50_us"]) for x, row in zip(across, rows, strict=True) if spread(row) > WILD
+        ]
         if wild:
-            axes.plot(*zip(*wild, strict=True), ls="", marker=style["marker"], ms=4.5, mfc="white",
-                      mec=style["color"], zorder=3)  # fmt: skip
+            axes.plot(
+                *zip(*wild, strict=True),
+                ls="",
+                marker=style["marker"],
+                ms=4.5,
+                mfc="white",
+                mec=style["color"],
+                zorder=3,
+            )
         _fitted(axes, rows, style["color"])
-    copies = [(int(b["id"].rpartition("n")[2]), b["p50_us"]) for b in result["baselines"]
-              if "p50_us" in b]  # fmt: skip
+    copies = [
+        (int(b["id"].rpartition("n")[2]), b["p50_us"]) for b in result["baselines"] if "p50_us" in b
+    ]
     if copies := [(n, us) for n, us in copies if n > 0]:
         axes.plot(*zip(*copies, strict=True), color="black", lw=0.8, ls=":", label="copy of keys")
     axes.set_yscale("log")
@@ -174,8 +208,10 @@ def _fitted(axes: Axes, rows: list[Row], color: str) -> None:
 
 
 def _relative(axes: Axes, lines: Lines, result: Row) -> None:
-    values = {(v["id"], v["threads"], v["provider_asked"]): v["value"]
-              for v in result["derived"]["relative"]}  # fmt: skip
+    values = {
+        (v["id"], v["threads"], v["provider_asked"]): v["value"]
+        for v in result["derived"]["relative"]
+    }
     for rows, style in zip(lines.values(), _styles(lines), strict=True):
         points = [(row["n"], values[key(row)]) for row in rows if key(row) in values]
         if points:

@@ -32,8 +32,10 @@ def judged(result: Row) -> Row:
     Raises:
         ResultBroken: it says other statistics than its samples give, or names a row twice.
     """
-    found = {**result, **{name: [dict(row) for row in result[name]]
-                          for name in ("cells", "baselines")}}  # fmt: skip
+    found = {
+        **result,
+        **{name: [dict(row) for row in result[name]] for name in ("cells", "baselines")},
+    }
     for row in (*found["cells"], *found["baselines"]):
         if any(row.get("samples_us", [])):
             _complete(row)
@@ -43,9 +45,11 @@ def judged(result: Row) -> Row:
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ResultBroken(f"the result has {twice[0]} twice")
     found["derived"] = {"relative": _relative(found), "fits": fits(found)}
-    flags = [*_run_flags(found), *(f for row in found["cells"] for f in _row_flags(found, row)),
-             *(f for row in found.get("decoders", [])
-               for f in _decoder_flags(found, row))]  # fmt: skip
+    flags = [
+        *_run_flags(found),
+        *(f for row in found["cells"] for f in _row_flags(found, row)),
+        *(f for row in found.get("decoders", []) for f in _decoder_flags(found, row)),
+    ]
     ok = not [flag for flag in flags if flag["kind"] not in REMARKS]
     found["validity"] = {"ok": ok, "flags": flags}
     return found
@@ -85,11 +89,14 @@ def relative(result: Row, reference: str | None) -> Row:
 
 def rows_of(result: Row) -> Row:
     """Return a judged result without its samples, which are most of it."""
-    lean = {name: [{k: v for k, v in row.items() if k != "samples_us"} for row in result[name]]
-            for name in ("cells", "baselines")}  # fmt: skip
+    lean = {
+        name: [{k: v for k, v in row.items() if k != "samples_us"} for row in result[name]]
+        for name in ("cells", "baselines")
+    }
     if "decoders" in result:
-        lean["decoders"] = [{k: v for k, v in row.items() if k != "token_us"}
-                            for row in result["decoders"]]  # fmt: skip
+        lean["decoders"] = [
+            {k: v for k, v in row.items() if k != "token_us"} for row in result["decoders"]
+        ]
     return {**result, **lean}
 
 
@@ -134,15 +141,24 @@ def measured(result: Row) -> list[Row]:
 
 def _relative(result: Row) -> list[Row]:
     """Return every median over the reference's under the same threads and provider."""
-    base = {(row["threads"], row["provider_asked"]): row["p50_us"] for row in measured(result)
-            if row["id"] == result["run"]["reference"]}  # fmt: skip
+    base = {
+        (row["threads"], row["provider_asked"]): row["p50_us"]
+        for row in measured(result)
+        if row["id"] == result["run"]["reference"]
+    }
     found = []
     for row in measured(result):
         reference = base.get((row["threads"], row["provider_asked"]))
         if reference is not None:
             name, threads, provider = key(row)
-            found.append({"id": name, "threads": threads, "provider_asked": provider,
-                          "value": row["p50_us"] / reference})  # fmt: skip
+            found.append(
+                {
+                    "id": name,
+                    "threads": threads,
+                    "provider_asked": provider,
+                    "value": row["p50_us"] / reference,
+                }
+            )
     return found
 
 
@@ -221,8 +237,11 @@ def _drift(result: Row) -> Iterator[Flag]:
 def _throttled(result: Row) -> Iterator[Flag]:
     """Yield a doubt if all cells together were slower in the last round than in the first."""
     limit = result["rules"]["max_drift"]
-    changes = [np.median(row["samples_us"][-1]) / np.median(row["samples_us"][0])
-               for row in measured(result) if len(row["samples_us"]) > 1]  # fmt: skip
+    changes = [
+        np.median(row["samples_us"][-1]) / np.median(row["samples_us"][0])
+        for row in measured(result)
+        if len(row["samples_us"]) > 1
+    ]
     if changes and (change := float(np.median(changes)) - 1) > limit:
         text = f"the cells' median took {change:+.0%} in the last round; allowed are {limit:.0%}"
         yield _flag("throttled", None, text)
@@ -242,8 +261,12 @@ def _decoder_flags(result: Row, row: Row) -> Iterator[Flag]:
         yield _flag("rounds", name, f"{len(row['token_us'])} rounds of {rules['rounds']}")
     change = row["sustained_change"]
     if change is not None and change < -rules["max_drift"]:
-        yield _flag("throttled", name, f"wrote {change:+.0%} tokens a second in the last window of "
-                    f"its sustained run; allowed are {rules['max_drift']:.0%}")  # fmt: skip
+        yield _flag(
+            "throttled",
+            name,
+            f"wrote {change:+.0%} tokens a second in the last window of "
+            f"its sustained run; allowed are {rules['max_drift']:.0%}",
+        )
 
 
 def timed(result: Row) -> list[Row]:
@@ -274,6 +297,10 @@ def _row_flags(result: Row, row: Row) -> Iterator[Flag]:
     if step > rules["max_timer_share"]:
         yield _flag("timer", name, f"the clock's step is {step:.0%} of a sample")
     if (times := spread(row)) > WILD:
-        yield _flag("spread", name, f"a tenth of the samples took {times:.1f} times the least or "
-                    f"more: {row['min_us']:,.0f} to {row['p90_us']:,.0f} µs, median "
-                    f"{row['p50_us']:,.0f}")  # fmt: skip
+        yield _flag(
+            "spread",
+            name,
+            f"a tenth of the samples took {times:.1f} times the least or "
+            f"more: {row['min_us']:,.0f} to {row['p90_us']:,.0f} µs, median "
+            f"{row['p50_us']:,.0f}",
+        )

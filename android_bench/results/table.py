@@ -158,10 +158,14 @@ def _change(result: Row, name: str) -> str:
 
 def _score_tables(result: Row) -> Iterator[str]:
     rows = [row for row in measured(result) if row["stage"] == "score"]
-    relative = {(v["id"], v["threads"], v["provider_asked"]): v["value"]
-                for v in result["derived"]["relative"]}  # fmt: skip
-    lines = {tuple(fit[name] for name in (*ROW, "dtype", "provider_asked", "threads")): fit
-             for fit in result["derived"]["fits"]}  # fmt: skip
+    relative = {
+        (v["id"], v["threads"], v["provider_asked"]): v["value"]
+        for v in result["derived"]["relative"]
+    }
+    lines = {
+        tuple(fit[name] for name in (*ROW, "dtype", "provider_asked", "threads")): fit
+        for fit in result["derived"]["fits"]
+    }
     for name, _ in groupby(sorted(rows, key=setting), key=setting):
         part = [found for found in series(result).values() if setting(found[0]) == name]
         sizes = sorted({row["n"] for found in part for row in found})
@@ -169,17 +173,22 @@ def _score_tables(result: Row) -> Iterator[str]:
         yield _said(f"Score, {said}: median (least to 90th percentile) in µs by slots held", "**")
         yield ""
         body = [
-            [label(found[0]), *_by_size(found, sizes, lambda row: _median(row)),
-             _line(lines.get((*(found[0][n] for n in ROW), *name)))]
+            [
+                label(found[0]),
+                *_by_size(found, sizes, lambda row: _median(row)),
+                _line(lines.get((*(found[0][n] for n in ROW), *name))),
+            ]
             for found in part
-        ]  # fmt: skip
+        ]
         body += _copies(result, sizes)
         yield from table(["policy", *(f"{n:,}" for n in sizes), "t0 + slope"], body)
         yield ""
         yield _said(f"Score, {said}: relative to {result['run']['reference']}", "**")
         yield ""
-        values = [[label(found[0]), *_by_size(found, sizes, lambda r: _ratio(relative.get(key(r))))]
-                  for found in part]  # fmt: skip
+        values = [
+            [label(found[0]), *_by_size(found, sizes, lambda r: _ratio(relative.get(key(r))))]
+            for found in part
+        ]
         yield from table(["policy", *(f"{n:,}" for n in sizes)], values)
         yield ""
 
@@ -224,13 +233,27 @@ def _evict_table(result: Row) -> Iterator[str]:
         return
     yield _said("Evict: score, select, gather keys and values", "**")
     yield ""
-    head = ["policy", "slots", "kept", "type", "on", "threads",
-            "median (least to 90th percentile) in µs"]  # fmt: skip
+    head = [
+        "policy",
+        "slots",
+        "kept",
+        "type",
+        "on",
+        "threads",
+        "median (least to 90th percentile) in µs",
+    ]
     body = [
-        [label(row), str(row["n"]), str(row["budget"]), row["dtype"], row["provider_asked"],
-         str(row["threads"]), _median(row)]
+        [
+            label(row),
+            str(row["n"]),
+            str(row["budget"]),
+            row["dtype"],
+            row["provider_asked"],
+            str(row["threads"]),
+            _median(row),
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     yield from table(head, body)
     yield ""
 
@@ -243,9 +266,16 @@ def _percentiles(result: Row) -> Iterator[str]:
     yield ""
     yield from table(
         ["cell", "on", "threads", *(f"p{share}" for share in PERCENTILES)],
-        ([row["id"], row["provider_asked"], str(row["threads"]),
-          *(microseconds(row[f"p{share}_us"]) for share in PERCENTILES)] for row in rows),
-    )  # fmt: skip
+        (
+            [
+                row["id"],
+                row["provider_asked"],
+                str(row["threads"]),
+                *(microseconds(row[f"p{share}_us"]) for share in PERCENTILES),
+            ]
+            for row in rows
+        ),
+    )
     yield ""
 
 
@@ -258,18 +288,22 @@ def _operators(result: Row) -> Iterator[str]:
     yield ""
     yield from table(
         ["cell", "on", "threads", "operators by their share, each with its µs"],
-        ([row["id"], row["provider_got"] or "", str(row["threads"]), _shares(row["operators"])]
-         for row in rows),
-    )  # fmt: skip
+        (
+            [row["id"], row["provider_got"] or "", str(row["threads"]), _shares(row["operators"])]
+            for row in rows
+        ),
+    )
     yield ""
 
 
 def _shares(operators: list[Row]) -> str:
     whole = sum(entry["us"] for entry in operators) or 1
     ranked = sorted(operators, key=lambda entry: -float(entry["us"]))
-    shown = [f"{plain(entry['operator'], 60)} ({plain(entry['provider'], 60)}) "
-             f"{entry['us'] / whole:.0%}, {microseconds(entry['us'])}"
-             for entry in ranked[:COSTLY]]  # fmt: skip
+    shown = [
+        f"{plain(entry['operator'], 60)} ({plain(entry['provider'], 60)}) "
+        f"{entry['us'] / whole:.0%}, {microseconds(entry['us'])}"
+        for entry in ranked[:COSTLY]
+    ]
     return "; ".join(shown) + ("; …" if len(ranked) > COSTLY else "")
 
 
@@ -279,18 +313,35 @@ def _decoder_table(result: Row) -> Iterator[str]:
         return
     yield _said("Whole decoders under their cap", "**")
     yield ""
-    head = ["decoder", "on", "threads", "first token, ms", "tokens/s", "a token, ms",
-            "long prompt, tokens/s", "slots, MB", "weights, MB"]  # fmt: skip
-    yield from table(head, (
-        [f"{row['id']}{'' if row['parity']['passed'] else ' WRONG'}", row["provider_asked"],
-         str(row["threads"]), f"{_digits(row['first_p50_ms'])} ({row['prompt_tokens']:,} tokens)",
-         _digits(row["tokens_per_s"]),
-         f"{_digits(row['token_p50_us'] / 1000)} (to {_digits(row['token_p90_us'] / 1000)})",
-         f"{_digits(row['prefill_tokens_per_s'])} ({row['long_tokens']:,} tokens, "
-         f"{row['evicting_blocks']:,} blocks evict)",
-         _digits(row["held_bytes"] / 1e6), _digits(row["weights_bytes"] / 1e6)]
-        for row in rows
-    ))  # fmt: skip
+    head = [
+        "decoder",
+        "on",
+        "threads",
+        "first token, ms",
+        "tokens/s",
+        "a token, ms",
+        "long prompt, tokens/s",
+        "slots, MB",
+        "weights, MB",
+    ]
+    yield from table(
+        head,
+        (
+            [
+                f"{row['id']}{'' if row['parity']['passed'] else ' WRONG'}",
+                row["provider_asked"],
+                str(row["threads"]),
+                f"{_digits(row['first_p50_ms'])} ({row['prompt_tokens']:,} tokens)",
+                _digits(row["tokens_per_s"]),
+                f"{_digits(row['token_p50_us'] / 1000)} (to {_digits(row['token_p90_us'] / 1000)})",
+                f"{_digits(row['prefill_tokens_per_s'])} ({row['long_tokens']:,} tokens, "
+                f"{row['evicting_blocks']:,} blocks evict)",
+                _digits(row["held_bytes"] / 1e6),
+                _digits(row["weights_bytes"] / 1e6),
+            ]
+            for row in rows
+        ),
+    )
     yield ""
     yield from _sustained_table(rows)
 
@@ -309,8 +360,9 @@ def _sustained_table(rows: list[Row]) -> Iterator[str]:
             speeds = [*speeds[: MOST // 2], "…", *speeds[-MOST // 2 :]]
         change = row["sustained_change"]
         drift = "" if change is None else f", {change:+.0%} from first to last"
-        yield _listed(f"{identity(row)}, windows of {windows[0]['seconds']:.0f} s{drift}: "
-                      f"{', '.join(speeds)}")  # fmt: skip
+        yield _listed(
+            f"{identity(row)}, windows of {windows[0]['seconds']:.0f} s{drift}: {', '.join(speeds)}"
+        )
     yield ""
 
 
@@ -346,9 +398,15 @@ def _beside(results: Sequence[Row]) -> Iterator[str]:
          timed, _speeds),
     )  # fmt: skip
     for heading_, what, rows_of, show in shown:
-        columns = [(result, provider, [row for row in rows_of(result)
-                                       if row["provider_asked"] == provider])
-                   for result in results for provider in _providers(rows_of(result))]  # fmt: skip
+        columns = [
+            (
+                result,
+                provider,
+                [row for row in rows_of(result) if row["provider_asked"] == provider],
+            )
+            for result in results
+            for provider in _providers(rows_of(result))
+        ]
         if not columns:
             continue
         names = [short(result, provider) for result, provider, _ in columns]
@@ -360,9 +418,11 @@ def _beside(results: Sequence[Row]) -> Iterator[str]:
         yield ""
         yield from table(
             [what, "threads", *names],
-            ([k[0], str(k[1]), *(show(rows[k]) if k in rows else "" for rows in found)]
-             for k in keys),
-        )  # fmt: skip
+            (
+                [k[0], str(k[1]), *(show(rows[k]) if k in rows else "" for rows in found)]
+                for k in keys
+            ),
+        )
         yield ""
 
 

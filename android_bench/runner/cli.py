@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         default="auto",
         help="what this is; that it is a real device is only found, not said",
     )
-    asked = parser.parse_args(arguments)  # fmt: skip
+    asked = parser.parse_args(arguments)
     try:
         cores_for(asked.cores, 1)
         run = Run(load_plan(asked.plan), asked.plan.parent, asked)

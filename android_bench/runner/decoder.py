@@ -26,9 +26,15 @@ def row_of(plan: Cell, threads: int, provider: str) -> Cell:
     """Return the result's row of the plan's decoder, before it is timed."""
     wanted = plan["decoder"]
     sha256 = {entry["file"]: entry["sha256"] for entry in plan["files"]}
-    return {**{key: wanted[key] for key in SAME}, "model_sha256": sha256[wanted["manifest"]],
-            "threads": threads, "provider_asked": provider, "provider_got": None,
-            "status": "ok", "reason": None}  # fmt: skip
+    return {
+        **{key: wanted[key] for key in SAME},
+        "model_sha256": sha256[wanted["manifest"]],
+        "threads": threads,
+        "provider_asked": provider,
+        "provider_got": None,
+        "status": "ok",
+        "reason": None,
+    }
 
 
 def loaded(manifest: Path, every: int, threads: int) -> SharedDecoder:
@@ -86,8 +92,11 @@ def checked(decoder: SharedDecoder, check: Cell, folder: Path) -> Cell:
 def compared(logits: Array, expected: Array, allowed: float) -> Cell:
     """Compare logits [V] with the expected ones; return their parity."""
     error = float(np.abs(logits - expected).max())
-    found: Cell = {"passed": error <= allowed, "error": error if error < np.inf else None,
-                   "allowed": allowed}  # fmt: skip
+    found: Cell = {
+        "passed": error <= allowed,
+        "error": error if error < np.inf else None,
+        "allowed": allowed,
+    }
     if not found["passed"]:
         found["text"] = f"logits differ by {error:.3g}, allowed are {allowed:.3g}"
     return found

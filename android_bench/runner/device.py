@@ -67,10 +67,14 @@ def device(source: str) -> Cell:
     """Describe the device, and whether it is a real one: only Android's own properties say so."""
     android = _said("getprop", "ro.build.version.release")
     cpu = _read(Path("/proc/cpuinfo"))
-    names = [line.partition(":")[2].strip() for line in cpu.splitlines()
-             if line.startswith(("model name", "Hardware"))]  # fmt: skip
-    model = " ".join(filter(None, (_said("getprop", f"ro.product.{key}")
-                                   for key in ("manufacturer", "model"))))  # fmt: skip
+    names = [
+        line.partition(":")[2].strip()
+        for line in cpu.splitlines()
+        if line.startswith(("model name", "Hardware"))
+    ]
+    model = " ".join(
+        filter(None, (_said("getprop", f"ro.product.{key}") for key in ("manufacturer", "model")))
+    )
     found, why = ("host", "no Android here")
     if source != "auto":
         found, why = source, f"--source {source}"
@@ -83,13 +87,16 @@ def device(source: str) -> Cell:
     elif android:
         found, why = "real", "Android's properties name a device and no emulator"
     return {
-        "source": found, "source_reason": why,
+        "source": found,
+        "source_reason": why,
         "model": model or (names or [platform.machine()])[0],
         "soc": _said("getprop", "ro.soc.model") or _said("getprop", "ro.board.platform") or None,
         "abi": _said("getprop", "ro.product.cpu.abi") or platform.machine(),
-        "cores": os.cpu_count(), "core_khz": core_khz(), "android": android or None,
+        "cores": os.cpu_count(),
+        "core_khz": core_khz(),
+        "android": android or None,
         "ram_bytes": _or_none(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
-    }  # fmt: skip
+    }
 
 
 def under_qemu() -> bool:
@@ -122,8 +129,11 @@ def core_khz() -> list[int | None]:
 def conditions() -> Cell:
     """Return conditions that may slow the device down; null where one cannot be known."""
     cpus = "devices/system/cpu/cpu[0-9]*/cpufreq"
-    zones = zip(sysfs("class/thermal/thermal_zone*/type"),
-                sysfs("class/thermal/thermal_zone*/temp"), strict=False)  # fmt: skip
+    zones = zip(
+        sysfs("class/thermal/thermal_zone*/type"),
+        sysfs("class/thermal/thermal_zone*/temp"),
+        strict=False,
+    )
     battery = _said("dumpsys", "battery")
     level = next((line.split(":")[1] for line in battery.splitlines() if " level:" in line), "")
     level = level or "".join(sysfs("class/power_supply/battery/capacity"))
@@ -132,14 +142,21 @@ def conditions() -> Cell:
     return {
         "governor": sysfs(f"{cpus}/scaling_governor") or None,
         "khz": [_int(text) for text in sysfs(f"{cpus}/scaling_cur_freq")] or None,
-        "thermal": {f"{i} {name}": int(value) / 1000 for i, (name, value) in enumerate(zones)
-                    if _int(value) is not None} or None,
+        "thermal": {
+            f"{i} {name}": int(value) / 1000
+            for i, (name, value) in enumerate(zones)
+            if _int(value) is not None
+        }
+        or None,
         "battery_percent": _int(level.strip()),
-        "charging": "powered: true" in battery if battery
-        else status in ("Charging", "Full") if status else None,
+        "charging": "powered: true" in battery
+        if battery
+        else status in ("Charging", "Full")
+        if status
+        else None,
         "screen_on": "mWakefulness=Awake" in wake if wake else None,
         "load": _or_none(lambda: os.getloadavg()[0]),
-    }  # fmt: skip
+    }
 
 
 def peak_memory(status: Path = Path("/proc/self/status")) -> Cell:

@@ -166,8 +166,10 @@ def operators(bound: Bound) -> list[Cell]:
             entry[0] += 1
             entry[1] += event["dur"]
     assert ended == TRACE_WARM + TRACE_RUNS
-    return [{"operator": name, "provider": provider, "count": count / TRACE_RUNS,
-             "us": us / TRACE_RUNS} for (name, provider), (count, us) in found.items()]  # fmt: skip
+    return [
+        {"operator": name, "provider": provider, "count": count / TRACE_RUNS, "us": us / TRACE_RUNS}
+        for (name, provider), (count, us) in found.items()
+    ]
 
 
 def visit(run: Callable[[], None], rules: Cell) -> list[float]:
@@ -205,18 +207,38 @@ class Run:
         self.threads = arguments.threads or plan["threads"]
         self.sha256 = {entry["file"]: entry["sha256"] for entry in plan["files"]}
         self.rows = [self._row(cell, count) for count in self.threads for cell in plan["cells"]]
-        self.baselines = [{**entry, "threads": 1, "runs_per_sample": 1, "samples_us": []}
-                          for entry in plan["baselines"]]  # fmt: skip
+        self.baselines = [
+            {**entry, "threads": 1, "runs_per_sample": 1, "samples_us": []}
+            for entry in plan["baselines"]
+        ]
         self.cells = {cell["id"]: cell for cell in plan["cells"]}
         self.first: Cell | None = None
         self.everywhere = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
     def _row(self, cell: Cell, threads: int) -> Cell:
-        same = ("id", "policy", "formulation", "dtype", "stage", "n", "queries", "budget", "opset",
-                "bytes")  # fmt: skip
-        return {**{key: cell[key] for key in same}, "model_sha256": self.sha256[cell["model"]],
-                "threads": threads, "provider_asked": self.provider, "provider_got": None,
-                "status": "ok", "reason": None, "runs_per_sample": 1, "samples_us": []}  # fmt: skip
+        same = (
+            "id",
+            "policy",
+            "formulation",
+            "dtype",
+            "stage",
+            "n",
+            "queries",
+            "budget",
+            "opset",
+            "bytes",
+        )
+        return {
+            **{key: cell[key] for key in same},
+            "model_sha256": self.sha256[cell["model"]],
+            "threads": threads,
+            "provider_asked": self.provider,
+            "provider_got": None,
+            "status": "ok",
+            "reason": None,
+            "runs_per_sample": 1,
+            "samples_us": [],
+        }
 
     def measure(self) -> Cell | None:
         """Measure all rounds in random order, then the first cell once more; return its samples."""
@@ -345,27 +367,53 @@ class Run:
         pinned = self.everywhere and cores_for(self.cores, max(self.threads))
         return {
             "schema": BENCH,
-            "run": {"id": str(uuid.uuid4()), "plan": self.plan["id"],
-                    "preset": self.plan["preset"], "reference": self.plan["reference"],
-                    "started": started, "finished": _now(), "runner": "python",
-                    "runner_version": VERSION, "seed": self.rules["seed"], "complete": True,
-                    "interrupted": []},
+            "run": {
+                "id": str(uuid.uuid4()),
+                "plan": self.plan["id"],
+                "preset": self.plan["preset"],
+                "reference": self.plan["reference"],
+                "started": started,
+                "finished": _now(),
+                "runner": "python",
+                "runner_version": VERSION,
+                "seed": self.rules["seed"],
+                "complete": True,
+                "interrupted": [],
+            },
             "device": device(source),
-            "runtime": {"name": "onnxruntime", "version": library().__version__,
-                        "timer_us": step, "telemetry": False, "arena": True, "cores": pinned},
-            "conditions": {"before": before, "after": conditions()}, "memory": peak_memory(),
-            "shape": self.plan["shape"], "rules": self.rules, "cells": self.rows,
-            "baselines": self.baselines, "repeat": repeat,
+            "runtime": {
+                "name": "onnxruntime",
+                "version": library().__version__,
+                "timer_us": step,
+                "telemetry": False,
+                "arena": True,
+                "cores": pinned,
+            },
+            "conditions": {"before": before, "after": conditions()},
+            "memory": peak_memory(),
+            "shape": self.plan["shape"],
+            "rules": self.rules,
+            "cells": self.rows,
+            "baselines": self.baselines,
+            "repeat": repeat,
             **({"decoders": decoders} if decoders else {}),
-        }  # fmt: skip
+        }
 
 
 def _without_samples(row: Cell, status: str, reason: str) -> None:
     """Mark a row as not measured; rounds that it had are given up."""
     row["status"] = status
     row["reason"] = "".join(letter if letter.isprintable() else "?" for letter in reason)
-    for key in ("samples_us", "runs_per_sample", "parity", "load_ms", "first_ms", "token_us",
-                "long_ms", "sustained"):  # fmt: skip
+    for key in (
+        "samples_us",
+        "runs_per_sample",
+        "parity",
+        "load_ms",
+        "first_ms",
+        "token_us",
+        "long_ms",
+        "sustained",
+    ):
         row.pop(key, None)
 
 

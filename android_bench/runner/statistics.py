@@ -42,8 +42,10 @@ def csv_text(results: Iterable[Cell], columns: Iterable[str]) -> str:
     names = list(columns)
     lines = [[_field(name) for name in names]]
     for result in results:
-        lines += [[_field(row.get(name, result["run"].get(name))) for name in names]
-                  for row in result["cells"]]  # fmt: skip
+        lines += [
+            [_field(row.get(name, result["run"].get(name))) for name in names]
+            for row in result["cells"]
+        ]
     return "".join(",".join(line) + "\n" for line in lines)
 
 

@@ -112,8 +112,12 @@ class Results:
     def _check_room(self, size: int) -> None:
         limits, free = self.limits, shutil.disk_usage(self.folder).free
         if self.count >= limits.results or self.stored + size > limits.stored_bytes:
-            raise ResultsFull(f"{self.count} results are stored since kvcap android serve was "
-                              "started, which is all it takes; start it again")  # fmt: skip
+            raise ResultsFull(
+                f"{self.count} results are stored since kvcap android serve was "
+                "started, which is all it takes; start it again"
+            )
         if free - size < limits.spare_bytes:
-            raise ResultsFull(f"the computer's disk is full: {free / 1e6:,.0f} MB are free, and "
-                              f"{limits.spare_bytes / 1e6:,.0f} MB are left so")  # fmt: skip
+            raise ResultsFull(
+                f"the computer's disk is full: {free / 1e6:,.0f} MB are free, and "
+                f"{limits.spare_bytes / 1e6:,.0f} MB are left so"
+            )

@@ -322,12 +322,16 @@ class PageServer:
         """Set up what is served once it runs."""
         limits, hosts = self.limits, [self.lan] if self.lan else ["localhost", "127.0.0.1"]
         config = uvicorn.Config(
-            application(files, self.token, hosts, limits), log_level="error", access_log=False,
-            lifespan="off", ws="none",
+            application(files, self.token, hosts, limits),
+            log_level="error",
+            access_log=False,
+            lifespan="off",
+            ws="none",
             http=type("Patient", (Connection,), {"head_seconds": limits.head_seconds}),
-            timeout_keep_alive=int(limits.head_seconds), limit_concurrency=limits.connections,
+            timeout_keep_alive=int(limits.head_seconds),
+            limit_concurrency=limits.connections,
             h11_max_incomplete_event_size=HEAD_BYTES,
-        )  # fmt: skip
+        )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(
             target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True

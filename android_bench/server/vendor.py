@@ -47,10 +47,11 @@ SCRIPTS = (
 BINARIES = ("ort-wasm-simd-threaded.wasm", "ort-wasm-simd-threaded.asyncify.wasm")
 NOTICES = ("LICENSE", "ThirdPartyNotices.txt")  # of ONNX Runtime; the npm package has none
 ORT = Package(
-    "onnxruntime-web", "1.30.0",
+    "onnxruntime-web",
+    "1.30.0",
     "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ==",
     {f"dist/{name}": name for name in (*SCRIPTS, *BINARIES)},
-)  # fmt: skip
+)
 TEXT = (
     Package(
         "@huggingface/tokenizers", "0.2.0",
@@ -142,8 +143,12 @@ def _download(work: Path, package: Package) -> Path:
     with tempfile.TemporaryDirectory(dir=work) as place:
         done = subprocess.run(
             [npm, "pack", "--silent", "--pack-destination", place, name],
-            capture_output=True, text=True, check=False, cwd=work, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=work,
+            stdin=subprocess.DEVNULL,
+        )
         files = list(Path(place).glob("*.tgz"))
         if done.returncode or len(files) != 1:
             said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

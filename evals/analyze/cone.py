@@ -99,10 +99,15 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
     for name, count in found[0]["ratio"]:
         both = torch.cat([one["ratio"][name, count] for one in found], -1)
         chosen, plain = both[:, both.isfinite().all(0)]
-        table.append({
-            "pools": name, "evicted": count, "records": len(chosen),
-            "dropkv": quantiles(chosen), "attention": quantiles(plain),
-        })  # fmt: skip
+        table.append(
+            {
+                "pools": name,
+                "evicted": count,
+                "records": len(chosen),
+                "dropkv": quantiles(chosen),
+                "attention": quantiles(plain),
+            }
+        )
     return {
         "layers": found[0]["layers"],
         "triples": cone.numel(),
@@ -161,8 +166,15 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     cones.set_ylabel("triples", fontsize=8)
     numbers = figures["layers"]
     across = range(len(numbers))
-    layers.plot(across, figures["cone_by_layer"], marker="o", ms=4, color="#0b62a4", lw=1.2,
-                label="share with c* > 0")  # fmt: skip
+    layers.plot(
+        across,
+        figures["cone_by_layer"],
+        marker="o",
+        ms=4,
+        color="#0b62a4",
+        lw=1.2,
+        label="share with c* > 0",
+    )
     layers.set_ylim(-0.03, 1.03)
     layers.set_xticks(across, [str(i) for i in numbers])
     layers.set_xlabel("layer", fontsize=8)
@@ -174,13 +186,21 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     other.set_ylabel("median ε, most attention (■; floor 1e-9)", fontsize=8, color="#b4450b")
     names = [f"{row['pools']}, {row['evicted']} of 20" for row in figures["ratio"]]
     for place, row in enumerate(figures["ratio"]):
-        for key, color, marker, shift in (("dropkv", "#0b62a4", "o", 0.14),
-                                          ("attention", "#b4450b", "s", -0.14)):  # fmt: skip
+        for key, color, marker, shift in (
+            ("dropkv", "#0b62a4", "o", 0.14),
+            ("attention", "#b4450b", "s", -0.14),
+        ):
             one = row[key]
             if one["p50"] is not None:
                 ratios.hlines(place + shift, one["p05"], one["p95"], color=color, lw=1)
-                ratios.plot(one["p50"], place + shift, marker, color=color, ms=4.5,
-                            label=key if place == 0 else None)  # fmt: skip
+                ratios.plot(
+                    one["p50"],
+                    place + shift,
+                    marker,
+                    color=color,
+                    ms=4.5,
+                    label=key if place == 0 else None,
+                )
     ratios.set_yticks(range(len(names)), names)
     ratios.invert_yaxis()
     ratios.axvline(1, color="black", lw=0.6, ls=":")

@@ -107,8 +107,10 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     figure.set_size_inches(max(4.8, 1.6 + 0.32 * len(figures["layers"])), 3.4)
     axis = figure.subplots()
     nan = float("nan")
-    styles = (("window", "#0b62a4", f"of the last {WINDOW} queries", -0.2),
-              ("all", "#d1590f", "of all queries", 0.2))  # fmt: skip
+    styles = (
+        ("window", "#0b62a4", f"of the last {WINDOW} queries", -0.2),
+        ("all", "#d1590f", "of all queries", 0.2),
+    )
     for name, color, label, shift in styles:
         mean, low, high = (
             [nan if x is None else x for x in figures[name][part]]

@@ -73,8 +73,14 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     axes = figure.subplots(len(runs), 1, sharex=True, squeeze=False).flatten()
     step = -(-len(layers) // 6)
     for axis, run in zip(axes, runs, strict=True):
-        picture = axis.imshow(run["heads"], aspect="auto", cmap="Blues", vmin=0,
-                              vmax=figures["kv_heads"], interpolation="nearest")  # fmt: skip
+        picture = axis.imshow(
+            run["heads"],
+            aspect="auto",
+            cmap="Blues",
+            vmin=0,
+            vmax=figures["kv_heads"],
+            interpolation="nearest",
+        )
         axis.set_title(f"{run['policy']}, {run['budget']} slots", fontsize=8, loc="left", pad=3)
         axis.set_yticks(range(0, len(layers), step), [str(i) for i in layers[::step]])
         axis.tick_params(labelsize=7)

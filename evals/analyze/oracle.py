@@ -139,5 +139,10 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
 
 
 # `exact` is wide and pale behind the lines that approximate it.
-STYLES = (("#6b6f76", "o", "-", 1.2), ("#0b62a4", "s", "--", 1.2), ("#b4450b", "^", ":", 1.4),
-          ("#3d7d1e", "D", "-.", 1.2), ("#c9a7e0", "", "-", 3.0))  # fmt: skip
+STYLES = (
+    ("#6b6f76", "o", "-", 1.2),
+    ("#0b62a4", "s", "--", 1.2),
+    ("#b4450b", "^", ":", 1.4),
+    ("#3d7d1e", "D", "-.", 1.2),
+    ("#c9a7e0", "", "-", 3.0),
+)

@@ -123,8 +123,16 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
         for mine, color, size, label in ((False, EVICTED, 5, "evicted"), (True, KEPT, 8, "kept")):
             chosen = [p for i, p in enumerate(points) if (i in kept) == mine]
             marker = "o" if mine else "x"
-            axis.scatter([p[0] for p in chosen], [p[1] for p in chosen], size, color,
-                         marker=marker, lw=0.6, alpha=0.75, label=label)  # fmt: skip
+            axis.scatter(
+                [p[0] for p in chosen],
+                [p[1] for p in chosen],
+                size,
+                color,
+                marker=marker,
+                lw=0.6,
+                alpha=0.75,
+                label=label,
+            )
         x = figures["spread"][policy]
         said = "" if x is None else f", spread {x:.2f}"
         axis.set_title(f"{policy}{said}", fontsize=8)

@@ -142,8 +142,14 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     for axis, way in ((once, "once"), (blocks, "blocks")):
         ratio = figures[way]["ratio_by_head"][middle]
         cells = [[nan if x is None or x <= 0 else x for x in row] for row in ratio]
-        picture = axis.imshow([[_log2(x) for x in row] for row in cells], aspect="auto",
-                              cmap="PuOr_r", vmin=-2, vmax=2, interpolation="nearest")  # fmt: skip
+        picture = axis.imshow(
+            [[_log2(x) for x in row] for row in cells],
+            aspect="auto",
+            cmap="PuOr_r",
+            vmin=-2,
+            vmax=2,
+            interpolation="nearest",
+        )
         axis.set_facecolor("#c3c8cd")
         lower = figures[way]["lower"][middle]
         said = "" if lower is None else f": lower in {100 * lower:.0f} % of heads"

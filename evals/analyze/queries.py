@@ -174,8 +174,9 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     """Draw the heatmap, similarity by distance, recomputed steps and losses by layer."""
     figure.set_size_inches(8.8, 6.6)
     (heat, lines), (steps, losses) = figure.subplots(2, 2)
-    picture = heat.imshow(figures["heatmap"], vmin=-1, vmax=1, cmap="PuOr_r",
-                          interpolation="nearest")  # fmt: skip
+    picture = heat.imshow(
+        figures["heatmap"], vmin=-1, vmax=1, cmap="PuOr_r", interpolation="nearest"
+    )
     heat.set_title(
         f"queries of layer {figures['layer']}, head {figures['head']}", fontsize=8, loc="left"
     )
@@ -187,8 +188,16 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     chosen = sorted({round(i * (len(numbers) - 1) / 5) for i in range(6)})
     for i, style in zip(chosen, STYLES, strict=False):
         color, marker, dash = style
-        lines.plot(figures["apart"], figures["similarity"][i], color=color, marker=marker, ls=dash,
-                   ms=4, lw=1.2, label=f"layer {numbers[i]}")  # fmt: skip
+        lines.plot(
+            figures["apart"],
+            figures["similarity"][i],
+            color=color,
+            marker=marker,
+            ls=dash,
+            ms=4,
+            lw=1.2,
+            label=f"layer {numbers[i]}",
+        )
     lines.set_xscale("log", base=2)
     lines.set_xticks(figures["apart"], [str(d) for d in figures["apart"]])
     lines.set_xticks([], minor=True)
@@ -197,15 +206,24 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     across = range(len(numbers))
     for theta, shares, style in zip(figures["thetas"], figures["recomputed"], STYLES, strict=False):
         color, marker, dash = style
-        steps.plot(across, shares, color=color, marker=marker, ls=dash, ms=4, lw=1.2,
-                   label=f"θ1 = {theta}")  # fmt: skip
+        steps.plot(
+            across, shares, color=color, marker=marker, ls=dash, ms=4, lw=1.2, label=f"θ1 = {theta}"
+        )
     steps.axhline(1 / 8, color="black", lw=0.7, ls=":", label="one of eight")
     steps.set_ylim(-0.02, 1.02)
     steps.set_ylabel("share of steps that recompute", fontsize=8)
     for i, (label, style) in enumerate(zip(("without", "with"), STYLES, strict=False)):
         color, marker, dash = style
-        losses.plot(across, figures["loss"][i], color=color, marker=marker, ls=dash, ms=4, lw=1.2,
-                    label=f"{label} calibration")  # fmt: skip
+        losses.plot(
+            across,
+            figures["loss"][i],
+            color=color,
+            marker=marker,
+            ls=dash,
+            ms=4,
+            lw=1.2,
+            label=f"{label} calibration",
+        )
     losses.set_ylim(bottom=0)
     losses.set_ylabel("‖o − ô‖₁ / ‖o‖₁ of the next token", fontsize=8)
     losses.set_title(
@@ -224,5 +242,11 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     figure.suptitle(TITLE, fontsize=9, x=0.01, ha="left")
 
 
-STYLES = (("#0b62a4", "o", "-"), ("#b4450b", "s", "--"), ("#3d7d1e", "^", ":"),
-          ("#6f4bb0", "D", "-."), ("#6b6f76", "v", "-"), ("#b23a6b", "x", "--"))  # fmt: skip
+STYLES = (
+    ("#0b62a4", "o", "-"),
+    ("#b4450b", "s", "--"),
+    ("#3d7d1e", "^", ":"),
+    ("#6f4bb0", "D", "-."),
+    ("#6b6f76", "v", "-"),
+    ("#b23a6b", "x", "--"),
+)

@@ -54,8 +54,13 @@ from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.errors import PeerFailed
 from kvcap.runtime.memory.free_memory import free_memory
 
-DEFAULTS = {"lengths": (32768,), "budgets": (2048,), "block_size": 1024, "model": "random-3b",
-            "vs": ("transformers",)}  # fmt: skip
+DEFAULTS = {
+    "lengths": (32768,),
+    "budgets": (2048,),
+    "block_size": 1024,
+    "model": "random-3b",
+    "vs": ("transformers",),
+}
 COLUMNS = ("server", "clients", "n", "tok_s", "alone_tok_s", "gain", "p95_ms", "ratio", "why")
 LIMIT_S = 400.0  # seconds for kvcap's server, the loading of its model included
 PEER_S = 200.0  # seconds for the peer's
@@ -78,14 +83,17 @@ def run(options: BenchmarkOptions) -> Result:
         raise ValueError(f"--model {options.model}: give one of {', '.join(SHAPES)}")
     if unknown := set(options.vs) - {"transformers"}:
         raise ValueError(f"--vs {', '.join(unknown)}: transformers alone serves beside kvcap")
-    machine = {"device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
-               "versions": versions()}  # fmt: skip
+    machine = {
+        "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
+        "versions": versions(),
+    }
     rows: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         model = endless(directory(options.model, options.files), Path(folder, "endless"))
         for length in options.lengths:
-            work = ClientLoad(model, length, options.clients, options.steps, options.repeats,
-                        options.block_size)  # fmt: skip
+            work = ClientLoad(
+                model, length, options.clients, options.steps, options.repeats, options.block_size
+            )
             policy, budgets = options.policies[0], options.budgets
             own = [_told(_kvcap(work, budget, policy)) for budget in budgets]
             peers = [_told(_peer(work, options.peer_pythons.get(name))) for name in options.vs]
@@ -94,8 +102,12 @@ def run(options: BenchmarkOptions) -> Result:
                     both = row["tok_s"] and mine["tok_s"]
                     ratio = mine["tok_s"] / row["tok_s"] if both else ""
                     rows.append({**row, "budget": budget, "ratio": ratio})
-    return Result("clients", COLUMNS, [{**row, **machine} for row in rows],
-                  {"model": options.model, **machine})  # fmt: skip
+    return Result(
+        "clients",
+        COLUMNS,
+        [{**row, **machine} for row in rows],
+        {"model": options.model, **machine},
+    )
 
 
 def _told(row: dict[str, Any]) -> dict[str, Any]:
@@ -256,10 +268,12 @@ def _together(server: PeerServer, work: ClientLoad, clients: int, tokens: int) -
     steps, reading = _gaps(inside), _gaps(before)
     return {
         "tok_s": sum(map(len, inside)) / (end - start),
-        "p50_ms": median(steps), "p95_ms": _p95(steps), "most_ms": max(steps),
+        "p50_ms": median(steps),
+        "p95_ms": _p95(steps),
+        "most_ms": max(steps),
         "read_s": start - at_once.asked,
         "reading_p95_ms": _p95(reading) if len(reading) > 1 else "",
-    }  # fmt: skip
+    }
 
 
 def _gaps(series: Sequence[Sequence[float]]) -> list[float]:
@@ -273,8 +287,21 @@ def _p95(values: Sequence[float]) -> float:
 
 def _row(work: ClientLoad, server: str) -> dict[str, Any]:
     """Return a row that has no figures yet."""
-    blank = dict.fromkeys(("tok_s", "alone_tok_s", "gain", "p50_ms", "p95_ms", "most_ms", "read_s",
-                           "reading_p95_ms", "ratio", "why"), "")  # fmt: skip
+    blank = dict.fromkeys(
+        (
+            "tok_s",
+            "alone_tok_s",
+            "gain",
+            "p50_ms",
+            "p95_ms",
+            "most_ms",
+            "read_s",
+            "reading_p95_ms",
+            "ratio",
+            "why",
+        ),
+        "",
+    )
     return {"server": server, "clients": work.clients, "n": work.length, **blank}
 
 
@@ -282,10 +309,20 @@ def _kvcap(work: ClientLoad, budget: int, policy: str) -> dict[str, Any]:
     row, many = _row(work, "kvcap"), str(work.clients)
     try:
         with kvcap_server(
-            work.model, budget, "--block-size", str(work.block), "--policy", policy,
-            "--max-together", many, "--max-conversations", many, "--max-queue", many,
+            work.model,
+            budget,
+            "--block-size",
+            str(work.block),
+            "--policy",
+            policy,
+            "--max-together",
+            many,
+            "--max-conversations",
+            many,
+            "--max-queue",
+            many,
             limit_s=LIMIT_S,
-        ) as server:  # fmt: skip
+        ) as server:
             row["alone_tok_s"] = _alone(server, work)
             row |= _together(server, work, work.clients, ENDLESS)
             row["gain"] = row["tok_s"] / row["alone_tok_s"]
@@ -316,11 +353,18 @@ def _peer_figures(
 ) -> dict[str, Any]:
     blocks = math.ceil(clients * math.ceil((work.length + work.most) / PAGE) / (1 - FREE)) + 1
     with transformers_server(
-        work.model, "--device", "cuda" if torch.cuda.is_available() else "cpu",
-        "--cb-block-size", str(PAGE), "--cb-num-blocks", str(blocks),
-        "--cb-max-batch-tokens", str(PASS),
-        python=python, limit_s=max(1.0, until - time.monotonic()),
-    ) as server:  # fmt: skip
+        work.model,
+        "--device",
+        "cuda" if torch.cuda.is_available() else "cpu",
+        "--cb-block-size",
+        str(PAGE),
+        "--cb-num-blocks",
+        str(blocks),
+        "--cb-max-batch-tokens",
+        str(PASS),
+        python=python,
+        limit_s=max(1.0, until - time.monotonic()),
+    ) as server:
         alone = _alone(server, work)
         began, ready = time.monotonic(), 1  # the first prompt is read
         while ready < clients and time.monotonic() < began + READ_S:

@@ -85,12 +85,20 @@ def run(options: BenchmarkOptions) -> Result:
                     turns = _by_turns(all_, work, n, tokens, options.repeats)
                     share = all_["kvcap"].turn(work, n, tokens, 0, evictions=True)["share"]
             row = {
-                "work": work, "backend": backend, "weights": weights, "threads": threads, "n": n,
-                "tokens": tokens or None, "budget": options.budgets[0],
-                "block_size": options.block_size, "policy": options.policies[0],
-                "turns": options.repeats, "model": Path(options.model).name,
-                **_figures(turns["kvcap"], work, n), "eviction_share": share,
-            }  # fmt: skip
+                "work": work,
+                "backend": backend,
+                "weights": weights,
+                "threads": threads,
+                "n": n,
+                "tokens": tokens or None,
+                "budget": options.budgets[0],
+                "block_size": options.block_size,
+                "policy": options.policies[0],
+                "turns": options.repeats,
+                "model": Path(options.model).name,
+                **_figures(turns["kvcap"], work, n),
+                "eviction_share": share,
+            }
             for name in options.vs or (None,):
                 other = {
                     "peer": name,
@@ -252,8 +260,10 @@ def exported(model: str, files: Path, settings: Mapping[str, str]) -> Path:
         code = f"import sys; sys.path[:] = {path!r}; from kvcap.cli import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", code, *command, "--quick", "--out", str(out)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             said = done.stderr.strip().removeprefix("kvcap: ") or f"code {done.returncode}"
             raise PeerFailed(f"{out.name} cannot be exported: {said}")

@@ -127,11 +127,15 @@ def _measure(
     must_read = n * KV_HEADS * SIZE * DTYPE.itemsize * (work.keys_read + work.values_read)
     mine, graphed = percentiles(timed(work.twin, inputs, repeats)), replayed(work.twin, inputs)
     common = {
-        "work": work.name, "n": n, **quoted(mine, "ms"), "graph_ms": graphed,
+        "work": work.name,
+        "n": n,
+        **quoted(mine, "ms"),
+        "graph_ms": graphed,
         "floor_ms": must_read / bandwidth * 1e3,
-        "tb_s": must_read / mine["p50"] / 1e9, "of_read": must_read / mine["p50"] * 1e3 / bandwidth,
+        "tb_s": must_read / mine["p50"] / 1e9,
+        "of_read": must_read / mine["p50"] * 1e3 / bandwidth,
         "scratch_bytes": scratch(work.twin, inputs[0]),
-    }  # fmt: skip
+    }
     peers: dict[str, Call] = {"eager": work.eager}
     if work.compiled:
         peers["torch.compile"] = compiled(work.policy.score, inputs[0])
@@ -141,10 +145,13 @@ def _measure(
     for name, peer in peers.items():
         theirs = percentiles(timed(peer, inputs, max(10, repeats // 3)))
         yield {
-            **common, "peer": name, **quoted(theirs, "ms", "peer_"),
+            **common,
+            "peer": name,
+            **quoted(theirs, "ms", "peer_"),
             "peer_scratch_bytes": scratch(peer, inputs[0]),
-            "ratio": theirs["p50"] / mine["p50"], **machine,
-        }  # fmt: skip
+            "ratio": theirs["p50"] / mine["p50"],
+            **machine,
+        }
 
 
 def observe(n: int, work: Work) -> Observation:
@@ -160,9 +167,17 @@ def observe(n: int, work: Work) -> Observation:
     state = {"accumulated": torch.zeros(1, KV_HEADS, n, device="cuda")}
     sums = keys.float().sum(2, keepdim=True) if work.known_sum else None
     return Inputs(
-        keys, pool(), places[None].int(), n + work.queries, n // 2, queries=queries,
-        scaling=SIZE**-0.5, saliency=work.saliency, state=state, key_sums=sums,
-    )  # fmt: skip
+        keys,
+        pool(),
+        places[None].int(),
+        n + work.queries,
+        n // 2,
+        queries=queries,
+        scaling=SIZE**-0.5,
+        saliency=work.saliency,
+        state=state,
+        key_sums=sums,
+    )
 
 
 def naive(obs: Observation) -> Tensor:
@@ -197,10 +212,15 @@ def compiled(score: Callable[[Observation], Tensor], like: Observation) -> Call:
     def function(keys: Tensor, values: Tensor, positions: Tensor, queries: Tensor | None) -> Tensor:
         return score(
             Observation(
-                keys, values, positions, like.num_tokens, like.budget,
-                queries=queries, scaling=like.scaling,
+                keys,
+                values,
+                positions,
+                like.num_tokens,
+                like.budget,
+                queries=queries,
+                scaling=like.scaling,
             )
-        )  # fmt: skip
+        )
 
     torch.compiler.reset()
     fast = torch.compile(function, dynamic=False)

@@ -78,13 +78,19 @@ def run(options: BenchmarkOptions) -> Result:
             inputs += [part.inputs() for _ in range(min(CALLS, ROTATED // size))]
             mine = _microseconds(part.mine, inputs, options.repeats)
             theirs = _microseconds(part.theirs, inputs, options.repeats)
-            rows.append({
-                "work": part.work, "n": part.n, "tokens": part.tokens,
-                **quoted(mine, "us"),
-                "floor_us": part.bytes_read / bandwidth * 1e6 or None, "peer": part.peer,
-                **quoted(theirs, "us", "peer_"),
-                "ratio": theirs["p50"] / mine["p50"], **machine,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "work": part.work,
+                    "n": part.n,
+                    "tokens": part.tokens,
+                    **quoted(mine, "us"),
+                    "floor_us": part.bytes_read / bandwidth * 1e6 or None,
+                    "peer": part.peer,
+                    **quoted(theirs, "us", "peer_"),
+                    "ratio": theirs["p50"] / mine["p50"],
+                    **machine,
+                }
+            )
     return Result("parts", COLUMNS, rows, {**machine, "read_tb_s": bandwidth / 1e12})
 
 
@@ -94,36 +100,74 @@ def _parts(budgets: Sequence[int]) -> Iterator[Part]:
         for tokens in (1, 128, 512, 1024):
             slots = n + tokens
             yield Part(
-                "attention", slots, tokens, partial(_Attention, slots, tokens),
-                _Attention.by_rows, "sdpa", _Attention.sdpa,
+                "attention",
+                slots,
+                tokens,
+                partial(_Attention, slots, tokens),
+                _Attention.by_rows,
+                "sdpa",
+                _Attention.sdpa,
                 2 * slots * KV_HEADS * SIZE * item if tokens == 1 else 0,
-            )  # fmt: skip
+            )
             yield Part(
-                "eviction", slots, tokens, partial(_Slots, slots, tokens),
-                _Slots.by_kernels, "eager", _Slots.eagerly,
-            )  # fmt: skip
+                "eviction",
+                slots,
+                tokens,
+                partial(_Slots, slots, tokens),
+                _Slots.by_kernels,
+                "eager",
+                _Slots.eagerly,
+            )
         yield Part(
-            "token", n + 1, 1, partial(_Token, n), _Token.by_kernels, "eager", _Token.eagerly,
+            "token",
+            n + 1,
+            1,
+            partial(_Token, n),
+            _Token.by_kernels,
+            "eager",
+            _Token.eagerly,
             2 * n * KV_HEADS * SIZE * item,
-        )  # fmt: skip
+        )
         yield Part(
-            "token", n + 1, 1, partial(_Token, n), _Token.by_kernels,
-            "unrotated", _Token.unrotated, 2 * n * KV_HEADS * SIZE * item,
-        )  # fmt: skip
+            "token",
+            n + 1,
+            1,
+            partial(_Token, n),
+            _Token.by_kernels,
+            "unrotated",
+            _Token.unrotated,
+            2 * n * KV_HEADS * SIZE * item,
+        )
         yield Part(
-            "pooling", n, 1, partial(_scores, n), _pooled(pool.pool_in_time),
-            "eager", _pooled(pool_in_time),
-        )  # fmt: skip
+            "pooling",
+            n,
+            1,
+            partial(_scores, n),
+            _pooled(pool.pool_in_time),
+            "eager",
+            _pooled(pool_in_time),
+        )
         yield Part(
-            "rotation", n, 1, partial(_rotation, n), _rotated("triton"), "eager",
-            _rotated("eager"), n * KV_HEADS * SIZE * item,
-        )  # fmt: skip
+            "rotation",
+            n,
+            1,
+            partial(_rotation, n),
+            _rotated("triton"),
+            "eager",
+            _rotated("eager"),
+            n * KV_HEADS * SIZE * item,
+        )
     for rows, columns in ((HIDDEN, HIDDEN), (1024, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)):
         yield Part(
-            f"product with {columns}", rows, 1,
+            f"product with {columns}",
+            rows,
+            1,
             partial(_row_and_matrix, rows, columns),
-            lambda x: linear.matvec(*x), "cublas", lambda x: product(*x), rows * columns * item,
-        )  # fmt: skip
+            lambda x: linear.matvec(*x),
+            "cublas",
+            lambda x: product(*x),
+            rows * columns * item,
+        )
 
 
 def _random(*shape: int) -> Tensor:
@@ -211,10 +255,12 @@ class _Slots:
         row_pins = [self.eviction.sinks(), self.eviction.recent_tokens]
         self.left = torch.empty_like(whole.lengths)
         self.moved = row_kernels.Pool(
-            self.pool.buffers(), self.pool.aux["shift"], whole,
+            self.pool.buffers(),
+            self.pool.aux["shift"],
+            whole,
             torch.tensor([row_pins] * KV_HEADS, dtype=torch.int32, device="cuda"),
             whole.lengths - count,
-        )  # fmt: skip
+        )
 
     def by_kernels(self) -> None:
         """Do it as `RowSlots` does."""
@@ -257,9 +303,16 @@ class _Token:
         """Do it as `RowSlots` does."""
         turn = (self.pool.aux["shift"], self.rotation.table) if rotated else None
         return token.attend(
-            self.query, self.key, self.value, self.angles, self.time, self.pool.buffers(),
-            SIZE**-0.5, turn, self.rows,
-        )[0]  # fmt: skip
+            self.query,
+            self.key,
+            self.value,
+            self.angles,
+            self.time,
+            self.pool.buffers(),
+            SIZE**-0.5,
+            turn,
+            self.rows,
+        )[0]
 
     def unrotated(self) -> Tensor:
         """Attend by kernels with held keys as they are."""

@@ -79,11 +79,18 @@ def _measure(
         error = 0.0 if way == "uniform" else float((call().float() - expected.float()).abs().max())
         times = percentiles([seconds(timed) * 1000 for _ in range(20 * options.repeats)])
         base = base or times
-        rows.append({
-            "way": way, "device": device, "dtype": str(dtype).removeprefix("torch."),
-            "budget": budget, "block": length, "ms": times, "ratio": times["p50"] / base["p50"],
-            "error": error,
-        })  # fmt: skip
+        rows.append(
+            {
+                "way": way,
+                "device": device,
+                "dtype": str(dtype).removeprefix("torch."),
+                "budget": budget,
+                "block": length,
+                "ms": times,
+                "ratio": times["p50"] / base["p50"],
+                "error": error,
+            }
+        )
     return rows
 
 

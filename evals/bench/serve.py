@@ -47,8 +47,17 @@ DEFAULTS = {"budgets": (256,), "steps": 200, "repeats": 5, "model": "pocket"}
 COLUMNS = ("row", "clients", "requests", "tok_s", "ratio", "lost", "foreign", "peak_mib")
 CLIENTS, AT_ONCE = 8, 200
 CAP_MIB = 1024
-HOSTILE = (b"{", b"[" * 5000, b"\xff" * 99, b'{"messages": 1}', b'{"messages": [{"role": 5}]}',
-           b'{"messages": [], "n": 1e999}', b'{"unknown": true}', b"null", b"")  # fmt: skip
+HOSTILE = (
+    b"{",
+    b"[" * 5000,
+    b"\xff" * 99,
+    b'{"messages": 1}',
+    b'{"messages": [{"role": 5}]}',
+    b'{"messages": [], "n": 1e999}',
+    b'{"unknown": true}',
+    b"null",
+    b"",
+)
 
 
 def run(options: BenchmarkOptions) -> Result:
@@ -68,14 +77,22 @@ def run(options: BenchmarkOptions) -> Result:
         killed = _killed(model, budget, options.kills, Path(folder, "kept"))
     rows = [overhead, together, load, killed]
     names = {name: None for row in rows for name in (*COLUMNS, *row)}
-    return Result("serve", COLUMNS, [{n: row.get(n, "") for n in names} for row in rows],
-                  {"model": options.model, "budget": budget})  # fmt: skip
+    return Result(
+        "serve",
+        COLUMNS,
+        [{n: row.get(n, "") for n in names} for row in rows],
+        {"model": options.model, "budget": budget},
+    )
 
 
 def _asked(words: int, steps: int, number: int = 0) -> dict[str, Any]:
     text = f"Message {number}. " + "Tall grasses attract many bees. " * (words // 5)
-    return {"messages": [{"role": "user", "content": text}], "stream": True, "temperature": 0,
-            "max_tokens": steps}  # fmt: skip
+    return {
+        "messages": [{"role": "user", "content": text}],
+        "stream": True,
+        "temperature": 0,
+        "max_tokens": steps,
+    }
 
 
 def _overhead(
@@ -103,11 +120,17 @@ def _overhead(
             works.append(sum(spent.values()) / (steps - 1) / 1e3)
     ratios = [x / y for x, y in zip(through, own, strict=True)]
     return {
-        "row": "overhead", "clients": 1, "requests": repeats, "tok_s": 1e3 / median(through),
-        "ratio": median(ratios), "token_ms": median(through), "own_token_ms": median(own),
-        "loop_us": median(loops), "work_us": median(works),
+        "row": "overhead",
+        "clients": 1,
+        "requests": repeats,
+        "tok_s": 1e3 / median(through),
+        "ratio": median(ratios),
+        "token_ms": median(through),
+        "own_token_ms": median(own),
+        "loop_us": median(loops),
+        "work_us": median(works),
         "loop_share": median(x / y for x, y in zip(loops, works, strict=True)),
-    }  # fmt: skip
+    }
 
 
 def _seconds(server: PeerServer, steps: int, at_once: int) -> float:
@@ -131,10 +154,16 @@ def _together(one: PeerServer, several: PeerServer, steps: int, repeats: int) ->
         serial.append(_seconds(one, steps, 1))
         at_once.append(_seconds(several, steps, CLIENTS))
     ratios, tokens = [x / y for x, y in zip(serial, at_once, strict=True)], CLIENTS * steps
-    return {"row": "together", "clients": CLIENTS, "requests": CLIENTS * repeats,
-            "tok_s": tokens / median(at_once), "ratio": median(ratios),
-            "serial_tok_s": tokens / median(serial), "ratio_low": min(ratios),
-            "ratio_high": max(ratios)}  # fmt: skip
+    return {
+        "row": "together",
+        "clients": CLIENTS,
+        "requests": CLIENTS * repeats,
+        "tok_s": tokens / median(at_once),
+        "ratio": median(ratios),
+        "serial_tok_s": tokens / median(serial),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
+    }
 
 
 @dataclass
@@ -219,15 +248,25 @@ def _load(model: str, budget: int, conversations: int) -> dict[str, Any]:
             server.figures(),
         )
     return {
-        "row": "load", "clients": min(AT_ONCE, conversations), "requests": count.requests,
-        "tok_s": figures["kvcap_completion_tokens_total"] / seconds, "lost": count.lost,
-        "foreign": count.foreign, "peak_mib": peak / MIB, "cap_mib": CAP_MIB,
-        "conversations": conversations, "recalled": count.recalled / max(1, count.asked),
-        "left": count.left, "hostile": count.hostile, "not_refused": count.failed,
-        "mib_at_half": sizes[len(sizes) // 2] / MIB, "mib_at_end": sizes[-1] / MIB,
-        "places": int(figures["kvcap_places"]), "answering": int(figures["kvcap_answering"]),
+        "row": "load",
+        "clients": min(AT_ONCE, conversations),
+        "requests": count.requests,
+        "tok_s": figures["kvcap_completion_tokens_total"] / seconds,
+        "lost": count.lost,
+        "foreign": count.foreign,
+        "peak_mib": peak / MIB,
+        "cap_mib": CAP_MIB,
+        "conversations": conversations,
+        "recalled": count.recalled / max(1, count.asked),
+        "left": count.left,
+        "hostile": count.hostile,
+        "not_refused": count.failed,
+        "mib_at_half": sizes[len(sizes) // 2] / MIB,
+        "mib_at_end": sizes[-1] / MIB,
+        "places": int(figures["kvcap_places"]),
+        "answering": int(figures["kvcap_answering"]),
         "why": "; ".join(sorted(count.why)),
-    }  # fmt: skip
+    }
 
 
 def _killed(model: str, budget: int, kills: int, kept: Path) -> dict[str, Any]:
@@ -238,8 +277,9 @@ def _killed(model: str, budget: int, kills: int, kept: Path) -> dict[str, Any]:
     dropped = reused = restored = 0.0
     for _ in range(kills):
         with kvcap_server(model, budget, "--keep", str(kept)) as server:
-            timer = threading.Timer(draw.uniform(0.5, 12), os.kill,
-                                    (server.process.pid, signal.SIGKILL))  # fmt: skip
+            timer = threading.Timer(
+                draw.uniform(0.5, 12), os.kill, (server.process.pid, signal.SIGKILL)
+            )
             timer.start()
             figures: dict[str, float] = {}
             try:
@@ -259,6 +299,13 @@ def _killed(model: str, budget: int, kills: int, kept: Path) -> dict[str, Any]:
                 restored += figures.get("kvcap_restored_total", 0)
                 reused += figures.get("kvcap_reused_tokens_total", 0)
             timer.join()
-    return {"row": "killed", "clients": 1, "requests": count.requests, "kills": kills,
-            "foreign": count.foreign, "dropped": int(dropped), "restored": int(restored),
-            "reused": int(reused)}  # fmt: skip
+    return {
+        "row": "killed",
+        "clients": 1,
+        "requests": count.requests,
+        "kills": kills,
+        "foreign": count.foreign,
+        "dropped": int(dropped),
+        "restored": int(restored),
+        "reused": int(reused),
+    }

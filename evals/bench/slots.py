@@ -115,10 +115,14 @@ def run(options: BenchmarkOptions) -> Result:
         torch.set_num_threads(1)
     machine = {"device": device_name(device), "versions": versions()}
     setting = {
-        "model": options.model, "weights": options.weights[0] if exports else None,
-        "policy": options.policies[0], "block_size": options.block_size,
-        "n": options.lengths[0], "turns": options.repeats, **machine,
-    }  # fmt: skip
+        "model": options.model,
+        "weights": options.weights[0] if exports else None,
+        "policy": options.policies[0],
+        "block_size": options.block_size,
+        "n": options.lengths[0],
+        "turns": options.repeats,
+        **machine,
+    }
     rows: list[dict[str, Any]] = []
     for all_ in _of_exports(options) if exports else _in_pytorch(options, device):
         for slots in all_:
@@ -141,10 +145,14 @@ def _rows(
             ratio = median(turn[i][name] / turn[0][name] for turn in turns)
             figures[f"{name.partition('_')[0]}_ratio"] = ratio
         yield {
-            "kv_dtype": slots.kv_dtype, "positions": slots.positions, "equal": slots.equal,
-            "slots": slots.slots, "cache_bytes": slots.loop.cache.nbytes, **figures,
+            "kv_dtype": slots.kv_dtype,
+            "positions": slots.positions,
+            "equal": slots.equal,
+            "slots": slots.slots,
+            "cache_bytes": slots.loop.cache.nbytes,
+            **figures,
             "execution": slots.loop.execution,
-        }  # fmt: skip
+        }
 
 
 def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCache]]:
@@ -175,9 +183,14 @@ def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCa
         held = found[0].loop.cache.nbytes
         for kind in get_args(KvDtype):
             fitting = MemoryPlan.of(
-                model.config, policy=policy, kv_budget=held, block_size=block, dtype=model.dtype,
-                positions=COMPACT, kv_dtype=kind,
-            )  # fmt: skip
+                model.config,
+                policy=policy,
+                kv_budget=held,
+                block_size=block,
+                dtype=model.dtype,
+                positions=COMPACT,
+                kv_dtype=kind,
+            )
             found.append(made(kind, "slots", budget))
             found.append(made(kind, "bytes", fitting.budget_tokens))
         yield found
@@ -191,17 +204,27 @@ def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
         kind: str | None, positions: str, equal: str, slots: int
     ) -> tuple[TimedCache, OrtRuntime]:
         settings = {
-            "--dtype": options.weights[0], "--policy": options.policies[0],
-            "--budget-tokens": str(slots), "--block-size": str(block),
-            "--positions": positions, **({"--kv-dtype": kind} if kind else {}),
-        }  # fmt: skip
+            "--dtype": options.weights[0],
+            "--policy": options.policies[0],
+            "--budget-tokens": str(slots),
+            "--block-size": str(block),
+            "--positions": positions,
+            **({"--kv-dtype": kind} if kind else {}),
+        }
         runtime = OrtRuntime.from_directory(exported(model, options.files, settings), threads=1)
         prompt = runtime.token_ids(_tokens(options, runtime.manifest.model["vocabulary"]))
         name, every = kind or runtime.plan.dtype, runtime.every
         found = TimedCache(
-            name, positions, equal, slots, block, runtime.loop(), prompt, process_milliseconds,
+            name,
+            positions,
+            equal,
+            slots,
+            block,
+            runtime.loop(),
+            prompt,
+            process_milliseconds,
             every,
-        )  # fmt: skip
+        )
         return found, runtime
 
     for budget in options.budgets:

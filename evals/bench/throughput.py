@@ -57,11 +57,19 @@ def run(options: BenchmarkOptions) -> Result:
             mine = _largest(
                 model, _slot_bytes(model) * (budget + BLOCK), _fixed(model, budget, policy), options
             )
-            rows.append({
-                "work": "throughput", "n": length, "budget": budget, "policy": policy, **mine,
-                "peer": "transformers", **{f"peer_{key}": value for key, value in plain.items()},
-                "ratio": mine["tokens_per_s"] / plain["tokens_per_s"], **machine,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "work": "throughput",
+                    "n": length,
+                    "budget": budget,
+                    "policy": policy,
+                    **mine,
+                    "peer": "transformers",
+                    **{f"peer_{key}": value for key, value in plain.items()},
+                    "ratio": mine["tokens_per_s"] / plain["tokens_per_s"],
+                    **machine,
+                }
+            )
     return Result("throughput", COLUMNS, rows, machine)
 
 

@@ -136,10 +136,19 @@ class Layer:
         (query, key, value), scaling = self.token, self.segment.pool.size**-0.5
         pool = self.segment.pool
         out, _, sums = token.attend(
-            query, key, value, self.angles, self.time, pool.buffers(), scaling,
-            (pool.aux[SHIFT], self.rotation.table), self.rows,
-            summed=True, tile=tile, most_parts=variant.parts,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            self.angles,
+            self.time,
+            pool.buffers(),
+            scaling,
+            (pool.aux[SHIFT], self.rotation.table),
+            self.rows,
+            summed=True,
+            tile=tile,
+            most_parts=variant.parts,
+        )
         assert sums is not None
         return out, sums
 
@@ -182,8 +191,12 @@ def _measured(batch: int, slots: int, bandwidth: float) -> Iterator[dict[str, An
         for layer in layers:
             layer.reset()
         yield {
-            "batch": batch, "slots": slots, **asdict(variant),
+            "batch": batch,
+            "slots": slots,
+            **asdict(variant),
             "parts": sums.shape[2] - 1,
-            "median_ms": took, "evicting_ms": with_eviction,
-            "floor_ms": must_read / bandwidth * 1e3, "of_read": must_read / took * 1e3 / bandwidth,
-        }  # fmt: skip
+            "median_ms": took,
+            "evicting_ms": with_eviction,
+            "floor_ms": must_read / bandwidth * 1e3,
+            "of_read": must_read / took * 1e3 / bandwidth,
+        }

@@ -161,8 +161,9 @@ class Walk:
 
 def state(session: Session) -> dict[str, Any]:
     """Return the parts of a session that loading must bring back, if they are quick to compare."""
-    positions = [s.positions.tolist() for layer in session.cache.capped_layers[:1]
-                 for s in layer.segments]  # fmt: skip
+    positions = [
+        s.positions.tolist() for layer in session.cache.capped_layers[:1] for s in layer.segments
+    ]
     said = copy.deepcopy(session.conversation)
     return {**said, "seen": session.cache.seen, "positions": positions}
 

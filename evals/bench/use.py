@@ -53,8 +53,14 @@ LATER = ("process", "session", "again", "slowly", "sampled", "together", "togeth
 WARM, DECODED = LATER[1:3], LATER[3:]
 TOGETHER = 16
 PAUSE = 0.001  # seconds that a reader takes for a piece of text
-DRAWN = {"do_sample": True, "temperature": 0.7, "top_k": 50, "top_p": 0.9, "seed": 0,
-         "eos_token_id": None}  # fmt: skip
+DRAWN = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_k": 50,
+    "top_p": 0.9,
+    "seed": 0,
+    "eos_token_id": None,
+}
 MOST_SECONDS = 30
 KERNELS = "TRITON_CACHE_DIR"  # the variable that says where Triton keeps compiled kernels
 
@@ -71,9 +77,13 @@ def run(options: BenchmarkOptions) -> Result:
     first, *others = spelled_out(options.policies)
     for budget, n in product(options.budgets, options.lengths):
         asked = {
-            "model": model, "policy": first, "budget": budget, "block_size": options.block_size,
-            "n": n, "steps": options.steps,
-        }  # fmt: skip
+            "model": model,
+            "policy": first,
+            "budget": budget,
+            "block_size": options.block_size,
+            "n": n,
+            "steps": options.steps,
+        }
         found: dict[tuple[str, str], list[dict[str, Any]]] = {}
         try:
             for _ in range(options.repeats):
@@ -136,10 +146,16 @@ def _answers(
 def _process(code: str, arguments: list[str], kernels: str) -> Iterator[str]:
     """Yield the lines that Python prints, with these modules and that folder of kernels."""
     path = [place for place in sys.path if place]
-    with TemporaryFile("w+") as errors, subprocess.Popen(
-        [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments],
-        env={**os.environ, KERNELS: kernels}, stdout=subprocess.PIPE, stderr=errors, text=True,
-    ) as process:  # fmt: skip
+    with (
+        TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments],
+            env={**os.environ, KERNELS: kernels},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             yield from process.stdout

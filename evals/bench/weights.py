@@ -98,9 +98,13 @@ def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
         text.write_text(_calibration(), encoding="utf-8")
         sizes = Budget(budget_tokens=budget, kv_dtype=kind.kv_dtype)
         folder = kept_export(
-            "pocket", kind.weights, sizes, True, kind.symmetric,
+            "pocket",
+            kind.weights,
+            sizes,
+            True,
+            kind.symmetric,
             text if kind.calibrated else None,
-        )  # fmt: skip
+        )
     made = OrtRuntime.from_directory(folder)
     return made, made.plan.weights
 

@@ -81,9 +81,13 @@ def running(
         PeerFailed: it did not start, or was killed.
     """
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
         cwd=folder,
-    ) as process:  # fmt: skip
+    ) as process:
         overdue = threading.Event()
 
         def kill() -> None:
@@ -134,8 +138,20 @@ def kvcap_server(
     Raises:
         PeerFailed: it did not start, or was killed.
     """
-    command = [sys.executable, "-m", "kvcap", "serve", model, "--port", "0",
-               "--budget-tokens", str(budget), "--name", "model", *options]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "kvcap",
+        "serve",
+        model,
+        "--port",
+        "0",
+        "--budget-tokens",
+        str(budget),
+        "--name",
+        "model",
+        *options,
+    ]
     with running(command, limit_s=limit_s) as server:
         yield server
 
@@ -156,12 +172,27 @@ def transformers_server(
         PeerFailed: it did not start, or was killed.
     """
     model = str(Path(model).resolve())
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-                   "PYTHONSAFEPATH": "1"}  # fmt: skip
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+        "PYTHONSAFEPATH": "1",
+    }
     if python is not None:
         environment.pop("PYTHONPATH", None)
-    command = [python or sys.executable, "-m", "transformers.cli.transformers", "serve", model,
-               "--continuous-batching", "--host", "127.0.0.1", "--port", "0", *options]  # fmt: skip
+    command = [
+        python or sys.executable,
+        "-m",
+        "transformers.cli.transformers",
+        "serve",
+        model,
+        "--continuous-batching",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        *options,
+    ]
     # Not in a checkout, whose folder `kernels` it would take for the package of that name.
     with running(command, environment, model, limit_s) as server:
         yield server

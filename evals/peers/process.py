@@ -57,9 +57,13 @@ class Process:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # until the program is closed
         try:
             self._child = subprocess.Popen(
-                [self.python, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=self._said, env=environment, text=True,
-            )  # fmt: skip
+                [self.python, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                env=environment,
+                text=True,
+            )
         except OSError as error:
             self._said.close()
             raise PeerFailed(
@@ -149,9 +153,12 @@ def first_piece(name: str, python: str | None, settings: Mapping[str, Any]) -> d
     with tempfile.TemporaryFile() as said:
         began = time.perf_counter()
         with subprocess.Popen(
-            [*command, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
+            [*command, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
             env=_environment(python, threads),
-        ) as child:  # fmt: skip
+        ) as child:
             assert child.stdout is not None
             try:
                 if not child.stdout.read(1):
@@ -166,9 +173,12 @@ def first_piece(name: str, python: str | None, settings: Mapping[str, Any]) -> d
 def _generate(settings: Mapping[str, Any]) -> list[str]:
     """Return the arguments of `kvcap generate` that load what `run_kvcap` loads."""
     given = {
-        "--budget-tokens": settings["budget"], "--block-size": settings["block_size"],
-        "--threads": settings["threads"], "--max-new-tokens": PIECES, "--temperature": 0,
-    }  # fmt: skip
+        "--budget-tokens": settings["budget"],
+        "--block-size": settings["block_size"],
+        "--threads": settings["threads"],
+        "--max-new-tokens": PIECES,
+        "--temperature": 0,
+    }
     if settings["backend"] == "pytorch":
         given |= {"--policy": settings["policy"], "--dtype": settings["weights"]}
         if settings["packed"] in PACKED:

@@ -78,8 +78,10 @@ def _runtime(settings: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     dtype, policy = settings["weights"], settings["policy"]
     more = {"dtype": dtype, "device": "cpu", "policy": policy, "weights": settings["packed"]}
     return Runtime.from_pretrained(settings["model"], **more, **sizes), (
-        "kvcap", "torch", "transformers",
-    )  # fmt: skip
+        "kvcap",
+        "torch",
+        "transformers",
+    )
 
 
 def main() -> None:

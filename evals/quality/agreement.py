@@ -281,8 +281,14 @@ def table(found: Agreement) -> str:
             "(bootstrap over blocks).",
             "",
             *grid(
-                [*head, "same after evictions", "KL after evictions", "tokens",
-                 "same before", "KL before"],
+                [
+                    *head,
+                    "same after evictions",
+                    "KL after evictions",
+                    "tokens",
+                    "same before",
+                    "KL before",
+                ],
                 [
                     [
                         *_names(row.setting),
@@ -313,7 +319,7 @@ def table(found: Agreement) -> str:
             ),
             "",
         ]
-    )  # fmt: skip
+    )
 
 
 def _names(s: Setting) -> list[str]:

@@ -31,10 +31,10 @@ _STORY = (
 )
 _ARTICLE_RULES = (
     "as concisely as you can, using a single phrase or sentence if possible. If the question "
-    "cannot be answered based on the information in the article, write \"unanswerable\". If the "
-    "question is a yes/no question, answer \"yes\", \"no\", or \"unanswerable\". "
+    'cannot be answered based on the information in the article, write "unanswerable". If the '
+    'question is a yes/no question, answer "yes", "no", or "unanswerable". '
     "Do not provide any explanation."
-)  # fmt: skip
+)
 _ARTICLE = (
     f"You are given a scientific article and a question. Answer the question {_ARTICLE_RULES}"
     "\n\nArticle: {context}\n\n Answer the question based on the above article "

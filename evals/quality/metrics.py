@@ -243,9 +243,17 @@ def _plain_math(text: str) -> str:
         ValueError, IndexError: a unit comes twice, or a root or fraction is cut off.
     """
     for old, new in (
-        ("\n", ""), (r"\!", ""), (r"\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"),
-        (r"\left", ""), (r"\right", ""), (r"^{\circ}", ""), (r"^\circ", ""), (r"\$", ""),
-    ):  # fmt: skip
+        ("\n", ""),
+        (r"\!", ""),
+        (r"\\", "\\"),
+        ("tfrac", "frac"),
+        ("dfrac", "frac"),
+        (r"\left", ""),
+        (r"\right", ""),
+        (r"^{\circ}", ""),
+        (r"^\circ", ""),
+        (r"\$", ""),
+    ):
         text = text.replace(old, new)
     if r"\text{ " in text:  # begins a unit
         text, _ = text.split(r"\text{ ")

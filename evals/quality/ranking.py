@@ -146,9 +146,15 @@ def check_same_samples(cells: Iterable[Cell]) -> None:
     seen: dict[Setting, Setting] = {}
     for s in (cell.setting for cell in cells):
         asked = replace(
-            s, policy="", positions="true", budget=None, options=(), kv_dtype=None, samples=0,
+            s,
+            policy="",
+            positions="true",
+            budget=None,
+            options=(),
+            kv_dtype=None,
+            samples=0,
             seed=0,
-        )  # fmt: skip
+        )
         other = seen.setdefault(asked, s)
         if (other.samples, other.seed) != (s.samples, s.seed):
             raise ValueError(

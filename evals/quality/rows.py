@@ -146,9 +146,12 @@ class RowsTask:
 
 
 def rows_task(
-    path: Path, write: Callable[[Row], RowSample], max_new_tokens: int, member: str | None = None,
+    path: Path,
+    write: Callable[[Row], RowSample],
+    max_new_tokens: int,
+    member: str | None = None,
     **options: Any,
-) -> RowsTask:  # fmt: skip
+) -> RowsTask:
     """Return the task of a file, every row of it checked.
 
     Args:
@@ -183,8 +186,11 @@ def find(path: str, *names: str) -> Path:
     for name in names:
         if (given / name).is_file():
             return given / name
-    raise ValueError(f"{path} has none of {', '.join(names)}" if names else
-                     f"{path} is a folder; give a file of one JSON object a line")  # fmt: skip
+    raise ValueError(
+        f"{path} has none of {', '.join(names)}"
+        if names
+        else f"{path} is a folder; give a file of one JSON object a line"
+    )
 
 
 def _read(path: Path, member: str | None) -> tuple[bytes, str]:

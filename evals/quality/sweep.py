@@ -99,8 +99,15 @@ class Sweep:
             ValueError: naming the option.
         """
         for name in (
-            "policies", "budgets", "tasks", "lengths", "positions", "questions", "depths", "recalls"
-        ):  # fmt: skip
+            "policies",
+            "budgets",
+            "tasks",
+            "lengths",
+            "positions",
+            "questions",
+            "depths",
+            "recalls",
+        ):
             if not getattr(self, name):
                 raise ValueError(f"{name}: give at least one")
         numbers = {

@@ -32,8 +32,21 @@ PAIRED = (
 )
 
 # What the two cells of a comparison have in common.
-BOTH = ("model", "dtype", "task", "data", "length", "question", "depth", "block_size",
-        "max_new_tokens", "seed", "positions", "budget", "kv_dtype")  # fmt: skip
+BOTH = (
+    "model",
+    "dtype",
+    "task",
+    "data",
+    "length",
+    "question",
+    "depth",
+    "block_size",
+    "max_new_tokens",
+    "seed",
+    "positions",
+    "budget",
+    "kv_dtype",
+)
 
 
 def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:

@@ -17,11 +17,16 @@ WORD = re.compile(r"[^\W\d_]+")
 KEY_WORDS = {  # that keys are made of, without those that say no more than that it is one
     word.lower()
     for phrase in (
-        *words.ADJECTIVES, *words.NOUNS, *words.FIRST_NAMES, *words.LAST_NAMES, *words.CITIES,
-        *words.NUMBER_NAMES, *words.PERSON_NUMBERS,
+        *words.ADJECTIVES,
+        *words.NOUNS,
+        *words.FIRST_NAMES,
+        *words.LAST_NAMES,
+        *words.CITIES,
+        *words.NUMBER_NAMES,
+        *words.PERSON_NUMBERS,
     )
     for word in WORD.findall(phrase)
-} - {"code", "number"}  # fmt: skip
+} - {"code", "number"}
 
 
 def number_facts(rng: Random, count: int) -> list[Fact]:

@@ -569,8 +569,16 @@ def table(found: Tuning) -> Table:
     """Return the figures of all policies, the best flow first."""
     shown = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     shown.add_column("policy")
-    for name in ("slots", "KV cache", "perplexity", "times the best (95 %)", "facts", "with recall",
-                 "eviction/block", "token"):  # fmt: skip
+    for name in (
+        "slots",
+        "KV cache",
+        "perplexity",
+        "times the best (95 %)",
+        "facts",
+        "with recall",
+        "eviction/block",
+        "token",
+    ):
         shown.add_column(name, justify="right")
     rows = sorted(found.rows, key=lambda row: row.perplexity)
     best = next((row for row in rows if row.policy in found.choice.near), None)

@@ -24,8 +24,18 @@ from kvcap.runtime.files import read_json, read_plain
 PICTURE = 16 << 20  # the most bytes of one
 PNG = b"\x89PNG\r\n\x1a\n"
 STRIP = "kept"
-NEEDED = {"analysis", "title", "paper", "read", "model", "device", "tokens", "policies", "budgets",
-          "figures"}  # fmt: skip
+NEEDED = {
+    "analysis",
+    "title",
+    "paper",
+    "read",
+    "model",
+    "device",
+    "tokens",
+    "policies",
+    "budgets",
+    "figures",
+}
 
 
 def write(folder: Path, target: Path) -> None:

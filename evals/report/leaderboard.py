@@ -268,9 +268,17 @@ def commands(cells: Iterable[Cell]) -> list[str]:
     for cell in cells:
         s = cell.setting
         fixed = (
-            s.model, s.samples, s.seed, s.block_size, s.dtype, cell.device.partition(",")[0],
-            s.max_new_tokens, s.depth is None, s.options, s.kv_dtype,
-        )  # fmt: skip
+            s.model,
+            s.samples,
+            s.seed,
+            s.block_size,
+            s.dtype,
+            cell.device.partition(",")[0],
+            s.max_new_tokens,
+            s.depth is None,
+            s.options,
+            s.kv_dtype,
+        )
         box: Box = {axis: (getattr(s, name),) for axis, name in AXES.items()}
         if s.budget is None:
             box |= {"--budgets": (), "--positions": ()}
@@ -296,8 +304,10 @@ def _merged(
     for fixed, box in boxes:
         rest = tuple((name, values) for name, values in box.items() if name != axis)
         found.setdefault((fixed, rest), set()).update(box[axis])
-    return [(fixed, {**dict(rest), axis: tuple(sorted(values))})
-            for (fixed, rest), values in found.items()]  # fmt: skip
+    return [
+        (fixed, {**dict(rest), axis: tuple(sorted(values))})
+        for (fixed, rest), values in found.items()
+    ]
 
 
 def _command(fixed: Sequence[Any], box: Box) -> list[str]:
@@ -312,8 +322,9 @@ def _command(fixed: Sequence[Any], box: Box) -> list[str]:
     given |= {"--samples": samples, "--seed": seed, "--block-size": block_size}
     given |= {"--dtype": dtype, "--device": device}
     given |= {"--max-new-tokens": most, "--kv-dtype": kv_dtype}
-    words += [f"{name} {shlex.quote(str(value))}" for name, value in given.items()
-              if value is not None]  # fmt: skip
+    words += [
+        f"{name} {shlex.quote(str(value))}" for name, value in given.items() if value is not None
+    ]
     words += [f"--policy-option {shlex.quote(f'{name}={value}')}" for name, value in options]
     return _wrapped([*words, f"--out {OUT}"])
 

@@ -48,8 +48,12 @@ VARIANTS = {  # files by transformers.js's names of types; the first that exists
     "fp32": "model", "q4": "model_q4", "int8": "model_int8", "q8": "model_quantized",
     "uint8": "model_uint8", "fp16": "model_fp16", "q4f16": "model_q4f16", "bnb4": "model_bnb4",
 }  # fmt: skip
-COMPANIONS = ("config.json", "generation_config.json", *facts.TOKENIZER.values(),
-              "special_tokens_map.json")  # fmt: skip
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    *facts.TOKENIZER.values(),
+    "special_tokens_map.json",
+)
 GROUPED_RULE = [
     "allocate past_key_values of every layer once, with room for the budget and a block; bind it "
     "and present to one memory: a run writes the block's T slots behind the held ones",
@@ -373,8 +377,14 @@ def module(
         return selector, torch_dtype(str(found.cache))
     pairs = len(frequencies(shape)) if positions == "compact" else 0
     rope = shape.layers[0].rope
-    evictor = AdoptedEvictionGraph(eviction, found.layers, found.kv_heads, found.head_dim, pairs,
-                      interleaved=rope is not None and rope.interleaved)  # fmt: skip
+    evictor = AdoptedEvictionGraph(
+        eviction,
+        found.layers,
+        found.kv_heads,
+        found.head_dim,
+        pairs,
+        interleaved=rope is not None and rope.interleaved,
+    )
     return evictor, torch_dtype(str(found.cache))
 
 

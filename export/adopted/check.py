@@ -60,8 +60,12 @@ class AdoptedReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {"file": self.file, "onnxruntime": self.runtime, "ok": self.ok,
-                "evictors": [{**asdict(row), "ok": row.ok} for row in self.rows]}  # fmt: skip
+        return {
+            "file": self.file,
+            "onnxruntime": self.runtime,
+            "ok": self.ok,
+            "evictors": [{**asdict(row), "ok": row.ok} for row in self.rows],
+        }
 
     def table(self) -> str:
         """Return a table for a terminal."""

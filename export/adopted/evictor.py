@@ -69,18 +69,27 @@ class AdoptedEvictionGraph(nn.Module):
     """
 
     def __init__(
-        self, eviction: Eviction, layers: int, kv_heads: int, head_dim: int, pairs: int = 0,
+        self,
+        eviction: Eviction,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        pairs: int = 0,
         interleaved: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         check(eviction)
         self.eviction, self.compact = graph_part(eviction), pairs > 0
         self.interleaved = interleaved
         self.form = form_of(self.eviction, Shape(kv_heads, kv_heads, head_dim))
         self.sizes: dict[str, int | None] = {
-            "layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "pairs": pairs, "two": 2,
+            "layers": layers,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "pairs": pairs,
+            "two": 2,
             **dict.fromkeys((*OPEN, "stay")),
-        }  # fmt: skip
+        }
         self.inputs = [port for port in INPUTS if self.compact or port.name not in COMPACT]
         kept = ["keys", "values", "positions", *(["base"] if self.compact else [])]
         self.outputs = [_kept(port) for name in kept for port in INPUTS if port.name == name]
@@ -214,8 +223,13 @@ def example(
 ) -> dict[str, Tensor]:
     """Make random inputs of an evictor that holds `past` slots and has read a block."""
     draws = torch.Generator().manual_seed(seed)
-    sizes = {**evictor.sizes, "slots": past + block, "held": past, "shifts": past + block + 3,
-             "capacity": past + block + 5}  # fmt: skip
+    sizes = {
+        **evictor.sizes,
+        "slots": past + block,
+        "held": past,
+        "shifts": past + block + 3,
+        "capacity": past + block + 5,
+    }
     counts = {"seen": past + block + 5 * (past > 0), "recents": min(2, stay), "stay": stay}
 
     def made(port: Port) -> Tensor:

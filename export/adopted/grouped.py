@@ -60,8 +60,12 @@ class RecurrentState:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for the manifest."""
-        return {"name": self.name, "present": self.present, "shape": list(self.shape),
-                "dtype": self.dtype}  # fmt: skip
+        return {
+            "name": self.name,
+            "present": self.present,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+        }
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,18 @@ BEFORE_SINKS = 4  # inputs of the node that stay empty before its sink logits
 
 
 def group_attention(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor,
-    scaling: float, softcap: float = 0.0, scales: tuple[Tensor, Tensor] | None = None,
-    window: int | None = None, sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    last: Tensor,
+    scaling: float,
+    softcap: float = 0.0,
+    scales: tuple[Tensor, Tensor] | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Append a block to a layer's buffers, and attend to it and to all slots before it.
 
     Args:
@@ -82,10 +90,18 @@ def group_attention(
 
 
 def _plainly(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, last: Tensor,
-    scaling: float, softcap: float, scales: tuple[Tensor, Tensor] | None, window: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    last: Tensor,
+    scaling: float,
+    softcap: float,
+    scales: tuple[Tensor, Tensor] | None,
+    window: int | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what the node computes, by copies."""
     length, stop = query.shape[2], int(last) + 1
     block = slice(stop - length, stop)

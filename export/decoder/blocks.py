@@ -70,10 +70,12 @@ def _choice(node: Any) -> Any:
     token = _copy(node)
     token.output[:] = [f"{name}.token" for name in node.output]
     return library("onnx.helper").make_node(
-        "If", [_shared("several")], node.output,
+        "If",
+        [_shared("several")],
+        node.output,
         then_branch=_branch("block", *_of_block(node)),
         else_branch=_branch("token", [token], token.output),
-    )  # fmt: skip
+    )
 
 
 def _branch(name: str, nodes: list[Any], outputs: Sequence[str]) -> Any:

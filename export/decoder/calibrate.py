@@ -132,9 +132,13 @@ class _Calibrated:
     """
 
     def __init__(
-        self, layer: nn.Module, names: Mapping[int, str], rounding: Rounding,
-        packed: dict[str, Packed], note: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        layer: nn.Module,
+        names: Mapping[int, str],
+        rounding: Rounding,
+        packed: dict[str, Packed],
+        note: Callable[[], None],
+    ) -> None:
         self.layer, self.names, self.rounding = layer, names, rounding
         self.packed, self.note = packed, note
         self._forward = layer.forward

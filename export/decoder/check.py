@@ -98,9 +98,13 @@ class DecoderReport:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         return {
-            "file": self.file, "onnxruntime": self.runtime, "ok": self.ok, "agreed": self.agreed,
-            "ties": self.ties, "runs": [asdict(row) for row in self.rows],
-        }  # fmt: skip
+            "file": self.file,
+            "onnxruntime": self.runtime,
+            "ok": self.ok,
+            "agreed": self.agreed,
+            "ties": self.ties,
+            "runs": [asdict(row) for row in self.rows],
+        }
 
     def table(self) -> str:
         """Return a table for a terminal."""
@@ -276,8 +280,13 @@ def check(
     decoder.model.float()
     module = Watched(facts_of(decoder, "fp32"), decoder)
     layout, model = decoder.layout, decoder.model
-    cache = BudgetCache(model.config, layout.budget_tokens, layout.block_size, layout.eviction,
-                        positions=layout.positions)  # fmt: skip
+    cache = BudgetCache(
+        model.config,
+        layout.budget_tokens,
+        layout.block_size,
+        layout.eviction,
+        positions=layout.positions,
+    )
     loop = BlockLoop(model, cache, graphs=False)
     rows: list[CheckedRun] = []
     tied, seen, runs = False, 0, list[list[int]]()
@@ -294,13 +303,23 @@ def check(
         kept = [torch.from_numpy(x[None]) for x in module.positions(seen)]
         if not tied:
             stored = [_positions(layer) for layer in cache.capped_layers]
-            row, ties = _row("module to runtime", block, before, to_runtime, logits, wanted,
-                             kept, stored, module.decided)  # fmt: skip
+            row, ties = _row(
+                "module to runtime",
+                block,
+                before,
+                to_runtime,
+                logits,
+                wanted,
+                kept,
+                stored,
+                module.decided,
+            )
             rows.append(row)
             tied = tied or ties
         found = [torch.from_numpy(x[None]) for x in ort.positions(seen)]
-        row, ties = _row("graph to module", block, before, to_module, got, logits,
-                         found, kept, module.decided)  # fmt: skip
+        row, ties = _row(
+            "graph to module", block, before, to_module, got, logits, found, kept, module.decided
+        )
         rows.append(_with_state(row, module, ort, seen, to_module) if not ties else row)
     answer = _answer(loop, wanted, BRIEF if brief else ANSWER)
     said = _alone(alone, runs, len(answer))
@@ -427,9 +446,16 @@ def _blocks(decoder: DecoderGraph, quick: bool, brief: bool) -> Iterator[Tensor]
 
 
 def _row(
-    who: str, block: Tensor, held: int, tolerance: Tolerance, got: Tensor, wanted: Tensor,
-    kept: list[Tensor], others: list[Tensor], decided: Mapping[int, Decided],
-) -> tuple[CheckedRun, bool]:  # fmt: skip
+    who: str,
+    block: Tensor,
+    held: int,
+    tolerance: Tolerance,
+    got: Tensor,
+    wanted: Tensor,
+    kept: list[Tensor],
+    others: list[Tensor],
+    decided: Mapping[int, Decided],
+) -> tuple[CheckedRun, bool]:
     """Compare logits and kept slots of one run with another's; say whether some are tied."""
     error = _distance(got, wanted)
     shares, tied = [], False

@@ -24,9 +24,12 @@ from kvcap.runtime.cache.layout import CacheLayout
 BUFFERS = ("keys", "values")  # inputs with free slots behind those in use
 STAY = Port("stay", "int32", (), "slots", "slots of each head that stay, at most all there are")
 SPANS = Port(
-    "pinned", "int32", ("spans", "two"), "tokens",
+    "pinned",
+    "int32",
+    ("spans", "two"),
+    "tokens",
     "[start, stop) in tokens read, never evicted; one row at least, [0, 0] pins nothing",
-)  # fmt: skip
+)
 GONE = Port("gone", "int64", ("batch", "kv_heads", "count"), "slots", "slots that go, in no order")
 
 
@@ -44,16 +47,26 @@ class EvictionGraph(nn.Module):
     """
 
     def __init__(
-        self, layout: CacheLayout, layer: int, scaling: float, softcap: float | None,
-        dtype: torch.dtype, quantised: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        layout: CacheLayout,
+        layer: int,
+        scaling: float,
+        softcap: float | None,
+        dtype: torch.dtype,
+        quantised: bool = False,
+    ) -> None:
         super().__init__()
         model, self.layout, self.layer, self.cache = layout.shape, layout, layer, dtype
         self.quantised = quantised
         shape = Shape(
-            model.kv_heads, model.heads, model.head_size, block=layout.block_size,
-            budget=layout.budgets[layer], scaling=scaling, softcap=softcap,
-        )  # fmt: skip
+            model.kv_heads,
+            model.heads,
+            model.head_size,
+            block=layout.block_size,
+            budget=layout.budgets[layer],
+            scaling=scaling,
+            softcap=softcap,
+        )
         self.form = form_of(graph_part(layout.eviction), shape)
         scoring = {port.name: port for port in self.form.inputs()}
         first = {name: PORTS[name] for name in ("keys", "positions", "seen")}
@@ -92,10 +105,15 @@ class EvictionGraph(nn.Module):
         """Return the size of every axis by its name, None where open."""
         model = self.layout.shape
         return {
-            "batch": 1, "one": 1, "kv_heads": model.kv_heads, "heads": model.heads, "two": 2,
-            "head_dim": model.head_size, **dict.fromkeys(("slots", "capacity", "spans", "count")),
+            "batch": 1,
+            "one": 1,
+            "kv_heads": model.kv_heads,
+            "heads": model.heads,
+            "two": 2,
+            "head_dim": model.head_size,
+            **dict.fromkeys(("slots", "capacity", "spans", "count")),
             "queries": 1 if self.layout.eviction.policy.queries_observed == 1 else None,
-        }  # fmt: skip
+        }
 
     def example(self) -> list[Tensor]:
         """Make inputs to trace on, of lengths that no trace freezes: neither 0 nor 1 nor equal."""

@@ -283,9 +283,12 @@ class Fusing:
                 continue
             place = list(self.graph.node).index(added)
             fused = self.make(
-                "SkipSimplifiedLayerNormalization", [*added.input, gain],
-                [node.output[0], "", "", total], domain=MS, epsilon=epsilon,
-            )  # fmt: skip
+                "SkipSimplifiedLayerNormalization",
+                [*added.input, gain],
+                [node.output[0], "", "", total],
+                domain=MS,
+                epsilon=epsilon,
+            )
             self.graph.node.insert(place, fused)
             self.graph.node.remove(added)
             self.graph.node.remove(node)

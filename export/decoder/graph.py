@@ -26,14 +26,22 @@ TOKENS = Port(
 )
 SEEN = Port("seen", "int32", (), "tokens", "tokens read before this run")
 HELD = Port(
-    "held", "int32", ("lengths",), "slots",
+    "held",
+    "int32",
+    ("lengths",),
+    "slots",
     "slots in use before this run, one for all layers of a budget, the largest budget first",
-)  # fmt: skip
+)
 SCALES = [
-    Port(f"{kind}_scale", "float32", ("kv_heads", "one", "head_dim"), "activation",
-         f"what 1 in the {kind}s of the layer's slots is, for each channel")
+    Port(
+        f"{kind}_scale",
+        "float32",
+        ("kv_heads", "one", "head_dim"),
+        "activation",
+        f"what 1 in the {kind}s of the layer's slots is, for each channel",
+    )
     for kind in ("key", "value")
-]  # fmt: skip
+]
 TURNED = {
     "arrived": replace(PORTS["keys"], dtype="int8", meaning="keys as they were written"),
     "shifts": replace(PORTS["positions"], meaning="by how much keys are turned back since"),
@@ -155,13 +163,23 @@ class DecoderGraph(nn.Module):
         """Return the size of every axis by its name, None where open."""
         shape = self.layout.shape
         return {
-            "batch": 1, "one": 1, "tokens": None, "lengths": len(lengths(self.layout)),
-            "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_size,
-            "vocabulary": shape.vocabulary, "window": self.layout.window_length,
-            **{axis: size for layer in self.layers if layer.window is not None
-               for axis, size in zip(SLIDING.values(), layer[-2:], strict=True)},
+            "batch": 1,
+            "one": 1,
+            "tokens": None,
+            "lengths": len(lengths(self.layout)),
+            "heads": shape.heads,
+            "kv_heads": shape.kv_heads,
+            "head_dim": shape.head_size,
+            "vocabulary": shape.vocabulary,
+            "window": self.layout.window_length,
+            **{
+                axis: size
+                for layer in self.layers
+                if layer.window is not None
+                for axis, size in zip(SLIDING.values(), layer[-2:], strict=True)
+            },
             **dict.fromkeys(s.port.axes[2] for s in self.past),
-        }  # fmt: skip
+        }
 
 
 def cache_dtype(layout: CacheLayout, weights: torch.dtype) -> torch.dtype:

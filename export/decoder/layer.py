@@ -112,9 +112,13 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
 
     def __init__(
-        self, block: Block, index: int, keys: Tensor, values: Tensor,
+        self,
+        block: Block,
+        index: int,
+        keys: Tensor,
+        values: Tensor,
         scales: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.block, self.index, self.past, self.slot_scales = block, index, (keys, values), scales
         self.budget, self.window, self.rotates, *_ = held_layers(block.layout)[index]
@@ -162,9 +166,17 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         block, (keys, values), query = self.block, self.arrived, self._aligned(query)
         last, self.scales = block.last(self.budget), (scaling, softcap)
         out, self.made["present_keys"], self.made["present_values"] = group_attention(
-            query, keys, values, *self.past, last, scaling, softcap or 0.0, self.slot_scales,
-            self.window, sinks,
-        )  # fmt: skip
+            query,
+            keys,
+            values,
+            *self.past,
+            last,
+            scaling,
+            softcap or 0.0,
+            self.slot_scales,
+            self.window,
+            sinks,
+        )
         if self.window is not None:
             return out
         if block.layout.eviction.policy.queries_observed != 0:

@@ -33,8 +33,17 @@ TOKENIZER = {
     "config": "tokenizer_config.json",
     "chat_template": "chat_template.jinja",
 }
-SETTINGS = ("max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p",
-            "repetition_penalty", "bos_token_id", "pad_token_id")  # fmt: skip
+SETTINGS = (
+    "max_new_tokens",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "bos_token_id",
+    "pad_token_id",
+)
 RULE = [
     "allocate every tensor of state once, in its full shape; seen is 0, held is 0 for each budget",
     "read a prompt in runs of block_size tokens, the last one shorter; generate in runs of one",

@@ -62,9 +62,15 @@ def repeat(model: Any, numbered: Numbered, layers: int) -> bool:
     third, rest = after[: len(second)], after[len(second) :]
     pairs = dict[str, str]()  # outputs of the second layer: the third layer's
     steps = _compare(graph, second, third, numbered, pairs)
-    if steps is None or any(
-        name in pairs for node in rest for name in node.input  # nodes behind the last layer
-    ) or any(numbered.of(name) is not None for node in rest for name in node.output):  # fmt: skip
+    if (
+        steps is None
+        or any(
+            name in pairs
+            for node in rest
+            for name in node.input  # nodes behind the last layer
+        )
+        or any(numbered.of(name) is not None for node in rest for name in node.output)
+    ):
         return False
     before, nodes = pairs, list[Any]()
     for layer in range(TRACED, layers):

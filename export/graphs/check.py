@@ -65,8 +65,12 @@ class GraphReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {"file": self.file, "onnxruntime": self.runtime, "ok": self.ok,
-                "cases": [asdict(row) for row in self.rows]}  # fmt: skip
+        return {
+            "file": self.file,
+            "onnxruntime": self.runtime,
+            "ok": self.ok,
+            "cases": [asdict(row) for row in self.rows],
+        }
 
     def table(self) -> str:
         """Return a table for a terminal."""
@@ -90,11 +94,12 @@ class GraphReport:
         for row in sorted(self.rows, key=lambda row: row.finite):
             if not row.ok and not self.excused(row):
                 why = (
-                    "is not finite" if not row.finite
+                    "is not finite"
+                    if not row.finite
                     else f"differs by {row.error:.2g}, allowed are {row.allowed:.2g}"
                     if row.error > row.allowed
                     else f"keeps {row.misses} other slots, {row.overlap:.1%} as float64"
-                )  # fmt: skip
+                )
                 raise ToleranceError(f"{self.file} {why} on {row.kind} inputs of {row.slots} slots")
 
 

@@ -36,9 +36,12 @@ class Port:
         """Describe the port for a manifest; an open axis has its name in place of a size."""
         axes = [{"name": axis, "size": sizes[axis] or axis} for axis in self.axes]
         return {
-            "name": self.name, "dtype": self.type_in(dtype), "axes": axes,
-            "unit": self.unit, "meaning": self.meaning,
-        }  # fmt: skip
+            "name": self.name,
+            "dtype": self.type_in(dtype),
+            "axes": axes,
+            "unit": self.unit,
+            "meaning": self.meaning,
+        }
 
 
 def _table(*ports: Port) -> dict[str, Port]:
@@ -51,23 +54,38 @@ PORTS = _table(
     Port("positions", "int32", _SLOT, "tokens", "each slot's place in the conversation, from 0"),
     Port("seen", "int32", (), "tokens", "tokens read so far, the newest block's included"),
     Port(
-        "queries", CACHE, ("batch", "heads", "queries", "head_dim"), "activation",
+        "queries",
+        CACHE,
+        ("batch", "heads", "queries", "head_dim"),
+        "activation",
         f"the last queries, oldest first, {_ROTATED}; never more than tokens were read",
     ),
     Port(
-        "accumulated", "float32", _SLOT, "attention",
+        "accumulated",
+        "float32",
+        _SLOT,
+        "attention",
         "what this graph returned for the slot last time, 0 for a new one",
     ),
     Port(
-        "output_norm", "float32", _SLOT, "activation",
+        "output_norm",
+        "float32",
+        _SLOT,
+        "activation",
         "mean |v W_O|1 of the slot's value, from the update graph, kept with the slot",
     ),
     Port(
-        "inverse_norms", "float32", _SLOT, "1/activation",
+        "inverse_norms",
+        "float32",
+        _SLOT,
+        "1/activation",
         "1/|k| of the slot's key, from the update graph, kept with the slot",
     ),
     Port(
-        "anchor", "float32", (*_HEAD, "head_dim"), "activation",
+        "anchor",
+        "float32",
+        (*_HEAD, "head_dim"),
+        "activation",
         "sum of what the slots hold: their keys, or unit keys where anchor=unit_mean",
     ),
     Port("pinned", "bool", _SLOT, "1", "slots that stay whatever their score"),
@@ -76,10 +94,13 @@ PORTS = _table(
     Port("new_values", CACHE, (*_HEAD, "block", "head_dim"), "activation", "arriving values"),
     Port("gone_keys", CACHE, (*_HEAD, "gone", "head_dim"), "activation", "evicted, 0 if none"),
     Port(
-        "output_projection", CACHE, ("kv_heads", "groups", "head_dim", "hidden"), "1",
+        "output_projection",
+        CACHE,
+        ("kv_heads", "groups", "head_dim", "hidden"),
+        "1",
         "the layer's W_O, transposed and cut by query head",
     ),
-)  # fmt: skip
+)
 
 
 def ports_of(state: Mapping[str, torch.dtype]) -> dict[str, Port]:

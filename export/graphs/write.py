@@ -54,8 +54,11 @@ def write(
         file = Path(name) / f"{spec.stem()}.onnx"
         file.write_bytes(model.SerializeToString())
         said["opset"] = OPSET
-        said["graph"] = {**_entry(file), "bytes": file.stat().st_size,
-                         "nodes": len(model.graph.node)}  # fmt: skip
+        said["graph"] = {
+            **_entry(file),
+            "bytes": file.stat().st_size,
+            "nodes": len(model.graph.node),
+        }
         report = check(file, said, quick)
         report.require()
         said["verified"] = report.as_dict()

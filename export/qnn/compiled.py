@@ -146,9 +146,13 @@ def write(file: Path, target: CompileTarget, quick: bool = False) -> tuple[Path,
             "source": said["graph"],
             "target": {**asdict(target), "options": target.options, "says": compatibility},
             "producer": {**said["producer"], **producer},
-            "graph": {"file": context.name, "sha256": sha256(context),
-                      "bytes": context.stat().st_size, "nodes": 1},
-        }  # fmt: skip
+            "graph": {
+                "file": context.name,
+                "sha256": sha256(context),
+                "bytes": context.stat().st_size,
+                "nodes": 1,
+            },
+        }
         report = _simulated(context, said, quick)
         report.require()
         del said["verified"]
@@ -243,8 +247,9 @@ def _work(
     done = subprocess.run(
         [sys.executable, "-m", "kvcap.export.qnn.worker", str(folder)],
         env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
-        capture_output=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        check=False,
+    )
     if done.returncode == 0:
         found: dict[str, Any] = json.loads((folder / "done.json").read_text(encoding="utf-8"))
         return found

@@ -29,8 +29,11 @@ def main(folder: Path) -> None:
         compiler.compile_to_file(job["context"])
     if job["cases"]:
         _simulate(runtime, options, job, folder)
-    facts = {"onnxruntime": runtime.__version__, "onnxruntime-qnn": plugin.__version__,
-             "qairt": plugin.build_and_package_info.qnn_version}  # fmt: skip
+    facts = {
+        "onnxruntime": runtime.__version__,
+        "onnxruntime-qnn": plugin.__version__,
+        "qairt": plugin.build_and_package_info.qnn_version,
+    }
     (folder / "done.json").write_text(json.dumps(facts), encoding="utf-8")
 
 

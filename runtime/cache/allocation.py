@@ -149,9 +149,14 @@ class Allocation:
         latent, aux = layout.shape.latent, layout.aux(layers)
         first = None if latent is None else latent.rotated
         pool = SlotPool(
-            slots, size, like.dtype, like.device, aux, values_from=first,
+            slots,
+            size,
+            like.dtype,
+            like.device,
+            aux,
+            values_from=first,
             slot_format=layout.slot_format,
-        )  # fmt: skip
+        )
         self._register(f"pool.{number}", pool.named, like)
         if layers[0] == 0 and not self._stock:
             self.by_rows = covers(layout, self._evict_every, pool)
@@ -164,9 +169,16 @@ class Allocation:
             found.append(list[Segment]())
             for row, head, b, k, budget in rows:
                 segment = Segment(
-                    pool, start, budget, layout.block_size, b, k,
-                    row=row, head=head, layer_heads=heads,
-                )  # fmt: skip
+                    pool,
+                    start,
+                    budget,
+                    layout.block_size,
+                    b,
+                    k,
+                    row=row,
+                    head=head,
+                    layer_heads=heads,
+                )
                 found[-1].append(segment)
                 start += segment.slots
         return found

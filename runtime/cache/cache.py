@@ -127,9 +127,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
         run_uncompiled(
-            BudgetCache, "update", "get_seq_length", "get_mask_sizes", "get_conv_state",
-            "update_conv_state", "get_recurrent_state", "update_recurrent_state",
-        )  # fmt: skip
+            BudgetCache,
+            "update",
+            "get_seq_length",
+            "get_mask_sizes",
+            "get_conv_state",
+            "update_conv_state",
+            "get_recurrent_state",
+            "update_recurrent_state",
+        )
         self.allocation = Allocation(self.layout, self.evict_every, stock=not self._attends)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
         self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}

@@ -74,9 +74,16 @@ class EvictedStore:
         self.evicted, start = [], 0
         for s in segments:
             place = Segment(
-                self.pool, start, corrector.size, block, s.batch, s.heads,
-                row=s.row, head=s.head, layer_heads=kv_heads,
-            )  # fmt: skip
+                self.pool,
+                start,
+                corrector.size,
+                block,
+                s.batch,
+                s.heads,
+                row=s.row,
+                head=s.head,
+                layer_heads=kv_heads,
+            )
             self.evicted.append(place)
             start += place.slots
         self._query = torch.zeros(batch, heads, 1, size, dtype=cache.dtype, device=device)

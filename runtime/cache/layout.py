@@ -22,8 +22,16 @@ from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import Rope, table_dtype
 from kvcap.runtime.types import DEFAULT_POSITIONS, Positions
 
-PARTS = ("keys_values", "slot_positions", "policy_state", "evicted_store", "query_window",
-         "rotation_table", "sliding_layers", "state_layers")  # fmt: skip
+PARTS = (
+    "keys_values",
+    "slot_positions",
+    "policy_state",
+    "evicted_store",
+    "query_window",
+    "rotation_table",
+    "sliding_layers",
+    "state_layers",
+)
 EVICTED = {"score": torch.float32, SHIFT: torch.int32}
 """Lists the auxiliary tensors of kept evicted tokens, by type: their score and their shift."""
 

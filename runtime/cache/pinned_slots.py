@@ -66,10 +66,15 @@ def check_pins(
             slots = layout.budgets[layer] - 1 if eviction.heads_move else budget
             none = empty(1, max(1, kv_heads // len(row)), 0)  # pins depend on no tensor
             observed = Observation(
-                keys=none, values=none, positions=none,
-                num_tokens=seen, budget=slots, layer=layer,
-                first_head=index % kv_heads, pinned_spans=tuple(spans),
-            )  # fmt: skip
+                keys=none,
+                values=none,
+                positions=none,
+                num_tokens=seen,
+                budget=slots,
+                layer=layer,
+                first_head=index % kv_heads,
+                pinned_spans=tuple(spans),
+            )
             sinks, recents = eviction.pins_of(observed)
             check_slots(spans, sinks, recents, slots, eviction.name, layer)
 

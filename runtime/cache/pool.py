@@ -71,8 +71,12 @@ class SlotPool:
         self.aux = {name: new(slots, dtype=dt, device=device) for name, dt in (aux or {}).items()}
         values = {"values": self.values} if values_from is None else {}
         self._named = {
-            "keys": self.keys, **values, "positions": self.positions, **self.sides, **self.aux,
-        }  # fmt: skip
+            "keys": self.keys,
+            **values,
+            "positions": self.positions,
+            **self.sides,
+            **self.aux,
+        }
 
     @property
     def nbytes(self) -> int:
@@ -221,11 +225,18 @@ class Segment:
         size, heads = self.slots // self.batch, self.heads
         return [
             Segment(
-                self.pool, self.start + i * size, self.budget, self.block, 1, heads,
-                row=self.row + i, head=self.head, layer_heads=self.layer_heads,
+                self.pool,
+                self.start + i * size,
+                self.budget,
+                self.block,
+                1,
+                heads,
+                row=self.row + i,
+                head=self.head,
+                layer_heads=self.layer_heads,
             )
             for i in range(self.batch)
-        ]  # fmt: skip
+        ]
 
     def each_row(self) -> Iterator[tuple[int, int]]:
         """Yield the sequence and the KV head of every row, as indices into the segment's views."""

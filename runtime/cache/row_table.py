@@ -242,9 +242,16 @@ class RowPass:
             after = shown = held + length
         before, rows, all_rows = (Rows(starts, x, self.most) for x in (held, after, shown))
         return LayerRows(
-            before, rows, all_rows, held, table.targets[index], table.pins[index], self.read_at,
-            self._copies, self,
-        )  # fmt: skip
+            before,
+            rows,
+            all_rows,
+            held,
+            table.targets[index],
+            table.pins[index],
+            self.read_at,
+            self._copies,
+            self,
+        )
 
     def finish(self, seen: int, length: int) -> None:
         """Note that all layers have read the pass, whose last block has `length` tokens."""

@@ -586,9 +586,15 @@ def planned_serving(
     one = replace(one, baseline=process_bytes() + LOADING)
     if backend.exported(model):
         return ServingPlan.of(
-            one, lambda _: Shared(), cap=cap, together=together, places=places, body=body,
-            index=recall.nbytes, shared_prompts=shared_prompts,
-        )  # fmt: skip
+            one,
+            lambda _: Shared(),
+            cap=cap,
+            together=together,
+            places=places,
+            body=body,
+            index=recall.nbytes,
+            shared_prompts=shared_prompts,
+        )
     from kvcap.runtime.backends.pytorch.batch import plan_shared
     from kvcap.runtime.backends.pytorch.runtime import best_device, usable, usual_every
     from kvcap.runtime.models.files import load_config

@@ -201,8 +201,22 @@ def _make(
         what = "the file's weights" if weights == "gguf" else f"{weights} weights"
         dim(f"exporting {model} with {what}, once; this can take {takes}")
     safe = ["-P"] if getattr(sys.flags, "safe_path", False) else []
-    command = [sys.executable, *safe, "-m", "kvcap", "export", "decoder", model, "--dtype", weights,
-               *facts["options"], "--quick", "--force", "-o", str(folder / "decoder")]  # fmt: skip
+    command = [
+        sys.executable,
+        *safe,
+        "-m",
+        "kvcap",
+        "export",
+        "decoder",
+        model,
+        "--dtype",
+        weights,
+        *facts["options"],
+        "--quick",
+        "--force",
+        "-o",
+        str(folder / "decoder"),
+    ]
     if calibrate is not None:
         command += ["--calibrate", str(calibrate)]
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode

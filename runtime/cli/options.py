@@ -422,9 +422,12 @@ class CacheOptions:
                 "(KVCAP_KV_BUDGET and KVCAP_BUDGET_TOKENS count too)"
             )
         given = CacheSettings(
-            self.budget_tokens, self.block_size, positions=self.positions, kv_dtype=self.kv_dtype,
+            self.budget_tokens,
+            self.block_size,
+            positions=self.positions,
+            kv_dtype=self.kv_dtype,
             kv_budget=self.kv_budget,
-        )  # fmt: skip
+        )
         return CacheSettings.of((given,), more)
 
 

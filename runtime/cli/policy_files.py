@@ -70,9 +70,10 @@ def _executed(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
     for node in ast.parse(path.read_bytes()).body:
         if isinstance(node, ast.ClassDef):
             node.body = [
-                x for x in node.body
+                x
+                for x in node.body
                 if not isinstance(x, ast.FunctionDef) or x.decorator_list or x.name == "options"
-            ]  # fmt: skip
+            ]
             # As in this file, annotations stay text: their names are not needed.
             exec(compile(ast.Module([node], []), str(path), "exec"), found)
     return found

@@ -172,8 +172,12 @@ class GgufCheckpoint(Checkpoint):
         return self.processor.process(weights=numbers, name=self.places[name][1]).weights
 
 
-ROW_BY_ROW = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor",
-              "NemotronTensorProcessor")  # fmt: skip
+ROW_BY_ROW = (
+    "TensorProcessor",
+    "LlamaTensorProcessor",
+    "Gemma2TensorProcessor",
+    "NemotronTensorProcessor",
+)
 """Lists what transformers does to tensors by which a matrix keeps its rows, in any order."""
 
 

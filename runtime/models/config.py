@@ -55,8 +55,16 @@ SINCE_5 = ("apertus", "axk1", "deepseek_v2", "deepseek_v3", "falcon_h1",
 
 Its code of them differs from that of transformers 5.
 """
-INTERLEAVED = ("cohere", "cohere2", "deepseek_v2", "ernie4_5", "ernie4_5_moe", "glm", "glm4",
-               "helium")  # fmt: skip
+INTERLEAVED = (
+    "cohere",
+    "cohere2",
+    "deepseek_v2",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "glm",
+    "glm4",
+    "helium",
+)
 """Lists the families whose RoPE rotates neighbours (2i, 2i + 1); the others' rotates halves."""
 SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa")
 """Lists the families whose attention has a learned sink logit per query head, in all layers."""
@@ -222,11 +230,16 @@ class ModelShape:
         beside = any(self.layers[i].states for i in self.capped)
         rope += ", sink logits" * self.sinks + ", a recurrent state beside" * beside
         latents = "latents, " if self.latent else ""
-        told = {"capped": f"capped ({latents}{rope})",
-                "sliding": "over a window of their own", "shared": "that read another's slots",
-                "state": "with a recurrent state", "none": "without a cache"}  # fmt: skip
-        return ", ".join(f"{n} {told[kind]}" for kind in get_args(LayerKind) if
-                         (n := len(self.of_kind(kind))))  # fmt: skip
+        told = {
+            "capped": f"capped ({latents}{rope})",
+            "sliding": "over a window of their own",
+            "shared": "that read another's slots",
+            "state": "with a recurrent state",
+            "none": "without a cache",
+        }
+        return ", ".join(
+            f"{n} {told[kind]}" for kind in get_args(LayerKind) if (n := len(self.of_kind(kind)))
+        )
 
     @property
     def position_modes(self) -> str:
@@ -286,10 +299,15 @@ class ModelShape:
         sinks = family in SINKS if trial is None else trial.sinks
         experts = any((getattr(config, name, None) or 0) > 1 for name in EXPERTS)
         own: list[LayerKind] = [
-            ("state" if states[i] else "none") if kind not in ATTENTIONS
-            else "shared" if reads[i] is not None else "capped" if kind in full else "sliding"
+            ("state" if states[i] else "none")
+            if kind not in ATTENTIONS
+            else "shared"
+            if reads[i] is not None
+            else "capped"
+            if kind in full
+            else "sliding"
             for i, kind in enumerate(kinds)
-        ]  # fmt: skip
+        ]
         sizes = [
             heads_of(layer_config(config, i))[1:] if kind in ATTENTIONS else (0, 0)
             for i, kind in enumerate(kinds)

@@ -37,12 +37,30 @@ if TYPE_CHECKING:  # imported where a file is read, as commands that read none i
 MAGIC = b"GGUF"
 NEEDED = ("gguf", "accelerate")  # by transformers, to load one
 VERSIONS = (2, 3)
-NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
-           10: "<u8", 11: "<i8", 12: "<f8"}  # fmt: skip
+NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 """Holds the types of a field's numbers, by their number in a file."""
 STRING, ARRAY, COUNT = 8, 9, 4
-PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4",
-         "I64": "<i8"}  # fmt: skip
+PLAIN = {
+    "F32": "<f4",
+    "F16": "<f2",
+    "F64": "<f8",
+    "I8": "<i1",
+    "I16": "<i2",
+    "I32": "<i4",
+    "I64": "<i8",
+}
 """Holds the types of tensors that NumPy has; others are bytes."""
 LONG = 1024  # values; a longer list belongs to a vocabulary
 TOKENS = "tokenizer.ggml.tokens"

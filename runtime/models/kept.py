@@ -43,8 +43,13 @@ def kept_tokenizer(where: str, make: Callable[[], Any]) -> Any:
 
 
 def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
-    names = ("model_max_length", "padding_side", "model_input_names", "chat_template",
-             "clean_up_tokenization_spaces")  # fmt: skip
+    names = (
+        "model_max_length",
+        "padding_side",
+        "model_input_names",
+        "chat_template",
+        "clean_up_tokenization_spaces",
+    )
     settings = {name: getattr(tokenizer, name) for name in names}
     settings |= {name: _text(token) for name, token in tokenizer.special_tokens_map.items()}
     tokenizer.backend_tokenizer.save(str(folder / TOKENIZER), pretty=False)

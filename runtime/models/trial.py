@@ -140,8 +140,17 @@ def small_copy(kind: Any, values: dict[str, Any]) -> Any:
         sizes["num_key_value_heads"] = 4 if kv_heads == heads else 2
     if "head_dim" in values and not values.get("kv_lora_rank"):
         sizes["head_dim"] = 16
-    named = {"model_type", "architectures", "transformers_version", "dtype", "torch_dtype",
-             "id2label", "label2id", "quantization_config", "_name_or_path"}  # fmt: skip
+    named = {
+        "model_type",
+        "architectures",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "id2label",
+        "label2id",
+        "quantization_config",
+        "_name_or_path",
+    }
     kept = {k: v for k, v in values.items() if k not in named and not k.startswith("_")}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return kind(**{**kept, **sizes, **tokens})
@@ -175,17 +184,22 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
     if (others := caches[2].not_attended) and not caches[2].attended:
         return Trial(OWN_CODE)
     if others:
-        return Trial(f"{layers_named(others)} attend to something else than the keys and values "
-                     "that their cache returns")  # fmt: skip
+        return Trial(
+            f"{layers_named(others)} attend to something else than the keys and values "
+            "that their cache returns"
+        )
     if (error := difference(logits, expected)) > LOGITS:
-        return Trial(f"kvcap's attention gives other logits than its own, by {error:.1g} of the "
-                     "largest")  # fmt: skip
+        return Trial(
+            f"kvcap's attention gives other logits than its own, by {error:.1g} of the largest"
+        )
     heads, size = heads_of(config)[1:] if latent is None else (1, latent.slot)
     shapes = {(x.shape[1], x.shape[3]) for x in caches[2].tensors} - {(heads, size)}
     if shapes:
         found = ", ".join(f"{k} of {d}" for k, d in sorted(shapes))
-        return Trial(f"its config tells of {heads} KV heads of size {size}, and its layers have "
-                     f"keys or values of {found}")  # fmt: skip
+        return Trial(
+            f"its config tells of {heads} KV heads of size {size}, and its layers have "
+            f"keys or values of {found}"
+        )
     rope = rope_of(config) if has_rope(config) else None
     pairs = zip(caches[0].layers, caches[1].layers, strict=True)
     turned = "keys" if latent is None else "values"  # of latents, the rope parts

@@ -17,8 +17,12 @@ from transformers.models.auto import modeling_auto
 
 from kvcap.runtime.errors import UnsupportedModel
 
-M_ROPE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
-          "qwen3_vl_moe_text": "qwen3_moe"}  # fmt: skip
+M_ROPE = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 """Maps text models that transformers has as no causal language model to the family that each is.
 
 They differ from it by M-RoPE, which rotates by three positions a token: those of text are equal.

@@ -125,9 +125,13 @@ class MemoryPlan:
     def sized(self, settings: CacheSettings) -> CacheSettings:
         """Return the settings of a cache with this plan's sizes, positions and slots."""
         return replace(
-            settings, budget_tokens=self.budget_tokens, block_size=self.block_size,
-            positions=self.positions, kv_dtype=self.kv_dtype, kv_budget=None,
-        )  # fmt: skip
+            settings,
+            budget_tokens=self.budget_tokens,
+            block_size=self.block_size,
+            positions=self.positions,
+            kv_dtype=self.kv_dtype,
+            kv_budget=None,
+        )
 
     def uncapped_bytes(self, tokens: int) -> int:
         """Return the bytes of keys and values that an uncapped cache holds after so many tokens."""
@@ -212,9 +216,15 @@ class MemoryPlan:
         own = process_bytes() + (RUNNING - held.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own
         model = ModelPlanner(
-            text, replace(settings, positions=positions, evict_every=1), dtype, batch, held,
-            weights, baseline, recall_store,
-        )  # fmt: skip
+            text,
+            replace(settings, positions=positions, evict_every=1),
+            dtype,
+            batch,
+            held,
+            weights,
+            baseline,
+            recall_store,
+        )
         heads = len(shape.capped), shape.kv_heads
         if tokens is not None:
             eviction.check(tokens, *heads)

@@ -137,8 +137,10 @@ class Decoding:
         self.engine.sampler(config, rng)
         self._check_known(ids)
         if (token := max(settings.biases(config), default=0)) >= self.engine.vocabulary:
-            raise ValueError(f"logit_bias names token {token:,}, and the model has tokens up to "
-                             f"{self.engine.vocabulary - 1:,}")  # fmt: skip
+            raise ValueError(
+                f"logit_bias names token {token:,}, and the model has tokens up to "
+                f"{self.engine.vocabulary - 1:,}"
+            )
         self._check_scored(config)
         self.loop.check_room(len(ids), answer_limit(config), emptied=emptied)
 

@@ -729,9 +729,14 @@ class Session:
         """Return everything that a prompt depends on."""
         held = bool(settings.shapes(self.generation))
         return (
-            self._transcript, self.on_full, self.cache.seen, self._unread, held,
-            self._template_options, self._read_with,
-        )  # fmt: skip
+            self._transcript,
+            self.on_full,
+            self.cache.seen,
+            self._unread,
+            held,
+            self._template_options,
+            self._read_with,
+        )
 
     def _answer(self, prompt: PreparedPrompt) -> Generator[Step, Any, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
@@ -769,9 +774,15 @@ class Session:
                         lambda done: self.recall.index(self._decoding.read_ids[: start[0] + done]),
                     )
                 yield from self._decoding.answer(
-                    prompt.ids, self.generation, self.rng, turn, written, self.on_block, insertion,
+                    prompt.ids,
+                    self.generation,
+                    self.rng,
+                    turn,
+                    written,
+                    self.on_block,
+                    insertion,
                     self._shared_prefix(prompt),
-                )  # fmt: skip
+                )
             except BaseException as error:
                 turn.finish_reason = turn.finish_reason or _reason(error)
                 raise

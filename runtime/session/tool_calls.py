@@ -145,15 +145,17 @@ def schema_of_call(tools: Sequence[Tool]) -> dict[str, Any]:
         given = function.get("parameters")
         none = {"properties": {}, "additionalProperties": False}
         parameters = none if given is None else _placed(given, place)
-        calls.append({
-            "type": "object",
-            "properties": {
-                "name": {"const": function["name"]},
-                "arguments": {"type": "object", **parameters},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        })  # fmt: skip
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": function["name"]},
+                    "arguments": {"type": "object", **parameters},
+                },
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     return {"anyOf": calls}
 
 

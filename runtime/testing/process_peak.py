@@ -79,9 +79,14 @@ def in_fresh_process(
             f"p.{entry}({str(report)!r}, *{request!r})"
         )
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, errors="replace",
-            cwd=cwd, timeout=timeout, check=False,
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            cwd=cwd,
+            timeout=timeout,
+            check=False,
+        )
         said = (done.stdout + done.stderr).strip()[-4000:]
         if done.returncode:
             raise RuntimeError(f"the process ended with code {done.returncode}:\n{said}")

@@ -163,17 +163,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the baseline."""
     group = parser.getgroup("memory", "memory figures (kvcap)")
     group.addoption(
-        "--memory-baseline", metavar="FILE",
+        "--memory-baseline",
+        metavar="FILE",
         help="fail a test whose memory figures grew beyond those of FILE",
-    )  # fmt: skip
+    )
     group.addoption(
-        "--memory-update", action="store_true",
+        "--memory-update",
+        action="store_true",
         help=f"write the figures of tests that pass to the baseline (default: {DEFAULT})",
-    )  # fmt: skip
+    )
     group.addoption(
-        "--memory-tolerance", metavar="PERCENT",
+        "--memory-tolerance",
+        metavar="PERCENT",
         help="by which a peak may grow; default: 2%% for tensors, 10%% for Python and processes",
-    )  # fmt: skip
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -476,10 +479,11 @@ def _line(node: Any, path: Path, mark: pytest.Mark) -> int:
         places: list[ast.AST] = list(tree.body)
     else:
         defined = [
-            scope for scope in ast.walk(tree)
+            scope
+            for scope in ast.walk(tree)
             if isinstance(scope, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
             and min([scope.lineno, *(d.lineno for d in scope.decorator_list)]) == first
-        ]  # fmt: skip
+        ]
         places = [d for scope in defined for d in scope.decorator_list]
         places += [x for scope in defined if isinstance(scope, ast.ClassDef) for x in scope.body]
     lines = list[int]()
@@ -587,8 +591,9 @@ class Summary:
         report = yield
         if call.when == "call" and figures:
             vars(report)["kvcap_memory"] = {
-                "figures": [asdict(f) for f in figures], "made_on": made_on(),
-            }  # fmt: skip
+                "figures": [asdict(f) for f in figures],
+                "made_on": made_on(),
+            }
             item.stash[FIGURES], item.stash[LARGEST] = [], {}  # a plugin may run the test again
         return report
 
@@ -627,10 +632,12 @@ class Summary:
         widths = [max(len(row[i]) for row in [header, *rows]) for i in kept]
         for row in [header, *rows]:
             cells = [row[i] for i in kept]
-            out.write_line("  ".join(
-                cell.ljust(w) if i < 2 else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip())  # fmt: skip
+            out.write_line(
+                "  ".join(
+                    cell.ljust(w) if i < 2 else cell.rjust(w)
+                    for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+                ).rstrip()
+            )
 
     def _notes(self, out: Any, baseline: FigureComparison) -> None:
         if baseline.update:

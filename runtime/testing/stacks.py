@@ -85,9 +85,11 @@ class CallLog:
         for moment, index in sorted((t, i) for i, t in enumerate(times)):
             until = bisect_right(self._times, moment)
             for code, event, last in zip(
-                self._codes[done:until], self._events[done:until], self._lasts[done:until],
+                self._codes[done:until],
+                self._events[done:until],
+                self._lasts[done:until],
                 strict=True,
-            ):  # fmt: skip
+            ):
                 if event == "call":
                     if stack:
                         stack[-1] = (stack[-1][0], last, True)

@@ -150,8 +150,12 @@ def _in_running_threads(hook: Hook) -> None:
         return
     _pending[:] = [hook]
     api = ctypes.pythonapi
-    for name in ("PyInterpreterState_Get", "PyInterpreterState_ThreadHead",
-                 "PyThreadState_Next", "PyThreadState_Get"):  # fmt: skip
+    for name in (
+        "PyInterpreterState_Get",
+        "PyInterpreterState_ThreadHead",
+        "PyThreadState_Next",
+        "PyThreadState_Get",
+    ):
         getattr(api, name).restype = ctypes.c_void_p
     here = api.PyThreadState_Get()
     thread = api.PyInterpreterState_ThreadHead(ctypes.c_void_p(api.PyInterpreterState_Get()))

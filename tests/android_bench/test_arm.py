@@ -69,9 +69,14 @@ def on_arm(folder: Path, jobs: dict[str, list[str]]) -> None:
     (folder / "jobs.json").write_text(json.dumps(jobs))
     (folder / "program.py").write_text(PROGRAM)
     done = subprocess.run(
-        arm_python(folder / "program.py", folder), env=arm_environment(), cwd=folder,
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+        arm_python(folder / "program.py", folder),
+        env=arm_environment(),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     assert done.stdout.startswith("done"), done.stderr
 
 
@@ -134,10 +139,43 @@ def test_a_wrong_graph_is_seen_on_arm_too(tmp_path):
 def test_the_python_runner_on_arm_is_emulated_whatever_getprop_says(tmp_path):
     """Inputs and parity as on every processor; a phone's properties do not make qemu a phone."""
     plan, out = tmp_path / "plan", tmp_path / "result.json"
-    assert run(["android", "plan", "-o", str(plan), "--policies", "knorm", "--preset", "full",
-                "--stages", "score", "--dtypes", "fp16", "--sizes", "48", "--kv-heads", "2",
-                "--heads", "4", "--head-dim", "16", "--block-size", "16", "--threads", "1",
-                "--min-runs", "3", "--min-seconds", "0", "--warmup-seconds", "0"]) == 0  # fmt: skip
+    assert (
+        run(
+            [
+                "android",
+                "plan",
+                "-o",
+                str(plan),
+                "--policies",
+                "knorm",
+                "--preset",
+                "full",
+                "--stages",
+                "score",
+                "--dtypes",
+                "fp16",
+                "--sizes",
+                "48",
+                "--kv-heads",
+                "2",
+                "--heads",
+                "4",
+                "--head-dim",
+                "16",
+                "--block-size",
+                "16",
+                "--threads",
+                "1",
+                "--min-runs",
+                "3",
+                "--min-seconds",
+                "0",
+                "--warmup-seconds",
+                "0",
+            ]
+        )
+        == 0
+    )
     getprop = tmp_path / "bin" / "getprop"
     getprop.parent.mkdir()
     getprop.write_text("#!/bin/sh\n[ $# -eq 0 ] || echo 16\n")
@@ -146,9 +184,13 @@ def test_the_python_runner_on_arm_is_emulated_whatever_getprop_says(tmp_path):
     env["PATH"] = f"{getprop.parent}:{env['PATH']}"
     runner = write_runner(tmp_path / "runner.pyz")
     done = subprocess.run(
-        arm_python(runner, plan / "plan.json", "-o", out), env=env,
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+        arm_python(runner, plan / "plan.json", "-o", out),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     result = judged(read_result(out))
     assert result["device"]["android"] == "16"

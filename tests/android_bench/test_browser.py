@@ -85,8 +85,13 @@ def serving(small, tmp_path) -> Iterator[Serving]:
 
 
 CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
-FLAGS = ["--no-sandbox", "--disable-dev-shm-usage", "--enable-unsafe-webgpu",
-         "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan,WebGPU"]  # fmt: skip
+FLAGS = [
+    "--no-sandbox",
+    "--disable-dev-shm-usage",
+    "--enable-unsafe-webgpu",
+    "--use-webgpu-adapter=swiftshader",
+    "--enable-features=Vulkan,WebGPU",
+]
 LIMIT = ClientLimits().result_bytes
 SOON = 1000 * PATIENCE  # milliseconds
 
@@ -680,8 +685,11 @@ def own_address() -> str:
 def kvcap(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "kvcap", "android", "serve", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def test_missing_packages_are_named(small, tmp_path):
@@ -717,10 +725,22 @@ def test_a_terminal_shows_a_code_to_scan(small, tmp_path):
     own_address()
     screen, terminal = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvcap", "android", "serve", str(small), "-o", str(tmp_path),
-         "--port", "0", "--lan"],
-        stdout=subprocess.DEVNULL, stderr=terminal,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "kvcap",
+            "android",
+            "serve",
+            str(small),
+            "-o",
+            str(tmp_path),
+            "--port",
+            "0",
+            "--lan",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+    )
     os.close(terminal)
     said = b""
     while b"Ctrl-C" not in said:
@@ -815,13 +835,27 @@ def test_spreads_and_what_is_wild_are_those_of_the_report(module):
 def test_lines_differ_in_more_than_colour(module, plan):
     """Each of a view's has its own marker and, of one policy, its own dash; a bar at each point."""
     cells = [
-        {"id": f"{policy}{form}{n}", "policy": policy, "formulation": form, "queries": 0, "n": n,
-         "provider_asked": "wasm", "threads": 1, "stage": "score", "dtype": "fp16",
-         "status": "ok", "samples_us": [[n, n * 1.1, n * (9 if n == 64 else 1.2)]]}
-        for policy, form in [*(("keydiff", form) for form in FORMULATIONS), ("tova", "naive"),
-                             ("h2o", "naive"), ("snapkv", "naive")]
+        {
+            "id": f"{policy}{form}{n}",
+            "policy": policy,
+            "formulation": form,
+            "queries": 0,
+            "n": n,
+            "provider_asked": "wasm",
+            "threads": 1,
+            "stage": "score",
+            "dtype": "fp16",
+            "status": "ok",
+            "samples_us": [[n, n * 1.1, n * (9 if n == 64 else 1.2)]],
+        }
+        for policy, form in [
+            *(("keydiff", form) for form in FORMULATIONS),
+            ("tova", "naive"),
+            ("h2o", "naive"),
+            ("snapkv", "naive"),
+        ]
         for n in (32, 64, 128)
-    ]  # fmt: skip
+    ]
     found = module(
         "chart.js",
         """await (async () => {

@@ -39,12 +39,23 @@ def test_the_build_for_a_phone_takes_onnxruntime_for_android_by_its_checksum(tmp
 
     def configured(folder: str, checksum: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["cmake", "-S", ROOT / "android_bench" / "c_runner", "-B", tmp_path / folder,
-             "-DANDROID_ABI=arm64-v8a", "-DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc",
-             "-DCMAKE_SYSTEM_NAME=Linux", f"-DCJSON={TOOLS / 'source' / 'cjson'}",
-             f"-DORT_AAR=file://{tmp_path / 'ort.aar'}", f"-DORT_AAR_SHA256={checksum}"],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [
+                "cmake",
+                "-S",
+                ROOT / "android_bench" / "c_runner",
+                "-B",
+                tmp_path / folder,
+                "-DANDROID_ABI=arm64-v8a",
+                "-DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc",
+                "-DCMAKE_SYSTEM_NAME=Linux",
+                f"-DCJSON={TOOLS / 'source' / 'cjson'}",
+                f"-DORT_AAR=file://{tmp_path / 'ort.aar'}",
+                f"-DORT_AAR_SHA256={checksum}",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     assert configured("good", sha256).returncode == 0
     build = ["cmake", "--build", tmp_path / "good"]
@@ -73,8 +84,13 @@ def bench(here, plan, tmp_path):
 
     def call(*options: str, **more: Any) -> subprocess.CompletedProcess[str]:
         out = ["-o", str(tmp_path / "r.json"), "--lib", str(here / "libonnxruntime.so")]
-        return subprocess.run([here / "kvcap-bench", copy / "plan.json", *out, *options],
-                              capture_output=True, text=True, check=False, **more)  # fmt: skip
+        return subprocess.run(
+            [here / "kvcap-bench", copy / "plan.json", *out, *options],
+            capture_output=True,
+            text=True,
+            check=False,
+            **more,
+        )
 
     call.folder, call.out = copy, tmp_path / "r.json"
     return call
@@ -87,9 +103,14 @@ def changed(folder: Path, change) -> None:
 
 
 def test_the_c_runner_refuses_wrong_input(bench):
-    for options in (["--threads", "0"], ["--cores", "1,x"], ["--cores", "900"], ["--what"],
-                    ["-o", "/no/such/folder/r.json"],
-                    ["--csv", "/no/such/folder/r.csv"]):  # fmt: skip
+    for options in (
+        ["--threads", "0"],
+        ["--cores", "1,x"],
+        ["--cores", "900"],
+        ["--what"],
+        ["-o", "/no/such/folder/r.json"],
+        ["--csv", "/no/such/folder/r.csv"],
+    ):
         done = bench(*options)
         assert done.returncode == 2, done.stderr
         assert "kvcap-bench" in done.stderr
@@ -166,8 +187,10 @@ def test_percentiles_and_the_table_are_those_of_the_samples(bench):
             assert row[name] == pytest.approx(expected[name])
     said = [line for line in done.stderr.splitlines() if ": p50 " in line]
     assert said == [percentiles_line(row) for row in result["cells"]]
-    lines = [list(csv.reader(text.splitlines()))
-             for text in (table.read_text(), csv_text([result], COLUMNS))]  # fmt: skip
+    lines = [
+        list(csv.reader(text.splitlines()))
+        for text in (table.read_text(), csv_text([result], COLUMNS))
+    ]
     assert lines[0] == lines[1]
 
 
@@ -193,12 +216,23 @@ def test_help_of_the_cpu_is_told(bench):
 def test_providers_are_asked_for_as_onnxruntime_wants_them(bench, here, tmp_path):
     """A library between claims three more, writes down what is asked for, and gives the CPU."""
     between = tmp_path / "between.so"
-    options = ["-shared", "-fPIC", "-Wall", "-Werror", f"-I{TOOLS / 'source'}",
-               f'-DREAL="{here / "libonnxruntime.so"}"', "-o", str(between)]  # fmt: skip
+    options = [
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Werror",
+        f"-I{TOOLS / 'source'}",
+        f'-DREAL="{here / "libonnxruntime.so"}"',
+        "-o",
+        str(between),
+    ]
     subprocess.run(["gcc", *options, str(ROOT / "tests" / "providers.c"), "-ldl"], check=True)
     log = tmp_path / "log"
-    own = {"xnnpack": "XNNPACK intra_op_num_threads=1", "nnapi": "NNAPI 0",
-           "qnn": "QNN backend_path=libQnnHtp.so"}  # fmt: skip
+    own = {
+        "xnnpack": "XNNPACK intra_op_num_threads=1",
+        "nnapi": "NNAPI 0",
+        "qnn": "QNN backend_path=libQnnHtp.so",
+    }
     for name, expected in own.items():
         log.write_text("")
         done = bench("--provider", name, "--lib", str(between), env={"LOG": str(log)})
@@ -218,8 +252,10 @@ def test_a_profile_names_the_operators_that_python_names(bench, tmp_path):
         main([str(bench.folder / "plan.json"), "-o", str(out), "--profile", "--cores", "none"]) == 0
     )
     for row in read_result(out)["cells"]:
-        counts = [{(one["operator"], one["provider"]): one["count"] for one in operators}
-                  for operators in (mine[row["id"]], row["operators"])]  # fmt: skip
+        counts = [
+            {(one["operator"], one["provider"]): one["count"] for one in operators}
+            for operators in (mine[row["id"]], row["operators"])
+        ]
         assert counts[0] == pytest.approx(counts[1])
         assert counts[0]
     left = sorted(path.name for path in tmp_path.iterdir())

@@ -86,8 +86,13 @@ def check_row(row: dict[str, Any], plan: Path) -> None:
 def test_a_plan_holds_the_decoder_and_the_scores_of_its_layers(plan):
     found = read_plan(plan)
     assert found["shape"] == {
-        "name": "pocket", "batch": 1, "kv_heads": 2, "heads": 6, "head_dim": 64, "block": 32,
-    }  # fmt: skip
+        "name": "pocket",
+        "batch": 1,
+        "kv_heads": 2,
+        "heads": 6,
+        "head_dim": 64,
+        "block": 32,
+    }
     decoder = found["decoder"]
     assert decoder["id"] == "decoder.pocket.keydiff.fp32.n128"
     assert len(decoder["check"]["prompt"]) > 128, "what is checked passes the budget"
@@ -99,8 +104,12 @@ def test_a_plan_holds_the_decoder_and_the_scores_of_its_layers(plan):
 def test_the_python_runner_times_it(result, plan):
     check_row(only(result), plan)
     assert {flag["kind"] for flag in result["validity"]["flags"]} <= {
-        "rules", "drift", "throttled", "spread", "timer",
-    }  # fmt: skip
+        "rules",
+        "drift",
+        "throttled",
+        "spread",
+        "timer",
+    }
 
 
 @pytest.mark.slow
@@ -108,8 +117,16 @@ def test_the_python_runner_times_it(result, plan):
 @compilers
 def test_the_c_runner_times_it(plan, tmp_path_factory, tmp_path):
     here = runner_here(tmp_path_factory)
-    command = [here / "kvcap-bench", plan / "plan.json", "-o", tmp_path / "c.json", "--cores",
-               "none", "--lib", here / "libonnxruntime.so"]  # fmt: skip
+    command = [
+        here / "kvcap-bench",
+        plan / "plan.json",
+        "-o",
+        tmp_path / "c.json",
+        "--cores",
+        "none",
+        "--lib",
+        here / "libonnxruntime.so",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     check_row(only(judge.judged(read_result(tmp_path / "c.json"))), plan)
@@ -137,8 +154,16 @@ def test_runners_time_a_decoder_whose_layers_slide(mode, tmp_path_factory, tmp_p
     wanted = read_plan(plan)["decoder"]
     assert len(wanted["check"]["prompt"]) > 24 + 12
     here = runner_here(tmp_path_factory)
-    command = [here / "kvcap-bench", plan / "plan.json", "-o", tmp_path / "c.json", "--cores",
-               "none", "--lib", here / "libonnxruntime.so"]  # fmt: skip
+    command = [
+        here / "kvcap-bench",
+        plan / "plan.json",
+        "-o",
+        tmp_path / "c.json",
+        "--cores",
+        "none",
+        "--lib",
+        here / "libonnxruntime.so",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = {"c": read_result(tmp_path / "c.json"), "python": run_here(plan, ["--cores", "none"])}
@@ -248,6 +273,11 @@ def test_what_cannot_be_timed_is_refused_by_name(plan, tmp_path, tmp_path_factor
 def run_here_once(plan: Path) -> dict[str, Any]:
     """A result that nothing was measured for."""
     wanted = read_plan(plan)["decoder"]
-    row = {**{key: wanted[key] for key in ("id",)}, "threads": 1, "provider_asked": "cpu",
-           "status": "failed", "reason": "a test"}  # fmt: skip
+    row = {
+        **{key: wanted[key] for key in ("id",)},
+        "threads": 1,
+        "provider_asked": "cpu",
+        "status": "failed",
+        "reason": "a test",
+    }
     return {"cells": [], "baselines": [], "decoders": [row]}

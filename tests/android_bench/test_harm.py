@@ -146,8 +146,14 @@ def test_no_field_brings_markup_into_a_report_or_breaks_a_chart(evil, tmp_path, 
     """Every field of text, one after the other and all together."""
     found = result()
     short = evil[:100]
-    for part, name in (("device", "model"), ("device", "soc"), ("device", "android"),
-                       ("run", "preset"), ("shape", "name"), ("runtime", "version")):  # fmt: skip
+    for part, name in (
+        ("device", "model"),
+        ("device", "soc"),
+        ("device", "android"),
+        ("run", "preset"),
+        ("shape", "name"),
+        ("runtime", "version"),
+    ):
         found[part][name] = short
     found["conditions"]["before"] |= {"governor": [short], "thermal": {short: 1.0}}
     for row in found["cells"]:
@@ -181,8 +187,9 @@ def test_a_chart_of_very_many_lines_shows_the_first(tmp_path):
     found = result()
     found["cells"] = [
         {**found["cells"][0], "id": f"p{i}.n{n}", "policy": f"p{i}", "n": n}
-        for i in range(40) for n in range(1, 60, 10)
-    ]  # fmt: skip
+        for i in range(40)
+        for n in range(1, 60, 10)
+    ]
     found |= {"repeat": None}
     draw([judged(found)], tmp_path / "r.png")
     assert (tmp_path / "r.png").stat().st_size > 10_000

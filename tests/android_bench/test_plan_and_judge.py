@@ -94,8 +94,9 @@ def clean(result):
         middle = 1000.0 * row.get("n", 10)
         row["samples_us"] = [[middle * (0.9 + i / 500) for i in range(100)] for _ in range(3)]
     first = found["cells"][0]
-    found["repeat"] = {name: first[name] for name in ("id", "threads", "provider_asked",
-                                                      "runs_per_sample")}  # fmt: skip
+    found["repeat"] = {
+        name: first[name] for name in ("id", "threads", "provider_asked", "runs_per_sample")
+    }
     found["repeat"]["samples_us"] = list(first["samples_us"][0])
     for name in ("derived", "validity"):
         del found[name]
@@ -118,8 +119,15 @@ def edited(folder: Path, target: Path, change: Any) -> Path:
 def runner(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """The runner's one file, where nothing of kvcap can be imported."""
     archive = write_runner(cwd / "runner.pyz")
-    return subprocess.run([sys.executable, "-S", str(archive), *arguments], capture_output=True,
-                          text=True, cwd=cwd, check=False, env=alone(), **options)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-S", str(archive), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+        env=alone(),
+        **options,
+    )
 
 
 def alone() -> dict[str, str]:
@@ -173,8 +181,11 @@ def test_the_generator_is_what_its_rule_says():
 
 
 def test_positions_are_a_permutation_with_the_newest_last(folder):
-    port = {"dtype": "int32", "shape": [1, 2, 640],
-            "fill": {"kind": "permutation", "multiplier": 10007, "first": 512}}  # fmt: skip
+    port = {
+        "dtype": "int32",
+        "shape": [1, 2, 640],
+        "fill": {"kind": "permutation", "multiplier": 10007, "first": 512},
+    }
     rows = inputs.filled(port, Path()).reshape(-1, 640)
     for row in rows.tolist():
         assert sorted(row) == list(range(640))
@@ -330,10 +341,19 @@ def test_the_runner_leaves_no_telemetry(folder, tmp_path):
     home.mkdir()
     archive = write_runner(tmp_path / "runner.pyz")
     done = subprocess.run(
-        [sys.executable, "-S", str(archive), str(folder / "plan.json"), "-o",
-         str(tmp_path / "r.json")], capture_output=True, text=True, check=False,
+        [
+            sys.executable,
+            "-S",
+            str(archive),
+            str(folder / "plan.json"),
+            "-o",
+            str(tmp_path / "r.json"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**alone(), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert not list(home.rglob("*"))
 
@@ -432,8 +452,10 @@ def test_a_profile_names_the_graphs_operators(folder, tmp_path):
     graph = onnx.load(path / read_plan(path)["cells"][0]["model"]).graph
     matmuls = sum(node.op_type in ("MatMul", "Gemm", "Einsum") for node in graph.node)
     counts = {entry["operator"]: entry["count"] for entry in row["operators"]}
-    assert sum(n for name, n in counts.items() if "MatMul" in name or name in ("Gemm", "Einsum")
-               ) == matmuls  # fmt: skip
+    assert (
+        sum(n for name, n in counts.items() if "MatMul" in name or name in ("Gemm", "Einsum"))
+        == matmuls
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plan", "r.json", "runner.pyz"]
     text = table.markdown([found])
     assert "| cell | on | threads | operators by their share, each with its µs |" in text
@@ -477,9 +499,12 @@ def test_an_interrupted_run_leaves_nothing(folder, tmp_path):
     path = edited(folder, tmp_path / "plan", lambda plan: plan["rules"].update(min_seconds=2))
     archive = write_runner(tmp_path / "runner.pyz")
     out = tmp_path / "r.json"
-    process = subprocess.Popen([sys.executable, "-S", str(archive), str(path / "plan.json"), "-o",
-                                str(out)], stderr=subprocess.PIPE, text=True,
-                               env=alone())  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-S", str(archive), str(path / "plan.json"), "-o", str(out)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=alone(),
+    )
     try:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("[1/")  # the first of many cells is through
@@ -513,8 +538,9 @@ def outputs(folder):
 
 
 SCORE, MARKED = "keydiff.stateless.score.fp32.n72", "criticalkv.naive.score.fp32.n72"
-ANCHOR, STATE, TIES = (f"{name}.evict" for name in ("keydiff.running_anchor", "h2o.naive",
-                                                    "snapkv.naive"))  # fmt: skip
+ANCHOR, STATE, TIES = (
+    f"{name}.evict" for name in ("keydiff.running_anchor", "h2o.naive", "snapkv.naive")
+)
 
 
 @pytest.mark.parametrize("name", [SCORE, MARKED, ANCHOR, STATE, TIES])
@@ -674,8 +700,15 @@ def test_files_that_cannot_be_read_are_nothing(tmp_path):
     assert device.sysfs("cpu*/governor", str(tmp_path)) == []
 
 
-PHONE = {"source": "real", "source_reason": "said so", "model": "Google Pixel 9", "soc": "Tensor",
-         "abi": "arm64-v8a", "cores": 8, "android": "16"}  # fmt: skip
+PHONE = {
+    "source": "real",
+    "source_reason": "said so",
+    "model": "Google Pixel 9",
+    "soc": "Tensor",
+    "abi": "arm64-v8a",
+    "cores": 8,
+    "android": "16",
+}
 NOT_REAL = [
     {"source": "host"},
     {"source": "emulated"},
@@ -733,9 +766,15 @@ def test_nothing_else_can_be_titled_as_a_device(clean, change, tmp_path):
 def test_statistics_of_known_samples():
     rounds = [[4.0, 1.0], [3.0, 2.0], [10.0]]
     found = statistics(rounds)
-    assert found == {"min_us": 1, "p50_us": 3, "p90_us": pytest.approx(7.6),
-                     "p95_us": pytest.approx(8.8), "p99_us": pytest.approx(9.76), "mean_us": 4,
-                     "std_us": pytest.approx(plain.stdev([4, 1, 3, 2, 10]))}  # fmt: skip
+    assert found == {
+        "min_us": 1,
+        "p50_us": 3,
+        "p90_us": pytest.approx(7.6),
+        "p95_us": pytest.approx(8.8),
+        "p99_us": pytest.approx(9.76),
+        "mean_us": 4,
+        "std_us": pytest.approx(plain.stdev([4, 1, 3, 2, 10])),
+    }
     draws = np.random.default_rng(0).lognormal(3, 1, 999).tolist()
     found = statistics([draws[:300], draws[300:]])
     assert found["p50_us"] == pytest.approx(plain.median(draws))
@@ -944,8 +983,19 @@ def faster(factor: float) -> Any:
 
 def test_a_report_shows_absolute_and_relative_times_and_the_fit(saved, tmp_path, capsys):
     out, picture, rows = tmp_path / "r.md", tmp_path / "r.png", tmp_path / "rows.json"
-    code = run(["android", "report", saved("a.json"), "-o", str(out), "--plot", str(picture),
-                "--rows", str(rows)])  # fmt: skip
+    code = run(
+        [
+            "android",
+            "report",
+            saved("a.json"),
+            "-o",
+            str(out),
+            "--plot",
+            str(picture),
+            "--rows",
+            str(rows),
+        ]
+    )
     text = capsys.readouterr().out
     assert code == 0
     assert text == out.read_text()
@@ -1001,8 +1051,16 @@ def test_providers_of_one_cell_stand_side_by_side(saved, capsys):
 
 def test_a_report_shows_and_writes_percentiles(saved, tmp_path, capsys):
     table_file = tmp_path / "cells.csv"
-    code = run(["android", "report", saved("a.json"), saved("page.json", in_page), "--csv",
-                str(table_file)])  # fmt: skip
+    code = run(
+        [
+            "android",
+            "report",
+            saved("a.json"),
+            saved("page.json", in_page),
+            "--csv",
+            str(table_file),
+        ]
+    )
     assert code == 0
     assert "| cell | on | threads | p50 | p90 | p95 | p99 |" in capsys.readouterr().out
     with table_file.open(newline="") as file:

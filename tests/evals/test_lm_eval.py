@@ -89,9 +89,11 @@ def test_likelihoods_are_the_uncapped_ones_where_all_fits(
     lm = KvcapLM(folders[family], block_size=16, batch_size=3, **given, **here)
     found = lm.loglikelihood(requests("loglikelihood", *PAIRS), disable_tqdm=True)
     for (context, after), (score, greedy) in zip(PAIRS, found, strict=True):
-        pair = lm._encode_pair(context, after) if context else (
-            [lm.prefix_token_id], lm.tok_encode(after, add_special_tokens=False)
-        )  # fmt: skip
+        pair = (
+            lm._encode_pair(context, after)
+            if context
+            else ([lm.prefix_token_id], lm.tok_encode(after, add_special_tokens=False))
+        )
         assert score == pytest.approx(stock(folders[family], *pair)[0], rel=1e-4, abs=1e-3)
         assert greedy == stock(folders[family], *pair)[1]
 
@@ -101,8 +103,10 @@ def test_likelihoods_under_a_cap(folders: dict[str, str]) -> None:
     """Contexts of whole blocks are read as `kvcap.cap` reads them; batches change nothing."""
     lm = KvcapLM(folders["llama"], budget_tokens=24, block_size=16, **here)
     ids = lm.tok_encode(TEXT)
-    pairs = [(None, ids[i : i + 64], ids[i + 64 : i + 64 + n]) for i, n in
-             ((0, 5), (7, 5), (9, 40), (11, 5))]  # fmt: skip
+    pairs = [
+        (None, ids[i : i + 64], ids[i + 64 : i + 64 + n])
+        for i, n in ((0, 5), (7, 5), (9, 40), (11, 5))
+    ]
     found = lm._loglikelihood_tokens(pairs, disable_tqdm=True)
     model = tiny_model("llama", vocab_size=len(lm.tokenizer))
     for (_, context, after), (score, _) in zip(pairs, found, strict=True):
@@ -157,14 +161,16 @@ def test_answers_are_those_of_generate_where_all_fits(folders: dict[str, str]) -
     model = AutoModelForCausalLM.from_pretrained(folders["pocket"], dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folders["pocket"])
     prompts = [*(f"{TEXT[:n]} {fact}" for n, fact in zip((40, 40, 90, 200), FACTS, strict=False))]
-    asked = requests("generate_until", *((p, {"until": ["\n"], "max_gen_toks": 12})
-                                         for p in prompts))  # fmt: skip
+    asked = requests(
+        "generate_until", *((p, {"until": ["\n"], "max_gen_toks": 12}) for p in prompts)
+    )
     lm = KvcapLM("pocket", budget_tokens=400, batch_size=4, **here)
     found = lm.generate_until(asked, disable_tqdm=True)
     for prompt, text in zip(prompts, found, strict=True):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12,
-                             do_sample=False)  # fmt: skip
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+        )
         said = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert text == said.split("\n")[0]
     assert any(found)
@@ -384,18 +390,31 @@ def test_lm_evals_command_line(
 ) -> None:
     """Figures are those of lm-eval's own model where all fits; the results name the cap."""
     arguments = f"pretrained={pocket.path()},dtype=float32"
-    plain = evaluated(["--model", "hf", "--model_args", arguments, "--batch_size", "1"],
-                      local_tasks, tmp_path / "hf", monkeypatch)  # fmt: skip
+    plain = evaluated(
+        ["--model", "hf", "--model_args", arguments, "--batch_size", "1"],
+        local_tasks,
+        tmp_path / "hf",
+        monkeypatch,
+    )
     mine = evaluated(
         ["--model_args", f"{arguments},budget_tokens=1024", "--batch_size", "4"],
-        local_tasks, tmp_path / "mine", monkeypatch,
-    )  # fmt: skip
+        local_tasks,
+        tmp_path / "mine",
+        monkeypatch,
+    )
     capped = evaluated(
-        ["run", "--model", "kvcap", "--model_args",
-         "pretrained=pocket,policy=snapkv,window=4,budget_tokens=12,block_size=16,positions=true,"
-         "kv_dtype=int8,dtype=float32"],
-        local_tasks, tmp_path / "capped", monkeypatch,
-    )  # fmt: skip
+        [
+            "run",
+            "--model",
+            "kvcap",
+            "--model_args",
+            "pretrained=pocket,policy=snapkv,window=4,budget_tokens=12,block_size=16,positions=true,"
+            "kv_dtype=int8,dtype=float32",
+        ],
+        local_tasks,
+        tmp_path / "capped",
+        monkeypatch,
+    )
 
     def figures(found: Any) -> dict[str, float]:
         return {
@@ -409,8 +428,14 @@ def test_lm_evals_command_line(
     assert figures(mine) == pytest.approx(figures(plain), rel=1e-4)
     assert figures(capped) != pytest.approx(figures(plain), rel=1e-2)
     cap = capped["config"]["kvcap"]
-    told = {"policy": "snapkv", "budget_tokens": 12, "block_size": 16, "positions": "true",
-            "kv_dtype": "int8", "version": kvcap.__version__}  # fmt: skip
+    told = {
+        "policy": "snapkv",
+        "budget_tokens": 12,
+        "block_size": 16,
+        "positions": "true",
+        "kv_dtype": "int8",
+        "version": kvcap.__version__,
+    }
     assert told.items() <= cap.items()
     assert cap["options"]["window"] == 4
     assert cap["kv_bytes"] > 0
@@ -421,14 +446,28 @@ def test_lm_evals_command_line(
 def test_lm_evals_own_model_with_kvcaps_attention_warns(local_tasks: Path, tmp_path: Path) -> None:
     """`--model hf` has no cache of kvcap's: it runs uncapped, and says so."""
     done = subprocess.run(
-        [sys.executable, "-c", f"{ALONE}; from kvcap.cli import main; main()", "lm-eval",
-         "--model", "hf", "--model_args",
-         f"pretrained={pocket.path()},attn_implementation=kvcap,dtype=float32",
-         "--tasks", "local_multiple_choice", "--include_path", str(local_tasks), "--limit", "1",
-         "--device", "cpu"],
+        [
+            sys.executable,
+            "-c",
+            f"{ALONE}; from kvcap.cli import main; main()",
+            "lm-eval",
+            "--model",
+            "hf",
+            "--model_args",
+            f"pretrained={pocket.path()},attn_implementation=kvcap,dtype=float32",
+            "--tasks",
+            "local_multiple_choice",
+            "--include_path",
+            str(local_tasks),
+            "--limit",
+            "1",
+            "--device",
+            "cpu",
+        ],
         env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("runs without a BudgetCache") == 1
 

@@ -201,8 +201,21 @@ def test_the_export_of_weights_in_files_has_the_rounded_numbers(
     wanted = calibrate(DecoderGraph(source.model, layout), ids, ROUNDINGS[0])
     monkeypatch.setattr(spec, "LOADED", 0)
     assert open_model(where, "int4", layout).checkpoint is not None
-    given = ["export", "decoder", where, "-o", str(out), "--budget-tokens", "12", "--quick",
-             "--block-size", "4", "--dtype", "int4", "--symmetric"]  # fmt: skip
+    given = [
+        "export",
+        "decoder",
+        where,
+        "-o",
+        str(out),
+        "--budget-tokens",
+        "12",
+        "--quick",
+        "--block-size",
+        "4",
+        "--dtype",
+        "int4",
+        "--symmetric",
+    ]
     assert run([*given, "--calibrate", str(read)]) == 0
     found = rounded_in(out / "decoder.onnx")
     for name, packed in wanted.items():

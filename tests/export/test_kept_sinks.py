@@ -51,9 +51,13 @@ def kept_by(file: Path, shape: Shape) -> Any:
     size = (shape.batch, shape.kv_heads, slots)
     keys = np.random.default_rng(0).standard_normal((*size, shape.head_dim)).astype(np.float32)
     keys[:, :, :ALIKE] = 1.0
-    given = {"keys": keys, "values": keys, "seen": np.array(slots, np.int32),
-             "positions": np.broadcast_to(np.arange(slots, dtype=np.int32), size).copy(),
-             "pinned": np.zeros(size, bool)}  # fmt: skip
+    given = {
+        "keys": keys,
+        "values": keys,
+        "seen": np.array(slots, np.int32),
+        "positions": np.broadcast_to(np.arange(slots, dtype=np.int32), size).copy(),
+        "pinned": np.zeros(size, bool),
+    }
     graph = session(file)
     names = [one.name for one in graph.get_inputs()]
     return graph.run(["kept_positions"], {name: given[name] for name in names})[0]
@@ -73,10 +77,11 @@ def test_the_graphs_of_a_phone_s_preset_keep_them(preset, tmp_path):
     """Their numbers of slots are made small here; the policy is as the preset has it."""
     found = [
         _spec(SHAPE, variant, group.stage, "fp32", SHAPE.budget)
-        for group in PRESETS[preset]().groups if group.stage == "evict"
-        for variant in group.variants if variant.policy == "keydiff"
-        and variant.formulation == "stateless"
-    ]  # fmt: skip
+        for group in PRESETS[preset]().groups
+        if group.stage == "evict"
+        for variant in group.variants
+        if variant.policy == "keydiff" and variant.formulation == "stateless"
+    ]
     assert found
     assert all(keep(kept_by(write(x, tmp_path, quick=True)[0], SHAPE), 4) for x in found)
 

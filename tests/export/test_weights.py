@@ -315,7 +315,11 @@ def test_no_more_than_one_weight_is_read_at_a_time(tmp_path):
             most.append(len(alive))
             return tensor
 
-    place(graph(shape, bias=True), Counted(weights_for(shape, bias=True)), Store(tmp_path / "d"),
-          Rounding(8))  # fmt: skip
+    place(
+        graph(shape, bias=True),
+        Counted(weights_for(shape, bias=True)),
+        Store(tmp_path / "d"),
+        Rounding(8),
+    )
     assert len(most) == 3
     assert max(most) == 1

@@ -28,8 +28,10 @@ def compiled(*arguments):
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "compile_kernels.py", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

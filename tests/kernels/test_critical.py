@@ -39,9 +39,15 @@ def test_norms_of_projected_values(
     found = critical.norms(values, weights)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     obs = Observation(
-        slots, slots, torch.zeros(1), 9, 5, new=length, output_projection=weights,
+        slots,
+        slots,
+        torch.zeros(1),
+        9,
+        5,
+        new=length,
+        output_projection=weights,
         state={"output_norm": random(batch, heads, length + 3)},
-    )  # fmt: skip
+    )
     with kernels.use("triton"):
         state = kernels.update(CriticalKV(), obs)["output_norm"]
     torch.testing.assert_close(state, CriticalKV().update(obs)["output_norm"], rtol=1e-4, atol=1e-4)
@@ -55,9 +61,15 @@ def observed(batch, heads, slots, seed=0, budget=20, spans=()):
     keys = random(batch, heads, slots, 4, seed=seed)
     norm = random(batch, heads, slots, seed=seed + 1).abs()
     obs = Observation(
-        keys, keys, positions, 2 * slots, budget, queries=random(batch, heads, 3, 4),
-        state={"output_norm": norm}, pinned_spans=spans,
-    )  # fmt: skip
+        keys,
+        keys,
+        positions,
+        2 * slots,
+        budget,
+        queries=random(batch, heads, 3, 4),
+        state={"output_norm": norm},
+        pinned_spans=spans,
+    )
     scores = (random(batch, heads, slots, seed=seed + 2) * 3).round() / 3  # many are equal
     return obs, scores
 
@@ -82,8 +94,11 @@ def test_rescored_as_by_its_own_code(batch, heads, slots, budget, pins, spans, a
     norm = obs.state["output_norm"].flatten(0, 1).flip(0).flatten()
     rows = Rows(starts, ints([slots] * count), slots)
     found = kernels.rescore(
-        rescorer, scores, Pins(0, 0, obs.num_tokens, spans),
+        rescorer,
+        scores,
+        Pins(0, 0, obs.num_tokens, spans),
         replace(obs, rows=rows, state={"output_norm": norm}),
-        ints([budget] * count), ints([pins] * count),
-    )  # fmt: skip
+        ints([budget] * count),
+        ints([pins] * count),
+    )
     torch.testing.assert_close(found[~pinned], expected[~pinned], rtol=1e-6, atol=1e-7)

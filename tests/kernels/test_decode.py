@@ -66,9 +66,12 @@ class Inputs:
 
     def attend(self, **changed) -> Tensor:
         arguments = {
-            "query": self.query, "keys": self.keys, "values": self.values,
-            "scaling": self.scaling, "softcap": self.case.softcap,
-        }  # fmt: skip
+            "query": self.query,
+            "keys": self.keys,
+            "values": self.values,
+            "scaling": self.scaling,
+            "softcap": self.case.softcap,
+        }
         if self.case.tokens <= decode.MOST_TOKENS:
             assert decode.covers(self.query, self.keys, self.values)
         return decode.attend(**{**arguments, **changed})
@@ -190,9 +193,15 @@ def test_heads_that_hold_unequally_many_slots(dtype, tokens):
     assert decode.covers(query, keys, values, kv_heads=2)
     for longest in (None, 101):
         out = decode.attend_ragged(
-            query, keys, values, starts, torch.tensor(held).int().to(DEVICE), heads[0].scaling,
-            softcap=8.0, max_length=longest,
-        )  # fmt: skip
+            query,
+            keys,
+            values,
+            starts,
+            torch.tensor(held).int().to(DEVICE),
+            heads[0].scaling,
+            softcap=8.0,
+            max_length=longest,
+        )
         for head, inputs in zip(out.reshape(4, 1, 3, tokens, 64), heads, strict=True):
             check(head, inputs)
 
@@ -249,9 +258,14 @@ def test_sink_logits_of_heads_that_hold_unequally_many_slots():
     keys, values = (torch.cat([whole(getattr(h, n)) for h in heads]) for n in ("keys", "values"))
     starts = torch.tensor([0, *(n + 5 for n in held[:-1])]).cumsum(0).int().to(DEVICE)
     out = decode.attend_ragged(
-        torch.cat([h.query for h in heads]).view(2, 6, 1, 64), keys, values, starts,
-        torch.tensor(held).int().to(DEVICE), heads[0].scaling, sinks=sinks,
-    )  # fmt: skip
+        torch.cat([h.query for h in heads]).view(2, 6, 1, 64),
+        keys,
+        values,
+        starts,
+        torch.tensor(held).int().to(DEVICE),
+        heads[0].scaling,
+        sinks=sinks,
+    )
     for i, (head, inputs) in enumerate(zip(out.reshape(4, 1, 3, 1, 64), heads, strict=True)):
         expected = plain_with_sinks(inputs, sinks.view(2, 3)[i % 2])
         torch.testing.assert_close(head.double(), expected, rtol=1e-5, atol=1e-5)

@@ -83,10 +83,16 @@ def observe(s: Shape, seed: int | None = None) -> Observation:
         row[: s.n] = held[torch.randperm(s.n)]
     queries = (2 * torch.randn(s.B, s.w, H, s.D)).to(DEVICE, s.dtype).transpose(1, 2)
     return Observation(
-        keys=pool(), values=pool(), positions=places.to(DEVICE)[:, :, : s.n], num_tokens=seen,
-        budget=max(1, s.n // 2), queries=queries, scaling=s.D**-0.5, softcap=s.softcap,
+        keys=pool(),
+        values=pool(),
+        positions=places.to(DEVICE)[:, :, : s.n],
+        num_tokens=seen,
+        budget=max(1, s.n // 2),
+        queries=queries,
+        scaling=s.D**-0.5,
+        softcap=s.softcap,
         state={"accumulated": torch.rand(s.B, s.K, s.n, device=DEVICE)},
-    )  # fmt: skip
+    )
 
 
 def exact(policy: Policy, obs: Observation, magnitude: bool = False) -> Tensor:
@@ -439,9 +445,13 @@ def test_heads_observed_one_by_one_equal_the_layer():
     for head in range(3):
         mine = slice(head, head + 1)
         alone = replace(
-            obs, keys=obs.keys[:, mine], values=obs.values[:, mine], first_head=head,
-            positions=obs.positions[:, mine], queries=obs.queries[:, 4 * head : 4 * head + 4],
-        )  # fmt: skip
+            obs,
+            keys=obs.keys[:, mine],
+            values=obs.values[:, mine],
+            first_head=head,
+            positions=obs.positions[:, mine],
+            queries=obs.queries[:, 4 * head : 4 * head + 4],
+        )
         check(DropKV(), alone)
         torch.testing.assert_close(twin(DropKV(), alone), whole[:, mine], rtol=1e-4, atol=1e-6)
 
@@ -527,8 +537,12 @@ def test_importing_loads_no_kernel_and_scoring_needs_no_triton():
     )
     path = os.pathsep.join(p for p in sys.path if p)
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code] if sys.version_info >= (3, 11)
+        [sys.executable, "-P", "-c", code]
+        if sys.version_info >= (3, 11)
         else [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr

@@ -150,9 +150,14 @@ def _seen(slots: int) -> Observation:
     )
     positions = observe(1, 2, slots)[1] + 3 * slots
     return Observation(
-        keys=keys, values=values, queries=queries, positions=positions, num_tokens=4 * slots,
-        budget=slots // 2, scaling=0.25,
-    )  # fmt: skip
+        keys=keys,
+        values=values,
+        queries=queries,
+        positions=positions,
+        num_tokens=4 * slots,
+        budget=slots // 2,
+        scaling=0.25,
+    )
 
 
 @pytest.mark.slow(keep=6)

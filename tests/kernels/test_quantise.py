@@ -34,9 +34,13 @@ class Pool:
         aux = {SHIFT: torch.int32} if rotated else {}
         self.format, self.interleaved = SlotFormat.of(kind), interleaved
         self.pool = SlotPool(
-            7 + BATCH * HEADS * ROOM, size, torch.float32, DEVICE,
-            {**aux, "seen": torch.float32}, slot_format=self.format,
-        )  # fmt: skip
+            7 + BATCH * HEADS * ROOM,
+            size,
+            torch.float32,
+            DEVICE,
+            {**aux, "seen": torch.float32},
+            slot_format=self.format,
+        )
         for buffer in self.pool.buffers():
             buffer.fill_(1)
         starts = 4 + ROOM * torch.arange(BATCH * HEADS + 1, dtype=torch.int32)
@@ -89,12 +93,16 @@ def test_written_as_by_the_formula(kind, size, rotated, interleaved, centred):
     real = length - 2 if fillers else length
     expected, mean = written(layer, keys, values, read_at, real)
     quantise.append(
-        keys, values, torch.arange(length, dtype=torch.int32, device=DEVICE), layer.pool.named(),
-        layer.rows, layer.mean,
+        keys,
+        values,
+        torch.arange(length, dtype=torch.int32, device=DEVICE),
+        layer.pool.named(),
+        layer.rows,
+        layer.mean,
         None if layer.rotation is None else (read_at.to(DEVICE), layer.rotation.table),
         torch.tensor(real, dtype=torch.int32, device=DEVICE) if fillers else None,
         interleaved=interleaved,
-    )  # fmt: skip
+    )
     if mean is not None:
         torch.testing.assert_close(layer.mean.cpu(), mean, rtol=1e-5, atol=1e-6)
     for name, own in expected.items():

@@ -35,9 +35,17 @@ class Layer:
     """Rows of a pool, each of so many slots, with room behind it."""
 
     def __init__(
-        self, lengths, targets, pins=((0, 0),), spans=(), seed=0, ties=True,
-        size=8, dtype=torch.float32, more=(),
-    ):  # fmt: skip
+        self,
+        lengths,
+        targets,
+        pins=((0, 0),),
+        spans=(),
+        seed=0,
+        ties=True,
+        size=8,
+        dtype=torch.float32,
+        more=(),
+    ):
         self.lengths, self.targets, self.spans = lengths, targets, spans
         self.pins = list(pins) * (len(lengths) if len(pins) == 1 else 1)
         room = [max(n, t) + FREE for n, t in zip(lengths, targets, strict=True)]
@@ -49,8 +57,11 @@ class Layer:
         for k, (n, slots) in enumerate(zip(lengths, room, strict=True)):
             segment = Segment(self.pool, self.starts[k], slots - FREE, FREE)
             g = torch.Generator().manual_seed(seed + k)
-            segment.append(random(1, 1, n, size, seed=seed + k), random(1, 1, n, size, seed=k),
-                           torch.randperm(SEEN, generator=g)[:n].int().to(DEVICE))  # fmt: skip
+            segment.append(
+                random(1, 1, n, size, seed=seed + k),
+                random(1, 1, n, size, seed=k),
+                torch.randperm(SEEN, generator=g)[:n].int().to(DEVICE),
+            )
             segment.aux("mass").copy_(random(1, 1, n, seed=k + 9))
             for name in map(str, more):
                 segment.aux(name).copy_(random(1, 1, n, seed=k + 9).round())
@@ -65,9 +76,12 @@ class Layer:
 
     def moved(self):
         return rows.Pool(
-            self.pool.buffers(), self.pool.aux["shift"], self.rows, ints(self.pins),
+            self.pool.buffers(),
+            self.pool.aux["shift"],
+            self.rows,
+            ints(self.pins),
             ints(self.targets),
-        )  # fmt: skip
+        )
 
     def expected(self, k):
         """What a row is to hold, in time order, and how many it gave up."""
@@ -117,9 +131,13 @@ def test_a_block_evicts_what_each_row_has_too_much(
         kept = [min(n, t) for n, t in zip(lengths, targets, strict=True)]
         starts = [sum(kept[:i]) + i for i in range(len(kept))] + [layer.starts[-1]]
     rows.give_up(
-        layer.scores, Pins(0, 0, SEEN, spans), layer.moved(), left, layer.newer,
+        layer.scores,
+        Pins(0, 0, SEEN, spans),
+        layer.moved(),
+        left,
+        layer.newer,
         ints(starts) if moving else None,
-    )  # fmt: skip
+    )
     for k, (tensors, count) in enumerate(expected):
         held = lengths[k] - count
         assert int(left[k]) == held
@@ -134,8 +152,9 @@ def test_rows_of_other_layers_in_the_pool_stay_where_they_are():
     others = [x[starts[2] :].clone() for x in layer.pool.buffers()]
     these = layer.moved()._replace(
         rows=Rows(ints(starts[:3]), ints(layer.lengths[:2]), layer.longest),
-        pins=ints(layer.pins[:2]), targets=ints(layer.targets[:2]),
-    )  # fmt: skip
+        pins=ints(layer.pins[:2]),
+        targets=ints(layer.targets[:2]),
+    )
     rows.give_up(layer.scores[:, :2], Pins(0, 0, SEEN, ()), these, left, layer.newer[:, :2])
     assert left.tolist() == [30, 5]
     for k, (tensors, count) in enumerate(expected):
@@ -177,21 +196,23 @@ def hard_scores(n, g):
     nan, inf = float("nan"), float("inf")
     normal, order = torch.randn(n, generator=g), torch.arange(n)
     pick = torch.rand(n, generator=g)
-    return torch.stack([
-        torch.zeros(n),
-        torch.full((n,), nan),
-        torch.full((n,), inf),
-        torch.where(pick < 0.5, 0.0, -0.0),  # alike
-        torch.where(pick < 0.5, 0.0, normal),  # many at the bound
-        torch.where(pick < 0.1, -1.0, 1.0),
-        torch.where(pick < 0.9, nan, -inf),  # alike, and as low as can be
-        torch.where(pick < 0.5, 3.4e38, -3.4e38) * (1 + normal / 1000),  # further than an int32
-        normal * 1e-42,  # denormal
-        (order + 0x3F800000).to(torch.int32).view(torch.float32),  # neighbours
-        (0x3F800000 - order).to(torch.int32).view(torch.float32),
-        normal.bfloat16().float(),
-        -normal.abs().pow(30),
-    ]).to(DEVICE)  # fmt: skip
+    return torch.stack(
+        [
+            torch.zeros(n),
+            torch.full((n,), nan),
+            torch.full((n,), inf),
+            torch.where(pick < 0.5, 0.0, -0.0),  # alike
+            torch.where(pick < 0.5, 0.0, normal),  # many at the bound
+            torch.where(pick < 0.1, -1.0, 1.0),
+            torch.where(pick < 0.9, nan, -inf),  # alike, and as low as can be
+            torch.where(pick < 0.5, 3.4e38, -3.4e38) * (1 + normal / 1000),  # further than an int32
+            normal * 1e-42,  # denormal
+            (order + 0x3F800000).to(torch.int32).view(torch.float32),  # neighbours
+            (0x3F800000 - order).to(torch.int32).view(torch.float32),
+            normal.bfloat16().float(),
+            -normal.abs().pow(30),
+        ]
+    ).to(DEVICE)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -219,9 +240,14 @@ WIDE = (torch.int8, torch.float16, torch.bool, torch.float32)
 def test_all_that_may_pin_a_slot_and_all_that_moves_with_it(size, dtype, more, count):
     spans = tuple((400 * i, 400 * i + 90) for i in range(8))
     layer = Layer(
-        [200, 130], [200 - count, 130 - count], ((50, 150), (0, 700)), spans,
-        size=size, dtype=dtype, more=more,
-    )  # fmt: skip
+        [200, 130],
+        [200 - count, 130 - count],
+        ((50, 150), (0, 700)),
+        spans,
+        size=size,
+        dtype=dtype,
+        more=more,
+    )
     clock = torch.tensor(SEEN, device=DEVICE)
     assert same_as_expected(layer, rows.give_up_one if count == 1 else rows.give_up, clock)
 
@@ -316,9 +342,16 @@ def test_rows_score_as_each_alone(kind):
         found = score(obs)
         for k, segment in enumerate(layer.segments):
             mine = queries[:, 2 * k : 2 * k + 2]
-            alone = score(Observation(
-                segment.keys, segment.values, segment.positions, SEEN, 9, queries=mine,
-            ))  # fmt: skip
+            alone = score(
+                Observation(
+                    segment.keys,
+                    segment.values,
+                    segment.positions,
+                    SEEN,
+                    9,
+                    queries=mine,
+                )
+            )
             n = layer.lengths[k]
             torch.testing.assert_close(found[:, k, :n], alone[:, 0], rtol=1e-5, atol=1e-6)
 

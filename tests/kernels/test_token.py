@@ -94,10 +94,16 @@ class Inputs:
         assert token.covers(self.query, self.key, self.value, buffers)
         turn = (self.pool.aux["shift"], self.rotation.table) if self.case.moved else None
         arguments = {
-            "query": self.query, "key": self.key, "value": self.value, "angles": self.angles,
-            "time": self.time, "buffers": buffers, "scaling": self.scaling, "turn": turn,
+            "query": self.query,
+            "key": self.key,
+            "value": self.value,
+            "angles": self.angles,
+            "time": self.time,
+            "buffers": buffers,
+            "scaling": self.scaling,
+            "turn": turn,
             "rows": self.rows(),
-        }  # fmt: skip
+        }
         return token.attend(**{**arguments, **changed})
 
     def attended(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

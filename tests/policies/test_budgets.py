@@ -24,9 +24,20 @@ from kvcap.policies.budgets.pyramidkv import PyramidKV
 
 def test_every_preset_is_there():
     names = {
-        "adakv", "andpro", "cake", "criticalkv", "criticalkv-adakv", "criticalkv-headkv", "dropkv",
-        "duoattention", "headkv", "obcache", "obcache-h2o", "obcache-tova", "pyramidkv",
-    }  # fmt: skip
+        "adakv",
+        "andpro",
+        "cake",
+        "criticalkv",
+        "criticalkv-adakv",
+        "criticalkv-headkv",
+        "dropkv",
+        "duoattention",
+        "headkv",
+        "obcache",
+        "obcache-h2o",
+        "obcache-tova",
+        "pyramidkv",
+    }
     assert names <= set(policies())
     cake = load_policy("cake", gamma=100, tau1=2, floor=0.5)
     assert (cake.policy.gamma, cake.layer_budget.tau1, cake.layer_budget.floor) == (100, 2, 0.5)

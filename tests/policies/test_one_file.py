@@ -184,8 +184,15 @@ def test_new_files_pass_with_no_other_edit(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     copy = planted(tmp_path, {"oldest": example, **FILES})
     names = ["oldest", *(name.rpartition("/")[2] for name in FILES)]
-    together = ["page_on_policies", "documents_itself", "every_policy_is_listed", "presets_hold",
-                "companions_stand", "shell_completes", "graphs_of_their_own"]  # fmt: skip
+    together = [
+        "page_on_policies",
+        "documents_itself",
+        "every_policy_is_listed",
+        "presets_hold",
+        "companions_stand",
+        "shell_completes",
+        "graphs_of_their_own",
+    ]
     words = " or ".join(names + together)
     (copy / "src" / "fewer.py").write_text(f"NAMES = {names}\n{FEWER}")
     options = ["--all", "-rA", "-p", "fewer", f"--ignore=tests/{HERE}", "-k", words]

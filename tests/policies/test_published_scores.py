@@ -126,9 +126,13 @@ def test_expected_attention_looks_at_slots_newer_than_its_queries():
 
 
 def rkv_by_loops(
-    obs: Observation, group: str = "max", window: int = 8, kernel: int = 7, mix: float = 0.1,
+    obs: Observation,
+    group: str = "max",
+    window: int = 8,
+    kernel: int = 7,
+    mix: float = 0.1,
     threshold: float = 0.5,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     scores = torch.zeros(obs.positions.shape, dtype=torch.float64)
     fold = {"max": max, "sum": sum, "mean": lambda x: sum(x) / len(x)}[group]
     queries = obs.queries.shape[2]
@@ -365,8 +369,10 @@ def test_a_block_loop_keeps_what_lists_keep(name):
         pins = (positions < sinks) | (positions >= seen - 4)
         stay = torch.ones_like(positions, dtype=torch.bool).scatter(-1, gone, False)
         for k in range(heads):
-            worth = [(bool(pins[0, k, j]), round(float(scores[0, k, j]), 9),
-                      int(positions[0, k, j])) for j in range(over + budget)]  # fmt: skip
+            worth = [
+                (bool(pins[0, k, j]), round(float(scores[0, k, j]), 9), int(positions[0, k, j]))
+                for j in range(over + budget)
+            ]
             expected = sorted(time for *_, time in sorted(worth)[over:])
             assert sorted(positions[0, k][stay[0, k]].tolist()) == expected
         # Compacted back to front, so that slots lie in no order.

@@ -304,9 +304,14 @@ def test_criticalkv_norms_take_one_query_head_at_a_time():
 
 
 def stages(
-    scores: list[float], norms: list[float], positions: list[int], pinned: list[bool], keep: int,
-    alpha: float, rows: int,
-) -> set[int]:  # fmt: skip
+    scores: list[float],
+    norms: list[float],
+    positions: list[int],
+    pinned: list[bool],
+    keep: int,
+    alpha: float,
+    rows: int,
+) -> set[int]:
     """Algorithm 1 on one head, as lists: which slots stay. Of equal ones the newer does."""
     kept = {j for j, pin in enumerate(pinned) if pin}
     left = [j for j in range(len(scores)) if j not in kept]
@@ -336,10 +341,14 @@ def test_criticalkv_selects_in_two_stages(seed, alpha, base, pins):
     gone = eviction.select(obs, 12)
     for b, k in ((b, k) for b in range(2) for k in range(2)):
         expected = stages(
-            scores[b, k].double().tolist(), obs.state["output_norm"][b, k].double().tolist(),
-            obs.positions[b, k].tolist(), pinned[b, k].tolist(), 11, alpha,
+            scores[b, k].double().tolist(),
+            obs.state["output_norm"][b, k].double().tolist(),
+            obs.positions[b, k].tolist(),
+            pinned[b, k].tolist(),
+            11,
+            alpha,
             3 if obs.queries is not None else 1,
-        )  # fmt: skip
+        )
         assert set(range(23)) - set(gone[b, k].tolist()) == expected
 
 

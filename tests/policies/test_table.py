@@ -96,9 +96,12 @@ def test_a_preset_shows_its_own_settings(text: str) -> None:
 def test_the_papers_are_named(text: str) -> None:
     listed = blocks(text)
     papers = {
-        "keydiff": "KeyDiff", "dropkv": "DropKV", "criticalkv": "CriticalKV",
-        "calidrop": "CaliDrop", "obcache": "OBCache",
-    }  # fmt: skip
+        "keydiff": "KeyDiff",
+        "dropkv": "DropKV",
+        "criticalkv": "CriticalKV",
+        "calidrop": "CaliDrop",
+        "obcache": "OBCache",
+    }
     assert all(paper in listed[name] for name, paper in papers.items())
 
 

@@ -55,10 +55,15 @@ def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
             parts["fixed_bytes"] + parts["places"] * parts["place_bytes"]
         )
         assert parts["fixed_bytes"] == (
-            300 * MIB + one.weights + parts["serving_bytes"] + parts["rows_bytes"]
-            + parts["passes_bytes"] + parts["restoring_bytes"] + parts["tokenising_bytes"]
+            300 * MIB
+            + one.weights
+            + parts["serving_bytes"]
+            + parts["rows_bytes"]
+            + parts["passes_bytes"]
+            + parts["restoring_bytes"]
+            + parts["tokenising_bytes"]
             + parts["shared_prompt_bytes"]
-        )  # fmt: skip
+        )
     assert plan.together == 8
     assert ServingPlan.of(one, shared, cap=1000 * MIB, places=9).places == 9
     assert ServingPlan.of(one, shared).places == 64  # without a cap
@@ -103,9 +108,13 @@ def test_a_server_is_planned_with_the_indexes_that_its_sessions_may_have(
     folder: str, words: str, tokens: int, nbytes: int
 ) -> None:
     opened = open_conversations(
-        folder, Backend(), Budget(budget_tokens=64, dtype="float32"), Running(device="cpu"),
-        Output(quiet=True), recall=RecallSettings.parse(words, "1MiB"),
-    )  # fmt: skip
+        folder,
+        Backend(),
+        Budget(budget_tokens=64, dtype="float32"),
+        Running(device="cpu"),
+        Output(quiet=True),
+        recall=RecallSettings.parse(words, "1MiB"),
+    )
     session = opened.scheduler._new_session()
     opened.scheduler.close()
     assert opened.plan.index == nbytes
@@ -188,9 +197,13 @@ def test_nothing_is_loaded_where_not_one_conversation_fits(
     monkeypatch.setattr("kvcap.serve.admission.load", lambda *_: 1 / 0)
     with pytest.raises(PlanInfeasible, match="so that 0 fit"):
         open_conversations(
-            folder, Backend(), Budget(memory_cap="64MiB"), Running(), Output(quiet=True),
+            folder,
+            Backend(),
+            Budget(memory_cap="64MiB"),
+            Running(),
+            Output(quiet=True),
             folder=tmp_path / "kept",
-        )  # fmt: skip
+        )
     assert not (tmp_path / "kept").exists()
 
 
@@ -251,10 +264,18 @@ def test_a_process_with_all_its_conversations_stays_within_its_cap(tmp_path: Pat
 
     def python(*given: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", *given], capture_output=True, text=True, check=False,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": path, "PYTHONSAFEPATH": "1",
-                 "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+            [sys.executable, "-c", *given],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={
+                "PATH": "/usr/bin:/bin",
+                "PYTHONPATH": path,
+                "PYTHONSAFEPATH": "1",
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )
         return done.stdout or done.stderr
 
     wanted = ("plan", folder, "--serve", "--json", "--budget-tokens", "4096", "--memory-cap")

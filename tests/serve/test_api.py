@@ -101,8 +101,9 @@ def test_a_client_that_goes_before_the_first_token_stops_its_answer(url, talk):
     talk.script = Script(wait_s=PATIENCE)
     before = len(talk.answers)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/v1/chat/completions", timeout=0.05,
-                   json={"messages": HELLO, "stream": True})  # fmt: skip
+        httpx.post(
+            f"{url}/v1/chat/completions", timeout=0.05, json={"messages": HELLO, "stream": True}
+        )
     eventually(lambda: len(talk.answers) > before and talk.answers[-1].closed)
 
 
@@ -179,20 +180,22 @@ def test_wrong_addresses_methods_and_bodies_are_refused_in_openais_form(url, tal
     kind = {"Content-Type": "application/json"}
     for method, path, content, status in (
         ("GET", "/v1/nowhere", None, 404),
-        ("GET", "/../../etc/passwd", None, 404), ("GET", "/v1/models/../../etc", None, 404),
+        ("GET", "/../../etc/passwd", None, 404),
+        ("GET", "/v1/models/../../etc", None, 404),
         ("POST", "/v1/chat/completions", b"x" * 20_001, 413),
         ("POST", "/v1/chat/completions", iter([b"x" * 10_000] * 3), 413),
         ("POST", "/v1/chat/completions", b"\xff", 400),
         ("POST", "/v1/chat/completions", b"[" * 10_000, 400),
         ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400),
         ("POST", "/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400),
-    ):  # fmt: skip
+    ):
         said = httpx.request(method, url + path, content=content, headers=kind)
         assert said.status_code == status, (path, said.text)
         assert said.json()["error"].keys() == {"message", "type", "param", "code"}
     for name in ("../../etc", "a b", "x" * 200, "-x", ""):
-        said = httpx.post(f"{url}/v1/chat/completions", json={"messages": HELLO},
-                          headers={"X-Session-Id": name})  # fmt: skip
+        said = httpx.post(
+            f"{url}/v1/chat/completions", json={"messages": HELLO}, headers={"X-Session-Id": name}
+        )
         assert said.status_code == 400, name
 
 
@@ -255,8 +258,22 @@ VALUES = some.recursive(
     ),
     max_leaves=12,
 )
-FIELDS = ("messages", "model", "stream", "stop", "tools", "temperature", "response_format", "seed",
-          "stream_options", "max_tokens", "logprobs", "tool_choice", "metadata", "pin")  # fmt: skip
+FIELDS = (
+    "messages",
+    "model",
+    "stream",
+    "stop",
+    "tools",
+    "temperature",
+    "response_format",
+    "seed",
+    "stream_options",
+    "max_tokens",
+    "logprobs",
+    "tool_choice",
+    "metadata",
+    "pin",
+)
 MESSAGE = some.dictionaries(
     some.sampled_from(["role", "content", "tool_calls", "tool_call_id", "pin", "name"]),
     some.sampled_from(["user", "assistant", "tool", "x", None, True]) | VALUES,
@@ -289,8 +306,10 @@ def test_clients_that_say_or_read_nothing_are_let_go_of():
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
         whole = head + b"Content-Type: application/json\r\n"
         for said, answer in (
-            (b"", b""), (head, b""), (whole + b"Content-Length: 9\r\n\r\n{", b"HTTP/1.1 408"),
-        ):  # fmt: skip
+            (b"", b""),
+            (head, b""),
+            (whole + b"Content-Length: 9\r\n\r\n{", b"HTTP/1.1 408"),
+        ):
             with socket.create_connection(address) as mute:
                 mute.settimeout(PATIENCE)
                 mute.sendall(said)
@@ -339,8 +358,9 @@ def test_answers_come_to_their_end_when_the_server_is_stopped():
     settings = Settings("pocket")
     server = Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits)
     server.__enter__()
-    with httpx.stream("POST", f"{server.url}/v1/chat/completions",
-                      json={"messages": HELLO, "stream": True}) as said:  # fmt: skip
+    with httpx.stream(
+        "POST", f"{server.url}/v1/chat/completions", json={"messages": HELLO, "stream": True}
+    ) as said:
         lines = said.iter_lines()
         next(lines)
         server.stop()
@@ -373,8 +393,12 @@ def test_a_taken_port_is_said_and_addresses_of_this_machine_are_known():
     with pytest.raises(errors.PortTaken, match=r"is no address .*; give one"):
         bound("no.such.name.invalid", 0)
     assert [is_loopback(x) for x in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")] == [
-        True, True, True, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -382,8 +406,10 @@ def test_curl_is_answered(url, talk):
     body = json.dumps({"messages": HELLO, "stream": True})
     said = subprocess.run(
         ["curl", "-sN", f"{url}/v1/chat/completions", "--json", body],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     events = [line.removeprefix("data: ") for line in said.split("\n\n") if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[1])["choices"][0]["delta"]["content"] == "Hel"

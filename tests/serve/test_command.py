@@ -101,12 +101,17 @@ def test_log_probabilities_are_those_of_the_text(client):
 
 
 def test_an_answer_is_held_to_a_schema(client):
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
-              "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     said = client.chat.completions.create(
-        messages=[user("Hello!")], **{**ASKED, "max_tokens": 40},
+        messages=[user("Hello!")],
+        **{**ASKED, "max_tokens": 40},
         response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
-    )  # fmt: skip
+    )
     assert json.loads(said.choices[0].message.content)["a"] in (True, False)
 
 
@@ -119,10 +124,24 @@ def test_tools_that_a_model_cannot_read_are_refused(client):
 def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp_path):
     keep = tmp_path / "kept"
     with subprocess.Popen(
-        [sys.executable, "-m", "kvcap", "serve", "--port", "0", "--budget-tokens", "64",
-         "--keep", str(keep), "--name", "small"],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "KVCAP_API_KEY": "one two"},
-    ) as process:  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "kvcap",
+            "serve",
+            "--port",
+            "0",
+            "--budget-tokens",
+            "64",
+            "--keep",
+            str(keep),
+            "--name",
+            "small",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "KVCAP_API_KEY": "one two"},
+    ) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
         address = re.search(r"serving small at (http://127\.0\.0\.1:\d+)/v1", said)
@@ -145,13 +164,15 @@ def test_other_machines_are_let_in_only_with_a_key(tmp_path, capsys):
     empty.touch()
     for options, words in (
         (["--host", "0.0.0.0"], "--insecure"),
-        (["--api-key", "ключ"], "API key 1"), (["--api-key", ""], "API key 1"),
+        (["--api-key", "ключ"], "API key 1"),
+        (["--api-key", ""], "API key 1"),
         (["--api-key-file", str(empty)], "there is no key"),
         (["--api-key-file", str(tmp_path / "none")], "cannot read"),
         (["--max-body", "many"], "many"),
-        (["--recall", "some"], "use auto, off, or"), (["--recall-store", "9KiB"], "256"),
+        (["--recall", "some"], "use auto, off, or"),
+        (["--recall-store", "9KiB"], "256"),
         (["--host", "no.such.name.invalid", "--insecure"], "no address"),
-    ):  # fmt: skip
+    ):
         assert run(["serve", "--port", "0", *options]) in (2, 3)
         assert words in capsys.readouterr().err
 

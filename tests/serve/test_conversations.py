@@ -194,9 +194,13 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
 ) -> None:
     """Also those that share a beginning, whose place another one had, and that come from disk."""
     runtime = kvcap.Runtime.from_pretrained(
-        folder, budget_tokens=48, block_size=16, dtype="float32", device="cpu",
+        folder,
+        budget_tokens=48,
+        block_size=16,
+        dtype="float32",
+        device="cpu",
         sink_tokens=sinks,
-    )  # fmt: skip
+    )
     system = {"role": "system", "content": "You keep the doors of a small town."}
     story = (
         "Seven kinds of mosses survive the cold near Porto. Number {}: bees like tall grasses, "

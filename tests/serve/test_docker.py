@@ -160,8 +160,11 @@ def test_its_steps_make_a_server_that_answers(tmp_path: Path) -> None:
 
     inner.pop("KVCAP_API_KEY_FILE")
     open_to_all = subprocess.run(
-        [str(made / "bin" / command[0]), *command[1:]], env={**outer, **inner}, capture_output=True,
-        text=True, cwd=tmp_path,
-    )  # fmt: skip
+        [str(made / "bin" / command[0]), *command[1:]],
+        env={**outer, **inner},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert open_to_all.returncode != 0
     assert "--api-key" in open_to_all.stderr

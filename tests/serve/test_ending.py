@@ -21,8 +21,11 @@ from kvcap.serve.limits import RequestLimits
 from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.server import Server, bound
 
-LONG: Any = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 30_000,
-             "ignore_eos": True}  # fmt: skip
+LONG: Any = {
+    "messages": [{"role": "user", "content": "Hello!"}],
+    "max_tokens": 30_000,
+    "ignore_eos": True,
+}
 
 
 def test_streams_end_by_an_error_and_the_log_says_so(caplog):
@@ -60,10 +63,22 @@ def listens(url: str) -> bool:
 
 def test_a_second_signal_ends_the_server_at_once():
     with subprocess.Popen(
-        [sys.executable, "-m", "kvcap", "serve", "--port", "0", "--budget-tokens", "64",
-         "--grace", "600"],
-        stderr=subprocess.PIPE, text=True, env=os.environ.copy(),
-    ) as process:  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "kvcap",
+            "serve",
+            "--port",
+            "0",
+            "--budget-tokens",
+            "64",
+            "--grace",
+            "600",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ.copy(),
+    ) as process:
         assert process.stderr is not None
         address = re.search(r"at (http://127\.0\.0\.1:\d+)/v1", process.stderr.readline())
         assert address

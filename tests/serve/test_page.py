@@ -202,8 +202,10 @@ def test_a_conversation_is_deleted_by_its_owner(client):
         assert found.status_code == status
         if status == 200:
             assert found.json() == {
-                "id": "ada", "object": "kvcap.session.deleted", "deleted": True,
-            }  # fmt: skip
+                "id": "ada",
+                "object": "kvcap.session.deleted",
+                "deleted": True,
+            }
         else:
             assert found.json()["error"]["code"] == "conversation_not_found"
     assert client.get(where).status_code == 405
@@ -418,8 +420,9 @@ def test_a_message_is_edited_and_that_is_undone(page, url):
     page.get_by_text("What was said before from here on is replaced").wait_for()
     assert text.input_value() == "a draft"
     assert [one["content"] for one in kept(page)[0]["messages"]] == [
-        FACT.replace("4821", "1930"), answered(page),
-    ]  # fmt: skip
+        FACT.replace("4821", "1930"),
+        answered(page),
+    ]
     page.get_by_role("button", name="Undo").click()
     said = [FACT, first, QUESTION, second]
     assert page.locator(".said").all_inner_texts() == said
@@ -528,7 +531,7 @@ FULL = """for (let size = 2 ** 20; size >= 1; size /= 2) {
       localStorage.setItem(key, 'x'.repeat(size));
     }
   } catch { /* the next half */ }
-}"""  # fmt: skip
+}"""
 
 
 @in_browser
@@ -865,9 +868,11 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
     answering(page, {"content": "<think>Hm.</think>Yes."})
     opened(page, url)
     for label, value in {
-        "Title": "Doors", "System prompt": "Be brief.", "Temperature": "0.3",
+        "Title": "Doors",
+        "System prompt": "Be brief.",
+        "Temperature": "0.3",
         "Most tokens of an answer": "7",
-    }.items():  # fmt: skip
+    }.items():
         if label == "Title":
             page.get_by_role("button", name="About this conversation").click()
         page.get_by_label(label).fill(value)
@@ -1052,17 +1057,35 @@ def test_code_is_copied(page, url):
 @in_browser
 def test_no_text_becomes_markup_or_leads_elsewhere(blank):
     hostile = [
-        "<img src=x onerror=alert(1)>", "<script>alert(1)</script>", "[a](javascript:alert(1))",
-        "[a](JaVaScRiPt:alert(1))", "[a](data:text/html,<script>)", "[a](/v1/models)",
-        "![a](https://b.example/c.png)", '[a](https://b.example "onclick=x")', "<https://a.example>",
-        "[a](https://b.example/\" onclick='x')", "```<b>\n</code><b>", "|<b>|\n|-|\n|<b>|",
-    ]  # fmt: skip
+        "<img src=x onerror=alert(1)>",
+        "<script>alert(1)</script>",
+        "[a](javascript:alert(1))",
+        "[a](JaVaScRiPt:alert(1))",
+        "[a](data:text/html,<script>)",
+        "[a](/v1/models)",
+        "![a](https://b.example/c.png)",
+        '[a](https://b.example "onclick=x")',
+        "<https://a.example>",
+        "[a](https://b.example/\" onclick='x')",
+        "```<b>\n</code><b>",
+        "|<b>|\n|-|\n|<b>|",
+    ]
     for text in hostile:
         for name, attributes in blank.evaluate(MADE, text):
             assert name in ELEMENTS
-            assert not set(attributes) - {"href", "title", "target", "rel", "class", "role",
-                                          "scope", "tabindex", "aria-label", "dir",
-                                          "type"}  # fmt: skip
+            assert not set(attributes) - {
+                "href",
+                "title",
+                "target",
+                "rel",
+                "class",
+                "role",
+                "scope",
+                "tabindex",
+                "aria-label",
+                "dir",
+                "type",
+            }
             assert attributes.get("href", "https://").startswith("https://")
 
 

@@ -74,11 +74,17 @@ def keep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(cluster: Any, model: str, keep: Path) -> Iterator[Server]:
     made = opened(
-        model, Address(port=0, api_key=["ada", "bob"]), Load(keep=keep),
-        EngineOptions("ray", 2, cluster.address), Backend(), BUDGET, Running(device="cpu"),
+        model,
+        Address(port=0, api_key=["ada", "bob"]),
+        Load(keep=keep),
+        EngineOptions("ray", 2, cluster.address),
+        Backend(),
+        BUDGET,
+        Running(device="cpu"),
         Sampling(),
-        Output(quiet=True), Recalling(),
-    )  # fmt: skip
+        Output(quiet=True),
+        Recalling(),
+    )
     with made:
         yield made
 
@@ -169,9 +175,12 @@ def test_a_replica_killed_mid_answer_loses_no_conversation(server: Server, keep:
 
     last, pid = "", 0
     with httpx.stream(
-        "POST", f"{server.url}/v1/chat/completions", timeout=PATIENCE,
-        json=body(talk, LONG, stream=True), headers={"Authorization": "Bearer ada"},
-    ) as answer:  # fmt: skip
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        timeout=PATIENCE,
+        json=body(talk, LONG, stream=True),
+        headers={"Authorization": "Bearer ada"},
+    ) as answer:
         for number, line in enumerate(answer.iter_lines()):
             if number == 10:
                 pid = working()
@@ -210,9 +219,12 @@ def test_the_strip_is_of_the_conversation_and_its_owner(server: Server) -> None:
 def test_a_reader_that_goes_frees_its_place(server: Server) -> None:
     stopped = figure(server, "stopped_total")
     with httpx.stream(
-        "POST", f"{server.url}/v1/chat/completions", timeout=PATIENCE,
-        json=body([user(8)], LONG, stream=True), headers={"Authorization": "Bearer ada"},
-    ) as answer:  # fmt: skip
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        timeout=PATIENCE,
+        json=body([user(8)], LONG, stream=True),
+        headers={"Authorization": "Bearer ada"},
+    ) as answer:
         next(answer.iter_lines())
     eventually(lambda: figure(server, "stopped_total") > stopped)
     eventually(lambda: figure(server, "answering") == 0)
@@ -246,9 +258,12 @@ def test_a_deleted_conversation_is_on_no_replica(server: Server, keep: Path) -> 
 
 def test_an_answer_ends_whose_conversation_is_deleted(server: Server) -> None:
     with httpx.stream(
-        "POST", f"{server.url}/v1/chat/completions", timeout=PATIENCE,
-        json=body([user(40)], LONG, stream=True), headers={"Authorization": "Bearer ada"},
-    ) as answer:  # fmt: skip
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        timeout=PATIENCE,
+        json=body([user(40)], LONG, stream=True),
+        headers={"Authorization": "Bearer ada"},
+    ) as answer:
         lines = answer.iter_lines()
         next(lines)
         assert delete(server, answer.headers["X-Session-Id"]) == (200, "")
@@ -258,10 +273,17 @@ def test_an_answer_ends_whose_conversation_is_deleted(server: Server) -> None:
 
 def small(cluster: Any, model: str, replicas: int, budget: Budget) -> None:
     opened(
-        model, Address(port=0, name="small"), Load(),
+        model,
+        Address(port=0, name="small"),
+        Load(),
         EngineOptions("ray", replicas, cluster.address),
-        Backend(), budget, Running(device="cpu"), Sampling(), Output(quiet=True), Recalling(),
-    )  # fmt: skip
+        Backend(),
+        budget,
+        Running(device="cpu"),
+        Sampling(),
+        Output(quiet=True),
+        Recalling(),
+    )
 
 
 def test_after_the_end_all_is_kept_and_what_cannot_be_is_refused_by_name(

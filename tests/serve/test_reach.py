@@ -54,8 +54,11 @@ def test_names_are_checked_for_other_machines_too_where_some_are_given():
 
 
 def test_pages_of_a_site_that_is_let_in_may_ask_before_they_have_a_key():
-    asks = {"Origin": SITE, "Access-Control-Request-Method": "POST",
-            "Access-Control-Request-Headers": "authorization,content-type"}  # fmt: skip
+    asks = {
+        "Origin": SITE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
     with reached(Address(cors_origin=[SITE]), keys=["secret"]) as server:
         url = f"{server.url}/v1/chat/completions"
         allowed = httpx.options(url, headers=asks)
@@ -65,9 +68,10 @@ def test_pages_of_a_site_that_is_let_in_may_ask_before_they_have_a_key():
         assert httpx.options(url, headers={**asks, "Origin": "https://evil.example"}).is_error
         for headers, code in (({}, 401), ({"Authorization": "Bearer secret"}, 200)):
             said = httpx.post(
-                url, headers={"Origin": SITE, **headers},
+                url,
+                headers={"Origin": SITE, **headers},
                 json={"messages": [{"role": "user", "content": "Hello!"}]},
-            )  # fmt: skip
+            )
             assert (said.status_code, said.headers["Access-Control-Allow-Origin"]) == (code, SITE)
         assert "X-Session-Id" in said.headers["Access-Control-Expose-Headers"]
         other = httpx.get(f"{server.url}/health", headers={"Origin": "https://evil.example"})
@@ -87,11 +91,29 @@ def test_pages_of_other_sites_are_not_let_in_unless_that_is_said():
 def test_a_server_with_a_certificate_speaks_https(tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-keyout",
+            key,
+            "-out",
+            cert,
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+        ],
+        check=True,
+        capture_output=True,
+    )
     trusted = ssl.create_default_context(cafile=str(cert))
     with reached(Address(tls_cert=cert, tls_key=key)) as server:
         assert server.url.startswith("https://127.0.0.1:")

@@ -35,9 +35,14 @@ BUDGET = 128
 
 def load(folder: Path, **more: Any) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
-        tiny_chat.save(folder), "streaming_llm", budget_tokens=BUDGET, block_size=16,
-        dtype="float32", device="cpu", **more,
-    )  # fmt: skip
+        tiny_chat.save(folder),
+        "streaming_llm",
+        budget_tokens=BUDGET,
+        block_size=16,
+        dtype="float32",
+        device="cpu",
+        **more,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +121,14 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
         for text in (*before, FACT.format(7000 + number), *map(filler, range(2)), QUESTION):
             messages.append(user(text))
             parts = client.chat.completions.create(
-                model="tiny", messages=messages, stream=True, max_tokens=4, temperature=0,
+                model="tiny",
+                messages=messages,
+                stream=True,
+                max_tokens=4,
+                temperature=0,
                 stream_options={"include_usage": True},
                 extra_headers={} if name is None else {"X-Session-Id": name},
-            )  # fmt: skip
+            )
             last, answer = None, ""
             for last in parts:
                 answer += last.choices[0].delta.content or "" if last.choices else ""

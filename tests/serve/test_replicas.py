@@ -118,9 +118,17 @@ def test_every_replica_recalls_as_the_command_was_told(monkeypatch: pytest.Monke
     monkeypatch.setattr("kvcap.serve.replicas.open_replicas", start)
     with pytest.raises(KvcapError, match="no cluster"):
         opened(
-            "pocket", Address(port=0), Load(), EngineOptions("ray"), Backend(), Budget(), Running(),
-            Sampling(), Output(quiet=True), Recalling("96", "1MiB"),
-        )  # fmt: skip
+            "pocket",
+            Address(port=0),
+            Load(),
+            EngineOptions("ray"),
+            Backend(),
+            Budget(),
+            Running(),
+            Sampling(),
+            Output(quiet=True),
+            Recalling("96", "1MiB"),
+        )
     assert found[0].load["recall"] == RecallSettings(96, 1 << 20)
     inspect.signature(open_conversations).bind("", "", "", "", "", **found[0].load)
 

@@ -172,9 +172,11 @@ def test_an_answer_is_continued_where_the_last_message_begins_it(client):
 
 def test_every_part_has_the_usage_so_far_where_that_is_asked_for(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    parts = [*client.chat.completions.create(
-        messages=HELLO, stream=True, stream_options=options, **ASKED
-    )]  # fmt: skip
+    parts = [
+        *client.chat.completions.create(
+            messages=HELLO, stream=True, stream_options=options, **ASKED
+        )
+    ]
     counts = [part.usage.completion_tokens for part in parts]
     assert counts == sorted(counts)
     assert counts[-1] == 6

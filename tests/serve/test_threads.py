@@ -43,9 +43,12 @@ def test_a_model_is_loaded_and_prompts_are_prepared_by_threads_that_end(
     monkeypatch.setattr(admission, "load", noted(load))
     monkeypatch.setattr(scheduler, "begin", noted(begin))
     opened = admission.open_conversations(
-        tiny_chat.save(tmp_path), Backend(), Budget(budget_tokens=64),
-        Running(device="cpu"), Output(quiet=True),
-    )  # fmt: skip
+        tiny_chat.save(tmp_path),
+        Backend(),
+        Budget(budget_tokens=64),
+        Running(device="cpu"),
+        Output(quiet=True),
+    )
 
     async def chat(s: Scheduler) -> None:
         await text_of(s.submit(ask(user("Hello!"), tokens=3)))

@@ -33,6 +33,10 @@ def _pool(cells: list[Cell]) -> Cell:
     low, high = interval(scores, first.of)
     setting = replace(first.setting, depth=None, samples=len(scores))
     return replace(
-        first, setting=setting, score=cell_score(scores, first.of), ci_low=low, ci_high=high,
+        first,
+        setting=setting,
+        score=cell_score(scores, first.of),
+        ci_low=low,
+        ci_high=high,
         scores=tuple(scores),
-    )  # fmt: skip
+    )

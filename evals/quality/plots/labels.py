@@ -44,10 +44,16 @@ def put_labels(axis: Axes, points: Sequence[tuple[float, float, str]], size: flo
     put = []
     for x, y, text in points:
         note = axis.annotate(
-            text, (x, y), xytext=(8, 0), textcoords="offset points", fontsize=size, va="center",
-            zorder=9, bbox={"facecolor": "white", "alpha": 0.7, "lw": 0, "pad": 0.5},
+            text,
+            (x, y),
+            xytext=(8, 0),
+            textcoords="offset points",
+            fontsize=size,
+            va="center",
+            zorder=9,
+            bbox={"facecolor": "white", "alpha": 0.7, "lw": 0, "pad": 0.5},
             arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "#555555", "shrinkB": 3},
-        )  # fmt: skip
+        )
         for radius, angle in ((r, a) for r in RADII for a in ANGLES):
             note.set_position((radius * cos(angle), radius * sin(angle)))
             note.set_horizontalalignment("left" if cos(angle) > -0.1 else "right")

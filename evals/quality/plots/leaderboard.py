@@ -67,17 +67,28 @@ def figure(tables: Sequence[RankingTable], heading: str) -> Figure:
         axis.set_xlabel("slots per KV head", fontsize=SIZES["label"])
     drawn.suptitle(
         f"{heading}; {_unit_cell(tables).setting.samples} samples a point",
-        fontsize=SIZES["title"], x=0.01, ha="left",
-    )  # fmt: skip
-    legend = {text: line for axis in axes.flat
-              for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}  # fmt: skip
+        fontsize=SIZES["title"],
+        x=0.01,
+        ha="left",
+    )
+    legend = {
+        text: line
+        for axis in axes.flat
+        for line, text in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     order = sorted(legend, key=lambda text: names.index(text) if text in names else len(names))
     columns = max(1, min(COLUMNS, LETTERS // max(map(len, order), default=1)))
     drawn.legend(
-        [legend[text] for text in order], order, loc="outside lower center", ncols=columns,
-        fontsize=SIZES["tick"], frameon=False, handlelength=3.5,
-        title="the best mean first; bars and band: 95 % intervals", title_fontsize=SIZES["tick"],
-    )  # fmt: skip
+        [legend[text] for text in order],
+        order,
+        loc="outside lower center",
+        ncols=columns,
+        fontsize=SIZES["tick"],
+        frameon=False,
+        handlelength=3.5,
+        title="the best mean first; bars and band: 95 % intervals",
+        title_fontsize=SIZES["tick"],
+    )
     return drawn
 
 
@@ -91,8 +102,9 @@ def _panel(axis: Axes, table: RankingTable, names: Sequence[str]) -> None:
 
     for name, cell in table.uncapped:
         axis.axhspan(cell.ci_low, cell.ci_high, color="black", alpha=0.06, lw=0, zorder=1)
-        axis.axhline(cell.score, color="black", lw=1, ls=(0, (1, 1)), zorder=2,
-                     label=f"{name} ({UNCAPPED})")  # fmt: skip
+        axis.axhline(
+            cell.score, color="black", lw=1, ls=(0, (1, 1)), zorder=2, label=f"{name} ({UNCAPPED})"
+        )
     rows = {row.name: row for row in table.rows}
     for place, name in enumerate(names):
         if name in rows:
@@ -122,9 +134,19 @@ def _line(axis: Axes, row: RankedPolicy, budgets: Sequence[int], place: int, lin
     reach = [[max(0.0, c.score - c.ci_low) for c in cells]]
     reach += [[max(0.0, c.ci_high - c.score) for c in cells]]
     axis.errorbar(
-        across, [cell.score for cell in cells], yerr=reach, color=style.color, ls=style.dash,
-        marker=style.marker, ms=4.5, lw=1.4, elinewidth=0.9, capsize=2, zorder=3, label=row.name,
-    )  # fmt: skip
+        across,
+        [cell.score for cell in cells],
+        yerr=reach,
+        color=style.color,
+        ls=style.dash,
+        marker=style.marker,
+        ms=4.5,
+        lw=1.4,
+        elinewidth=0.9,
+        capsize=2,
+        zorder=3,
+        label=row.name,
+    )
 
 
 def _reach(table: RankingTable, names: Sequence[str]) -> float:

@@ -82,8 +82,10 @@ def _depths(cells: list[Cell]) -> list[float]:
 def _block(block: SubFigure, cells: list[Cell]) -> None:
     panels, depths = _panels(cells), _depths(cells)
     lengths = sorted({cell.setting.length for cell in cells})
-    found = {(_row(c.setting), c.setting.budget, c.setting.depth, c.setting.length): c.score
-             for c in cells}  # fmt: skip
+    found = {
+        (_row(c.setting), c.setting.budget, c.setting.depth, c.setting.length): c.score
+        for c in cells
+    }
     scale = (0.0, 1.0) if cells[0].of.share else (min(found.values()), max(found.values()))
     axes = block.subplots(len(panels), len(panels[0]), sharex=True, sharey=True, squeeze=False)
     drawn: AxesImage | None = None
@@ -124,6 +126,13 @@ def _panel(axis: Axes, table: list[list[float | None]], scale: tuple[float, floa
             if score is not None:
                 bright = (score - low) > 0.6 * (high - low)
                 color = "black" if bright else "white"
-                axis.text(x, y, f"{score:.2f}", ha="center", va="center", color=color,
-                          fontsize=SIZES["tick"] - 1)  # fmt: skip
+                axis.text(
+                    x,
+                    y,
+                    f"{score:.2f}",
+                    ha="center",
+                    va="center",
+                    color=color,
+                    fontsize=SIZES["tick"] - 1,
+                )
     return image

@@ -129,11 +129,19 @@ def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]
     n = cells[0].setting.samples
     block.suptitle(
         f"{title(cells[0].setting)}; {n} samples a point, bars: 95 % interval",
-        fontsize=SIZES["title"], x=0.01, ha="left",
-    )  # fmt: skip
+        fontsize=SIZES["title"],
+        x=0.01,
+        ha="left",
+    )
     handles, texts = axes[0].get_legend_handles_labels()
-    block.legend(handles, texts, loc="outside lower center", ncols=COLUMNS,
-                 fontsize=SIZES["tick"], frameon=False)  # fmt: skip
+    block.legend(
+        handles,
+        texts,
+        loc="outside lower center",
+        ncols=COLUMNS,
+        fontsize=SIZES["tick"],
+        frameon=False,
+    )
     return found
 
 
@@ -150,8 +158,16 @@ def _line(
     filled = "white" if positions == "true" else style.color
     axis.errorbar(prices, scores, yerr=reach, color=style.color, ls="none", alpha=0.3, lw=0.8)
     axis.plot(prices, scores, color=style.color, ls=style.dash, alpha=0.4, lw=0.8)
-    axis.plot(prices, scores, color=style.color, ls="none", marker=style.marker, ms=5,
-              mfc=filled, label=f"{policy}, {positions}")  # fmt: skip
+    axis.plot(
+        prices,
+        scores,
+        color=style.color,
+        ls="none",
+        marker=style.marker,
+        ms=5,
+        mfc=filled,
+        label=f"{policy}, {positions}",
+    )
 
 
 def _labels(priced: list[tuple[float, Cell]]) -> list[Label]:

@@ -97,10 +97,18 @@ def _block(block: SubFigure, cells: list[Cell], rows: int) -> None:
     for axis in axes[: len(names)]:
         found |= {text: line for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
     block.legend(
-        [*found.values()], [*found], loc="outside upper left", ncols=4, fontsize=SIZES["tick"],
-        frameon=False, handlelength=3, borderaxespad=0.2, alignment="left",
-        title=f"{title(s)}; {s.samples} samples a point", title_fontsize=SIZES["title"],
-    )  # fmt: skip
+        [*found.values()],
+        [*found],
+        loc="outside upper left",
+        ncols=4,
+        fontsize=SIZES["tick"],
+        frameon=False,
+        handlelength=3,
+        borderaxespad=0.2,
+        alignment="left",
+        title=f"{title(s)}; {s.samples} samples a point",
+        title_fontsize=SIZES["title"],
+    )
 
 
 def _panel(axis: Axes, policy: str, lines: Lines, uncapped: list[Cell]) -> None:
@@ -108,8 +116,14 @@ def _panel(axis: Axes, policy: str, lines: Lines, uncapped: list[Cell]) -> None:
         if other != policy:
             axis.plot(*_points(cells), color=GREY, lw=0.7, zorder=1, label="other policies")
     for cell in uncapped:
-        axis.axhline(cell.score, color="black", lw=0.9, ls=(0, (1, 1)), zorder=2,
-                     label=f"{UNCAPPED} ({cell.ci_low:.2f} to {cell.ci_high:.2f})")  # fmt: skip
+        axis.axhline(
+            cell.score,
+            color="black",
+            lw=0.9,
+            ls=(0, (1, 1)),
+            zorder=2,
+            label=f"{UNCAPPED} ({cell.ci_low:.2f} to {cell.ci_high:.2f})",
+        )
     for mode, style in STYLES.items():
         if cells := lines.get((policy, mode), []):
             across, up = _points(cells)

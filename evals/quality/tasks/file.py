@@ -50,10 +50,19 @@ def _sample(row: Row, metric: str) -> RowSample:
         except KvcapError as error:
             raise ValueError(f"{row.where}: {error}") from error
         earlier = tuple((said["role"], said["content"]) for said in before)
-        return RowSample("", last["content"], answers, joint="", before=earlier, metric=name,
-                         classes=classes, where=row.where)  # fmt: skip
+        return RowSample(
+            "",
+            last["content"],
+            answers,
+            joint="",
+            before=earlier,
+            metric=name,
+            classes=classes,
+            where=row.where,
+        )
     question = row.text("question")
     if not question.strip():
         raise ValueError(f"{row.where}: 'question' is empty")
-    return RowSample(row.text("context"), question, answers, metric=name, classes=classes,
-                     where=row.where)  # fmt: skip
+    return RowSample(
+        row.text("context"), question, answers, metric=name, classes=classes, where=row.where
+    )

@@ -271,9 +271,14 @@ class SharedDecoder(InPlace):
     """
 
     def __init__(
-        self, manifest: Manifest, graph: Graph, evictors: Sequence[Graph], block_size: int,
-        evict_every: int = 1, scales: Array | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        manifest: Manifest,
+        graph: Graph,
+        evictors: Sequence[Graph],
+        block_size: int,
+        evict_every: int = 1,
+        scales: Array | None = None,
+    ) -> None:
         facts = manifest.facts
         self.block_size, self.budgets = block_size, [int(n) for n in facts["budgets"]]
         self.evict_every, self.compact = evict_every, facts["positions"] == "compact"
@@ -400,16 +405,24 @@ class SharedDecoder(InPlace):
                 layer.give_up(gone[0])
 
     def _gone(
-        self, layer: LayerSlots, evictor: Graph, queries: Array | None, seen: int, stay: int,
+        self,
+        layer: LayerSlots,
+        evictor: Graph,
+        queries: Array | None,
+        seen: int,
+        stay: int,
         spans: Sequence[Span],
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Return the slots of a layer that go [1, K, count], and update its policy's state."""
         buffers, held = layer.buffers, layer.held
         self._stay[...] = stay
         given: dict[str, Array] = {
-            "seen": self._seen, "stay": self._stay, "pinned": spans_array(spans, self._spans),
-            "keys": buffers["keys"], "values": buffers["values"],
-        }  # fmt: skip
+            "seen": self._seen,
+            "stay": self._stay,
+            "pinned": spans_array(spans, self._spans),
+            "keys": buffers["keys"],
+            "values": buffers["values"],
+        }
         if layer.scales is not None:
             given |= zip((f"{name}_scale" for name in SCALED), layer.scales, strict=True)
         if queries is not None:

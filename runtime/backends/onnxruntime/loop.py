@@ -81,11 +81,13 @@ class OrtCache:
         """Return the tokens that every layer holds, as `BudgetCache.kept_tokens` does."""
         windows, capped = self.decoder.windows, iter(self.positions)
         return [
-            KeptTokens(i, i not in windows, list(
-                windows[i].positions(self.seen) if i in windows else next(capped)
-            ))
+            KeptTokens(
+                i,
+                i not in windows,
+                list(windows[i].positions(self.seen) if i in windows else next(capped)),
+            )
             for i in range(len(self.decoder.budgets))
-        ]  # fmt: skip
+        ]
 
     def pin(self, spans: Sequence[Span]) -> None:
         """Pin these tokens, [start, stop) in tokens read or still to be read: never evict them.

@@ -158,9 +158,13 @@ class OrtRuntime:
         check_slots(found, settings.kv_dtype)
         check_every(found, settings.evict_every)
         plan_for = partial(
-            plan_of, found, chosen.name, Sizes(settings, cap), pinned=chosen.least,
+            plan_of,
+            found,
+            chosen.name,
+            Sizes(settings, cap),
+            pinned=chosen.least,
             recall_store=index_bytes(recall_store, cap),
-        )  # fmt: skip
+        )
         plan = plan_for()
         plan.sized(settings)  # refuses evictions further apart than blocks
         warn_if_short(plan, free_memory(), memory_cap)
@@ -280,9 +284,12 @@ class OrtRuntime:
         """Return a runtime of this decoder under another plan."""
         asked = replace(settings, block_size=self.plan.block_size)
         plan = plan_of(
-            self.manifest, policy.name, Sizes(asked), pinned=policy.least,
+            self.manifest,
+            policy.name,
+            Sizes(asked),
+            pinned=policy.least,
             recall_store=self.plan.recall_store,
-        )  # fmt: skip
+        )
         # The first plan has already measured what the process takes without a cache.
         plan = replace(plan, baseline=self.plan.baseline)
         return replace(self, plan=plan, policy=policy, settings=settings)
@@ -352,9 +359,12 @@ def open_export(
             "it out"
         )
     return OrtRuntime.from_directory(
-        folder, PolicyRequest(policy, sink_tokens=settings.sink_tokens), settings,
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."), **further,
-    )  # fmt: skip
+        folder,
+        PolicyRequest(policy, sink_tokens=settings.sink_tokens),
+        settings,
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        **further,
+    )
 
 
 def find_policy(

@@ -75,9 +75,12 @@ class LayerSlots:
     """
 
     def __init__(
-        self, buffers: Mapping[str, Array], budget: int, turns: Turns | None,
+        self,
+        buffers: Mapping[str, Array],
+        budget: int,
+        turns: Turns | None,
         scales: Array | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.buffers, self.budget, self.turns, self.held = buffers, budget, turns, 0
         self.scales = scales
         self.moving = [x[0] for name, x in buffers.items() if name != "queries"]  # with their slot

@@ -437,12 +437,22 @@ class Refill:
         pool, side = segment.pool, segment.pool.kinds()
         size, device = self.cache.layout.shape.head_size, pool.keys.device
         aside = SlotPool(
-            held, size, pool.dtype, device, side, values_from=pool.values_from,
+            held,
+            size,
+            pool.dtype,
+            device,
+            side,
+            values_from=pool.values_from,
             slot_format=pool.format,
-        )  # fmt: skip
+        )
         one = Segment(
-            aside, 0, held, 0, head=segment.head + head, layer_heads=segment.layer_heads,
-        )  # fmt: skip
+            aside,
+            0,
+            held,
+            0,
+            head=segment.head + head,
+            layer_heads=segment.layer_heads,
+        )
         one.held, one.target_length = held, keep
         for name, buffer in aside.named().items():
             buffer.copy_(row[name])

@@ -161,10 +161,20 @@ class Runtime:
         if str(model) not in BUILT_IN and (folder := locate(model)) and is_export(folder):
             from kvcap.runtime.backends.onnxruntime.runtime import open_export  # an optional one
 
-            return cast("Runtime", open_export(
-                folder, given, named, device=device, dtype=dtype, weights=weights,
-                memory_cap=memory_cap, enforce=enforce, recall_store=recall_store,
-            ))  # fmt: skip
+            return cast(
+                "Runtime",
+                open_export(
+                    folder,
+                    given,
+                    named,
+                    device=device,
+                    dtype=dtype,
+                    weights=weights,
+                    memory_cap=memory_cap,
+                    enforce=enforce,
+                    recall_store=recall_store,
+                ),
+            )
         where, settings = resolve(model), CacheSettings.of(given, named, "policy")
         config = Sizes(settings, memory_cap).config_for(load_config(where))
         floats = weights in (None, "unpacked")

@@ -30,8 +30,14 @@ from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.session import settings
 from kvcap.runtime.types import NEUTRAL
 
-UNSUPPORTED = {"num_beams": 1, "penalty_alpha": None, "num_return_sequences": 1,
-               "constraints": None, "force_words_ids": None, "guidance_scale": None}  # fmt: skip
+UNSUPPORTED = {
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "num_return_sequences": 1,
+    "constraints": None,
+    "force_words_ids": None,
+    "guidance_scale": None,
+}
 
 # Settings by which transformers would choose another token, and which are not read here. 0, None or
 # the value beside a name changes nothing.

@@ -151,9 +151,14 @@ class EagerSlots:
         context.make_room()  # for a copy of all keys
         held = self._held_keys(length)
         step = AttentionStep(
-            block.total_tokens, length, held.keys, [s.rows_of(query) for s in self.segments],
-            held.values, call, context.token_counter_after(length),
-        )  # fmt: skip
+            block.total_tokens,
+            length,
+            held.keys,
+            [s.rows_of(query) for s in self.segments],
+            held.values,
+            call,
+            context.token_counter_after(length),
+        )
         out = self._over(asked, held, call, context)
         if self._shows_output and length > 1 and len(self.segments) == 1:
             step = replace(step, attended=out)
@@ -326,9 +331,11 @@ class EagerSlots:
         store = self.storage.evicted_store
         for one in evictions:
             slots = self.eviction.choose(one.scores, one.pinned, one.obs, one.count)
-            take = None if store is None else partial(
-                store.take, one.index, one.segment, slots, one.scores, one.obs
-            )  # fmt: skip
+            take = (
+                None
+                if store is None
+                else partial(store.take, one.index, one.segment, slots, one.scores, one.obs)
+            )
             self._give_up(one.segment, slots, take)
         if self.eviction.heads_move:
             shares = self._filled([segment.target_length for segment in self.segments])

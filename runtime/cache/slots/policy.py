@@ -76,13 +76,22 @@ class LayerPolicy:
         """Observe a segment's place and budget alone, for what depends on no more."""
         none = segment.positions
         return Observation(
-            none, none, none, 0, segment.target_length, layer=self.index, first_head=segment.head,
+            none,
+            none,
+            none,
+            0,
+            segment.target_length,
+            layer=self.index,
+            first_head=segment.head,
             pinned_spans=tuple(self.pinned_spans),
-        )  # fmt: skip
+        )
 
     def common(self, call: AttentionCall) -> dict[str, Any]:
         """Return what every observation of the layer has, whatever slots it is of."""
         return {
-            "layer": self.index, "scaling": call.scaling, "softcap": call.softcap,
-            "expansion": call.expansion, "saliency": self.eviction.saliency,
-        }  # fmt: skip
+            "layer": self.index,
+            "scaling": call.scaling,
+            "softcap": call.softcap,
+            "expansion": call.expansion,
+            "saliency": self.eviction.saliency,
+        }

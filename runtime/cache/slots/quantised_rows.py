@@ -27,9 +27,16 @@ class QuantisedRowSlots(RowSlots):
             keys = self._at_read_at(keys, rows, rotation)
             turn = rows.read_at, rotation.table
         quantise.append(
-            keys, values, times, self.pool.named(), rows.before, self.storage.mean, turn,
-            rows.whole.count, interleaved=rotation is not None and rotation.interleaved,
-        )  # fmt: skip
+            keys,
+            values,
+            times,
+            self.pool.named(),
+            rows.before,
+            self.storage.mean,
+            turn,
+            rows.whole.count,
+            interleaved=rotation is not None and rotation.interleaved,
+        )
         kept = self.policy.has_state and self.policy.reads_values  # numbers made of values
         return self._as_held(values) if kept else values
 
@@ -49,10 +56,17 @@ class QuantisedRowSlots(RowSlots):
         named, parts = pool.named(), pool.format.parts
         turn = None if rotation is None else (pool.aux[SHIFT], rotation.table)
         keys, copy = dequantise.read(
-            parts("key", named), parts("value", named) if values else None,
-            pool.size, pool.dtype, rows.shown, to, room, mean, turn,
+            parts("key", named),
+            parts("value", named) if values else None,
+            pool.size,
+            pool.dtype,
+            rows.shown,
+            to,
+            room,
+            mean,
+            turn,
             interleaved=rotation is not None and rotation.interleaved,
-        )  # fmt: skip
+        )
         return keys, copy, rows.shown._replace(starts=to)
 
     def token(self, *_: Any) -> None:

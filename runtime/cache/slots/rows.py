@@ -156,9 +156,17 @@ class RowSlots:
             out = attend_rows(query, keys, values, shown, call.scaling, call.softcap, call.sinks)
         assert block.new_values is not None
         step = RowStep(
-            block.total_tokens, block.length, rows, query, keys, values, shown, block.new_values,
-            call, context.token_counter_after(block.length),
-        )  # fmt: skip
+            block.total_tokens,
+            block.length,
+            rows,
+            query,
+            keys,
+            values,
+            shown,
+            block.new_values,
+            call,
+            context.token_counter_after(block.length),
+        )
         with context.run_async_if_last(step):
             self.evict(step)
         self._end(block)
@@ -179,8 +187,11 @@ class RowSlots:
             return keys, pool.values, rows.shown
         turn: dict[str, Any] = {}
         if rotation is not None:
-            turn = {"shift": pool.aux[SHIFT], "table": rotation.table,
-                    "interleaved": rotation.interleaved}  # fmt: skip
+            turn = {
+                "shift": pool.aux[SHIFT],
+                "table": rotation.table,
+                "interleaved": rotation.interleaved,
+            }
         keys = row_kernels.copied(pool.keys, rows.shown, **turn)
         copy = row_kernels.copied(pool.values, rows.shown) if values else keys
         return keys, copy, rows.shown._replace(starts=rows.copies)
@@ -213,10 +224,18 @@ class RowSlots:
             segment.held += 1
         turn = None if rotation is None else (self.pool.aux[SHIFT], rotation.table)
         out, query, sums = token.attend(
-            query, key, value, angles, context.times_of(block.seen, 1, key.device), buffers,
-            call.scaling, turn, summed=policy.rotates_keys_itself, rows=rows.before,
+            query,
+            key,
+            value,
+            angles,
+            context.times_of(block.seen, 1, key.device),
+            buffers,
+            call.scaling,
+            turn,
+            summed=policy.rotates_keys_itself,
+            rows=rows.before,
             read_at=rows.read_at if turned else None,
-        )  # fmt: skip
+        )
         with context.run_async_if_last((query, value, rows, sums)):
             if storage.query_window is not None:
                 storage.query_window.append(query)
@@ -228,10 +247,19 @@ class RowSlots:
                 keys, values, shown = self._held_keys(rows, policy.reads_values)
             self.evict(
                 RowStep(
-                    block.total_tokens, 1, rows, query, keys, values, shown, value, call,
-                    context.token_counter_after(1), stored,
+                    block.total_tokens,
+                    1,
+                    rows,
+                    query,
+                    keys,
+                    values,
+                    shown,
+                    value,
+                    call,
+                    context.token_counter_after(1),
+                    stored,
                 )
-            )  # fmt: skip
+            )
         self._end(block)
         return out
 

@@ -56,8 +56,13 @@ from kvcap.android_bench.server import vendor
 from kvcap.cli import run
 
 SOON = {"poll": 0.1, "lease": 20}  # seconds: tests do not wait as people do
-PIXEL = {"ro.build.version.release": "16", "ro.product.model": "Pixel 9", "ro.soc.model": "G4",
-         "ro.product.manufacturer": "Google", "ro.product.cpu.abi": "arm64-v8a"}  # fmt: skip
+PIXEL = {
+    "ro.build.version.release": "16",
+    "ro.product.model": "Pixel 9",
+    "ro.soc.model": "G4",
+    "ro.product.manufacturer": "Google",
+    "ro.product.cpu.abi": "arm64-v8a",
+}
 
 
 def free_port() -> int:
@@ -91,15 +96,28 @@ class Phone:
         """Start the daemon and connect."""
         lib = TOOLS / "adbd" / "usr" / "lib"
         own = lib / "x86_64-linux-gnu"
-        command = [TOOLS / "adbd/usr/lib64/ld-linux-x86-64.so.2", "--library-path",
-                   f"{own}:{own}/android", "--preload", TOOLS / "bin/loopback.so",
-                   lib / "android-sdk/platform-tools/adbd"]  # fmt: skip
-        env = {"ADBD_PORT": str(self.port), "HOME": str(self.root / "home"), "LANG": "C.UTF-8",
-               "PATH": f"{self.root / 'bin'}:{TOOLS / 'android'}:/usr/bin:/bin"}  # fmt: skip
+        command = [
+            TOOLS / "adbd/usr/lib64/ld-linux-x86-64.so.2",
+            "--library-path",
+            f"{own}:{own}/android",
+            "--preload",
+            TOOLS / "bin/loopback.so",
+            lib / "android-sdk/platform-tools/adbd",
+        ]
+        env = {
+            "ADBD_PORT": str(self.port),
+            "HOME": str(self.root / "home"),
+            "LANG": "C.UTF-8",
+            "PATH": f"{self.root / 'bin'}:{TOOLS / 'android'}:/usr/bin:/bin",
+        }
         self.daemon = subprocess.Popen(
-            command, env=env, cwd=self.root, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            command,
+            env=env,
+            cwd=self.root,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         self.connect()
 
     def connect(self) -> None:
@@ -227,8 +245,21 @@ def cells_are_right(result: dict, plan: Path) -> None:
 @installed
 def test_a_run_with_the_devices_python(phone, plan, tmp_path, capsys):
     out = tmp_path / "result.json"
-    asked = ["android", "adb", str(plan), "-o", str(out), "--serial", phone.serial, "--runner",
-             "python", "--python", sys.executable, "--device-dir", str(phone.data)]  # fmt: skip
+    asked = [
+        "android",
+        "adb",
+        str(plan),
+        "-o",
+        str(out),
+        "--serial",
+        phone.serial,
+        "--runner",
+        "python",
+        "--python",
+        sys.executable,
+        "--device-dir",
+        str(phone.data),
+    ]
     assert run(asked) == 0
     result = json.loads(out.read_text())
     cells_are_right(result, plan)
@@ -243,8 +274,20 @@ def test_a_run_with_the_devices_python(phone, plan, tmp_path, capsys):
 @compilers
 def test_a_run_with_the_c_runner(phone, plan, here, tmp_path, capsys):
     out = tmp_path / "result.json"
-    asked = ["android", "adb", str(plan), "-o", str(out), "--runner-dir", str(here), "--threads",
-             "1,2", "--profile", "--device-dir", str(phone.data)]  # fmt: skip
+    asked = [
+        "android",
+        "adb",
+        str(plan),
+        "-o",
+        str(out),
+        "--runner-dir",
+        str(here),
+        "--threads",
+        "1,2",
+        "--profile",
+        "--device-dir",
+        str(phone.data),
+    ]
     assert run(asked) == 0
     result = json.loads(out.read_text())
     cells_are_right(result, plan)
@@ -349,8 +392,9 @@ def test_a_page_that_sends_nothing(page, plan):
         run_in_browser(devices.chosen(page.serial), plan, settings)
     script(page.root / "bin" / "am", "exit 0")
     with pytest.raises(DeviceLost):
-        run_in_browser(devices.chosen(page.serial), plan,
-                       DeviceRunSettings(note=lambda _: page.stop(), **SOON))  # fmt: skip
+        run_in_browser(
+            devices.chosen(page.serial), plan, DeviceRunSettings(note=lambda _: page.stop(), **SOON)
+        )
     page.start()
 
 
@@ -505,8 +549,24 @@ def test_a_python_without_onnxruntime(phone, plan, tmp_path):
     bare = script(tmp_path / "python", f'exec {sys.executable} -I -S "$@"')
     with pytest.raises(RunnerMissing, match="No module named"):
         python_runner(device, str(bare), tmp_path)
-    assert run(["android", "adb", str(plan), "-o", str(tmp_path / "r.json"), "--serial",
-                phone.serial, "--runner", "python", "--python", "/no-python"]) == 2  # fmt: skip
+    assert (
+        run(
+            [
+                "android",
+                "adb",
+                str(plan),
+                "-o",
+                str(tmp_path / "r.json"),
+                "--serial",
+                phone.serial,
+                "--runner",
+                "python",
+                "--python",
+                "/no-python",
+            ]
+        )
+        == 2
+    )
 
 
 @pytest.mark.slow(keep=2)

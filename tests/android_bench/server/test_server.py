@@ -117,9 +117,12 @@ def test_strange_numbers_and_depths_are_no_fault_of_the_server(serve, path, body
 
 def test_a_depth_or_a_number_within_a_good_result_is_refused_by_its_place(serve):
     serving = serve()
-    for change, said in (({"signs": DEEP}, "device/signs"), ({"ram_bytes": 10**400}, "device/ram"),
-                         ({"signs": {"a": DEEP}}, "device/signs/a"),
-                         ({"cores": float("inf")}, "device/cores")):  # fmt: skip
+    for change, said in (
+        ({"signs": DEEP}, "device/signs"),
+        ({"ram_bytes": 10**400}, "device/ram"),
+        ({"signs": {"a": DEEP}}, "device/signs/a"),
+        ({"cores": float("inf")}, "device/cores"),
+    ):
         found = copy.deepcopy(result())
         found["device"] |= change
         status, answer = posted(serving, written(found))
@@ -142,9 +145,16 @@ def test_what_a_result_brings_comes_back_in_a_form_that_can_be_sent(serve):
 
 def test_clients_that_leave_midway_leave_no_trace(serve):
     serving = serve()
-    for sent in (b"", b"POST /res", HEAD, HEAD + b"Content-Length: 90\r\n\r\n{",
-                 HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
-                 LARGE, b"\x00\xff\r\n\r\n", LARGE.replace(b"/ort/", b"/\xff")):  # fmt: skip
+    for sent in (
+        b"",
+        b"POST /res",
+        HEAD,
+        HEAD + b"Content-Length: 90\r\n\r\n{",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
+        LARGE,
+        b"\x00\xff\r\n\r\n",
+        LARGE.replace(b"/ort/", b"/\xff"),
+    ):
         with line(serving) as found:
             found.sendall(sent)
             time.sleep(0.05)

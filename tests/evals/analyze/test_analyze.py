@@ -209,8 +209,14 @@ def test_the_bound_of_the_theorem() -> None:
     assert found["bound_finite"] == 0.5
     assert found["bound"]["min"] == pytest.approx(bounds[0], 1e-5)
     assert found["bound"]["max"] == pytest.approx(bounds[1], 1e-5)
-    assert found["cone_above"] == {"0.0": 0.75, "0.05": 0.75, "0.1": 0.75, "0.2": 0.5, "0.3": 0.25,
-                                   "0.5": 0.0}  # fmt: skip
+    assert found["cone_above"] == {
+        "0.0": 0.75,
+        "0.05": 0.75,
+        "0.1": 0.75,
+        "0.2": 0.5,
+        "0.3": 0.25,
+        "0.5": 0.0,
+    }
     assert found["cone_by_layer"].tolist() == [0.5, 1.0]
     (row,) = found["ratio"]
     assert row["records"] == 2
@@ -337,8 +343,17 @@ def test_every_analysis_of_every_kind_of_model(
 
 
 def command(folder: Path, *words: str) -> list[str]:
-    return ["analyze", str(folder), *words, "--tokens", str(TOKENS), "--block-size", "16",
-            "--device", "cpu"]  # fmt: skip
+    return [
+        "analyze",
+        str(folder),
+        *words,
+        "--tokens",
+        str(TOKENS),
+        "--block-size",
+        "16",
+        "--device",
+        "cpu",
+    ]
 
 
 def test_the_command_writes_a_picture_and_figures_for_each(
@@ -364,9 +379,25 @@ def test_a_file_is_read_with_the_options_given(
 ) -> None:
     file = tmp_path / "letter.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    words = ["kept", "pca", "-f", str(file), "--policies", "snapkv,tova", "--policy-option",
-             "window=4", "--budgets", "10,20", "--layer", "1", "--head", "1", "--json",
-             "--out", str(tmp_path / "new" / "out")]  # fmt: skip
+    words = [
+        "kept",
+        "pca",
+        "-f",
+        str(file),
+        "--policies",
+        "snapkv,tova",
+        "--policy-option",
+        "window=4",
+        "--budgets",
+        "10,20",
+        "--layer",
+        "1",
+        "--head",
+        "1",
+        "--json",
+        "--out",
+        str(tmp_path / "new" / "out"),
+    ]
     assert cli.run(command(folder, *words)) == 0
     stays, points = json.loads(capsys.readouterr().out)
     assert "".join(stays["figures"]["pieces"]) in file.read_text()
@@ -393,9 +424,12 @@ def test_a_file_is_read_with_the_options_given(
     ],
 )
 def test_what_cannot_be_analysed_is_refused_by_name(
-    words: list[str], says: str, folder: Path, tmp_path: Path,
+    words: list[str],
+    says: str,
+    folder: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
     given = [str(empty) if word == "EMPTY" else word for word in words]

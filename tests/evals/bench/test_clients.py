@@ -23,8 +23,16 @@ SAYS = "import sys, time; print('at http://127.0.0.1:1/', file=sys.stderr, flush
 
 @pytest.fixture
 def options(tmp_path: Path) -> BenchmarkOptions:
-    toy = {"model": "random-tiny", "lengths": (48,), "budgets": (16,), "block_size": 16,
-           "steps": 4, "repeats": 1, "clients": 3, "files": tmp_path}  # fmt: skip
+    toy = {
+        "model": "random-tiny",
+        "lengths": (48,),
+        "budgets": (16,),
+        "block_size": 16,
+        "steps": 4,
+        "repeats": 1,
+        "clients": 3,
+        "files": tmp_path,
+    }
     return options_for("clients", toy)
 
 

@@ -192,8 +192,10 @@ def test_an_error_that_names_no_package_is_said_as_it_is(tmp_path: Path) -> None
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path), str(Path(serve.__file__).parents[1])],
         input=json.dumps({**SETTINGS, "cpus": cores(1)}) + "\n",
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(done.stdout) == {"unusable": "this file needs two packages"}
 
 
@@ -263,9 +265,16 @@ def test_starts_are_of_new_processes(
 @pytest.mark.slow
 def test_a_start_of_the_command_itself() -> None:
     settings = {
-        "model": "pocket", "text": "the the", "threads": 1, "budget": 64, "block_size": 16,
-        "backend": "pytorch", "policy": "keydiff", "weights": "float32", "packed": None,
-    }  # fmt: skip
+        "model": "pocket",
+        "text": "the the",
+        "threads": 1,
+        "budget": 64,
+        "block_size": 16,
+        "backend": "pytorch",
+        "policy": "keydiff",
+        "weights": "float32",
+        "packed": None,
+    }
     found = first_piece("kvcap", None, settings)
     assert 0 < found["seconds"][0] < 600
     assert found["peak_bytes"] > 50 << 20

@@ -55,8 +55,14 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
         assert not list(Path(kernels).iterdir()) or sessions > 1
         Path(kernels, "kernel").touch()
         folders.append(kernels)
-        told = {"tokens": 5, "prompt_tokens": 70, "execution": "eager", "load_ms": 1.0,
-                "device": "d", "versions": {}}  # fmt: skip
+        told = {
+            "tokens": 5,
+            "prompt_tokens": 70,
+            "execution": "eager",
+            "load_ms": 1.0,
+            "device": "d",
+            "versions": {},
+        }
         count = sessions + (len(use.DECODED) if together else 0)
         return [{**told, "ttft_ms": next(times), "tok_s": 2.0} for _ in range(count)]
 
@@ -72,8 +78,16 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
 def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"ttft_ms": 1.0, "tok_s": 2.0, "load_ms": 3.0, "tokens": 5, "prompt_tokens": 70,
-            "execution": "eager", "device": "d", "versions": {}}  # fmt: skip
+    told = {
+        "ttft_ms": 1.0,
+        "tok_s": 2.0,
+        "load_ms": 3.0,
+        "tokens": 5,
+        "prompt_tokens": 70,
+        "execution": "eager",
+        "device": "d",
+        "versions": {},
+    }
     monkeypatch.setattr(use, "_machine", lambda asked: iter([("first", told)]))
     given = {**GIVEN, "policies": ("keydiff", "headkv", "cake", "snapkv"), "files": tmp_path}
     answers, asked = use._answers, []
@@ -96,8 +110,16 @@ def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
 def test_an_interrupt_ends_with_the_rows_that_are_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {"ttft_ms": 1.0, "tok_s": 2.0, "load_ms": 3.0, "tokens": 5, "prompt_tokens": 70,
-            "execution": "eager", "device": "d", "versions": {}}  # fmt: skip
+    told = {
+        "ttft_ms": 1.0,
+        "tok_s": 2.0,
+        "load_ms": 3.0,
+        "tokens": 5,
+        "prompt_tokens": 70,
+        "execution": "eager",
+        "device": "d",
+        "versions": {},
+    }
 
     def machine(asked: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "first", told

@@ -81,10 +81,12 @@ def test_figures_are_those_of_whole_matrices(positions: Any, sweep: Sweep, folde
     row = only(measure(replace(sweep, positions=(positions,)), TEXT), "keydiff", positions)
     before, ids = encode(AutoTokenizer.from_pretrained(folder), TEXT)
     size = 100 - len(before)
-    model = tiny_model("llama", vocab_size=len(AutoTokenizer.from_pretrained(folder)),
-                       max_position_embeddings=512)  # fmt: skip
-    stock = tiny_model("llama", "eager", vocab_size=model.config.vocab_size,
-                       max_position_embeddings=512)  # fmt: skip
+    model = tiny_model(
+        "llama", vocab_size=len(AutoTokenizer.from_pretrained(folder)), max_position_embeddings=512
+    )
+    stock = tiny_model(
+        "llama", "eager", vocab_size=model.config.vocab_size, max_position_embeddings=512
+    )
     parts: dict[bool, list[Any]] = {False: [], True: []}
     for start in (0, size):
         passage = torch.tensor([[*before, *ids[start : start + size]]])
@@ -104,8 +106,15 @@ def test_figures_are_those_of_whole_matrices(positions: Any, sweep: Sweep, folde
 
 
 def test_uncapped_agrees_exactly_and_what_drops_everything_does_not() -> None:
-    sweep = Sweep(policies=("full", "random", "keydiff"), budgets=(4, 192), lengths=(400,),
-                  samples=2, positions=("compact",), block_size=64, device="cpu")  # fmt: skip
+    sweep = Sweep(
+        policies=("full", "random", "keydiff"),
+        budgets=(4, 192),
+        lengths=(400,),
+        samples=2,
+        positions=("compact",),
+        block_size=64,
+        device="cpu",
+    )
     found = measure(sweep, TEXT)
     full = only(found, "full")
     assert full.evicted.tokens == 0
@@ -164,10 +173,33 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "text.txt"
     file.write_text(TEXT)
     out = tmp_path / "out"
-    asked = ["eval", sweep.model, "--agreement", "-f", str(file), "--policies", "keydiff,snapkv",
-             "--policy-option", "window=4", "--budgets", "24,40", "--lengths", "100", "--samples",
-             "2", "--positions", "compact", "--block-size", "16", "--device", "cpu",
-             "--kv-dtype", "int8", "--out", str(out)]  # fmt: skip
+    asked = [
+        "eval",
+        sweep.model,
+        "--agreement",
+        "-f",
+        str(file),
+        "--policies",
+        "keydiff,snapkv",
+        "--policy-option",
+        "window=4",
+        "--budgets",
+        "24,40",
+        "--lengths",
+        "100",
+        "--samples",
+        "2",
+        "--positions",
+        "compact",
+        "--block-size",
+        "16",
+        "--device",
+        "cpu",
+        "--kv-dtype",
+        "int8",
+        "--out",
+        str(out),
+    ]
     assert cli.run(asked) == 0
     said = capsys.readouterr().out
     assert said == (out / "agreement.md").read_text() + "\n"
@@ -177,8 +209,11 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads((out / "agreement.json").read_text())
     assert [(row["policy"], row["budget"]) for row in document["rows"]] == [
-        ("keydiff", 24), ("keydiff", 40), ("snapkv", 24), ("snapkv", 40),
-    ]  # fmt: skip
+        ("keydiff", 24),
+        ("keydiff", 40),
+        ("snapkv", 24),
+        ("snapkv", 40),
+    ]
     assert document["rows"][2]["options"] == {"window": 4}
     assert all(row["kv_dtype"] == "int8" for row in document["rows"])
 

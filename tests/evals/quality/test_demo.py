@@ -50,8 +50,21 @@ def printed(*args: str) -> Any:
 
 
 def test_the_demo_gives_one_document(folder: Path) -> None:
-    out = printed("demo", str(folder), "--tokens", "3000", "--facts", "3", "--budget-tokens",
-                  "64", "--block-size", "32", "--device", "cpu", "--json").stdout  # fmt: skip
+    out = printed(
+        "demo",
+        str(folder),
+        "--tokens",
+        "3000",
+        "--facts",
+        "3",
+        "--budget-tokens",
+        "64",
+        "--block-size",
+        "32",
+        "--device",
+        "cpu",
+        "--json",
+    ).stdout
     report = json.loads(out)
     assert 0 <= report["recall"] <= 1
     assert 3000 <= report["filler_tokens"] < 3100
@@ -137,9 +150,24 @@ def test_the_demo_refuses_nonsense(folder: Path, tokens: int, facts: int) -> Non
 
 
 def test_eval_prints_the_table_and_writes_it(folder: Path, tmp_path: Path) -> None:
-    args = ("eval", str(folder), "--lengths", "96", "--samples", "2", "--budgets", "24,32",
-            "--positions", "compact", "--block-size", "16", "--device", "cpu",
-            "--out", str(tmp_path))  # fmt: skip
+    args = (
+        "eval",
+        str(folder),
+        "--lengths",
+        "96",
+        "--samples",
+        "2",
+        "--budgets",
+        "24,32",
+        "--positions",
+        "compact",
+        "--block-size",
+        "16",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    )
     assert printed(*args).stdout == (tmp_path / "results.md").read_text() + "\n"
     cells = json.loads(printed(*args, "--json").stdout)
     assert [cell["budget"] for cell in cells] == [24, 32, 24, 32, None]

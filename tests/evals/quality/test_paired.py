@@ -98,8 +98,17 @@ def test_a_table_compares_the_first_policy_with_the_others() -> None:
     snapkv, full = text.split("### keydiff against ")[1:]
     rows = [line.replace(" ", "").strip("|").split("|") for line in snapkv.splitlines()[2:]]
     assert rows[0][:4] == ["first", "second", "positions", "slots"]
-    assert rows[2] == ["keydiff", "snapkv", "compact", "8", "+0.50(-0.14to+0.79)", "0.5", "4", "2",
-                       "0"]  # fmt: skip
+    assert rows[2] == [
+        "keydiff",
+        "snapkv",
+        "compact",
+        "8",
+        "+0.50(-0.14to+0.79)",
+        "0.5",
+        "4",
+        "2",
+        "0",
+    ]
     assert len(rows[3]) == 1  # one pair has the same budget, positions and scores
     assert [line.split("|")[4].strip() for line in full.splitlines()[4:7]] == ["8", "8", "16"]
     assert "-0.25 (" in full
@@ -107,8 +116,10 @@ def test_a_table_compares_the_first_policy_with_the_others() -> None:
 
 def test_a_table_names_ratios_of_perplexity() -> None:
     losses = [(1.0, 2.0, 1.5, 1.0), (1.1, 2.1, 1.6, 1.1)]
-    cells = [replace(cell(p, 8, s), unit="perplexity", score=3.0)
-             for p, s in zip(("keydiff", "snapkv"), losses, strict=True)]  # fmt: skip
+    cells = [
+        replace(cell(p, 8, s), unit="perplexity", score=3.0)
+        for p, s in zip(("keydiff", "snapkv"), losses, strict=True)
+    ]
     text = results(cells, ["keydiff", "snapkv"])
     assert "lower is better" in text
     assert "| ratio (95 % interval) | samples |" in text

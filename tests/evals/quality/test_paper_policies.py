@@ -19,9 +19,18 @@ CONFIG = tiny_model("llama").config
 
 def setting(policy: str, **options: Any) -> Setting:
     return Setting(
-        "pocket", "float32", "niah_single", 400, policy, "compact", 64, 2, 0, 16,
+        "pocket",
+        "float32",
+        "niah_single",
+        400,
+        policy,
+        "compact",
+        64,
+        2,
+        0,
+        16,
         options=tuple(options.items()),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("policy", "options", "sinks"), [

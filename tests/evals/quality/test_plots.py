@@ -21,10 +21,16 @@ def cell(policy: str, budget: int | None, right: int, mode: Any = "true", **more
     setting = Setting("m", "float32", "t", 64, policy, mode, budget, 10, 0, 16)
     scores = (1.0,) * right + (0.0,) * (10 - right)
     made = Cell(
-        replace(setting, **changed), right / 10, *wilson(right, 10), (budget or 64) * 1024, 0.0,
-        "cpu", {}, {"p20": 0.9, "p50": 0.1 * len(policy), "p80": 1.1} if budget else None,
+        replace(setting, **changed),
+        right / 10,
+        *wilson(right, 10),
+        (budget or 64) * 1024,
+        0.0,
+        "cpu",
+        {},
+        {"p20": 0.9, "p50": 0.1 * len(policy), "p80": 1.1} if budget else None,
         scores=scores,
-    )  # fmt: skip
+    )
     return replace(made, **more)
 
 
@@ -33,8 +39,9 @@ def texts(axis: Any) -> list[str]:
 
 
 def test_recall_has_a_panel_per_policy_and_lines_told_apart() -> None:
-    cells = [cell(f"policy-{i}", b, i, m) for i in range(6) for b in (8, 16)
-             for m in ("compact", "true")]  # fmt: skip
+    cells = [
+        cell(f"policy-{i}", b, i, m) for i in range(6) for b in (8, 16) for m in ("compact", "true")
+    ]
     drawn = recall.figure([*cells, cell("full", None, 9)])
     (block,) = drawn.subfigs
     assert block.get_supxlabel() == "slots per KV head"
@@ -63,8 +70,11 @@ def test_recall_has_a_panel_per_policy_and_lines_told_apart() -> None:
 
 
 def test_recall_of_losses_says_that_less_is_better() -> None:
-    cells = [cell(p, b, 0, unit="perplexity", score=s) for p, s in (("bad", 9.0), ("good", 3.0))
-             for b in (8, 16)]  # fmt: skip
+    cells = [
+        cell(p, b, 0, unit="perplexity", score=s)
+        for p, s in (("bad", 9.0), ("good", 3.0))
+        for b in (8, 16)
+    ]
     (block,) = recall.figure(cells).subfigs
     assert block.get_supylabel() == "perplexity (lower is better)"
     assert [axis.get_title() for axis in block.axes] == ["good", "bad"]
@@ -80,8 +90,13 @@ def test_cells_of_several_depths_are_one_point_with_all_samples() -> None:
 
 
 def test_needles_are_a_map_of_depth_and_length_per_policy_and_budget() -> None:
-    cells = [cell(p, b, round(10 * d), "compact", depth=d, length=n) for p in ("a", "bb")
-             for b in (8, 16) for d in (0.0, 0.5, 1.0) for n in (64, 128)]  # fmt: skip
+    cells = [
+        cell(p, b, round(10 * d), "compact", depth=d, length=n)
+        for p in ("a", "bb")
+        for b in (8, 16)
+        for d in (0.0, 0.5, 1.0)
+        for n in (64, 128)
+    ]
     cells += [cell("full", None, 10, depth=d, length=64) for d in (0.0, 1.0)]
     (block,) = needles.figure([*cells, cell("a", 8, 3)]).subfigs
     assert block.get_suptitle() == "t, question-aware, m, 10 samples a field"
@@ -91,9 +106,12 @@ def test_needles_are_a_map_of_depth_and_length_per_policy_and_budget() -> None:
     )
     maps = {axis.get_title(): axis for axis in block.axes if axis.get_visible() and axis.images}
     assert set(maps) == {
-        "full\nuncapped", "a\n8 slots, compact", "a\n16 slots, compact", "bb\n8 slots, compact",
+        "full\nuncapped",
+        "a\n8 slots, compact",
+        "a\n16 slots, compact",
+        "bb\n8 slots, compact",
         "bb\n16 slots, compact",
-    }  # fmt: skip
+    }
     axis = maps["a\n8 slots, compact"]
     assert texts(axis) == ["0.00", "0.00", "0.50", "0.50", "1.00", "1.00"]
     assert [tick.get_text() for tick in axis.get_yticklabels()] == ["0", "0.5", "1"]
@@ -106,8 +124,12 @@ def test_needles_are_a_map_of_depth_and_length_per_policy_and_budget() -> None:
 def test_frontiers_are_labelled_where_nothing_is_covered() -> None:
     from matplotlib.text import Text
 
-    cells = [cell(p, b, r, m) for p, r in (("a", 5), ("bb", 5), ("cccc", 9), ("d", 1))
-             for b in (8, 16, 32) for m in ("compact", "true")]  # fmt: skip
+    cells = [
+        cell(p, b, r, m)
+        for p, r in (("a", 5), ("bb", 5), ("cccc", 9), ("d", 1))
+        for b in (8, 16, 32)
+        for m in ("compact", "true")
+    ]
     drawn = pareto.figure([*cells, cell("full", None, 10)])
     (block,) = drawn.subfigs
     nbytes, ms = block.axes
@@ -132,8 +154,9 @@ def test_frontiers_are_labelled_where_nothing_is_covered() -> None:
 def test_styles_are_told_apart() -> None:
     looks = [style.Style.of(i) for i in range(70)]
     assert len({(look.color, look.marker) for look in looks}) == 70
-    assert all(a.color != b.color and a.marker != b.marker and a.dash != b.dash
-               for a, b in pairwise(looks))  # fmt: skip
+    assert all(
+        a.color != b.color and a.marker != b.marker and a.dash != b.dash for a, b in pairwise(looks)
+    )
 
 
 def test_all_pictures_are_drawn_for_which_there_are_cells(tmp_path: Path) -> None:

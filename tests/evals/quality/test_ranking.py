@@ -30,9 +30,17 @@ def cell(policy: str, budget: int | None, scores: tuple[float, ...], **more: Any
     setting = Setting("m", "float32", "t", 64, policy, mode, budget, len(scores), 0, 16)
     low, high = interval(scores, UNITS[unit])
     return Cell(
-        replace(setting, **more), cell_score(scores, UNITS[unit]), low, high, 0, 0.0, "cpu", {},
-        scores=scores, unit=unit,
-    )  # fmt: skip
+        replace(setting, **more),
+        cell_score(scores, UNITS[unit]),
+        low,
+        high,
+        0,
+        0.0,
+        "cpu",
+        {},
+        scores=scores,
+        unit=unit,
+    )
 
 
 def test_the_mean_of_cells_is_taken_sample_by_sample() -> None:
@@ -56,8 +64,10 @@ def test_rows_are_sorted_by_their_mean_and_those_with_gaps_come_last() -> None:
     })  # fmt: skip
     assert [row.name for row in rows] == ["a", "b", "gap", "none"]
     assert [row.whole for row in rows] == [True, True, False, False]
-    losses = {name: [cell(name, 8, (loss,) * 4, unit="perplexity")] for name, loss in
-              (("worse", 2.0), ("better", 1.0))}  # fmt: skip
+    losses = {
+        name: [cell(name, 8, (loss,) * 4, unit="perplexity")]
+        for name, loss in (("worse", 2.0), ("better", 1.0))
+    }
     assert [row.name for row in ranked(losses)] == ["better", "worse"]
 
 
@@ -90,13 +100,21 @@ def test_cells_without_scores_of_samples_are_told_apart_by_their_intervals() -> 
 
 
 def test_tables_have_budgets_across_and_an_overview_of_their_means() -> None:
-    cells = [cell(p, b, s, length=n, positions=mode) for p, s in (("a", HALF), ("b", RIGHT))
-             for b in (8, 16) for n in (64, 128) for mode in ("true", "compact")]  # fmt: skip
+    cells = [
+        cell(p, b, s, length=n, positions=mode)
+        for p, s in (("a", HALF), ("b", RIGHT))
+        for b in (8, 16)
+        for n in (64, 128)
+        for mode in ("true", "compact")
+    ]
     cells += [cell("full", None, RIGHT, length=n) for n in (64, 128)]
     found = tables(cells[1:])  # a lacks 8 slots at 64 tokens and true positions
     assert [(t.length, t.positions) for t in found] == [
-        (64, "compact"), (64, "true"), (128, "compact"), (128, "true")
-    ]  # fmt: skip
+        (64, "compact"),
+        (64, "true"),
+        (128, "compact"),
+        (128, "true"),
+    ]
     assert {t.budgets for t in found} == {(8, 16)}
     assert [name for name, _ in found[0].uncapped] == ["full"]
     assert [row.name for row in found[0].rows] == ["b", "a"]

@@ -57,8 +57,9 @@ def test_workers_killed_on_a_cluster_lose_nothing(cluster: Any, tmp_path: Path) 
     assert found == {word: word.upper() for word in WORDS if word != "d"}
     assert sorted(chores.begun()) == sorted([*WORDS, "b", "d"])
     assert sorted(note.split(" at ")[1] for note in notes) == [
-        "b, which is given to another", "d, which is given to another"
-    ]  # fmt: skip
+        "b, which is given to another",
+        "d, which is given to another",
+    ]
     assert not ray.is_initialized()  # the cluster is left, and goes on
 
 

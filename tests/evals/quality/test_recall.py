@@ -24,9 +24,20 @@ def runtime():
 
 def setting_of(task, question, recall, count, length=1500):
     return Setting(
-        "pocket", "bfloat16", task, length, "streaming_llm", "compact", 256, count, 0, 128,
-        options=(("sink_tokens", 4),), question=question, recall=recall,
-    )  # fmt: skip
+        "pocket",
+        "bfloat16",
+        task,
+        length,
+        "streaming_llm",
+        "compact",
+        256,
+        count,
+        0,
+        128,
+        options=(("sink_tokens", 4),),
+        question=question,
+        recall=recall,
+    )
 
 
 def scores(runtime, task, question, recall, count=3):
@@ -66,16 +77,23 @@ def test_a_cell_recalls_the_tokens_that_a_session_does_at_the_same_place(runtime
 
 def test_a_sweep_has_cells_with_and_without_recall():
     sweep = Sweep(
-        ["keydiff", "full"], [128, 512], tasks=["niah_single", "perplexity"], positions=["true"],
+        ["keydiff", "full"],
+        [128, 512],
+        tasks=["niah_single", "perplexity"],
+        positions=["true"],
         recalls=["off", "auto", "96"],
-    )  # fmt: skip
+    )
     found = [(s.task, s.policy, s.budget, s.recall) for s in sweep.settings("float32")]
     asked = [row[1:] for row in found if row[0] == "niah_single"]
     assert asked == [
-        ("keydiff", 128, 0), ("keydiff", 128, 64), ("keydiff", 128, 96),
-        ("keydiff", 512, 0), ("keydiff", 512, 64), ("keydiff", 512, 96),
+        ("keydiff", 128, 0),
+        ("keydiff", 128, 64),
+        ("keydiff", 128, 96),
+        ("keydiff", 512, 0),
+        ("keydiff", 512, 64),
+        ("keydiff", 512, 96),
         ("full", None, 0),
-    ]  # fmt: skip
+    ]
     assert {row[3] for row in found if row[0] == "perplexity"} == {0}  # nothing is asked
     one = sweep.settings("float32")[1]
     assert label(one) == "keydiff, recall 64"
@@ -86,9 +104,16 @@ def test_a_sweep_has_cells_with_and_without_recall():
 
 def sweep_of(samples):
     return Sweep(
-        ["streaming_llm"], [256], lengths=[700], positions=["compact"], samples=samples,
-        options={"sink_tokens": 4}, depths=[0.1], recalls=["off", "64"], device="cpu",
-    )  # fmt: skip
+        ["streaming_llm"],
+        [256],
+        lengths=[700],
+        positions=["compact"],
+        samples=samples,
+        options={"sink_tokens": 4},
+        depths=[0.1],
+        recalls=["off", "64"],
+        device="cpu",
+    )
 
 
 def test_a_worker_elsewhere_is_sent_what_to_recall(runtime):

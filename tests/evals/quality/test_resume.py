@@ -80,9 +80,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sweep(folder: Path) -> Sweep:
     """Five cells."""
     return Sweep(
-        model=str(folder), policies=("keydiff", "full"), budgets=(24, 48), lengths=(96,),
-        samples=2, block_size=16, batch_size=2, device="cpu",
-    )  # fmt: skip
+        model=str(folder),
+        policies=("keydiff", "full"),
+        budgets=(24, 48),
+        lengths=(96,),
+        samples=2,
+        block_size=16,
+        batch_size=2,
+        device="cpu",
+    )
 
 
 def same(cells: list[Cell]) -> list[tuple[Any, ...]]:
@@ -107,12 +113,17 @@ def test_a_sweep_killed_at_any_point_goes_on(sweep: Sweep, tmp_path: Path) -> No
     points = ["measuring", "writing", "written", "finishing"]
     program = subprocess.run(
         [sys.executable, "-c", KILLED, json.dumps(asdict(sweep)), str(out), *points],
-        capture_output=True, text=True, check=True,
+        capture_output=True,
+        text=True,
+        check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    )
     assert program.stdout.splitlines() == [
-        "measuring -9 1", "writing -9 2", "written -9 3", "finishing -9 5"
-    ]  # fmt: skip
+        "measuring -9 1",
+        "writing -9 2",
+        "written -9 3",
+        "finishing -9 5",
+    ]
     assert not (out / "results.md").exists()
     notes: list[str] = []
     cells = run(sweep, out, note=notes.append)

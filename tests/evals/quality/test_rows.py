@@ -77,8 +77,11 @@ def test_rows_of_a_users_file_are_asked_below_their_text(tmp_path: Path, tokeniz
 
 
 def test_the_last_of_messages_is_the_question(tmp_path: Path, tokenizer: Any) -> None:
-    said = [{"role": "user", "content": TOWN}, {"role": "assistant", "content": "I see."},
-            {"role": "user", "content": "Who is the mayor?"}]  # fmt: skip
+    said = [
+        {"role": "user", "content": TOWN},
+        {"role": "assistant", "content": "I see."},
+        {"role": "user", "content": "Who is the mayor?"},
+    ]
     path = write(tmp_path / "a.jsonl", {"messages": said, "answers": "Ann Ode"})
     (sample,) = make_samples(f"file:{path}", tokenizer, 200, 1, seed=0)
     assert sample.messages == said
@@ -211,8 +214,10 @@ def official_cut(tokenizer: Any, prompt: str, most: int) -> str:
     """LongBench's own way to shorten a prompt."""
     ids = tokenizer(prompt)["input_ids"]
     half = most // 2
-    return str(tokenizer.decode(ids[:half], skip_special_tokens=True)
-               + tokenizer.decode(ids[-half:], skip_special_tokens=True))  # fmt: skip
+    return str(
+        tokenizer.decode(ids[:half], skip_special_tokens=True)
+        + tokenizer.decode(ids[-half:], skip_special_tokens=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["triviaqa", "hotpotqa", "lcc", "gov_report"])
@@ -253,8 +258,10 @@ def test_longbench_is_found_in_folders_archives_and_on_the_hub(
     with zipfile.ZipFile(tmp_path / "a" / "data.zip", "w") as archive:
         archive.writestr("data/hotpotqa_e.jsonl", rows)
     write(tmp_path / "b" / "data" / "hotpotqa_e.jsonl", longbench())
-    found = [load_task(f"longbench/hotpotqa_e:{tmp_path}/{where}") for where in
-             ("a", "a/data.zip", "b", "b/data/hotpotqa_e.jsonl")]  # fmt: skip
+    found = [
+        load_task(f"longbench/hotpotqa_e:{tmp_path}/{where}")
+        for where in ("a", "a/data.zip", "b", "b/data/hotpotqa_e.jsonl")
+    ]
     assert len({task.digest for task in found}) == 1  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"data.zip has no data/musique.jsonl"):
         load_task(f"longbench/musique:{tmp_path}/a")
@@ -284,9 +291,11 @@ def test_a_broken_archive_is_named(tmp_path: Path) -> None:
 
 # RULER and MATH
 
-QA = ("Answer the question based on the given documents. Only give me the answer.\n\nThe following "
-      f"are given documents.\n\nDocument 1:\n{TOWN}\n\nAnswer the question based on the given "
-      "documents. Only give me the answer.\n\nQuestion: Who is the mayor?")  # fmt: skip
+QA = (
+    "Answer the question based on the given documents. Only give me the answer.\n\nThe following "
+    f"are given documents.\n\nDocument 1:\n{TOWN}\n\nAnswer the question based on the given "
+    "documents. Only give me the answer.\n\nQuestion: Who is the mayor?"
+)
 
 
 def test_ruler_rows_are_split_where_the_question_begins(tmp_path: Path, tokenizer: Any) -> None:
@@ -377,10 +386,32 @@ def test_pocket_answers_a_users_file(
     made = make_samples("niah_single", tokenizer, 150, 2, seed=5)
     rows = [{"context": s.context, "question": s.question, "answers": s.answers} for s in made]
     path, out = write(tmp_path / "facts.jsonl", *rows), tmp_path / "out"
-    command = ["eval", "pocket", "--tasks", "file", "--data", str(path), "--lengths", "256",
-               "--policies", "streaming_llm,full", "--budgets", "48", "--positions", "compact",
-               "--question", "both", "--samples", "2", "--max-new-tokens", "16", "--device", "cpu",
-               "--out", str(out)]  # fmt: skip
+    command = [
+        "eval",
+        "pocket",
+        "--tasks",
+        "file",
+        "--data",
+        str(path),
+        "--lengths",
+        "256",
+        "--policies",
+        "streaming_llm,full",
+        "--budgets",
+        "48",
+        "--positions",
+        "compact",
+        "--question",
+        "both",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "16",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
     assert cli.run(command) == 0
     cells = {(c.setting.policy, c.setting.question): c for c in read_cells(out / "cells.jsonl")}
     assert len(cells) == 4

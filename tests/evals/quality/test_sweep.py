@@ -228,8 +228,16 @@ def test_a_question_that_comes_after_meets_an_evicted_context(policy: str, token
 def test_uncapped_answers_do_not_depend_on_when_the_question_comes(
     folder: Path, tmp_path: Path
 ) -> None:
-    sweep = Sweep(("full",), (48,), lengths=(128, 200), samples=3, model=str(folder),
-                  block_size=16, device="cpu", questions=("aware", "after"))  # fmt: skip
+    sweep = Sweep(
+        ("full",),
+        (48,),
+        lengths=(128, 200),
+        samples=3,
+        model=str(folder),
+        block_size=16,
+        device="cpu",
+        questions=("aware", "after"),
+    )
     texts: dict[Any, list[str]] = {}
 
     def score(sample: Sample, reply: str) -> float:
@@ -239,8 +247,11 @@ def test_uncapped_answers_do_not_depend_on_when_the_question_comes(
         patch.setattr(load_task("niah_single"), "score", score)
         cells = run(sweep, tmp_path)
     assert [(c.setting.length, c.setting.question) for c in cells] == [
-        (128, "aware"), (128, "after"), (200, "aware"), (200, "after")
-    ]  # fmt: skip
+        (128, "aware"),
+        (128, "after"),
+        (200, "aware"),
+        (200, "after"),
+    ]
     assert len(texts) == 6
     assert all(aware == after != "" for aware, after in texts.values())
     table = (tmp_path / "results.md").read_text()
@@ -384,9 +395,28 @@ def test_a_base_model_is_asked_in_plain_text_and_the_command_says_so(
 
     monkeypatch.setattr("kvcap.evals.quality.answering.answer", noted)
     out = tmp_path / "out"
-    command = ["eval", str(base), "--tasks", "niah_single_1,perplexity", "--policies", "keydiff",
-               "--budgets", "24", "--lengths", "300", "--samples", "2", "--block-size", "16",
-               "--positions", "true", "--device", "cpu", "--out", str(out)]  # fmt: skip
+    command = [
+        "eval",
+        str(base),
+        "--tasks",
+        "niah_single_1,perplexity",
+        "--policies",
+        "keydiff",
+        "--budgets",
+        "24",
+        "--lengths",
+        "300",
+        "--samples",
+        "2",
+        "--block-size",
+        "16",
+        "--positions",
+        "true",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
     assert cli.run(command) == 0
     assert f"{base} has no chat template" in capsys.readouterr().err.replace("\n", "")
     cells = {cell.setting.task: cell for cell in read_cells(out / "cells.jsonl")}
@@ -479,9 +509,27 @@ def test_sinks_are_pinned_in_every_task(sweep: Sweep) -> None:
 
 def test_sinks_change_what_a_text_loses(folder: Path, tmp_path: Path) -> None:
     def scores(name: str, *sinks: str) -> list[float]:
-        command = ["eval", str(folder), "--tasks", "perplexity", "--policies", "random,full",
-                   "--budgets", "24", "--lengths", "90", "--samples", "2", "--block-size", "16",
-                   "--positions", "true", "--device", "cpu", *sinks]  # fmt: skip
+        command = [
+            "eval",
+            str(folder),
+            "--tasks",
+            "perplexity",
+            "--policies",
+            "random,full",
+            "--budgets",
+            "24",
+            "--lengths",
+            "90",
+            "--samples",
+            "2",
+            "--block-size",
+            "16",
+            "--positions",
+            "true",
+            "--device",
+            "cpu",
+            *sinks,
+        ]
         assert cli.run([*command, "--out", str(tmp_path / name)]) == 0
         return [cell.score for cell in read_cells(tmp_path / name / "cells.jsonl")]
 
@@ -522,9 +570,7 @@ def test_cells_without_the_newer_fields_are_read(sweep: Sweep, tmp_path: Path) -
     path = tmp_path / "cells.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
-        for name in (
-            "options", "scoring_ms", "extra_bytes", "scores", "unit", "question", "depth"
-        ):  # fmt: skip
+        for name in ("options", "scoring_ms", "extra_bytes", "scores", "unit", "question", "depth"):
             del row[name]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cells = run(sweep, tmp_path)

@@ -72,9 +72,12 @@ def tokenizer_of(kind: str) -> Any:
     raw.train_from_iterator(islice(filler(Random(0)), 400), trainer)
     raw.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        tokenizer_object=raw,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
         chat_template=INSTRUCTIONS,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,8 +244,10 @@ def test_scores_are_rulers(answers: tuple[str, ...], reply: str, every: float, p
 def test_whole_items_are_never_cut(length: int) -> None:
     items, prose = fit_whole(
         lambda some, prose: 5 + len(" ".join([*some, *prose]).split()),
-        iter(["Anna Berg: 12 34"] * 20), iter(["one two three."] * 99), length,
-    )  # fmt: skip
+        iter(["Anna Berg: 12 34"] * 20),
+        iter(["one two three."] * 99),
+        length,
+    )
     assert set(items) <= {"Anna Berg: 12 34"}
     assert 5 + 4 * len(items) + len(" ".join(prose).split()) == length
 
@@ -327,9 +332,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def sweep(folder: Path) -> Sweep:
     return Sweep(
-        ("keydiff", "full"), (24,), ("perplexity",), (100,), ("compact",), samples=3,
-        model=str(folder), block_size=16, device="cpu", questions=("aware", "after"),
-    )  # fmt: skip
+        ("keydiff", "full"),
+        (24,),
+        ("perplexity",),
+        (100,),
+        ("compact",),
+        samples=3,
+        model=str(folder),
+        block_size=16,
+        device="cpu",
+        questions=("aware", "after"),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

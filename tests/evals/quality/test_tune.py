@@ -92,8 +92,18 @@ def test_the_last_line_is_a_command_that_runs(
     assert given[:6] == ["kvcap", "generate", folder, "--file", file, "--raw"]
     assert given[6] == "--policy"
     assert given[7] in ("snapkv", "streaming_llm")
-    assert given[8:] == ["--budget-tokens", "48", "--block-size", "16", "--dtype", "float32",
-                         "--device", "cpu", "--recall", "off"]  # fmt: skip
+    assert given[8:] == [
+        "--budget-tokens",
+        "48",
+        "--block-size",
+        "16",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--recall",
+        "off",
+    ]
     assert cli.run([*given[1:], "--max-new-tokens", "1"]) == 0
 
 
@@ -110,14 +120,28 @@ def test_one_json_document_and_a_chat(
     assert [len(row["facts"]) for row in rows.values()] == [2, 2, 0, 2]
     for policy, row in rows.items():
         assert (row["eviction_ms"] is None) == (policy == "full")
-        assert (row["slots"], row["kv_bytes"] is None) == ((None, True) if policy == "full"
-                                                           else (48, False))  # fmt: skip
+        assert (row["slots"], row["kv_bytes"] is None) == (
+            (None, True) if policy == "full" else (48, False)
+        )
         assert len(row["recalled"]) == 2 * row["flow_near_best"]
     chosen = document["policy"]
     assert document["command"] == [
-        "kvcap", "chat", model, "--policy", chosen, "--budget-tokens", "48", "--block-size",
-        "16", "--device", "cpu", "--threads", "1", "--recall", "off",
-    ]  # fmt: skip
+        "kvcap",
+        "chat",
+        model,
+        "--policy",
+        chosen,
+        "--budget-tokens",
+        "48",
+        "--block-size",
+        "16",
+        "--device",
+        "cpu",
+        "--threads",
+        "1",
+        "--recall",
+        "off",
+    ]
     assert shlex.split(document["command_line"]) == document["command"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n")))
     assert cli.run([*document["command"][1:], "--max-new-tokens", "1"]) == 0
@@ -127,8 +151,12 @@ def test_losses_are_those_of_the_pieces(folder: str) -> None:
     found = tune.tune(request(folder, policies=("streaming_llm",), length=100), _now())
     opening, ids = encode(load_tokenizer(folder), TEXT)
     pieces = [(torch.tensor([[*a, *b]]), len(a)) for _, (a, b) in tune._pieces(opening, ids, 100)]
-    model = tiny_model("llama", "eager", vocab_size=len(AutoTokenizer.from_pretrained(folder)),
-                       max_position_embeddings=512)  # fmt: skip
+    model = tiny_model(
+        "llama",
+        "eager",
+        vocab_size=len(AutoTokenizer.from_pretrained(folder)),
+        max_position_embeddings=512,
+    )
     with torch.no_grad():
         expected = [
             float(cross_entropy(model(piece).logits[0, start:-1], piece[0, start + 1 :]))
@@ -145,8 +173,19 @@ def test_recall_is_measured_and_taken_on_a_model_that_uses_it(
 ) -> None:
     long = tmp_path / "long.txt"
     long.write_text(" ".join(islice(filler(Random(1)), 150)))
-    given = ["tune", "pocket", "-f", str(long), "--policies", "streaming_llm", "--device", "cpu",
-             "--length", "768", "--json"]  # fmt: skip
+    given = [
+        "tune",
+        "pocket",
+        "-f",
+        str(long),
+        "--policies",
+        "streaming_llm",
+        "--device",
+        "cpu",
+        "--length",
+        "768",
+        "--json",
+    ]
     assert cli.run(given) == 0
     document = json.loads(capsys.readouterr().out)
     row = document["rows"][0]

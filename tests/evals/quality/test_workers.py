@@ -133,9 +133,12 @@ def test_workers_end_with_the_process_that_started_them(
     )
     path = os.pathsep.join(filter(None, sys.path))
     program = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code, str(tmp_path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,
+    )
     begun = tmp_path / "begun"
     wait_until(lambda: begun.exists() and len(begun.read_text().splitlines()) == 2)
     if how is signal.SIGINT:  # as a terminal sends it, to the workers too

@@ -32,9 +32,17 @@ def cell(policy: str, budget: int | None, **more: Any) -> Cell:
     setting = Setting("pocket", "float32", "niah_single", 64, policy, mode, budget, 10, 0, 16)
     low, high = interval(scores, UNITS[unit])
     return Cell(
-        replace(setting, **more), cell_score(scores, UNITS[unit]), low, high, 0, 0.0, "cpu, x",
-        VERSIONS, scores=scores, unit=unit,
-    )  # fmt: skip
+        replace(setting, **more),
+        cell_score(scores, UNITS[unit]),
+        low,
+        high,
+        0,
+        0.0,
+        "cpu, x",
+        VERSIONS,
+        scores=scores,
+        unit=unit,
+    )
 
 
 def sweep(folder: Path, cells: list[Cell]) -> Path:
@@ -80,14 +88,21 @@ def test_a_page_ranks_policies_below_the_uncapped_model(folder: Path, tmp_path: 
 
 
 def test_sections_of_several_folders_and_tasks(folder: Path, tmp_path: Path) -> None:
-    read = {"task": "perplexity:/somewhere/book.txt", "data": "0123456789ab", "question": None,
-            "unit": "perplexity"}  # fmt: skip
-    other = sweep(tmp_path / "two", [
-        cell("snapkv", 8, right=3, options=(("window", 4),), **read),
-        cell("snapkv", 8, right=9, kv_dtype="int8", **read),
-        cell("keydiff", 8, model="/somewhere/mine", depth=0.0, right=10),
-        cell("keydiff", 8, model="/somewhere/mine", depth=1.0, right=0),
-    ])  # fmt: skip
+    read = {
+        "task": "perplexity:/somewhere/book.txt",
+        "data": "0123456789ab",
+        "question": None,
+        "unit": "perplexity",
+    }
+    other = sweep(
+        tmp_path / "two",
+        [
+            cell("snapkv", 8, right=3, options=(("window", 4),), **read),
+            cell("snapkv", 8, right=9, kv_dtype="int8", **read),
+            cell("keydiff", 8, model="/somewhere/mine", depth=0.0, right=10),
+            cell("keydiff", 8, model="/somewhere/mine", depth=1.0, right=0),
+        ],
+    )
     target = tmp_path / "board.md"
     write([folder, other], target)
     page = target.read_text()
@@ -148,8 +163,12 @@ def test_pictures_lie_beside_the_page(folder: Path, tmp_path: Path) -> None:
 def test_a_picture_has_few_lines_that_can_be_told_apart() -> None:
     names = [f"p{i}" for i in range(12)]
     right = {name: 10 - i // 2 for i, name in enumerate([*names, "keydiff"])}
-    cells = [cell(name, b, right=right[name], length=n) for name in right
-             for b in (8, 16) for n in (64, 128)]  # fmt: skip
+    cells = [
+        cell(name, b, right=right[name], length=n)
+        for name in right
+        for b in (8, 16)
+        for n in (64, 128)
+    ]
     drawn = figure(tables([*cells, *(cell("full", None, length=n) for n in (64, 128))]), "pocket")
     axes = [axis for axis in drawn.axes if axis.get_visible()]
     assert [axis.get_title() for axis in axes] == ["64 tokens, compact", "128 tokens, compact"]
@@ -173,8 +192,10 @@ def test_perplexities_far_apart_have_a_logarithmic_axis(right: int, scale: str) 
 def test_lines_that_every_reader_asks_for_are_drawn_beside_the_best() -> None:
     ranked = [*"abcdefgh", "streaming_llm", "i", "keydiff"]
     assert drawn_rows([RankedPolicy(name, (), None, True) for name in ranked]) == [
-        *"abcde", "streaming_llm", "keydiff"
-    ]  # fmt: skip
+        *"abcde",
+        "streaming_llm",
+        "keydiff",
+    ]
 
 
 def settings_of(lines: list[str]) -> set[Setting]:
@@ -207,8 +228,12 @@ def settings_of(lines: list[str]) -> set[Setting]:
 
 def test_the_commands_of_a_page_measure_its_cells_and_no_others() -> None:
     cells = [
-        *(cell(p, b, length=n, positions=m) for p, b, n, m in product(
-            ("keydiff", "snapkv"), (64, 128), (256, 512), ("compact", "true"))),
+        *(
+            cell(p, b, length=n, positions=m)
+            for p, b, n, m in product(
+                ("keydiff", "snapkv"), (64, 128), (256, 512), ("compact", "true")
+            )
+        ),
         *(cell("full", None, length=n) for n in (256, 512)),
         cell("full", None, length=1024),  # by itself
         cell("h2o", 128, length=256),  # lacks the other budget
@@ -218,7 +243,7 @@ def test_the_commands_of_a_page_measure_its_cells_and_no_others() -> None:
         cell("tova", 64, length=256, question="after"),
         cell("tova", 64, length=256, task="perplexity", question=None),
         cell("tova", 64, length=256, model="pocket-plain"),
-    ]  # fmt: skip
+    ]
     lines = commands(cells)
     assert settings_of(lines) == {cell.setting for cell in cells}
     assert sum(line.startswith("kvcap eval") for line in lines) == 9
@@ -238,8 +263,11 @@ def test_two_policies_are_compared_in_text_and_json(
     assert "# keydiff against streaming_llm" in said
     table = rows(said, "## niah_single, 64 tokens, question-aware, pocket")
     assert [row[2:4] for row in table[2:]] == [
-        ["compact", "8"], ["compact", "16"], ["true", "8"], ["true", "16"]
-    ]  # fmt: skip
+        ["compact", "8"],
+        ["compact", "16"],
+        ["true", "8"],
+        ["true", "16"],
+    ]
     assert table[2][4:6] == ["+0.80 (+0.38 to +0.94)", "0.0078"]
     assert cli.run([*words, "--json"]) == 0
     first, *others = json.loads(capsys.readouterr().out)

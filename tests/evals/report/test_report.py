@@ -54,8 +54,13 @@ def document(name: str, **figures: Any) -> dict[str, Any]:
 
 def strip(**changes: Any) -> dict[str, Any]:
     runs = [{"policy": p, "budget": b, "heads": heads} for (p, b), heads in HEADS.items()]
-    figures = {"text": f"letter {HOSTILE}", "pieces": PIECES, "layers": [0, 3], "kv_heads": 2,
-               "runs": runs}  # fmt: skip
+    figures = {
+        "text": f"letter {HOSTILE}",
+        "pieces": PIECES,
+        "layers": [0, 3],
+        "kv_heads": 2,
+        "runs": runs,
+    }
     return document("kept", **{**figures, **changes})
 
 

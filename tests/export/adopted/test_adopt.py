@@ -230,11 +230,18 @@ def test_slots_that_turn_do_not_drift(tmp_path):
         first = new if first is None else first
         keys = np.concatenate((keys, new), 2)
         counts = {"seen": seen, "stay": min(seen, 6), "recents": 0}
-        keys, _, positions, base = graph.session.run(None, {
-            "keys": keys, "values": keys, "positions": positions, "base": base, "table": table,
-            "spans": np.array([[0, 1]], np.int32),
-            **{name: np.array(count, np.int32) for name, count in counts.items()},
-        })  # fmt: skip
+        keys, _, positions, base = graph.session.run(
+            None,
+            {
+                "keys": keys,
+                "values": keys,
+                "positions": positions,
+                "base": base,
+                "table": table,
+                "spans": np.array([[0, 1]], np.int32),
+                **{name: np.array(count, np.int32) for name, count in counts.items()},
+            },
+        )
     assert positions[0, 0].tolist() == [0, 395, 396, 397, 398, 399]
     np.testing.assert_allclose(keys[0, 0, 0], first[0, 0, 0], atol=1e-6)
 
@@ -450,9 +457,16 @@ def test_special_tokens_of_older_files(decoders, tmp_path):
         json.dumps({"bos_token": {"content": "<|bos|>"}, "eos_token": "<|x|>"})
     )
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|end|>", "chat_template": [
-            {"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]})
-    )  # fmt: skip
+        json.dumps(
+            {
+                "eos_token": "<|end|>",
+                "chat_template": [
+                    {"name": "tools", "template": "t"},
+                    {"name": "default", "template": "d"},
+                ],
+            }
+        )
+    )
     found = Tokenizer(tmp_path)
     assert found.special_tokens_map == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
     assert found.chat_template == {"tools": "t", "default": "d"}

@@ -66,8 +66,14 @@ def decoder(family="llama", policy="keydiff", positions="compact", budget=BUDGET
 def beside_the_runtime(made: DecoderGraph, lengths=LENGTHS, pins=(), evict_every=1):
     """The modules over slots as the backend has them, which keep what the runtime keeps."""
     layout, model = made.layout, made.model
-    cache = BudgetCache(model.config, layout.budget_tokens, layout.block_size, layout.eviction,
-                        positions=layout.positions, evict_every=evict_every)  # fmt: skip
+    cache = BudgetCache(
+        model.config,
+        layout.budget_tokens,
+        layout.block_size,
+        layout.eviction,
+        positions=layout.positions,
+        evict_every=evict_every,
+    )
     loop, seen = BlockLoop(model, cache), 0
     decoder = Watched(facts_of(made, "fp32"), made, evict_every)
     cache.allocate(1, torch.float32, "cpu")
@@ -122,8 +128,12 @@ def test_several_tokens_are_evicted_at_once(policy, positions, evict_every):
 def test_compact_positions_with_every_rope(rope):
     import transformers
 
-    scaling = {"rope_type": rope, "rope_theta": 10000.0, "factor": 4.0,
-               "original_max_position_embeddings": 64}  # fmt: skip
+    scaling = {
+        "rope_type": rope,
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     if rope == "llama3":
         scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     if rope == "linear":
@@ -160,16 +170,21 @@ def test_a_fault_in_how_slots_are_kept_is_found(fault, monkeypatch):
     made = decoder(policy="h2o" if fault == "state" else "snapkv")
     give_up, back = LayerSlots.give_up, Turns.back
     if fault == "gone":  # the next slots go
-        monkeypatch.setattr(LayerSlots, "give_up", lambda self, gone: give_up(
-            self, (gone + 1) % self.held))  # fmt: skip
+        monkeypatch.setattr(
+            LayerSlots, "give_up", lambda self, gone: give_up(self, (gone + 1) % self.held)
+        )
     if fault == "turns":
         monkeypatch.setattr(Turns, "back", lambda self, x, shift: back(self, x, shift * 0))
     if fault == "holes":  # survivors behind the budget stay there
-        monkeypatch.setattr(LayerSlots, "give_up", lambda self, gone: setattr(
-            self, "held", self.held - gone.shape[1]))  # fmt: skip
+        monkeypatch.setattr(
+            LayerSlots,
+            "give_up",
+            lambda self, gone: setattr(self, "held", self.held - gone.shape[1]),
+        )
     if fault == "queries":
-        monkeypatch.setattr("kvcap.runtime.backends.onnxruntime.slots.last_in",
-                            lambda x, count: x[:, :, :count])  # fmt: skip
+        monkeypatch.setattr(
+            "kvcap.runtime.backends.onnxruntime.slots.last_in", lambda x, count: x[:, :, :count]
+        )
     if fault == "state":  # it does not move with its slot
         plain = LayerSlots.__init__
 
@@ -195,9 +210,21 @@ def shelf(tmp_path_factory):
     model.save_pretrained(folder / "model")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(pocket.path() / name, folder / "model")
-    code = run(["export", "decoder", str(folder / "model"), "-o", str(folder / "made"),
-                "--policy", "keydiff", "--budget-tokens", "20",
-                "--block-size", "8"])  # fmt: skip
+    code = run(
+        [
+            "export",
+            "decoder",
+            str(folder / "model"),
+            "-o",
+            str(folder / "made"),
+            "--policy",
+            "keydiff",
+            "--budget-tokens",
+            "20",
+            "--block-size",
+            "8",
+        ]
+    )
     assert code == 0
     return folder
 
@@ -251,13 +278,18 @@ def test_the_runner_in_the_documentation_runs(shelf, capsys):
 
 def test_the_manifest_says_what_a_runner_needs(shelf):
     folder = shelf / "made"
-    said, session = facts(folder), library("onnxruntime").InferenceSession(
-        str(folder / "decoder.onnx"), providers=["CPUExecutionProvider"]
-    )  # fmt: skip
+    said, session = (
+        facts(folder),
+        library("onnxruntime").InferenceSession(
+            str(folder / "decoder.onnx"), providers=["CPUExecutionProvider"]
+        ),
+    )
     types = {"float32": "float", "int32": "int32", "int64": "int64"}
     for kind, real in (("inputs", session.get_inputs()), ("outputs", session.get_outputs())):
-        told = [(p["name"], f"tensor({types[p['dtype']]})", [a["size"] for a in p["axes"]])
-                for p in said[kind]]  # fmt: skip
+        told = [
+            (p["name"], f"tensor({types[p['dtype']]})", [a["size"] for a in p["axes"]])
+            for p in said[kind]
+        ]
         assert told == [(p.name, p.type, list(p.shape)) for p in real]
     held = sum(np.zeros(s["full"], s["dtype"]).nbytes for s in said["state"])
     assert said["state_bytes"] == held == 2 * 2 * (BUDGET + BLOCK) * (2 * 16 * 4 + 4)
@@ -300,8 +332,11 @@ def test_verify_knows_a_decoders_folder(shelf, capsys):
 ])  # fmt: skip
 def test_graphs_of_policies_and_types(policy, positions, dtype, tmp_path):
     layers = 2 if policy == "pyramidkv" else 1
-    sizes = {} if dtype == "fp32" else {"hidden_size": 256, "num_hidden_layers": layers,
-                                        "vocab_size": 512}  # fmt: skip
+    sizes = (
+        {}
+        if dtype == "fp32"
+        else {"hidden_size": 256, "num_hidden_layers": layers, "vocab_size": 512}
+    )
     made = decoder(policy=policy, positions=positions, **sizes)
     model = made.model.half() if dtype == "fp16" else made.model
     said, report = write(Source("tiny", model, None), made.layout, dtype, tmp_path / "x", True)
@@ -345,8 +380,10 @@ def test_another_graph_than_the_modules_is_found(right, fault, monkeypatch):
         made.model.model.layers[0].mlp.down_proj.weight.data[0] *= 1.5
     if fault == "turns":  # the runner's, not the graphs'
         wrong = [0.5] * 8
-        monkeypatch.setattr("kvcap.export.decoder.manifest._turns", lambda layout: {
-            **_turns(layout), "inv_freq": wrong})  # fmt: skip
+        monkeypatch.setattr(
+            "kvcap.export.decoder.manifest._turns",
+            lambda layout: {**_turns(layout), "inv_freq": wrong},
+        )
     # With true positions a graph has one input more.
     with pytest.raises((ToleranceError, ShapeError), match=r"differs|keeps|inputs"):
         check(folder, made, "fp32").require()
@@ -414,10 +451,16 @@ def test_nothing_is_written_where_checking_fails_and_what_was_there_stays(
         return "its graph"
 
     monkeypatch.setattr("kvcap.export.decoder.write._Export._traced", traced)
-    monkeypatch.setattr("kvcap.export.decoder.write.save", lambda model, made, w, s, file, *_: [
-        shutil.copy(right[0] / name, file.parent)
-        for name in ("decoder.onnx", "decoder.onnx.data", "evictor.onnx")
-    ] and 1)  # fmt: skip
+    monkeypatch.setattr(
+        "kvcap.export.decoder.write.save",
+        lambda model, made, w, s, file, *_: (
+            [
+                shutil.copy(right[0] / name, file.parent)
+                for name in ("decoder.onnx", "decoder.onnx.data", "evictor.onnx")
+            ]
+            and 1
+        ),
+    )
     made = right[1]()
     with pytest.raises(ToleranceError):
         write(Source("tiny", made.model, None), made.layout, "fp32", out, True, force=True)
@@ -466,8 +509,9 @@ def test_policies_without_a_graph(name, error, why):
 def test_rope_that_changes_with_the_length():
     config = tiny_config("llama")
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    setattr(config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling",
-            scaling)  # fmt: skip
+    setattr(
+        config, "rope_parameters" if hasattr(config, "rope_parameters") else "rope_scaling", scaling
+    )
     with pytest.raises(NotExportable, match="dynamic"):
         layout_for(config, CacheSettings(BUDGET, BLOCK, load_policy("keydiff"), "true"))
 
@@ -543,8 +587,7 @@ def test_a_manifest_that_says_something_else(copied, change, error):
 def admit(folder: Path, name: str) -> None:
     """Let the manifest say of a file what it is now."""
     said = facts(folder)
-    entries = [file_entry(folder / e["file"]) if e["file"] == name else e
-               for e in said["files"]]  # fmt: skip
+    entries = [file_entry(folder / e["file"]) if e["file"] == name else e for e in said["files"]]
     (folder / MANIFEST).write_text(json.dumps({**said, "files": entries}))
 
 

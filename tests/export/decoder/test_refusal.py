@@ -78,9 +78,12 @@ def test_a_refusal_imports_neither_torch_nor_transformers(tmp_path):
     )
     arguments = ["export", "decoder", str(tmp_path), "--out", str(tmp_path / "out")]
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])},
-    )  # fmt: skip
+    )
     assert done.stdout == "2 []\n"
     assert "every token chooses among experts" in done.stderr
     assert "--backend torch" in done.stderr

@@ -84,8 +84,10 @@ def traced_once(known, monkeypatch):
 def test_a_repeated_layer_is_a_traced_one(family, policy, tmp_path, monkeypatch):
     """The whole graph is checked beside PyTorch, and has the nodes of one traced as a whole."""
     repeated = []
-    monkeypatch.setattr("kvcap.export.decoder.write.repeat",
-                        lambda *given: repeated.append(repeat(*given)) or repeated[-1])  # fmt: skip
+    monkeypatch.setattr(
+        "kvcap.export.decoder.write.repeat",
+        lambda *given: repeated.append(repeat(*given)) or repeated[-1],
+    )
     model, layout = made(family, policy)
     assert are_alike(model, layout)
     said, report = write(Source("tiny", model, None), layout, "fp32", tmp_path / "x", True)
@@ -136,8 +138,10 @@ def chain(second="Relu", third="Relu", skip=False):
     nodes = [node("Shape", ["keys.2"], ["n"])]
     for i, kind in enumerate(("Relu", second, third)):
         before = "x" if i == 0 else f"y{i - 1}"
-        nodes += [node(kind, [before], [f"a{i}"]), node("Add", [f"a{i}", f"layers.{i}.w"],
-                                                        [f"y{i}"])]  # fmt: skip
+        nodes += [
+            node(kind, [before], [f"a{i}"]),
+            node("Add", [f"a{i}", f"layers.{i}.w"], [f"y{i}"]),
+        ]
         nodes.append(node("Mul", [f"keys.{i}", f"y{i}"], [f"present_keys.{i}"]))
     nodes.append(node("Sub", ["y2", "y1" if skip else "x"], ["out"]))
     floats = [value(name, TensorProto.FLOAT, [2]) for name in names]
@@ -156,8 +160,13 @@ def test_a_chain_of_three_becomes_one_of_six():
     from onnx.reference import ReferenceEvaluator
 
     given = {value.name: torch.randn(2).numpy() for value in model.graph.input}
-    found = dict(zip([v.name for v in model.graph.output],
-                     ReferenceEvaluator(model).run(None, given), strict=True))  # fmt: skip
+    found = dict(
+        zip(
+            [v.name for v in model.graph.output],
+            ReferenceEvaluator(model).run(None, given),
+            strict=True,
+        )
+    )
     x = torch.from_numpy(given["x"])
     y = x
     for layer in range(6):
@@ -247,8 +256,10 @@ def test_an_export_from_the_files_is_that_of_the_loaded_model(
     monkeypatch.setattr(spec, "LOADED", 0)
     sources.append(open_model(where, dtype, layout))
     assert sources[1].checkpoint is not None
-    reports = [write(source, layout, dtype, folder, True)[1]
-               for source, folder in zip(sources, folders, strict=True)]  # fmt: skip
+    reports = [
+        write(source, layout, dtype, folder, True)[1]
+        for source, folder in zip(sources, folders, strict=True)
+    ]
     for name in sorted(path.name for path in folders[0].iterdir()):
         if name not in (MANIFEST, "decoder.onnx", "decoder.onnx.data"):
             assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
@@ -257,9 +268,10 @@ def test_an_export_from_the_files_is_that_of_the_loaded_model(
     assert tensors[0] == tensors[1]
     assert list(map(str, graphs[0].node)) == list(map(str, graphs[1].node))
     assert {row.who for row in reports[1].rows} == {
-        f"{who} to {other}{more}" for who, other in (("module", "runtime"), ("graph", "module"))
+        f"{who} to {other}{more}"
+        for who, other in (("module", "runtime"), ("graph", "module"))
         for more in ("", ", 3 layers")
-    }  # fmt: skip
+    }
     assert all(parameter.is_meta for parameter in sources[1].model.parameters())
 
 
@@ -295,17 +307,45 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
 
 def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys, traced_once):
     out = tmp_path / "x"
-    code = run(["export", "decoder", str(checkpoint), "-o", str(out),
-                "--policy", "keydiff", "--budget-tokens", "12",
-                "--block-size", "4", "--dtype", "int4", "--symmetric", "--quick",
-                "--json"])  # fmt: skip
+    code = run(
+        [
+            "export",
+            "decoder",
+            str(checkpoint),
+            "-o",
+            str(out),
+            "--policy",
+            "keydiff",
+            "--budget-tokens",
+            "12",
+            "--block-size",
+            "4",
+            "--dtype",
+            "int4",
+            "--symmetric",
+            "--quick",
+            "--json",
+        ]
+    )
     assert code == 0
     assert json.loads(capsys.readouterr().out)["dtype"] == "int4"
     assert json.loads((out / MANIFEST).read_text())["symmetric"] is True
     assert run(["export", "verify", str(out), "--quick"]) == 0
-    other = ["export", "decoder", str(checkpoint), "-o", str(out),
-                "--policy", "keydiff", "--budget-tokens", "12",
-             "--block-size", "4", "--dtype", "int4"]  # fmt: skip
+    other = [
+        "export",
+        "decoder",
+        str(checkpoint),
+        "-o",
+        str(out),
+        "--policy",
+        "keydiff",
+        "--budget-tokens",
+        "12",
+        "--block-size",
+        "4",
+        "--dtype",
+        "int4",
+    ]
     capsys.readouterr()
     assert run(other) == 2
     assert "symmetric True instead of False" in capsys.readouterr().err

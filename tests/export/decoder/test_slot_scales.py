@@ -171,10 +171,16 @@ def attention_alone(tmp_path):
         ]
         names = list(inputs)
         node = helper.make_node(
-            "GroupQueryAttention", [*names[:7], *[""] * 5, *names[7:]], [x.name for x in outputs],
-            domain="com.microsoft", num_heads=4, kv_num_heads=2, scale=0.25, softcap=softcap,
+            "GroupQueryAttention",
+            [*names[:7], *[""] * 5, *names[7:]],
+            [x.name for x in outputs],
+            domain="com.microsoft",
+            num_heads=4,
+            kv_num_heads=2,
+            scale=0.25,
+            softcap=softcap,
             **QUANTISED,
-        )  # fmt: skip
+        )
         opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
         graph = helper.make_graph([node], "one", ports, outputs)
         model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -273,8 +279,22 @@ def test_no_rounding_adds_up_while_keys_are_turned(tiny_int8):
 
 def test_weights_that_stay_in_their_files_give_the_same_scales(pocket_int8, tmp_path, monkeypatch):
     monkeypatch.setattr(spec, "LOADED", 0)
-    code = run(["export", "decoder", "pocket", "--kv-dtype", "int8", "--budget-tokens", "64",
-                "--block-size", "32", "--quick", "-o", str(tmp_path / "out")])  # fmt: skip
+    code = run(
+        [
+            "export",
+            "decoder",
+            "pocket",
+            "--kv-dtype",
+            "int8",
+            "--budget-tokens",
+            "64",
+            "--block-size",
+            "32",
+            "--quick",
+            "-o",
+            str(tmp_path / "out"),
+        ]
+    )
     assert code == 0
     one, other = (np.load(folder / SLOT_SCALES) for folder in (pocket_int8, tmp_path / "out"))
     np.testing.assert_allclose(one, other, rtol=1e-5)
@@ -291,8 +311,22 @@ def test_what_was_written_is_verified(pocket_int8):
 def pocket_int8(tmp_path_factory):
     """Pocket with slots in int8."""
     out = tmp_path_factory.mktemp("int8") / "decoder"
-    code = run(["export", "decoder", "pocket", "--kv-dtype", "int8", "--budget-tokens", "64",
-                "--block-size", "32", "--quick", "-o", str(out)])  # fmt: skip
+    code = run(
+        [
+            "export",
+            "decoder",
+            "pocket",
+            "--kv-dtype",
+            "int8",
+            "--budget-tokens",
+            "64",
+            "--block-size",
+            "32",
+            "--quick",
+            "-o",
+            str(out),
+        ]
+    )
     assert code == 0
     return out
 
@@ -344,8 +378,13 @@ def test_broken_scales_are_refused(content, message, pocket_int8, tmp_path):
     if isinstance(content, bytes):
         (folder / SLOT_SCALES).write_bytes(content)
     else:
-        bad = {"shape": good[1:], "float64": good.astype(float), "nan": good * np.nan,
-               "zero": good * 0, "object": np.array([{}], object)}[content]  # fmt: skip
+        bad = {
+            "shape": good[1:],
+            "float64": good.astype(float),
+            "nan": good * np.nan,
+            "zero": good * 0,
+            "object": np.array([{}], object),
+        }[content]
         np.save(folder / SLOT_SCALES, bad)
     found = read(pocket_int8)
     with pytest.raises(ManifestError, match=message):
@@ -384,7 +423,18 @@ def test_slots_of_another_type_are_refused_by_name(pocket_int8, tmp_path, capsys
 
 
 def test_other_exporters_have_no_such_slots(tmp_path, capsys):
-    code = run(["export", "decoder", "pocket", "--kv-dtype", "int8", "--exporter", "optimum",
-                "-o", str(tmp_path / "out")])  # fmt: skip
+    code = run(
+        [
+            "export",
+            "decoder",
+            "pocket",
+            "--kv-dtype",
+            "int8",
+            "--exporter",
+            "optimum",
+            "-o",
+            str(tmp_path / "out"),
+        ]
+    )
     assert code == 2
     assert "is for --exporter kvcap" in capsys.readouterr().err

@@ -32,8 +32,17 @@ from kvcap.runtime.types import MANIFEST
 BUDGET, BLOCK = 20, 8
 LENGTHS = [8, 8, 8, 5, 8, 1, 1, 1, 3, 8, 1]  # beyond the budget, odd blocks, steps
 STEPS = [8, 8, 8, 5, *[1] * 9, 3, *[1] * 6, 8, 1, 1]
-FAMILIES = ["cohere2", "cwm", "exaone4", "gemma2", "gemma4 k=v", "granite_swa", "ministral",
-            "olmo3", "vaultgemma"]  # fmt: skip
+FAMILIES = [
+    "cohere2",
+    "cwm",
+    "exaone4",
+    "gemma2",
+    "gemma4 k=v",
+    "granite_swa",
+    "ministral",
+    "olmo3",
+    "vaultgemma",
+]
 
 
 def decoder(family="gemma3_text", policy="keydiff", positions="compact", budget=BUDGET, **changes):
@@ -52,8 +61,14 @@ def ids_of(count):
 def beside_the_runtime(made, lengths=LENGTHS, evict_every=1):
     """The modules over slots as the backend has them, which keep what the runtime keeps."""
     layout, model = made.layout, made.model
-    cache = BudgetCache(model.config, layout.budget_tokens, layout.block_size, layout.eviction,
-                        positions=layout.positions, evict_every=evict_every)  # fmt: skip
+    cache = BudgetCache(
+        model.config,
+        layout.budget_tokens,
+        layout.block_size,
+        layout.eviction,
+        positions=layout.positions,
+        evict_every=evict_every,
+    )
     loop, seen = BlockLoop(model, cache), 0
     decoder = Watched(facts_of(made, "fp32"), made, evict_every)
     for block in ids_of(sum(lengths)).split(lengths, 1):
@@ -94,8 +109,9 @@ def test_every_family_that_slides_computes_what_the_runtime_does(family, positio
 ])  # fmt: skip
 def test_policies_with_a_state_and_evictions_at_once(policy, positions, evict_every):
     layers = ["sliding_attention", "full_attention"] * 2
-    made = decoder("gemma3_text", policy, positions, num_hidden_layers=4, layer_types=layers,
-                   sliding_window=13)  # fmt: skip
+    made = decoder(
+        "gemma3_text", policy, positions, num_hidden_layers=4, layer_types=layers, sliding_window=13
+    )
     beside_the_runtime(made, STEPS, evict_every)
 
 
@@ -117,8 +133,11 @@ def test_where_all_fits_it_is_the_uncapped_model(positions):
 def test_a_fault_in_how_windows_are_kept_is_found(fault, monkeypatch):
     made = decoder()
     if fault == "slides":  # the first tokens stay, not the last
-        monkeypatch.setattr(WindowSlots, "slide", lambda self, least: setattr(
-            self, "held", min(self.held, self.budget)))  # fmt: skip
+        monkeypatch.setattr(
+            WindowSlots,
+            "slide",
+            lambda self, least: setattr(self, "held", min(self.held, self.budget)),
+        )
     if fault == "window":  # one token more is seen
         made.layers = [x._replace(window=x.window and x.window + 1) for x in made.layers]
         monkeypatch.setattr("kvcap.export.decoder.layer.held_layers", lambda layout: made.layers)
@@ -141,29 +160,40 @@ def test_the_node_computes_what_the_module_does(length, before, window, sinks):
     query, key, value = drawn(1, 4, length, 16), drawn(1, 2, length, 16), drawn(1, 2, length, 16)
     keys, values, logits = drawn(1, 2, 20, 16), drawn(1, 2, 20, 16), drawn(4)
     last = torch.tensor([before + length - 1], dtype=torch.int32)
-    wanted = group_attention(query, key, value, keys, values, last, 0.3, window=window,
-                             sinks=logits if sinks else None)[0]  # fmt: skip
+    wanted = group_attention(
+        query, key, value, keys, values, last, 0.3, window=window, sinks=logits if sinks else None
+    )[0]
     flat = [x.transpose(1, 2).flatten(2).numpy() for x in (query, key, value)]
     total = np.array(before + length, np.int32)
-    given = dict(zip("qkvabclmn"[:7], [*flat, keys.numpy(), values.numpy(), last.numpy(), total],
-                     strict=True))  # fmt: skip
+    given = dict(
+        zip(
+            "qkvabclmn"[:7], [*flat, keys.numpy(), values.numpy(), last.numpy(), total], strict=True
+        )
+    )
     names = [*given]
     if sinks:
         given["s"], names = logits.numpy(), [*names, "", "", "", "", "s"]
     helper = onnx.helper
     node = helper.make_node(
-        NODE.partition("::")[2], names, ["out", "x", "y"], domain="com.microsoft", num_heads=4,
-        kv_num_heads=2, scale=0.3, **({} if window is None else {"local_window_size": window}),
-    )  # fmt: skip
+        NODE.partition("::")[2],
+        names,
+        ["out", "x", "y"],
+        domain="com.microsoft",
+        num_heads=4,
+        kv_num_heads=2,
+        scale=0.3,
+        **({} if window is None else {"local_window_size": window}),
+    )
     ports = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), x.shape)
         for name, x in given.items()
     ]
     out = helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, None)
     model = helper.make_model(
-        helper.make_graph([node], "node", ports, [out]), ir_version=10,
+        helper.make_graph([node], "node", ports, [out]),
+        ir_version=10,
         opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)],
-    )  # fmt: skip
+    )
     session = library("onnxruntime").InferenceSession(model.SerializeToString())
     found = torch.from_numpy(session.run(["out"], given)[0])
     torch.testing.assert_close(found.unflatten(2, (4, -1)).transpose(1, 2), wanted)
@@ -185,11 +215,12 @@ def test_the_node_computes_what_the_module_does(length, before, window, sinks):
 def test_graphs_compute_what_modules_do(family, positions, dtype, kv_dtype, tmp_path):
     model = model_of(family)
     model = model.half() if dtype == "fp16" else model
-    layout = layout_for(model.config, CacheSettings(
-        BUDGET, BLOCK, small_policy("keydiff", model.config), positions
-    ))  # fmt: skip
-    _, report = write(Source("tiny", model, None), layout, dtype, tmp_path / "made",
-                      kv_dtype=kv_dtype)  # fmt: skip
+    layout = layout_for(
+        model.config, CacheSettings(BUDGET, BLOCK, small_policy("keydiff", model.config), positions)
+    )
+    _, report = write(
+        Source("tiny", model, None), layout, dtype, tmp_path / "made", kv_dtype=kv_dtype
+    )
     errors = [row.error for row in report.rows if row.who.startswith("graph")]
     assert len(errors) > 10
     if dtype == "fp32":
@@ -216,9 +247,13 @@ def test_python_runs_it_by_its_directory(shelf):
     text = "The ship sails to the harbour in the morning, and back home at night with its crew."
     made = Runtime.from_pretrained(shelf / "decoder")
     model = Runtime.from_pretrained(
-        shelf / "model", budget_tokens=24, block_size=8, dtype="float32", evict_every=8,
+        shelf / "model",
+        budget_tokens=24,
+        block_size=8,
+        dtype="float32",
+        evict_every=8,
         positions="compact",
-    )  # fmt: skip
+    )
     answers = []
     for runtime in (made, model):
         session = runtime.session()
@@ -282,9 +317,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(change, why, shelf, tmp_p
 ])  # fmt: skip
 def test_what_a_graph_does_not_do_is_said_of_the_config(family, policy, kv_dtype, why):
     config = config_of(family)
-    asked = CacheSettings(
-        BUDGET, BLOCK, small_policy(policy, config), "compact", kv_dtype=kv_dtype
-    )  # fmt: skip
+    asked = CacheSettings(BUDGET, BLOCK, small_policy(policy, config), "compact", kv_dtype=kv_dtype)
     with pytest.raises(NotExportable, match=why):
         layout_for(config, asked)
 
@@ -302,8 +335,10 @@ def test_a_refusal_waits_for_no_weights_and_for_nothing_that_traces(tmp_path):
     config_of("granitemoe_swa").save_pretrained(tmp_path / "model")  # which is all there is
     done = subprocess.run(
         [sys.executable, "-c", REFUSED, tmp_path / "model", tmp_path / "made"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.split("\n")[0] == "2 []", done.stderr
     assert "experts" in done.stderr
     assert not (tmp_path / "made").exists()

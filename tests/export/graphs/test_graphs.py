@@ -43,8 +43,18 @@ from kvcap.runtime.errors import (
 
 ROOT = Path(__file__).parents[3]
 ODD = Shape(kv_heads=3, heads=9, head_dim=24, batch=3, block=10, budget=40)
-SMALL = ["--kv-heads", "2", "--heads", "4", "--head-dim", "16", "--budget-tokens", "40",
-         "--block-size", "8"]  # fmt: skip
+SMALL = [
+    "--kv-heads",
+    "2",
+    "--heads",
+    "4",
+    "--head-dim",
+    "16",
+    "--budget-tokens",
+    "40",
+    "--block-size",
+    "8",
+]
 OWN = sorted([*with_graphs_of_their_own(), "keydiff-window"])
 FORMS = ["naive", "stateless", "inverse_norms", "running_anchor"]
 
@@ -250,8 +260,12 @@ def steps(shelf, form: str, dtype: torch.dtype, units: bool = False):
         made = {k: torch.from_numpy(v) for k, v in feed(update, given).items()}
         anchor = made.get("next_anchor", anchor)
         places = torch.arange(step * ODD.block, (step + 1) * ODD.block, dtype=torch.int32)
-        new = {"keys": keys, "values": keys, "positions": places.expand(*wide, -1),
-               "inverse_norms": made["new_inverse_norms"]}  # fmt: skip
+        new = {
+            "keys": keys,
+            "values": keys,
+            "positions": places.expand(*wide, -1),
+            "inverse_norms": made["new_inverse_norms"],
+        }
         held = {name: torch.cat((held[name], new[name]), 2) for name in held}
         pinned = torch.zeros(held["positions"].shape, dtype=torch.bool)
         seen = torch.tensor((step + 1) * ODD.block, dtype=torch.int32)
@@ -285,8 +299,9 @@ def test_an_anchor_follows_what_is_evicted_without_the_evict_graph(shelf):
 @pytest.mark.slow
 def test_criticalkv_keeps_norms_of_values(shelf):
     assert [p["name"] for p in said(shelf("criticalkv", "update"))["inputs"]] == [
-        "new_values", "output_projection",
-    ]  # fmt: skip
+        "new_values",
+        "output_projection",
+    ]
     names = [p["name"] for p in said(shelf("criticalkv"))["inputs"]]
     assert {"output_norm", "pinned", "budget"} <= set(names)
 
@@ -372,8 +387,11 @@ def test_a_wrong_number_of_sinks_is_caught(shelf, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     copy = tmp_path / source.name
     model = onnx.load(copy)
-    (tensor,) = (t for t in model.graph.initializer
-                 if t.data_type == 6 and numpy_helper.to_array(t).tolist() == 4)  # fmt: skip
+    (tensor,) = (
+        t
+        for t in model.graph.initializer
+        if t.data_type == 6 and numpy_helper.to_array(t).tolist() == 4
+    )
     tensor.CopyFrom(numpy_helper.from_array(np.array(60, dtype=np.int32), tensor.name))
     altered(copy, model)
     (report,) = verify(copy, quick=True)
@@ -516,8 +534,25 @@ def test_types_have_the_names_that_people_use(dtype):
 def test_the_commands(tmp_path, capsys):
     assert run(["export", "scorer", "tova", *SMALL, "-o", str(tmp_path), "--quick"]) == 0
     assert "tova.score.naive.fp32.onnx" in capsys.readouterr().out
-    assert run(["export", "scorer", "snapkv", *SMALL, "--window", "4", "--policy-option",
-                "pool=avg", "--json", "--quick", "-o", str(tmp_path)]) == 0  # fmt: skip
+    assert (
+        run(
+            [
+                "export",
+                "scorer",
+                "snapkv",
+                *SMALL,
+                "--window",
+                "4",
+                "--policy-option",
+                "pool=avg",
+                "--json",
+                "--quick",
+                "-o",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert said(Path(found["graph"]))["policy"]["parameters"]["window"] == 4
     assert run(["export", "verify", str(tmp_path), "--quick", "--json"]) == 0
@@ -545,8 +580,23 @@ def test_exit_codes(copied, capsys, tmp_path):
 
 
 def test_ort_format_and_the_mobile_report(tmp_path, capsys):
-    assert run(["export", "scorer", "keydiff", *SMALL, "-o", str(tmp_path), "--ort", "--quick",
-                "--mobile-report", "--json"]) == 0  # fmt: skip
+    assert (
+        run(
+            [
+                "export",
+                "scorer",
+                "keydiff",
+                *SMALL,
+                "-o",
+                str(tmp_path),
+                "--ort",
+                "--quick",
+                "--mobile-report",
+                "--json",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert Path(found["ort"]).read_bytes()[4:8] == b"ORTM"
     assert "CoreML" in found["mobile"]
@@ -569,13 +619,22 @@ def test_no_telemetry(shelf, tmp_path):
     """
     home = tmp_path / "home"
     home.mkdir()
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src"), "HOME": str(home),
-           "XDG_CACHE_HOME": str(home / "cache"), "ORT_DISABLE_TELEMETRY": "0"}  # fmt: skip
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT / "src"),
+        "HOME": str(home),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "ORT_DISABLE_TELEMETRY": "0",
+    }
     program = "import sys\nfrom kvcap.cli import run\nsys.exit(run(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", program, "export", "verify", str(shelf("knorm")), "--quick"],
-        env=env, capture_output=True, text=True, cwd=tmp_path, check=False,
-    )  # fmt: skip
+        env=env,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert not [path for path in home.rglob("*") if "onnxruntime" in str(path)]
 

@@ -25,8 +25,22 @@ from kvcap.policies import load_policy
 from kvcap.runtime.errors import ExtraMissing, ManifestError, NotExportable, ToleranceError
 
 SHAPE = Shape(kv_heads=2, heads=6, head_dim=32, block=8, budget=24, slots=32)
-COMMAND = ["export", "scorer", "keydiff", "--kv-heads", "2", "--heads", "6", "--head-dim", "32",
-           "--block-size", "8", "--budget-tokens", "24", "--quick"]  # fmt: skip
+COMMAND = [
+    "export",
+    "scorer",
+    "keydiff",
+    "--kv-heads",
+    "2",
+    "--heads",
+    "6",
+    "--head-dim",
+    "32",
+    "--block-size",
+    "8",
+    "--budget-tokens",
+    "24",
+    "--quick",
+]
 STATIC = ["--static", "32", "--dtype", "fp16"]
 installed = pytest.mark.skipif(
     not find_spec("onnxruntime_qnn"), reason="needs onnxruntime-qnn: pip install '.[qnn]'"
@@ -235,7 +249,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert Path(found["graph"]).exists()
     assert not list(home.rglob("*"))
     monkeypatch.setattr("sys.argv", ["kvcap"])
-    assert run(["export", "scorer", "random", *COMMAND[3:], *STATIC, "--qnn", "v75",
-                "-o", str(out)]) == 2  # fmt: skip
+    assert (
+        run(["export", "scorer", "random", *COMMAND[3:], *STATIC, "--qnn", "v75", "-o", str(out)])
+        == 2
+    )
     assert "BitShift" in capsys.readouterr().err
     assert not list(out.glob("random*.qnn.*"))

@@ -161,8 +161,13 @@ def test_a_static_cache(tokens):
 
 def test_generate_with_a_static_cache(tokens):
     ids = tokens(10)
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2,
-               "attention_mask": torch.ones_like(ids), "disable_compile": True}  # fmt: skip
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 2,
+        "attention_mask": torch.ones_like(ids),
+        "disable_compile": True,
+    }
     both(lambda m: m.generate(ids, cache_implementation="static", **options))
 
 
@@ -215,10 +220,14 @@ def test_attention_weights_are_refused(capped, tokens):
             model(tokens(10), **as_cache(cache), output_attentions=True)
         with pytest.raises(UnsupportedModel, match="attn_implementation='eager'"):
             model.generate(
-                tokens(10), attention_mask=torch.ones(1, 10), **as_cache(cache_for(model)),
-                max_new_tokens=2, pad_token_id=2, return_dict_in_generate=True,
+                tokens(10),
+                attention_mask=torch.ones(1, 10),
+                **as_cache(cache_for(model)),
+                max_new_tokens=2,
+                pad_token_id=2,
+                return_dict_in_generate=True,
                 output_attentions=True,
-            )  # fmt: skip
+            )
 
 
 def test_dropout_is_refused(tokens):
@@ -231,10 +240,15 @@ def test_dropout_is_refused(tokens):
 def test_what_changes_nothing_is_taken(tokens):
     model = MODELS["kvcap"]
     out = model(
-        tokens(10), **as_cache(cache_for(model)), output_hidden_states=True,
-        num_items_in_batch=torch.tensor(10), output_attentions=False, tokenizer=object(),
-        special_tokens_mask=torch.zeros(1, 10), output_router_logits=False,
-    )  # fmt: skip
+        tokens(10),
+        **as_cache(cache_for(model)),
+        output_hidden_states=True,
+        num_items_in_batch=torch.tensor(10),
+        output_attentions=False,
+        tokenizer=object(),
+        special_tokens_mask=torch.zeros(1, 10),
+        output_router_logits=False,
+    )
     assert len(out.hidden_states) == 3
 
 
@@ -250,8 +264,9 @@ def test_one_warning_where_nothing_is_capped(tokens, monkeypatch):
         model(tokens(8), **as_cache(cache_for(model)))
         assert not caught
         for _ in range(2):
-            model.generate(tokens(8), attention_mask=torch.ones(1, 8), max_new_tokens=3,
-                           pad_token_id=2)  # fmt: skip
+            model.generate(
+                tokens(8), attention_mask=torch.ones(1, 8), max_new_tokens=3, pad_token_id=2
+            )
     assert ["kvcap.cap(" in str(w.message) for w in caught] == [True]
 
 

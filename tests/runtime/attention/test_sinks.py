@@ -73,9 +73,11 @@ def test_low_precision_is_as_near_as_eager(family, tokens):
 
 def run(family: str, policy: str, ids: Tensor, device: str) -> Tensor:
     model = tiny_model(family).to(device)
-    eviction = small_policy(policy, model.config) if "+" not in policy else kvcap.load_policy(
-        policy, window=4, kernel=3, pool="avg"
-    )  # fmt: skip
+    eviction = (
+        small_policy(policy, model.config)
+        if "+" not in policy
+        else kvcap.load_policy(policy, window=4, kernel=3, pool="avg")
+    )
     loop = BlockLoop(model, kvcap.BudgetCache(model.config, 16, 8, eviction))
     return torch.cat([loop.read(part.to(device)) for part in [*ids.split(8, 1), *STEPS]])
 

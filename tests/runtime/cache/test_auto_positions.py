@@ -98,8 +98,13 @@ def test_in_generation_by_transformers():
     for _ in range(15):
         token = loop.read(token[:, None]).argmax(-1)
         expected.append(int(token))
-    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 2, "eos_token_id": None,
-               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    options = {
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "pad_token_id": 2,
+        "eos_token_id": None,
+        "attention_mask": torch.ones_like(ids),
+    }
     cache = BudgetCache(model.config, 12, BLOCK, "keydiff", positions="auto")
     got = model.generate(ids, **as_cache(cache), prefill_chunk_size=BLOCK, **options)
     assert got[0, 13:].tolist() == expected
@@ -279,10 +284,16 @@ def test_refusals():
 def test_longrope_changes_where_its_short_factors_end():
     if not hasattr(config_of("phi3"), "rope_parameters"):
         pytest.skip("transformers 5 has rope_parameters")
-    factors = {"short_factor": [1.0 + 0.1 * i for i in range(8)],
-               "long_factor": [4.0 + i for i in range(8)]}  # fmt: skip
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors,
-            "original_max_position_embeddings": WINDOW}  # fmt: skip
+    factors = {
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [4.0 + i for i in range(8)],
+    }
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        **factors,
+        "original_max_position_embeddings": WINDOW,
+    }
     changes = {"rope_parameters": rope, "original_max_position_embeddings": WINDOW}
     model = model_of("phi3", max_position_embeddings=400, **changes)
     loop, ids = auto(model, sink_tokens=0), text()

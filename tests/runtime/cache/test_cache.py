@@ -251,11 +251,15 @@ def test_a_block_cut_in_two_is_read_as_the_block_loop_reads_it(policy, positions
     ids, model = torch.arange(3, 63)[None], MODEL  # no token twice, whose norms would tie
     caches = [
         kvcap.BudgetCache(
-            model.config, 24, 8, small_policy(policy, model.config),
-            positions=positions, evict_every=4,
+            model.config,
+            24,
+            8,
+            small_policy(policy, model.config),
+            positions=positions,
+            evict_every=4,
         )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     plain, loop = caches[0], BlockLoop(model, caches[1])
     lengths = [8] * 5 + [1, 1, 8, 1]
     with torch.no_grad():

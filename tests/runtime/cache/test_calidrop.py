@@ -97,9 +97,12 @@ def test_the_store_keeps_the_best_and_never_grows(tokens):
         calibrations = [layer.evicted_store for layer in loop.cache.layers]
         assert all(c.evicted[0].held <= 10 for c in calibrations)
     plan = kvcap.MemoryPlan.of(
-        loop.model.config, policy=loop.cache.eviction, budget_tokens=12, block_size=6,
+        loop.model.config,
+        policy=loop.cache.eviction,
+        budget_tokens=12,
+        block_size=6,
         positions="true",
-    )  # fmt: skip
+    )
     assert loop.cache.nbytes == plan.cache_bytes
     # (size + block) slots of keys, values, time, score, position, for two heads of two layers
     assert plan.evicted_store == 2 * 2 * 16 * (2 * 16 * 4 + 12)
@@ -150,9 +153,10 @@ def test_a_killed_process_leaves_no_file(tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], check=False,
+        [sys.executable, "-c", code, str(tmp_path)],
+        check=False,
         env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])},
-    )  # fmt: skip
+    )
     assert done.returncode == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
 
@@ -180,9 +184,12 @@ def test_no_room_for_the_file_for_real(tmp_path):
         "MappedFile(sys.argv[1], 1 << 20)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])},
-    )  # fmt: skip
+    )
     assert "StoreFailed" in done.stderr
     assert "1,048,576 bytes" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -77,13 +77,29 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alive]:
 
 def generate(model: Any, cache: BudgetCache, ids: torch.Tensor, block: int = 8) -> None:
     model.generate(
-        ids, **as_cache(cache), max_new_tokens=3, do_sample=False, prefill_chunk_size=block,
-        attention_mask=torch.ones_like(ids), pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        ids,
+        **as_cache(cache),
+        max_new_tokens=3,
+        do_sample=False,
+        prefill_chunk_size=block,
+        attention_mask=torch.ones_like(ids),
+        pad_token_id=0,
+        eos_token_id=None,
+    )
 
 
-POLICIES = ["keydiff", "snapkv", "h2o", "cake", "adakv", "pyramidkv", "headkv", "criticalkv",
-            "calidrop", "obcache"]  # fmt: skip
+POLICIES = [
+    "keydiff",
+    "snapkv",
+    "h2o",
+    "cake",
+    "adakv",
+    "pyramidkv",
+    "headkv",
+    "criticalkv",
+    "calidrop",
+    "obcache",
+]
 
 
 @pytest.mark.slow(keep=4)
@@ -92,8 +108,9 @@ def test_a_cache_is_freed_when_it_is_dropped(policy, alive, tokens):
     """Also where slots move between layers or heads, or evicted tokens are kept."""
     model = tiny_model("llama")
     for _ in range(2):
-        generate(model, BudgetCache(model.config, 24, 8, small_policy(policy, model.config)),
-                 tokens(60))  # fmt: skip
+        generate(
+            model, BudgetCache(model.config, 24, 8, small_policy(policy, model.config)), tokens(60)
+        )
         alive.none()
 
 
@@ -112,8 +129,16 @@ def test_with_slots_of_fewer_bits(kv_dtype, alive, tokens):
     alive.none()
 
 
-KINDS = ["gemma3_text", "qwen3_next", "falcon_h1", "lfm2", "gemma3n", "gemma4", "deepseek_v3",
-         "gpt_oss"]  # fmt: skip
+KINDS = [
+    "gemma3_text",
+    "qwen3_next",
+    "falcon_h1",
+    "lfm2",
+    "gemma3n",
+    "gemma4",
+    "deepseek_v3",
+    "gpt_oss",
+]
 
 
 @pytest.mark.parametrize("family", [x for x in KINDS if x in {"gemma3_text", *ELSEWHERE}])
@@ -217,9 +242,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def runtime_of(folder: str, policy: str = "keydiff", **options: Any) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
-        folder, policy, budget_tokens=48, block_size=16, device="cpu",
+        folder,
+        policy,
+        budget_tokens=48,
+        block_size=16,
+        device="cpu",
         **{"dtype": "float32", **options},
-    )  # fmt: skip
+    )
 
 
 def begun(runtime: kvcap.Runtime, text: str = FACT, tokens: int = 4) -> Session:
@@ -289,8 +318,17 @@ def regenerated(runtime: kvcap.Runtime) -> None:
     list(session.complete("Once"))
 
 
-USES = [answered, closed, left_open, never_read, failed, interrupted, held_to_a_schema, refused,
-        regenerated]  # fmt: skip
+USES = [
+    answered,
+    closed,
+    left_open,
+    never_read,
+    failed,
+    interrupted,
+    held_to_a_schema,
+    refused,
+    regenerated,
+]
 
 
 @pytest.mark.parametrize("use", USES)

@@ -30,8 +30,12 @@ def test_moving_boundaries_loses_and_mixes_nothing(rows, block, seed):
     """Any budgets, again and again: every row still holds its own tokens, whole."""
     g = torch.Generator().manual_seed(seed)
     budgets = [int(torch.randint(1, 9, (1,), generator=g)) for _ in rows]
-    pool = SlotPool(sum(n * (b + block) for n, b in zip(rows, budgets, strict=True)), 2,
-                    torch.float32, aux={"mass": torch.float32})  # fmt: skip
+    pool = SlotPool(
+        sum(n * (b + block) for n, b in zip(rows, budgets, strict=True)),
+        2,
+        torch.float32,
+        aux={"mass": torch.float32},
+    )
     segments, start = [], 0
     for n, budget in zip(rows, budgets, strict=True):
         segments.append(Segment(pool, start, budget, block, heads=n))
@@ -89,9 +93,13 @@ def test_slots_that_move_between_layers(positions):
     eviction = Eviction(load_policy("snapkv", **SNAPKV).policy, **parts)
     cache = kvcap.BudgetCache(model.config, budget, block, eviction, positions=positions)
     plan = kvcap.MemoryPlan.of(
-        model.config, policy=eviction, budget_tokens=budget, block_size=block,
-        dtype=torch.float32, positions=positions,
-    )  # fmt: skip
+        model.config,
+        policy=eviction,
+        budget_tokens=budget,
+        block_size=block,
+        dtype=torch.float32,
+        positions=positions,
+    )
     cache.allocate(1, torch.float32, "cpu")
     loop = BlockLoop(model, cache)
     ids = 3 + torch.randperm(90, generator=torch.Generator().manual_seed(1))[None]

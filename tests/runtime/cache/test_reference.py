@@ -119,8 +119,22 @@ class Drawn:
         generator = torch.Generator().manual_seed(seed)
         ids = [3 + torch.randperm(50, generator=generator)[:length] for _ in range(batch)]
         # No token comes twice in a text, as equal keys would tie.
-        return cls(family, changes, name, options, positions, division, recalls, pins, budget,
-                   block, every, blocks, draw.random() < 0.2, torch.stack(ids))  # fmt: skip
+        return cls(
+            family,
+            changes,
+            name,
+            options,
+            positions,
+            division,
+            recalls,
+            pins,
+            budget,
+            block,
+            every,
+            blocks,
+            draw.random() < 0.2,
+            torch.stack(ids),
+        )
 
     def model(self, attention: str = "kvcap") -> Any:
         return model_of(self.family, attention, **self.changes)
@@ -141,9 +155,13 @@ class Drawn:
         model, held = self.model(), Chosen()
         eviction = self.eviction(model.config)
         cache = kvcap.BudgetCache(
-            model.config, self.budget, self.block, eviction,
-            positions=self.positions, evict_every=self.every,
-        )  # fmt: skip
+            model.config,
+            self.budget,
+            self.block,
+            eviction,
+            positions=self.positions,
+            evict_every=self.every,
+        )
         loop, logits = BlockLoop(model, cache), []
         if self.reused:
             loop.prefill(self.ids.flip(1))
@@ -159,9 +177,14 @@ class Drawn:
                 held.setdefault(layer, []).append(rows)
         if self.division == "equal":  # those of tests are of one budget alone
             plan = kvcap.MemoryPlan.of(
-                model.config, policy=eviction, budget_tokens=self.budget, batch=len(self.ids),
-                block_size=self.block, dtype=torch.float32, positions=self.positions,
-            )  # fmt: skip
+                model.config,
+                policy=eviction,
+                budget_tokens=self.budget,
+                batch=len(self.ids),
+                block_size=self.block,
+                dtype=torch.float32,
+                positions=self.positions,
+            )
             # Native sliding layers grow up to their window.
             assert 0 <= plan.cache_bytes - cache.nbytes <= plan.sliding_layers
         return cache, torch.stack(logits), held
@@ -172,10 +195,18 @@ class Drawn:
         """What the reference keeps of one text of the batch, and its logits [S, V]."""
         follows = self.policy in FOLLOWED
         setting = Setting(
-            self.policy, self.budget, self.positions, self.options, **DIVISIONS[self.division][1],
-            pins=pins, keeps=self.block > 1, trained=WINDOW, every=self.every, recalls=self.recalls,
+            self.policy,
+            self.budget,
+            self.positions,
+            self.options,
+            **DIVISIONS[self.division][1],
+            pins=pins,
+            keeps=self.block > 1,
+            trained=WINDOW,
+            every=self.every,
+            recalls=self.recalls,
             chosen={i: [x[row] for x in passes] for i, passes in held.items()} if follows else {},
-        )  # fmt: skip
+        )
         return run_reference(self.model(NAME), self.ids[row : row + 1], self.blocks, setting)
 
 
@@ -213,10 +244,21 @@ def test_random_combinations(seed):
 ], ids=str)  # fmt: skip
 def test_scores_by_attention_where_layers_share_slots_or_have_sinks(family, policy):
     """Slots are scored by the queries of their own layer, less the share of a sink."""
-    check(replace(
-        Drawn.by(0), family=family, changes={}, policy=policy[0], options=policy[1], budget=BUDGET,
-        positions="compact", division="equal", recalls=False, pins=[], every=1,
-    ))  # fmt: skip
+    check(
+        replace(
+            Drawn.by(0),
+            family=family,
+            changes={},
+            policy=policy[0],
+            options=policy[1],
+            budget=BUDGET,
+            positions="compact",
+            division="equal",
+            recalls=False,
+            pins=[],
+            every=1,
+        )
+    )
 
 
 @pytest.mark.slow(keep=12, ci=24)

@@ -261,9 +261,13 @@ def test_random_combinations(seed, monkeypatch):
     modes = ["compact", *(["true"] if kind != "int4" and family == "llama" else [])]
     positions = draw.choice(modes)
     cache = kvcap.BudgetCache(
-        model.config, draw.randint(14, 24), draw.randint(3, 8), eviction, positions=positions,
+        model.config,
+        draw.randint(14, 24),
+        draw.randint(3, 8),
+        eviction,
+        positions=positions,
         kv_dtype=kind,
-    ).allocate(batch, torch.float32, "cpu")  # fmt: skip
+    ).allocate(batch, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(seed)
     read(cache, model, 3 + torch.randint(90, (batch, draw.randint(40, 60)), generator=generator))
     assert cache.held <= cache.layout.budget_tokens

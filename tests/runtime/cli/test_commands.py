@@ -525,8 +525,10 @@ def test_texts_of_another_code_are_refused_wherever_they_are(
     """Arguments hold a lone surrogate for each byte that is no UTF-8, as Python reads them."""
     short = ("--max-new-tokens", "2")
     for given in (
-        ("Hell\udce9",), ("Hell\udce9", "--raw"), ("Hello", "--system-prompt", "Hell\udce9"),
-    ):  # fmt: skip
+        ("Hell\udce9",),
+        ("Hell\udce9", "--raw"),
+        ("Hello", "--system-prompt", "Hell\udce9"),
+    ):
         code, out, err = kvcap("generate", "-m", model, *given, *short)
         assert (code, out, one_line(err)) == (2, "", True)
         assert "'Hell\\udce9' cannot be read: at letter 5 it has the byte 0xe9, which is no" in err

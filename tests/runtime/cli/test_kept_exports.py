@@ -63,11 +63,18 @@ def test_it_is_made_once_and_again_when_something_in_it_differs(model, made, cap
     others = [
         kept_export(str(model), "int8", Budget()),
         kept_export(str(model), "int4", Budget(), symmetric=True),
-        *(kept_export(str(model), "int4", Budget(**given)) for given in (
-            {"budget_tokens": 64}, {"block_size": 16}, {"positions": "true"},
-            {"policy": "knorm"}, {"sink_tokens": 4}, {"policy_option": ["anchor=median"]},
-        )),
-    ]  # fmt: skip
+        *(
+            kept_export(str(model), "int4", Budget(**given))
+            for given in (
+                {"budget_tokens": 64},
+                {"block_size": 16},
+                {"positions": "true"},
+                {"policy": "knorm"},
+                {"sink_tokens": 4},
+                {"policy_option": ["anchor=median"]},
+            )
+        ),
+    ]
     config = model / "config.json"
     config.write_text(config.read_text() + " ")
     others.append(kept_export(str(model), "int4", Budget()))
@@ -172,8 +179,9 @@ def test_two_at_once_make_it_once(model, made, capsys):
 
 
 def test_an_export_that_fails_ends_with_its_code(model, made, monkeypatch):
-    monkeypatch.setattr(kept_exports.subprocess, "run",
-                        lambda command, **_: subprocess.CompletedProcess(command, 2))  # fmt: skip
+    monkeypatch.setattr(
+        kept_exports.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2)
+    )
     with pytest.raises(typer.Exit) as error:
         kept_export(str(model), "int4", Budget())
     assert error.value.exit_code == 2

@@ -121,14 +121,20 @@ def least():
     env = {**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])}
     refused = subprocess.run(
         [*command, "plan", "pocket", "--memory-cap", "1MiB"],
-        capture_output=True, text=True, env=env, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
     assert refused.returncode == 3
     found = refused.stderr.split("raise it to ")[1].split(", or")[0]
     fed_back = subprocess.run(
         [*command, "plan", "pocket", "--memory-cap", found],
-        capture_output=True, text=True, env=env, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
     assert fed_back.returncode == 0, fed_back.stderr
     return parse_bytes(found)
 
@@ -149,10 +155,26 @@ def test_a_process_stays_under_its_cap(enforce, least, tmp_path):
         "finally:\n    print(open('/proc/self/status').read(), file=sys.stderr)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "generate", "-f", str(tmp_path / "long.txt"), "--memory-cap",
-         str(cap), "--enforce", enforce, "--max-new-tokens", "4", "--json"],
-        capture_output=True, text=True, env=env, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            code,
+            "generate",
+            "-f",
+            str(tmp_path / "long.txt"),
+            "--memory-cap",
+            str(cap),
+            "--enforce",
+            enforce,
+            "--max-new-tokens",
+            "4",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     out = done.stdout
     peak = int(done.stderr.split("VmHWM:")[1].split()[0]) * 1024
@@ -234,8 +256,11 @@ del session.messages[2:]  # the long one
 print("".join(session.send("What is the code for the blue door?")))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])},
-    )  # fmt: skip
+    )
     assert "refused: the system refused the memory" in done.stdout, done.stdout + done.stderr
     assert "4821" in done.stdout

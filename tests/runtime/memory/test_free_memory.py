@@ -34,14 +34,17 @@ def test_the_machine_alone(tmp_path):
 def full_of_page_cache(root: Path) -> Path:
     """32 GiB allowed, 25 used, 23 of them cached files: 30 are free, not 7."""
     group = "sys/fs/cgroup/pod/box"
-    return tree(root, {
-        "proc/self/cgroup": "0::/pod/box\n",
-        f"{group}/memory.max": f"{32 * GIB}\n",
-        f"{group}/memory.current": f"{25 * GIB}\n",
-        f"{group}/memory.stat": f"anon {2 * GIB}\nfile {23 * GIB}\ninactive_file {20 * GIB}\n"
-                                f"active_file {3 * GIB}\nslab_reclaimable 0\n",
-        "sys/fs/cgroup/pod/memory.max": "max\n",
-    })  # fmt: skip
+    return tree(
+        root,
+        {
+            "proc/self/cgroup": "0::/pod/box\n",
+            f"{group}/memory.max": f"{32 * GIB}\n",
+            f"{group}/memory.current": f"{25 * GIB}\n",
+            f"{group}/memory.stat": f"anon {2 * GIB}\nfile {23 * GIB}\ninactive_file {20 * GIB}\n"
+            f"active_file {3 * GIB}\nslab_reclaimable 0\n",
+            "sys/fs/cgroup/pod/memory.max": "max\n",
+        },
+    )
 
 
 def test_a_cgroup_full_of_page_cache(tmp_path):
@@ -72,44 +75,56 @@ def test_a_run_that_there_is_no_memory_for_is_warned_of(monkeypatch):
 
 def test_shared_memory_is_no_page_cache(tmp_path):
     """Files in /dev/shm count as 'file' but cannot be given back."""
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "0::/box\n",
-        "sys/fs/cgroup/box/memory.max": f"{8 * GIB}\n",
-        "sys/fs/cgroup/box/memory.current": f"{6 * GIB}\n",
-        "sys/fs/cgroup/box/memory.stat": f"file {5 * GIB}\nshmem {5 * GIB}\ninactive_file 0\n",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/box\n",
+            "sys/fs/cgroup/box/memory.max": f"{8 * GIB}\n",
+            "sys/fs/cgroup/box/memory.current": f"{6 * GIB}\n",
+            "sys/fs/cgroup/box/memory.stat": f"file {5 * GIB}\nshmem {5 * GIB}\ninactive_file 0\n",
+        },
+    )
     assert free_memory(root).nbytes == 2 * GIB
 
 
 def test_a_tighter_cgroup_above(tmp_path):
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "0::/pod/box\n",
-        "sys/fs/cgroup/pod/box/memory.max": "max\n",
-        "sys/fs/cgroup/pod/memory.max": f"{4 * GIB}\n",
-        "sys/fs/cgroup/pod/memory.current": f"{1 * GIB}\n",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/box\n",
+            "sys/fs/cgroup/pod/box/memory.max": "max\n",
+            "sys/fs/cgroup/pod/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/pod/memory.current": f"{1 * GIB}\n",
+        },
+    )
     assert free_memory(root).nbytes == 3 * GIB
 
 
 def test_inside_a_container_the_mount_is_the_cgroup(tmp_path):
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "0::/../../kubepods/other\n",
-        "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
-        "sys/fs/cgroup/memory.current": f"{GIB}\n",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/../../kubepods/other\n",
+            "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
+            "sys/fs/cgroup/memory.current": f"{GIB}\n",
+        },
+    )
     assert free_memory(root).nbytes == GIB
 
 
 def test_version_1(tmp_path):
     group = "sys/fs/cgroup/memory/docker/abc"
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n",
-        f"{group}/memory.limit_in_bytes": f"{16 * GIB}\n",
-        f"{group}/memory.usage_in_bytes": f"{12 * GIB}\n",
-        f"{group}/memory.stat": f"cache {9 * GIB}\ntotal_inactive_file {8 * GIB}\n"
-                                f"total_active_file {GIB}\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n",
+            f"{group}/memory.limit_in_bytes": f"{16 * GIB}\n",
+            f"{group}/memory.usage_in_bytes": f"{12 * GIB}\n",
+            f"{group}/memory.stat": f"cache {9 * GIB}\ntotal_inactive_file {8 * GIB}\n"
+            f"total_active_file {GIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
     assert free_memory(root).nbytes == 13 * GIB
 
 
@@ -120,11 +135,14 @@ def test_odd_files_fall_back_to_the_machine(tmp_path, text):
 
 
 def test_a_cgroup_beyond_its_limit_has_nothing_left(tmp_path):
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "0::/box\n",
-        "sys/fs/cgroup/box/memory.max": "100\n",
-        "sys/fs/cgroup/box/memory.current": "200\n",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/box\n",
+            "sys/fs/cgroup/box/memory.max": "100\n",
+            "sys/fs/cgroup/box/memory.current": "200\n",
+        },
+    )
     assert free_memory(root).nbytes == 0
 
 

@@ -73,8 +73,13 @@ def test_hybrid_models_cap_their_global_layers_only(family):
 def test_stock_attention_evicts_the_same_as_ours(policy, tokens):
     """Attention-free policies on stock attention: same tokens generated, same bytes, same kept."""
     ids = tokens(60)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2, "prefill_chunk_size": 8,
-               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 2,
+        "prefill_chunk_size": 8,
+        "attention_mask": torch.ones_like(ids),
+    }
     runs = []
     for attention in ("kvcap", "sdpa", "eager"):
         model = tiny_model("llama", attention)
@@ -92,9 +97,15 @@ def test_compact_drop_in_equals_the_block_loop(tokens):
     cache = kvcap.BudgetCache(model.config, 24, 8)
     assert cache.layout.positions == "compact"
     out = model.generate(
-        ids, **as_cache(cache), prefill_chunk_size=8, max_new_tokens=10, do_sample=False,
-        pad_token_id=2, eos_token_id=-1, attention_mask=torch.ones_like(ids),
-    )  # fmt: skip
+        ids,
+        **as_cache(cache),
+        prefill_chunk_size=8,
+        max_new_tokens=10,
+        do_sample=False,
+        pad_token_id=2,
+        eos_token_id=-1,
+        attention_mask=torch.ones_like(ids),
+    )
     loop = BlockLoop(model, kvcap.BudgetCache(model.config, 24, 8))
     logits, said = loop.prefill(ids), []
     for _ in range(10):
@@ -193,9 +204,13 @@ def test_beam_search_and_cropping_are_refused(tokens):
     cache = kvcap.BudgetCache(model.config, 24, 8)
     with pytest.raises(kvcap.KvcapError, match="beam search"):
         model.generate(
-            tokens(8), **as_cache(cache), num_beams=2, max_new_tokens=4, pad_token_id=2,
+            tokens(8),
+            **as_cache(cache),
+            num_beams=2,
+            max_new_tokens=4,
+            pad_token_id=2,
             attention_mask=torch.ones(1, 8),
-        )  # fmt: skip
+        )
 
 
 def test_a_half_read_cache_is_found_out(tokens, monkeypatch):

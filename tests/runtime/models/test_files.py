@@ -126,15 +126,23 @@ def test_quantised_weights_stay_as_the_files_have_them():
 
 def test_no_weights_are_read(tmp_path, monkeypatch):
     """64 GiB that are not there: the file is as long as its header says, and empty."""
-    config = tiny_config("llama", hidden_size=1024, vocab_size=1 << 24, tie_word_embeddings=True,
-                         num_hidden_layers=1, num_attention_heads=16)  # fmt: skip
+    config = tiny_config(
+        "llama",
+        hidden_size=1024,
+        vocab_size=1 << 24,
+        tie_word_embeddings=True,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+    )
     config.save_pretrained(tmp_path)
     header, end = {}, 0
     for parameter in weights._parameters(weights._on_meta(config, torch.float32)):
         size = 4 * torch.Size(parameter.shape).numel()
         header[parameter.names[0]] = {
-            "dtype": "F32", "shape": parameter.shape, "data_offsets": [end, end + size]
-        }  # fmt: skip
+            "dtype": "F32",
+            "shape": parameter.shape,
+            "data_offsets": [end, end + size],
+        }
         end += size
     text = json.dumps(header).encode()
     with (tmp_path / SINGLE).open("wb") as file:

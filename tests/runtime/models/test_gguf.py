@@ -38,18 +38,33 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of what reads them
 HEADS, KV_HEADS, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
 
 
-def write(path: Path, *, architecture: str = "llama", parts: int = 0, vocabulary: bool = True,
-          tensors: bool = True, without: str = "none", factors: bool = False,
-          eos: int | None = None, kinds: tuple[str, ...] = ("Q8_0",),
-          mlp: int = MLP, hidden: int = HIDDEN) -> None:  # fmt: skip
+def write(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    parts: int = 0,
+    vocabulary: bool = True,
+    tensors: bool = True,
+    without: str = "none",
+    factors: bool = False,
+    eos: int | None = None,
+    kinds: tuple[str, ...] = ("Q8_0",),
+    mlp: int = MLP,
+    hidden: int = HIDDEN,
+) -> None:
     """A random Llama with the built-in model's tokenizer, its matrices in these types in turn."""
     import gguf
 
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    config = LlamaConfig(num_hidden_layers=LAYERS, num_attention_heads=HEADS, hidden_size=hidden,
-                         num_key_value_heads=KV_HEADS, intermediate_size=mlp,
-                         vocab_size=len(words))  # fmt: skip
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        hidden_size=hidden,
+        num_key_value_heads=KV_HEADS,
+        intermediate_size=mlp,
+        vocab_size=len(words),
+    )
     torch.manual_seed(0)
     weights = LlamaForCausalLM(config).state_dict()
     writer = gguf.GGUFWriter(path, architecture)
@@ -131,9 +146,12 @@ def test_it_is_planned_as_what_it_becomes(file, dtype):
 def test_its_logits_are_those_of_transformers_own_load(file):
     path = Path(file)
     expected = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, attn_implementation="eager", dtype=torch.float32,
+        path.parent,
+        gguf_file=path.name,
+        attn_implementation="eager",
+        dtype=torch.float32,
         **gguf_files.loading(),
-    ).eval()  # fmt: skip
+    ).eval()
     model = load_model(file, load_config(file), torch.float32).eval()
     ids = torch.randint(3, 2000, (1, 40))
     loop = BlockLoop(model, BudgetCache(model.config, 48, 16))
@@ -175,11 +193,19 @@ def write_fields(path: Path, endian: str = "<", version: int = 3) -> None:
     writer = gguf.GGUFWriter(path, "llama", endianess=order)
     kinds = gguf.GGUFValueType
     values = {
-        kinds.UINT8: 200, kinds.INT8: -100, kinds.UINT16: 60_000, kinds.INT16: -30_000,
-        kinds.UINT32: 4_000_000_000, kinds.INT32: -2_000_000_000, kinds.FLOAT32: 0.1,
-        kinds.BOOL: True, kinds.STRING: "caf\u00e9", kinds.UINT64: 1 << 63, kinds.INT64: -(1 << 62),
+        kinds.UINT8: 200,
+        kinds.INT8: -100,
+        kinds.UINT16: 60_000,
+        kinds.INT16: -30_000,
+        kinds.UINT32: 4_000_000_000,
+        kinds.INT32: -2_000_000_000,
+        kinds.FLOAT32: 0.1,
+        kinds.BOOL: True,
+        kinds.STRING: "caf\u00e9",
+        kinds.UINT64: 1 << 63,
+        kinds.INT64: -(1 << 62),
         kinds.FLOAT64: 0.1,
-    }  # fmt: skip
+    }
     for kind, value in values.items():
         writer.add_key_value(f"one.{kind.name}", value, kind)
         several = [value] * 3 if kind != kinds.STRING else ["", "\u6f22", "z" * 300]
@@ -370,16 +396,29 @@ def test_its_blocks_run_in_onnx_runtime(tmp_path, own_cache, capsys, monkeypatch
     monkeypatch.setattr("kvcap.export.weights.ACCURACY", 1)  # float32
     path = tmp_path / "x.gguf"
     write(path, kinds=("Q4_0", "Q8_0", "Q4_K", "Q6_K", "F32", "Q5_1"), hidden=256, mlp=256)
-    command = ["generate", str(path), "one two three", "--backend", "onnxruntime", "--raw",
-               "--max-new-tokens", "1", "--budget-tokens", "32", "--block-size", "16"]  # fmt: skip
+    command = [
+        "generate",
+        str(path),
+        "one two three",
+        "--backend",
+        "onnxruntime",
+        "--raw",
+        "--max-new-tokens",
+        "1",
+        "--budget-tokens",
+        "32",
+        "--block-size",
+        "16",
+    ]
     assert run(command) == 0
     assert "with the file's weights, once" in capsys.readouterr().err
     assert run([*command, "--weights", "gguf"]) == 0
     assert "once" not in capsys.readouterr().err
     [out] = own_cache.with_name("exports").glob("x.gguf-gguf-*")
     graph = OrtRuntime.from_directory(out / "decoder")
-    eager = Runtime.from_pretrained(path, dtype="float32", device="cpu", weights="gguf",
-                                    budget_tokens=32, block_size=16)  # fmt: skip
+    eager = Runtime.from_pretrained(
+        path, dtype="float32", device="cpu", weights="gguf", budget_tokens=32, block_size=16
+    )
     assert eager.plan.weights_dtype == "gguf"
     ids = torch.randint(3, 2000, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     mine, theirs = graph.loop(), eager.loop()
@@ -451,8 +490,15 @@ def test_a_kept_tokenizer_is_the_one_that_was_converted(file, own_cache):
         assert again.decode(ids, skip_special_tokens=skip) == true.decode(
             ids, skip_special_tokens=skip
         )
-    for name in ("chat_template", "special_tokens_map", "all_special_ids", "model_max_length",
-                 "padding_side", "bos_token_id", "vocab_size"):  # fmt: skip
+    for name in (
+        "chat_template",
+        "special_tokens_map",
+        "all_special_ids",
+        "model_max_length",
+        "padding_side",
+        "bos_token_id",
+        "vocab_size",
+    ):
         assert getattr(again, name) == getattr(true, name)
     assert len(again) == len(true)
 
@@ -493,10 +539,31 @@ def test_what_is_kept_is_listed_and_removed(file, tmp_path, own_cache, capsys):
 
 @needs_gguf
 def test_it_is_evaluated_and_says_what_it_becomes(file, tmp_path, capsys):
-    command = ["eval", file, "--policies", "keydiff", "--budgets", "32", "--block-size", "16",
-               "--tasks", "perplexity,niah_single", "--lengths", "128", "--samples", "2",
-               "--max-new-tokens", "2", "--positions", "true", "--device", "cpu",
-               "--out", str(tmp_path), "--json"]  # fmt: skip
+    command = [
+        "eval",
+        file,
+        "--policies",
+        "keydiff",
+        "--budgets",
+        "32",
+        "--block-size",
+        "16",
+        "--tasks",
+        "perplexity,niah_single",
+        "--lengths",
+        "128",
+        "--samples",
+        "2",
+        "--max-new-tokens",
+        "2",
+        "--positions",
+        "true",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
     assert run(command) == 0
     told = capsys.readouterr()
     assert "of Q8_0 in the file become" in told.err

@@ -274,10 +274,14 @@ def test_the_block_stands_in_for_no_other_tensor():
     assert nn.Linear(4, 6)(block).shape == (1, 1, 3, 6)
     assert [x.shape[-1] for x in torch.split(block, [1, 3], dim=-1)] == [1, 3]
     uses = (
-        lambda: tensor @ block, lambda: torch.cat((tensor, block)), lambda: block.float(),
+        lambda: tensor @ block,
+        lambda: torch.cat((tensor, block)),
+        lambda: block.float(),
         lambda: torch.nn.functional.scaled_dot_product_attention(tensor, block, block),
-        lambda: tensor.copy_(block), lambda: torch.matmul(block, tensor.mT), lambda: block.mean(),
-    )  # fmt: skip
+        lambda: tensor.copy_(block),
+        lambda: torch.matmul(block, tensor.mT),
+        lambda: block.mean(),
+    )
     for use_it in uses:
         with pytest.raises(UnsupportedModel, match="knows of no slots"):
             use_it()
@@ -372,8 +376,12 @@ def test_keydiff_scores_the_expanded_keys_of_every_head():
                 keys = module.expand_kv(slots[..., ROTATED:], slots[..., :ROTATED])[0]
         expected = -torch.cosine_similarity(keys, keys.mean(2, keepdim=True), -1).mean(1)
         obs = Observation(
-            keys=slots, values=slots[..., ROTATED:], positions=layer.segments[0].positions,
-            num_tokens=30, budget=30, expansion=expansion_of(module, cache.layout.shape.latent),
-        )  # fmt: skip
+            keys=slots,
+            values=slots[..., ROTATED:],
+            positions=layer.segments[0].positions,
+            num_tokens=30,
+            budget=30,
+            expansion=expansion_of(module, cache.layout.shape.latent),
+        )
         with torch.no_grad():
             torch.testing.assert_close(cache.eviction.policy.score(obs)[:, 0], expected)

@@ -107,8 +107,13 @@ def test_generation_and_sessions(family, policy, tokens, tmp_path):
     if OLD and family in STATES | MLA:
         pytest.skip("this transformers keeps neither states nor latents in a cache")
     ids = text(20)
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 2, "eos_token_id": None,
-               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 2,
+        "eos_token_id": None,
+        "attention_mask": torch.ones_like(ids),
+    }
     expected = model_of(family, "eager").generate(ids, **options).tolist()
     stock = ["eager", "sdpa"] if type(model_of(family))._supports_sdpa else ["eager"]
     for attention in ("kvcap", *stock):
@@ -413,8 +418,14 @@ def test_one_set_of_factors_is_chosen_by_what_can_be_reached():
     assert rope_of(config).longest == 64
     llama = config_of("llama")
     assert with_one_rope(llama, None) is llama
-    parameters = {"rope_type": "longrope", "factor": 4.0, "short_mscale": 1.0, "long_mscale": 1.2,
-                  "short_factor": [1.0], "long_factor": [2.0]}  # fmt: skip
+    parameters = {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "short_mscale": 1.0,
+        "long_mscale": 1.2,
+        "short_factor": [1.0],
+        "long_factor": [2.0],
+    }
     nested = SimpleNamespace(
         rope_parameters={"full_attention": parameters, "sliding_attention": {}},
         original_max_position_embeddings=64,

@@ -196,10 +196,16 @@ def test_modules_of_other_kinds_stay():
     class Own(nn.Linear):
         pass
 
-    model = nn.ModuleDict({
-        "own": Own(32, 32), "gate": nn.Linear(32, 32), "kv_b_proj": nn.Linear(32, 32),
-        "shared": nn.Embedding(32, 32), "head": Own(32, 32), "plain": nn.Linear(32, 32),
-    })  # fmt: skip
+    model = nn.ModuleDict(
+        {
+            "own": Own(32, 32),
+            "gate": nn.Linear(32, 32),
+            "kv_b_proj": nn.Linear(32, 32),
+            "shared": nn.Embedding(32, 32),
+            "head": Own(32, 32),
+            "plain": nn.Linear(32, 32),
+        }
+    )
     model["head"].weight = model["shared"].weight  # of which one cannot be packed
     pack(model, "int8")
     changed = [name for name, module in model.items() if isinstance(module, PackedLinear)]

@@ -24,8 +24,12 @@ from kvcap.runtime.models.weights import held_weights, read_headers, weigh
 from kvcap.runtime.models.wrappers import KEPT
 
 OLD = transformers.__version__ < "5"  # loads FP8 on a GPU only, and keeps scales of the unpacked
-PACKAGES = {"fp8": "accelerate", "compressed-tensors": "compressed_tensors",
-            "torchao": "torchao", "bitsandbytes": "bitsandbytes"}  # fmt: skip
+PACKAGES = {
+    "fp8": "accelerate",
+    "compressed-tensors": "compressed_tensors",
+    "torchao": "torchao",
+    "bitsandbytes": "bitsandbytes",
+}
 
 
 def kind(name: str) -> Any:
@@ -45,10 +49,16 @@ BLOCK = 128  # of the weights that have a scale of their own
 
 def tiny() -> Any:
     config = LlamaConfig(
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        hidden_size=256, intermediate_size=512, vocab_size=2560, eos_token_id=None,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        hidden_size=256,
+        intermediate_size=512,
+        vocab_size=2560,
+        eos_token_id=None,
         dtype=torch.bfloat16,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
@@ -66,8 +76,12 @@ def save_fp8(folder: Path) -> None:
         found[name.replace(".weight", ".weight_scale_inv")] = scale
     save_file(found, folder / "model.safetensors", {"format": "pt"})
     path = folder / "config.json"
-    method = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK],
-              "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}  # fmt: skip
+    method = {
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+        "activation_scheme": "dynamic",
+        "modules_to_not_convert": ["lm_head"],
+    }
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": method}))
 
 
@@ -122,8 +136,12 @@ def save_bitsandbytes(folder: Path) -> None:
     save_by_transformers(lambda: settings, folder)
 
 
-SAVE = {"fp8": save_fp8, "compressed-tensors": save_compressed, "torchao": save_torchao,
-        "bitsandbytes": save_bitsandbytes}  # fmt: skip
+SAVE = {
+    "fp8": save_fp8,
+    "compressed-tensors": save_compressed,
+    "torchao": save_torchao,
+    "bitsandbytes": save_bitsandbytes,
+}
 
 
 @pytest.fixture(scope="module")
@@ -251,9 +269,14 @@ def wrapped(where: Path, folder: Path) -> str:
     for name in KEPT:
         if name in method:
             method[name] = [f"language_model.{module}" for module in method[name]]
-    outer = {"model_type": "llava", "text_config": config, "tie_word_embeddings": False,
-             "vision_config": {"model_type": "clip_vision_model"}, "dtype": "bfloat16",
-             "quantization_config": method}  # fmt: skip
+    outer = {
+        "model_type": "llava",
+        "text_config": config,
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "clip_vision_model"},
+        "dtype": "bfloat16",
+        "quantization_config": method,
+    }
     (folder / "config.json").write_text(json.dumps(outer))
     return str(folder)
 

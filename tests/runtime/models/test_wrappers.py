@@ -29,12 +29,22 @@ TEXT = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 256, "pad_token_id": None, "bos_token_id": 1,
         "eos_token_id": 2}  # fmt: skip
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-          "num_attention_heads": 2, "image_size": 16, "patch_size": 8}  # fmt: skip
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
 M_ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
 ROPE = "rope_parameters" if transformers.__version__ >= "5" else "rope_scaling"
-IMAGE = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92,
-         "vision_end_token_id": 93}  # fmt: skip
+IMAGE = {
+    "image_token_id": 90,
+    "video_token_id": 91,
+    "vision_start_token_id": 92,
+    "vision_end_token_id": 93,
+}
 LLAMA = {"model_type": "llama", "head_dim": 16, **TEXT}
 CLIP = {"model_type": "clip_vision_model", "projection_dim": 32, **VISION}
 WRAPPERS: dict[str, dict[str, Any]] = {
@@ -221,8 +231,12 @@ def test_it_chats_from_the_command_line_and_goes_on_from_a_file(name, saved, tmp
     planned = json.loads(capsys.readouterr().out)
     assert planned["weights_from"] == "safetensors headers"
     prompt = "one two three four five six seven eight nine ten " * 6
-    assert run(["generate", where, prompt, "--budget-tokens", "32", "--max-new-tokens", "4",
-                "--quiet"]) == 0  # fmt: skip
+    assert (
+        run(
+            ["generate", where, prompt, "--budget-tokens", "32", "--max-new-tokens", "4", "--quiet"]
+        )
+        == 0
+    )
     runtime = Runtime.from_pretrained(where, budget_tokens=32, block_size=16, device="cpu")
     session = runtime.session(seed=0)
     session.set_generation(max_new_tokens=4, temperature=0)
@@ -252,8 +266,12 @@ LOADED = [pytest.param(name, marks=OLD_M_ROPE if name.startswith("qwen") else ()
 @pytest.mark.parametrize("name", LOADED)
 def test_a_capped_wrapper_generates_as_an_uncapped_one_below_the_budget(name, tokens):
     ids = tokens(30).clamp(max=89)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 2,
-               "attention_mask": torch.ones_like(ids)}  # fmt: skip
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 2,
+        "attention_mask": torch.ones_like(ids),
+    }
     model = wrapper(name)
     expected = model.generate(ids, **options).tolist()
     cache = kvcap.BudgetCache(model.config, 64, 32)
@@ -281,16 +299,24 @@ def test_past_the_budget_a_wrapper_gives_what_its_text_model_gives(name, positio
         logits = loop.read(logits.argmax(-1, keepdim=True))
     assert loop.cache.held == 24
     with kvcap.cap(model, 24, 8, positions=positions) as capped:
-        out = model.generate(ids, max_new_tokens=10, do_sample=False, pad_token_id=2,
-                             eos_token_id=None, attention_mask=torch.ones_like(ids))  # fmt: skip
+        out = model.generate(
+            ids,
+            max_new_tokens=10,
+            do_sample=False,
+            pad_token_id=2,
+            eos_token_id=None,
+            attention_mask=torch.ones_like(ids),
+        )
         assert capped.cache.held == 24
     assert out[0, 90:].tolist() == said
 
 
 def test_the_vision_towers_projections_are_not_asked_for(tokens):
     """Policies that weigh values by the output projection look at the text model's alone."""
-    model = wrapper("mistral3", vision_config={**WRAPPERS["mistral3"]["vision_config"],
-                                               "hidden_size": 20, "head_dim": 10})  # fmt: skip
+    model = wrapper(
+        "mistral3",
+        vision_config={**WRAPPERS["mistral3"]["vision_config"], "hidden_size": 20, "head_dim": 10},
+    )
     with kvcap.cap(model, 24, 8, "criticalkv") as capped, torch.no_grad():
         model(input_ids=tokens(60))
     assert capped.cache.held == 24
@@ -319,8 +345,13 @@ def with_an_image(model: Any) -> dict[str, Any]:
     ids = torch.tensor([[5, 6, 7, 92, *[90] * 8, 93, 8, 9, 10, 11, 12]])
     pixels = torch.randn(32, 3 * 2 * model.config.vision_config.patch_size**2)
     grid, types = torch.tensor([[1, 8, 4]]), (ids == 90).int()
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels,
-            "image_grid_thw": grid, "mm_token_type_ids": types}  # fmt: skip
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": types,
+    }
 
 
 @pytest.mark.parametrize("name", IMAGES)

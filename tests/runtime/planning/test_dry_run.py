@@ -213,9 +213,13 @@ def test_no_weights_are_made():
     from transformers import LlamaConfig
 
     config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
-        num_key_value_heads=8, vocab_size=128256,
-    )  # fmt: skip
+        num_hidden_layers=2,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
     eviction = kvcap.load_policy("keydiff")
     peak = rehearse_block(config, CacheSettings(1024, 128, eviction), torch.bfloat16)
     assert 1 << 20 < peak < 1 << 28

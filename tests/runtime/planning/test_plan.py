@@ -92,9 +92,12 @@ def test_of_a_model_of_text_and_images_the_text_model_is_planned():
 def test_a_byte_budget_takes_the_most_slots_that_fit(cap, policy):
     plan = MemoryPlan.of(CONFIG, policy=policy, kv_budget=cap, dtype=torch.float32)
     one_more = MemoryPlan.of(
-        CONFIG, policy=policy, budget_tokens=plan.budget_tokens + 1,
-        block_size=plan.block_size, dtype=torch.float32,
-    )  # fmt: skip
+        CONFIG,
+        policy=policy,
+        budget_tokens=plan.budget_tokens + 1,
+        block_size=plan.block_size,
+        dtype=torch.float32,
+    )
     assert plan.cache_bytes <= cap < one_more.cache_bytes
     assert plan.block_size <= 128
     assert plan.budget_tokens >= 2 * plan.block_size

@@ -16,8 +16,12 @@ def test_the_examples():
 
 def test_how_many_tokens_are_read_again():
     assert [RecallSettings().limit(budget) for budget in (16, 64, 128, 256, 1024)] == [
-        8, 32, 64, 64, 64,
-    ]  # fmt: skip
+        8,
+        32,
+        64,
+        64,
+        64,
+    ]
     assert RecallSettings.parse("96").limit(4096) == 96
     assert RecallSettings.parse(" OFF ").nbytes == 0
     assert RecallSettings.parse("auto", "1MiB").nbytes == 1 << 20
@@ -39,8 +43,13 @@ def test_where_nobody_says_a_small_cap_has_a_small_index():
     mib = 1 << 20
     caps = (None, 4096 * mib, 256 * mib, 128 * mib, 16 * mib, mib)
     assert [index_bytes(cap=cap) for cap in caps] == [
-        8 * mib, 8 * mib, 8 * mib, 4 * mib, mib // 2, mib // 4,
-    ]  # fmt: skip
+        8 * mib,
+        8 * mib,
+        8 * mib,
+        4 * mib,
+        mib // 2,
+        mib // 4,
+    ]
     assert RecallSettings.parse(cap=128 * mib).nbytes == 4 * mib
     assert RecallSettings.parse(store="8MiB", cap=128 * mib).nbytes == 8 * mib
     assert RecallSettings.parse("off", cap=128 * mib).nbytes == 0

@@ -93,8 +93,10 @@ def test_every_step_is_a_block_a_piece_of_text_or_a_token_to_be_read():
         assert {type(step) for step in steps} == {Step}
         # Of three blocks all but the last are steps; no token is to be read behind the end.
         assert [bool(step.text) + 2 * (step.token is not None) for step in steps] == [
-            0, 0, *[1, 2] * len(SAID),
-        ]  # fmt: skip
+            0,
+            0,
+            *[1, 2] * len(SAID),
+        ]
         assert [step.token for step in steps if step.token is not None] == SAID
         assert [step for step in steps if step.text] == [step for step in texts if step.text]
         assert all(step.ends == {END} and step.sampler for step in steps[3::2])

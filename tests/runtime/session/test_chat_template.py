@@ -134,9 +134,13 @@ def test_files_of_the_current_directory_are_not_run(name, tmp_path):
         "print(chat_template.render_template('{{ 1 }}', {}))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, SRC], cwd=tmp_path, capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONSAFEPATH": "1"},
-    )  # fmt: skip
+        [sys.executable, "-c", code, SRC],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
     assert done.stdout == "1\n", done.stderr
 
 

@@ -82,10 +82,31 @@ def text_of(seed: int, length: int) -> str:
     draw, parts = random.Random(seed), list[str]()
     sentences = filler(random.Random(seed))
     others = [
-        "  ", "\n", "\n\n", " \n ", "\t", " a", "I'll we've", "1234567", " 3.14", "…", "näch ste",
-        "e\u0301 e", "Привет, мир", "你好 世界", "日本語", "🙂🙃", "<s>", "def f(x):\n    return x",
-        "not one word", "is not one word or two", "don't", "\u00a0x", "नमस्ते दुनिया", "'s",
-    ]  # fmt: skip
+        "  ",
+        "\n",
+        "\n\n",
+        " \n ",
+        "\t",
+        " a",
+        "I'll we've",
+        "1234567",
+        " 3.14",
+        "…",
+        "näch ste",
+        "e\u0301 e",
+        "Привет, мир",
+        "你好 世界",
+        "日本語",
+        "🙂🙃",
+        "<s>",
+        "def f(x):\n    return x",
+        "not one word",
+        "is not one word or two",
+        "don't",
+        "\u00a0x",
+        "नमस्ते दुनिया",
+        "'s",
+    ]
     while sum(map(len, parts)) < length:
         parts.append(next(sentences) if draw.random() < 0.4 else draw.choice(others))
         parts.append(draw.choice(["", " ", " ", "\n"]))

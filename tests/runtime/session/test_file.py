@@ -298,9 +298,14 @@ def test_settings_of_generation_are_what_a_session_goes_by(session, chatting, tm
 
     def change(tensors, facts):
         facts["generation"] = {
-            "do_sample": True, "temperature": 1, "repetition_penalty": 2, "stop_strings": "zzz",
-            "num_beams": 4, "cache_implementation": "static", "max_new_tokens": 3,
-        }  # fmt: skip
+            "do_sample": True,
+            "temperature": 1,
+            "repetition_penalty": 2,
+            "stop_strings": "zzz",
+            "num_beams": 4,
+            "cache_implementation": "static",
+            "max_new_tokens": 3,
+        }
 
     loaded = Session.load(chatting, rewritten(tmp_path / "s", tmp_path / "other", change))
     assert "".join(loaded.send("And now?"))
@@ -353,10 +358,13 @@ def test_a_session_goes_on_wherever_evicted_tokens_lie(positions, tokens, tmp_pa
     """On the device, on the host, in a file, or in the memory of an earlier version's file."""
     ids, options = tokens(84), {"window": 4, "calibration_size": 20, "theta1": 0.3}
     runtimes = [
-        runtime_of(MODELS["llama"], kvcap.load_policy("calidrop", store=store, **options),
-                   positions=positions)
+        runtime_of(
+            MODELS["llama"],
+            kvcap.load_policy("calidrop", store=store, **options),
+            positions=positions,
+        )
         for store in ("device", "host", str(tmp_path))
-    ]  # fmt: skip
+    ]
     session = runtimes[0].session(seed=1)
     session.loop.prefill(ids[:, :60])
     session.loop.read(ids[:, 60:61])
@@ -563,9 +571,12 @@ def test_no_room_for_real(session, tmp_path):
     session.save(tmp_path / "s")
     before = (tmp_path / "s").read_bytes()
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True,
-        check=False, env={**os.environ, "PYTHONPATH": SRC},
-    )  # fmt: skip
+        [sys.executable, "-c", code, str(tmp_path / "s")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": SRC},
+    )
     assert "SessionNotSaved" in done.stderr
     assert (tmp_path / "s").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
@@ -623,10 +634,14 @@ def test_parts_of_the_killed_are_removed_and_those_of_the_living_are_not(tmp_pat
     for name in others:
         (tmp_path / name).touch()
     killed, living = (
-        subprocess.Popen([sys.executable, "-c", WRITING, str(path), SRC], text=True,
-                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, "-c", WRITING, str(path), SRC],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         for _ in range(2)
-    )  # fmt: skip
+    )
     for process in (killed, living):
         assert process.stdout is not None
         assert process.stdout.readline() == "writing\n"

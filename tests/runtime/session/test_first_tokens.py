@@ -44,9 +44,14 @@ def runtimes(tmp_path_factory):
         if backend not in made:
             made[backend] = tiny_chat.save(tmp_path_factory.mktemp("model"))
         return Runtime.from_pretrained(
-            made[backend], "keydiff", budget_tokens=BUDGET, block_size=BLOCK, device="cpu",
-            dtype="float32", sink_tokens=sinks,
-        )  # fmt: skip
+            made[backend],
+            "keydiff",
+            budget_tokens=BUDGET,
+            block_size=BLOCK,
+            device="cpu",
+            dtype="float32",
+            sink_tokens=sinks,
+        )
 
     made: dict[str, str] = {}
     return runtime
@@ -166,8 +171,17 @@ def test_commands_keep_them(command, tmp_path, monkeypatch):
     plain = Session._begin
     monkeypatch.setattr(Session, "_begin", lambda self, *a: (seen.append(self), plain(self, *a))[1])
     prompt = [LONG] if command == "generate" else []
-    given = ["--budget-tokens", str(BUDGET), "--block-size", str(BLOCK), "--system-prompt",
-             SYSTEM, "--max-new-tokens", "3", "-q"]  # fmt: skip
+    given = [
+        "--budget-tokens",
+        str(BUDGET),
+        "--block-size",
+        str(BLOCK),
+        "--system-prompt",
+        SYSTEM,
+        "--max-new-tokens",
+        "3",
+        "-q",
+    ]
     folder = tiny_chat.save(tmp_path)
     for more, stay in (([], True), (["--sink-tokens", "0"], False)):
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{LONG}\n"))

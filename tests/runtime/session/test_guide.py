@@ -196,15 +196,29 @@ def test_closed_objects_within_open_ones_are_found_where_a_schema_is():
     """A property may have the name of a keyword, and a constant may look like a schema."""
     place = {"properties": {}}
     shut = {**place, "additionalProperties": False}
-    assert closed({
-        "properties": {"format": place, "uniqueItems": place, "items": {"items": [place, place]}},
-        "additionalProperties": place, "const": place, "default": place, "$defs": {"a": place},
-        "title": 3, "required": "?",
-    }) == {
+    assert closed(
+        {
+            "properties": {
+                "format": place,
+                "uniqueItems": place,
+                "items": {"items": [place, place]},
+            },
+            "additionalProperties": place,
+            "const": place,
+            "default": place,
+            "$defs": {"a": place},
+            "title": 3,
+            "required": "?",
+        }
+    ) == {
         "properties": {"format": shut, "uniqueItems": shut, "items": {"items": [shut, shut]}},
-        "additionalProperties": shut, "const": place, "default": place, "$defs": {"a": shut},
-        "title": 3, "required": "?",
-    }  # fmt: skip
+        "additionalProperties": shut,
+        "const": place,
+        "default": place,
+        "$defs": {"a": shut},
+        "title": 3,
+        "required": "?",
+    }
     joined = {"allOf": [{"$ref": "#/$defs/a"}, {}], "$defs": {"a": {"items": place}, "b": place}}
     assert closed(joined)["$defs"] == {"a": {"items": place}, "b": place}
 

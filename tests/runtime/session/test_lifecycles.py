@@ -33,12 +33,36 @@ WAYS: list[tuple[Any, ...]] = [
 ]  # fmt: skip
 """Positions, slot formats, and after how many tokens an answer evicts."""
 WINDOW = 12  # more queries than there are in a short message
-ACTS = ["long", "short", "pinned", "clear", "undo", "regenerate", "begin", "save", "load",
-        "restore"]  # fmt: skip
+ACTS = [
+    "long",
+    "short",
+    "pinned",
+    "clear",
+    "undo",
+    "regenerate",
+    "begin",
+    "save",
+    "load",
+    "restore",
+]
 LIVES = st.lists(st.sampled_from(ACTS), max_size=7)
 # What a window, a store or a mean has of a conversation that is forgotten is not the next one's.
-HARD = ["long", "clear", "short", "load", "long", "undo", "restore", "short", "begin", "short",
-        "load", "pinned", "regenerate", "load"]  # fmt: skip
+HARD = [
+    "long",
+    "clear",
+    "short",
+    "load",
+    "long",
+    "undo",
+    "restore",
+    "short",
+    "begin",
+    "short",
+    "load",
+    "pinned",
+    "regenerate",
+    "load",
+]
 few = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )

@@ -420,8 +420,10 @@ def test_a_session_that_is_kept_alive_is_seen(chat):
 
 def test_a_fresh_process(tmp_path):
     script = tmp_path / "work.py"
-    script.write_text("import sys\nblock = bytearray(int(sys.argv[1])); block[::4096] = b'1' * "
-                      "len(block[::4096])\n")  # fmt: skip
+    script.write_text(
+        "import sys\nblock = bytearray(int(sys.argv[1])); block[::4096] = b'1' * "
+        "len(block[::4096])\n"
+    )
     small, large = process_peak(script, MIB), process_peak(script, 101 * MIB)
     assert 99 * MIB < large.grown_bytes - small.grown_bytes < 115 * MIB
     assert large.peak_bytes == large.baseline_bytes + large.grown_bytes

@@ -62,17 +62,19 @@ def test_unmarked(): torch.zeros(9 * MIB, dtype=torch.uint8)
 """)
     done.assert_outcomes(passed=2, failed=1)
     name = "test_a_budget_that_is_kept_and_one_that_is_exceeded.py"
-    done.stdout.fnmatch_lines([
-        "memory budget exceeded: CPU tensors took 9.0 MiB (9,437,184 bytes), allowed are 8.0 MiB "
-        "(8,388,608): 1,048,576 bytes too many",
-        f"  the budget: memory_budget('8MiB') at {name}:11",
-        "    9.0 MiB (9,437,184 bytes)",
-        f"      {name}:9 in work",
-        f"      {name}:13 in test_exceeded",
-        "* memory *",
-        f"{name}::test_kept      body.cpu_peak  *4.0 MiB  8.0 MiB",
-        f"{name}::test_exceeded  body.cpu_peak  *9.0 MiB exceeds  8.0 MiB",
-    ])  # fmt: skip
+    done.stdout.fnmatch_lines(
+        [
+            "memory budget exceeded: CPU tensors took 9.0 MiB (9,437,184 bytes), allowed are "
+            "8.0 MiB (8,388,608): 1,048,576 bytes too many",
+            f"  the budget: memory_budget('8MiB') at {name}:11",
+            "    9.0 MiB (9,437,184 bytes)",
+            f"      {name}:9 in work",
+            f"      {name}:13 in test_exceeded",
+            "* memory *",
+            f"{name}::test_kept      body.cpu_peak  *4.0 MiB  8.0 MiB",
+            f"{name}::test_exceeded  body.cpu_peak  *9.0 MiB exceeds  8.0 MiB",
+        ]
+    )
     assert "pluggy" not in done.stdout.str().partition("FAILURES")[2]
 
 
@@ -100,12 +102,14 @@ POOL.submit(work).result()  # its thread runs before it is measured
 def test_what_other_threads_allocate_counts_and_says_where(run, body, thread):
     done = run(f"{THREADS}\ndef test_it(): {body}")
     done.assert_outcomes(failed=1)
-    done.stdout.fnmatch_lines([
-        "*exceeded: CPU tensors took 4.0 MiB (4,194,304 bytes)*",
-        "  the budget: memory_budget('1KiB') at *.py:7",
-        f"    4.0 MiB (4,194,304 bytes), thread {thread}",
-        "*.py:9 in work",
-    ])  # fmt: skip
+    done.stdout.fnmatch_lines(
+        [
+            "*exceeded: CPU tensors took 4.0 MiB (4,194,304 bytes)*",
+            "  the budget: memory_budget('1KiB') at *.py:7",
+            f"    4.0 MiB (4,194,304 bytes), thread {thread}",
+            "*.py:9 in work",
+        ]
+    )
 
 
 def test_a_streamer_of_transformers_counts(run):
@@ -191,10 +195,12 @@ class TestIt:
     def test_it(self, n): torch.zeros(n * MIB, dtype=torch.uint8)
 """)
     done.assert_outcomes(passed=2, failed=2)
-    done.stdout.fnmatch_lines([
-        "  the budget: memory_budget('1536KiB') at *.py:12",
-        "  the budget: memory_budget('3MiB') at *.py:7",
-    ])  # fmt: skip
+    done.stdout.fnmatch_lines(
+        [
+            "  the budget: memory_budget('1536KiB') at *.py:12",
+            "  the budget: memory_budget('3MiB') at *.py:7",
+        ]
+    )
 
 
 @pytest.mark.slow
@@ -392,13 +398,23 @@ def test_beside(memory_meter):
     done = run(code.replace("N)", "5)"), "--memory-baseline", path)
     done.assert_outcomes(failed=3)
     place = "test_a_figure_that_grew_says_who_held_memory.py"
-    held = ["  what was held at the peak, the largest first:", "    5.0 MiB (5,242,880 bytes)",
-            f"      {place}:5 in work"]  # fmt: skip
-    done.stdout.fnmatch_lines([
-        "memory grew: cpu_peak_bytes is 5.0 MiB*", *held, f"      {place}:7 in test_meter",
-        "memory grew: body.cpu_peak_bytes is 5.0 MiB*", *held, f"      {place}:10 in test_marker",
-        "memory grew: cpu_peak_bytes is 5.0 MiB*", "  (stacks are not noted beside host=*",
-    ])  # fmt: skip
+    held = [
+        "  what was held at the peak, the largest first:",
+        "    5.0 MiB (5,242,880 bytes)",
+        f"      {place}:5 in work",
+    ]
+    done.stdout.fnmatch_lines(
+        [
+            "memory grew: cpu_peak_bytes is 5.0 MiB*",
+            *held,
+            f"      {place}:7 in test_meter",
+            "memory grew: body.cpu_peak_bytes is 5.0 MiB*",
+            *held,
+            f"      {place}:10 in test_marker",
+            "memory grew: cpu_peak_bytes is 5.0 MiB*",
+            "  (stacks are not noted beside host=*",
+        ]
+    )
 
 
 def test_meters_of_the_fixture_take_arguments_and_refuse_what_is_no_function(run):
@@ -436,12 +452,14 @@ def test_figures_are_held_against_a_baseline(run, pytester, monkeypatch, how):
     monkeypatch.setenv("MORE", "1")
     done = run(OWN, *compare, "--junitxml=report.xml")
     done.assert_outcomes(failed=3)
-    done.stdout.fnmatch_lines_random([
-        "memory grew: body.cpu_peak_bytes is 2.0 MiB (2,097,152 bytes), the baseline 1.0 MiB "
-        "(1,048,576), at most 1,069,547 (+100.0 %)*",
-        "memory grew: chat.kv_bytes is *(6,464 bytes), *(6,400), at most 6,400 (+1.0 %)*",
-        "*::test_work?2? *body.cpu_peak *3.0 MiB *64.0 MiB *2.0 MiB *+50.0 % grew",
-    ])  # fmt: skip
+    done.stdout.fnmatch_lines_random(
+        [
+            "memory grew: body.cpu_peak_bytes is 2.0 MiB (2,097,152 bytes), the baseline 1.0 MiB "
+            "(1,048,576), at most 1,069,547 (+100.0 %)*",
+            "memory grew: chat.kv_bytes is *(6,464 bytes), *(6,400), at most 6,400 (+1.0 %)*",
+            "*::test_work?2? *body.cpu_peak *3.0 MiB *64.0 MiB *2.0 MiB *+50.0 % grew",
+        ]
+    )
     report = (pytester.path / "report.xml").read_text()
     assert '<property name="chat.kv_baseline_bytes" value="6400" />' in report
     if how:
@@ -466,10 +484,12 @@ def test_other_versions_and_new_figures_are_said_and_an_update_keeps_the_rest(
     monkeypatch.setenv("MORE", "1")
     done = run(OWN, "-q", "--memory-baseline", str(path))
     done.assert_outcomes(passed=3)
-    done.stdout.fnmatch_lines([
-        "1 figures are not in the baseline*",
-        "only bytes of caches were compared, no peaks: torch 1.0 there, *",
-    ])  # fmt: skip
+    done.stdout.fnmatch_lines(
+        [
+            "1 figures are not in the baseline*",
+            "only bytes of caches were compared, no peaks: torch 1.0 there, *",
+        ]
+    )
     done = run(OWN, "--memory-update", "--memory-baseline", str(path), "-k", "cache")
     done.assert_outcomes(passed=1, deselected=2)
     now = json.loads(path.read_text())["figures"]

@@ -36,26 +36,37 @@ def test_a_message_is_answered_with_its_usage(url, talk):
     assert (said["type"], said["role"], said["model"]) == ("message", "assistant", "pocket")
     assert said["content"] == [{"type": "text", "text": "Hello there"}]
     assert (said["stop_reason"], said["stop_sequence"]) == ("end_turn", None)
-    assert said["usage"] == {
-        "input_tokens": 7, "cache_read_input_tokens": 4, "output_tokens": 3
-    }  # fmt: skip
+    assert said["usage"] == {"input_tokens": 7, "cache_read_input_tokens": 4, "output_tokens": 3}
     assert talk.asked.messages == (
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
-    )  # fmt: skip
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    )
     assert talk.asked.options == {
-        "max_new_tokens": 9, "stop_strings": ["END"], "temperature": 0.5, "top_k": 3
-    }  # fmt: skip
+        "max_new_tokens": 9,
+        "stop_strings": ["END"],
+        "temperature": 0.5,
+        "top_k": 3,
+    }
 
 
 def test_a_stream_has_the_events_of_its_blocks(url, talk):
     talk.script = Script(["<think>Hm", "</think>", "Hel", "lo\n", CALL])
     found = events(url, tools=[TOOL])
     assert [one["type"] for one in found] == [
-        "message_start", "content_block_start", "content_block_delta", "content_block_stop",
-        "content_block_start", "content_block_delta", "content_block_delta", "content_block_stop",
-        "content_block_start", "content_block_delta", "content_block_stop",
-        "message_delta", "message_stop",
-    ]  # fmt: skip
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
     starts = [one for one in found if one["type"] == "content_block_start"]
     assert [one["content_block"]["type"] for one in starts] == ["thinking", "text", "tool_use"]
     assert [one["index"] for one in starts] == [0, 1, 2]
@@ -72,13 +83,21 @@ def test_calls_and_their_results_are_those_of_a_chat(url, talk):
     (block,) = said["content"]
     assert (block["type"], block["name"], block["input"]) == ("tool_use", "add", {"a": 1})
     assert said["stop_reason"] == "tool_use"
-    result = {"type": "tool_result", "tool_use_id": block["id"],
-              "content": [{"type": "text", "text": "2"}]}  # fmt: skip
+    result = {
+        "type": "tool_result",
+        "tool_use_id": block["id"],
+        "content": [{"type": "text", "text": "2"}],
+    }
     thought = {"type": "thinking", "thinking": "Hm", "signature": ""}
-    post(url, tools=[TOOL], messages=[
-        *ASKED["messages"], {"role": "assistant", "content": [thought, block]},
-        {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
-    ])  # fmt: skip
+    post(
+        url,
+        tools=[TOOL],
+        messages=[
+            *ASKED["messages"],
+            {"role": "assistant", "content": [thought, block]},
+            {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+        ],
+    )
     _, called, returned, asked = talk.asked.messages
     assert called["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert returned == {"role": "tool", "tool_call_id": block["id"], "content": "2"}
@@ -116,6 +135,4 @@ def test_what_cannot_be_answered_is_refused_in_its_form(url, talk, body, words):
 
 def test_an_error_within_a_stream_ends_it_in_its_form(url, talk):
     talk.script = Script(late=errors.SessionBroken("broken"))
-    assert events(url)[-1] == {
-        "type": "error", "error": {"type": "api_error", "message": "broken"}
-    }  # fmt: skip
+    assert events(url)[-1] == {"type": "error", "error": {"type": "api_error", "message": "broken"}}

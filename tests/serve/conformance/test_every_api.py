@@ -42,8 +42,14 @@ def of_chat(said: Any) -> Answer:
     called = [one["function"] for one in message.get("tool_calls", [])]
     calls = [(one["name"], json.loads(one["arguments"])) for one in called]
     read, written = usage["prompt_tokens"], usage["completion_tokens"]
-    return Answer(message["content"] or "", message.get("reasoning_content", ""), calls,
-                  choice["finish_reason"], read, written)  # fmt: skip
+    return Answer(
+        message["content"] or "",
+        message.get("reasoning_content", ""),
+        calls,
+        choice["finish_reason"],
+        read,
+        written,
+    )
 
 
 def of_chat_stream(text: str) -> Answer:
@@ -55,9 +61,13 @@ def of_chat_stream(text: str) -> Answer:
     }
     *parts, last = parts
     assert last["choices"] == []
-    (*_, ended), deltas = (list(x) for x in zip(*(
-        (one["choices"][0]["finish_reason"], one["choices"][0]["delta"]) for one in parts
-    ), strict=True))  # fmt: skip
+    (*_, ended), deltas = (
+        list(x)
+        for x in zip(
+            *((one["choices"][0]["finish_reason"], one["choices"][0]["delta"]) for one in parts),
+            strict=True,
+        )
+    )
     assert deltas[0]["role"] == "assistant"
     message = {
         "role": "assistant",
@@ -80,8 +90,14 @@ def of_response(said: Any) -> Answer:
         else:
             texts[item["type"]] += "".join(part["text"] for part in item["content"])
     ended = (said["incomplete_details"] or {"reason": said["status"]})["reason"]
-    return Answer(texts["message"], texts["reasoning"], calls, ended, usage["input_tokens"],
-                  usage["output_tokens"])  # fmt: skip
+    return Answer(
+        texts["message"],
+        texts["reasoning"],
+        calls,
+        ended,
+        usage["input_tokens"],
+        usage["output_tokens"],
+    )
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -137,8 +153,10 @@ def of_message_stream(text: str) -> Answer:
     for block in blocks:
         block["input"] = json.loads(block.pop("partial_json", "null"))
     assert [one["type"] for one in (found[0], *found[-2:])] == [
-        "message_start", "message_delta", "message_stop"
-    ]  # fmt: skip
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
     ended = {**found[-2]["delta"], "usage": found[-2]["usage"]}
     return of_message({**found[0]["message"], **ended, "content": blocks})
 
@@ -148,18 +166,23 @@ def of_line(said: Any) -> Answer:
     called = [one["function"] for one in message.get("tool_calls", [])]
     assert said["done"]
     return Answer(
-        message.get("content", message.get("response")), message.get("thinking", ""),
-        [(one["name"], one["arguments"]) for one in called], said["done_reason"],
-        said["prompt_eval_count"], said["eval_count"],
-    )  # fmt: skip
+        message.get("content", message.get("response")),
+        message.get("thinking", ""),
+        [(one["name"], one["arguments"]) for one in called],
+        said["done_reason"],
+        said["prompt_eval_count"],
+        said["eval_count"],
+    )
 
 
 def of_lines(text: str) -> Answer:
     *parts, last = map(json.loads, text.splitlines())
     assert not any(one["done"] for one in parts)
     inner = [one.get("message", one) for one in parts]
-    joined = {name: "".join(one.get(name, "") for one in inner)
-              for name in ("content", "response", "thinking")}  # fmt: skip
+    joined = {
+        name: "".join(one.get(name, "") for one in inner)
+        for name in ("content", "response", "thinking")
+    }
     calls = [call for one in inner for call in one.get("tool_calls", [])]
     said = {**joined, "tool_calls": calls}
     if "message" in last:
@@ -187,28 +210,55 @@ TOOL: Any = {"type": "function", "function": FUNCTION}
 NAMED: Any = {"name": "x", "schema": PARAMETERS}
 BOTH: Any = {"model": "pocket", "messages": HELLO}
 CHAT = Api(
-    "/v1/chat/completions", BOTH, [TOOL],
+    "/v1/chat/completions",
+    BOTH,
+    [TOOL],
     {"response_format": {"type": "json_schema", "json_schema": NAMED}},
     streaming={"stream": True, "stream_options": {"include_usage": True}},
-)  # fmt: skip
+)
 RESPONSES = Api(
-    "/v1/responses", {"model": "pocket", "input": "Hello!"}, [{"type": "function", **FUNCTION}],
-    {"text": {"format": {"type": "json_schema", **NAMED}}}, of_response, of_response_stream,
-    {"stream": True}, ("completed", "max_output_tokens", "completed"), "max_output_tokens",
-)  # fmt: skip
+    "/v1/responses",
+    {"model": "pocket", "input": "Hello!"},
+    [{"type": "function", **FUNCTION}],
+    {"text": {"format": {"type": "json_schema", **NAMED}}},
+    of_response,
+    of_response_stream,
+    {"stream": True},
+    ("completed", "max_output_tokens", "completed"),
+    "max_output_tokens",
+)
 MESSAGES = Api(
-    "/v1/messages", {**BOTH, "max_tokens": 9}, [{"name": "add", "input_schema": PARAMETERS}], None,
-    of_message, of_message_stream, {"stream": True}, ("end_turn", "max_tokens", "tool_use"),
-)  # fmt: skip
+    "/v1/messages",
+    {**BOTH, "max_tokens": 9},
+    [{"name": "add", "input_schema": PARAMETERS}],
+    None,
+    of_message,
+    of_message_stream,
+    {"stream": True},
+    ("end_turn", "max_tokens", "tool_use"),
+)
 OLLAMA = Api(
-    "/api/chat", {**BOTH, "stream": False}, [TOOL], {"format": PARAMETERS}, of_line, of_lines,
-    {"stream": True}, ("stop", "length", "stop"), "options.num_predict",
-)  # fmt: skip
-GENERATE = Api(
-    "/api/generate", {"model": "pocket", "prompt": "Hello!", "stream": False}, None,
-    {"format": PARAMETERS}, of_line, of_lines, {"stream": True}, ("stop", "length", "stop"),
+    "/api/chat",
+    {**BOTH, "stream": False},
+    [TOOL],
+    {"format": PARAMETERS},
+    of_line,
+    of_lines,
+    {"stream": True},
+    ("stop", "length", "stop"),
     "options.num_predict",
-)  # fmt: skip
+)
+GENERATE = Api(
+    "/api/generate",
+    {"model": "pocket", "prompt": "Hello!", "stream": False},
+    None,
+    {"format": PARAMETERS},
+    of_line,
+    of_lines,
+    {"stream": True},
+    ("stop", "length", "stop"),
+    "options.num_predict",
+)
 CHATS = (CHAT, RESPONSES, MESSAGES, OLLAMA, GENERATE)
 OTHERS = (
     Api("/v1/completions", {"model": "pocket", "prompt": "Hello!"}),
@@ -296,10 +346,21 @@ def test_every_field_may_be_null_and_is_named_where_it_is_wrong(client, talk, ap
     assert "unheard_of is no parameter" in said.text
 
 
-OPENAI = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error",
-          500: "server_error", 503: "server_error"}  # fmt: skip
-ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
-             429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}  # fmt: skip
+OPENAI = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+ANTHROPIC = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 
 
 def assert_refused(api: Api, said: httpx.Response, status: int) -> str:

@@ -33,9 +33,7 @@ def test_a_chat_is_streamed_unless_the_body_says_otherwise(url, talk):
     assert all(not one["done"] for one in found[:-1])
     assert (found[-1]["done"], found[-1]["done_reason"]) == (True, "stop")
     assert (found[-1]["prompt_eval_count"], found[-1]["eval_count"]) == (11, 3)
-    assert talk.asked.options == {
-        "temperature": 0.5, "max_new_tokens": 9, "stop_strings": ["END"]
-    }  # fmt: skip
+    assert talk.asked.options == {"temperature": 0.5, "max_new_tokens": 9, "stop_strings": ["END"]}
     whole = httpx.post(f"{url}/api/chat", json={**ASKED, "stream": False}).json()
     assert whole["message"] == {"role": "assistant", "content": "Hello there"}
     assert whole["done"] is True
@@ -51,8 +49,11 @@ def test_calls_thoughts_and_results_are_those_of_a_chat(url, talk):
     whole = httpx.post(f"{url}/api/chat", json={**asked, "stream": False}).json()
     assert whole["message"]["tool_calls"][0]["function"] == call["function"]
     del call["id"]  # as older clients send it back
-    said = [*ASKED["messages"], {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "2", "tool_name": "add"}]  # fmt: skip
+    said = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_name": "add"},
+    ]
     httpx.post(f"{url}/api/chat", json={**asked, "messages": said})
     _, called, returned = talk.asked.messages
     assert called["tool_calls"][0]["function"] == call["function"]

@@ -37,11 +37,18 @@ def post(url: str, path: str = "/v1/chat/completions", **body: Any) -> httpx.Res
 
 def test_a_chat_is_answered_with_its_usage(client, talk):
     answer = client.chat.completions.create(
-        model="pocket", messages=[{"role": "system", "content": "Be brief."}, *HELLO],
-        temperature=0.5, top_p=0.9, seed=7, stop="END", max_completion_tokens=5, n=1,
-        user="somebody", extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1},
+        model="pocket",
+        messages=[{"role": "system", "content": "Be brief."}, *HELLO],
+        temperature=0.5,
+        top_p=0.9,
+        seed=7,
+        stop="END",
+        max_completion_tokens=5,
+        n=1,
+        user="somebody",
+        extra_body={"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1},
         extra_headers={"X-Session-Id": "mine"},
-    )  # fmt: skip
+    )
     (choice,) = answer.choices
     assert (choice.message.content, choice.finish_reason) == ("Hello there", "stop")
     assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (11, 14)
@@ -58,9 +65,15 @@ def test_a_chat_is_answered_with_its_usage(client, talk):
     assert asked.messages == ({"role": "system", "content": "Be brief."}, *HELLO)
     assert asked.session_id == "mine"
     assert asked.options == {
-        "temperature": 0.5, "top_p": 0.9, "seed": 7, "stop_strings": ["END"], "max_new_tokens": 5,
-        "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 7,
+        "stop_strings": ["END"],
+        "max_new_tokens": 5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+    }
     assert talk.answers[-1].closed
 
 
@@ -100,14 +113,18 @@ def test_the_one_model_is_named(client, talk):
 
 def test_texts_in_parts_developers_and_pins_are_understood(url, talk):
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    said = post(url, messages=[
-        {"role": "developer", "content": "Be brief.", "pin": True},
-        {"role": "user", "content": parts, "name": None},
-    ])  # fmt: skip
+    said = post(
+        url,
+        messages=[
+            {"role": "developer", "content": "Be brief.", "pin": True},
+            {"role": "user", "content": parts, "name": None},
+        ],
+    )
     assert said.status_code == 200, said.text
     assert talk.asked.messages == (
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
-    )  # fmt: skip
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+    )
     assert talk.asked.pins == {0}
 
 
@@ -207,8 +224,15 @@ def test_values_that_ask_for_nothing_are_taken(url, talk):
         "metadata": {"a": "b", "c": 1, "d": 0.5, "e": True}, "stream": False, "top_logprobs": 0,
         "max_tokens": -1, "max_completion_tokens": -1, "ignore_eos": False,
     }  # fmt: skip
-    nothing |= {"store": True, "seed": -1, "service_tier": "flex", "verbosity": "medium",
-                "prompt_cache_retention": "24h", "functions": None, "unheard_of": None}  # fmt: skip
+    nothing |= {
+        "store": True,
+        "seed": -1,
+        "service_tier": "flex",
+        "verbosity": "medium",
+        "prompt_cache_retention": "24h",
+        "functions": None,
+        "unheard_of": None,
+    }
     said = post(url, **nothing)
     assert said.status_code == 200, said.text
     assert talk.asked.options == {"frequency_penalty": 0.0, "presence_penalty": 0.0}
@@ -224,17 +248,48 @@ def test_messages_are_understood_with_what_clients_put_beside_their_text(url, ta
     call = {"id": None, "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     for one, read in (
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
-        ({"role": "assistant", "content": "Hi", "name": "a", "reasoning_content": "so",
-          "reasoning": None, "refusal": None, "audio": None, "function_call": None},
-         {"role": "assistant", "content": "Hi"}),
-        ({"role": "assistant", "tool_calls": [call], **cached},
-         {"role": "assistant", "content": "", "tool_calls": [
-             {"id": "", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}),
-        ({"role": "tool", "tool_call_id": "x", "content": None, "name": "add"},
-         {"role": "tool", "tool_call_id": "x", "content": "", "name": "add"}),
-        ({"role": "user", "content": [{"type": "text", "text": "x", **cached}], "pin": None,
-          "name": "Ada", **cached}, {"role": "user", "content": "x", "name": "Ada"}),
-    ):  # fmt: skip
+        (
+            {
+                "role": "assistant",
+                "content": "Hi",
+                "name": "a",
+                "reasoning_content": "so",
+                "reasoning": None,
+                "refusal": None,
+                "audio": None,
+                "function_call": None,
+            },
+            {"role": "assistant", "content": "Hi"},
+        ),
+        (
+            {"role": "assistant", "tool_calls": [call], **cached},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {
+                        "id": "",
+                        "type": "function",
+                        "function": {"name": "add", "arguments": {"a": 1}},
+                    }
+                ],
+            },
+        ),
+        (
+            {"role": "tool", "tool_call_id": "x", "content": None, "name": "add"},
+            {"role": "tool", "tool_call_id": "x", "content": "", "name": "add"},
+        ),
+        (
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "x", **cached}],
+                "pin": None,
+                "name": "Ada",
+                **cached,
+            },
+            {"role": "user", "content": "x", "name": "Ada"},
+        ),
+    ):
         said = post(url, messages=[*HELLO, one, *HELLO], tools=[{**TOOL, **cached}])
         assert said.status_code == 200, said.text
         assert talk.asked.messages == (*HELLO, read, *HELLO)
@@ -295,9 +350,9 @@ def test_calls_of_tools_are_told_from_text_and_returned_as_they_were(client, tal
     assert talk.asked.messages[1] == told.as_message()
     assert talk.asked.messages[2] == result
 
-    parts = list(client.chat.completions.create(
-        model="pocket", messages=HELLO, tools=[TOOL], stream=True
-    ))  # fmt: skip
+    parts = list(
+        client.chat.completions.create(model="pocket", messages=HELLO, tools=[TOOL], stream=True)
+    )
     deltas = [part.choices[0].delta for part in parts]
     assert "".join(delta.content or "" for delta in deltas) == "I add."
     ((call,),) = [delta.tool_calls for delta in deltas if delta.tool_calls]
@@ -319,8 +374,9 @@ def test_an_answer_that_must_call_a_tool_is_held_to_a_call(client, talk, choice)
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
     assert (content, said.choices[0].finish_reason) == (None, "tool_calls")
     assert talk.asked.tools == (TOOL, OTHER)
-    names = [one["properties"]["name"]["const"]
-             for one in talk.asked.options["json_schema"]["anyOf"]]  # fmt: skip
+    names = [
+        one["properties"]["name"]["const"] for one in talk.asked.options["json_schema"]["anyOf"]
+    ]
     assert names == (["add", "now"] if choice == "required" else ["add"])
 
 

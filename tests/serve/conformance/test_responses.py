@@ -31,8 +31,9 @@ def test_an_input_is_answered_with_its_usage(client, talk):
     assert (said.output_text, said.status) == ("Hello there", "completed")
     assert (said.usage.input_tokens, said.usage.input_tokens_details.cached_tokens) == (11, 4)
     assert talk.asked.messages == (
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
-    )  # fmt: skip
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    )
     assert talk.asked.options == {"max_new_tokens": 9, "temperature": 0.5}
 
 
@@ -71,8 +72,12 @@ def test_a_response_goes_on_and_one_that_is_not_known_is_refused(client, talk):
     )
     client.responses.create(model="pocket", input="Three", previous_response_id=second.id)
     assert [one["content"] for one in talk.asked.messages] == [
-        "One", "Hello there", "Two", "Hello there", "Three"
-    ]  # fmt: skip
+        "One",
+        "Hello there",
+        "Two",
+        "Hello there",
+        "Three",
+    ]
     unkept = client.responses.create(model="pocket", input="One", store=False)
     for id_ in (unkept.id, "none"):
         with pytest.raises(openai.NotFoundError, match="previous_response_id") as refused:

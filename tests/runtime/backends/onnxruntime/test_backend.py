@@ -107,9 +107,15 @@ def tiny(tmp_path_factory):
 def torch_run(model: str, policy: str, mode: str, budget: int, block: int, every: int) -> Any:
     """What PyTorch says, and which tokens each layer keeps, [K, N] in time order."""
     runtime = Runtime.from_pretrained(
-        model, policy, budget_tokens=budget, block_size=block, dtype="float32",
-        positions=mode, device="cpu", evict_every=every,
-    )  # fmt: skip
+        model,
+        policy,
+        budget_tokens=budget,
+        block_size=block,
+        dtype="float32",
+        positions=mode,
+        device="cpu",
+        evict_every=every,
+    )
     session = said_by(runtime)
     rows = [layer.segments[0].positions[0] for layer in session.cache.capped_layers]
     return session.said, [row.sort(-1).values.numpy() for row in rows]
@@ -217,12 +223,21 @@ def test_a_token_beyond_the_embedding_is_refused_by_name(tiny):
 
 def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-P", *arguments] if sys.version_info >= (3, 11)
+        [sys.executable, "-P", *arguments]
+        if sys.version_info >= (3, 11)
         else [sys.executable, *arguments],
-        input=stdin, capture_output=True, text=True, check=False, timeout=PATIENCE,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
-             **env},
-    )  # fmt: skip
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT / "src"),
+            "OMP_NUM_THREADS": "1",
+            **env,
+        },
+    )
 
 
 NO_TORCH = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'onnx')))\n"
@@ -263,9 +278,14 @@ def test_without_pytorch_its_backend_is_missed_by_name():
 def test_no_telemetry(tiny, tmp_path):
     arguments = ["-m", "kvcap", "generate", str(tiny / "decoder"), "Hello!", "--backend"]
     done = python(
-        *arguments, "onnxruntime", "--max-new-tokens", "3", HOME=str(tmp_path),
-        XDG_CACHE_HOME=str(tmp_path / "cache"), ORT_DISABLE_TELEMETRY="0",
-    )  # fmt: skip
+        *arguments,
+        "onnxruntime",
+        "--max-new-tokens",
+        "3",
+        HOME=str(tmp_path),
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+        ORT_DISABLE_TELEMETRY="0",
+    )
     assert done.returncode == 0, done.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -555,8 +575,9 @@ def test_nothing_held_is_copied(exported, mode):
     before = addresses(decoder)
     loop.prefill(draws.integers(6, 2560, (1, MOST)))
     for step in range(13):
-        held = [{k: x.copy() for k, x in layer.views(layer.held, 0).items()}
-                for layer in decoder.layers]  # fmt: skip
+        held = [
+            {k: x.copy() for k, x in layer.views(layer.held, 0).items()} for layer in decoder.layers
+        ]
         loop.read(draws.integers(6, 2560, (1, 1)))
         for layer, old in zip(decoder.layers, held, strict=True):
             slots = layer.held
@@ -913,12 +934,25 @@ def chat(capsys, monkeypatch, folder: Path, *lines: str, code: int = 0) -> tuple
 def test_the_chats_commands(tiny, tmp_path, capsys, monkeypatch):
     file = tmp_path / "s"
     _, err = chat(
-        capsys, monkeypatch, tiny / "decoder",
-        "Hello!", "/stats", "/mem", "/pin Hi.", "/pin", f"/save {file}",
+        capsys,
+        monkeypatch,
+        tiny / "decoder",
+        "Hello!",
+        "/stats",
+        "/mem",
+        "/pin Hi.",
+        "/pin",
+        f"/save {file}",
         "/policy streaming_llm sinks=4",
-        "/regen", "/set temperature 0.5", "/system Be kind.", "/policy random", f"/load {file}",
-        "/clear", "/exit", code=2,
-    )  # fmt: skip
+        "/regen",
+        "/set temperature 0.5",
+        "/system Be kind.",
+        "/policy random",
+        f"/load {file}",
+        "/clear",
+        "/exit",
+        code=2,
+    )
     assert "\nONNX Runtime " in err
     assert "policy streaming_llm, 24 slots" in err
     assert "policy random, 24 slots" in err

@@ -68,9 +68,11 @@ def test_nothing_held_is_copied(ready):
 def test_keys_in_float16_do_not_drift(ready):
     """A key that stays for 300 evictions is where one rotation brings it, in float32."""
     runtime = OrtRuntime.from_directory(
-        ready("float16") / "decoder", PolicyRequest("streaming_llm"), budget_tokens=8,
+        ready("float16") / "decoder",
+        PolicyRequest("streaming_llm"),
+        budget_tokens=8,
         block_size=2,
-    )  # fmt: skip
+    )
     loop, draws = runtime.loop(), np.random.default_rng(0)
     loop.prefill(draws.integers(6, 2560, (1, 300)))
     layer = loop.cache.decoder.layers[1]
@@ -105,8 +107,13 @@ def test_a_plan_is_what_is_allocated_and_sessions_go_on_to_the_bit(ready, kind, 
     assert loaded.stats.seen_tokens == session.stats.seen_tokens > plan.budget_tokens
     said = ["".join(one.send("And?")) for one in (session, loaded)]
     assert said[0] == said[1]
-    for one, other in zip(*(s.cache.decoder.state(s.cache.seen, s.cache.decoder.held).items()
-                            for s in (session, loaded)), strict=True):  # fmt: skip
+    for one, other in zip(
+        *(
+            s.cache.decoder.state(s.cache.seen, s.cache.decoder.held).items()
+            for s in (session, loaded)
+        ),
+        strict=True,
+    ):
         assert one[0] == other[0]
         assert one[1].tobytes() == other[1].tobytes()
 

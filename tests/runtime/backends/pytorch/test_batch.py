@@ -34,9 +34,14 @@ def runtime_of(
     policy: str | kvcap.Eviction = "keydiff", budget: int = 48, **more: Any
 ) -> kvcap.Runtime:
     return kvcap.Runtime.from_pretrained(
-        "pocket", policy, budget_tokens=budget, block_size=16, dtype="float32", device="cpu",
+        "pocket",
+        policy,
+        budget_tokens=budget,
+        block_size=16,
+        dtype="float32",
+        device="cpu",
         **more,
-    )  # fmt: skip
+    )
 
 
 def begun(runtime: kvcap.Runtime, texts: list[str], tokens: int = 20) -> list[Session]:

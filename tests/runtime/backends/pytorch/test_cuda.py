@@ -409,9 +409,13 @@ def test_a_runtime_whose_sessions_were_dropped_holds_nothing(positions):
 def test_sessions_of_unequal_lengths_answer_together_as_alone(policy):
     """One is full, one fills, one becomes full among the others, and one has pins."""
     runtime = kvcap.Runtime.from_pretrained(
-        "pocket", small_policy(policy, None), budget_tokens=96, block_size=16,
-        dtype="float32", device="cuda",
-    )  # fmt: skip
+        "pocket",
+        small_policy(policy, None),
+        budget_tokens=96,
+        block_size=16,
+        dtype="float32",
+        device="cuda",
+    )
     doors = enumerate(["blue", "red", "old", "green", "small", "north"])
     facts = [f"Please remember: the code for the {door} door is {i}77. " for i, door in doors]
     texts = ["".join(facts), "Hello.", "".join(facts[:3]), "".join(facts[::-1])]

@@ -28,7 +28,9 @@ def test_a_conversation_fills_the_cache_and_leaves_it_empty(policy, monkeypatch)
     runtime.warm()
     assert {length for length, _, _ in most} >= {1, 2, 8}
     assert (max(held for _, _, held in most), any(n > 40 for _, n, _ in most)) == (
-        40, policy == "keydiff")  # fmt: skip
+        40,
+        policy == "keydiff",
+    )
     assert runtime.loop().cache.seen == 0
 
 

@@ -153,8 +153,12 @@ def test_a_layer_whose_answer_is_another_is_not_taken(fault, monkeypatch):
     elif fault == "call":
         monkeypatch.setattr(type(layer), "forward", lambda self, x: x)
     else:
-        of = {"attention": layer.self_attn.o_proj, "mlp": layer.mlp, "last norm": model.model.norm,
-              "head norm": layer.self_attn.k_norm}[fault]  # fmt: skip
+        of = {
+            "attention": layer.self_attn.o_proj,
+            "mlp": layer.mlp,
+            "last norm": model.model.norm,
+            "head norm": layer.self_attn.k_norm,
+        }[fault]
         kind = type(f"{type(of).__name__}", (type(of),), {"forward": doubled(type(of).forward)})
         kind.__module__ = type(of).__module__
         of.__class__ = kind
