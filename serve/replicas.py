@@ -310,9 +310,9 @@ class Replicas:
             ConversationUnknown: no replica has one of that id, in memory or on disk.
             ReplicaLost: none could say so.
         """
-        told = self._handle.broadcast("delete", owner, session_id)
+        deleted = self._handle.broadcast("delete", owner, session_id)
         try:
-            found = await told.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
+            found = await deleted.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise ReplicaLost("a replica says nothing; ask again") from error
         if any(one is None for one in found):

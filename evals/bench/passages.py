@@ -95,10 +95,10 @@ def texts(tokenizer: Any, length: int, repeats: int) -> Iterator[Text]:
         rng.shuffle(pairs)
         for at in range(0, len(pairs), TOLD):
             some, others = pairs[at : at + TOLD], [*pairs, *pairs][at + TOLD : at + 2 * TOLD]
-            told, sentences, source = [fact for fact, _, _ in some], list[str](), filler(rng)
-            while len(tokenizer(" ".join([*told, *sentences]))["input_ids"]) < length:
+            facts, sentences, source = [fact for fact, _, _ in some], list[str](), filler(rng)
+            while len(tokenizer(" ".join([*facts, *sentences]))["input_ids"]) < length:
                 sentences += [next(source) for _ in range(8)]
-            text = " ".join(scatter(told, [rng.random() for _ in told], sentences))
+            text = " ".join(scatter(facts, [rng.random() for _ in facts], sentences))
             asked = [(kind, q, x) for x, *qs in some for kind, q in zip(KINDS, qs, strict=True)]
             yield text, [*asked, *(("statement", fact, "") for fact, _, _ in others)]
     for kind, task in TASKS.items():

@@ -207,8 +207,8 @@ def _ended(name: str, python: str, child: subprocess.Popen[Any], said: Any) -> P
     """Return the error of a program that ended before it answered."""
     code = child.wait()
     said.seek(0)
-    told = said.read().decode(errors="replace").strip().splitlines()
-    last = told[-1].strip() if told else "it said nothing"
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    last = lines[-1].strip() if lines else "it said nothing"
     return PeerFailed(f"{name}, run by {python}, ended with code {code}: {last}")
 
 

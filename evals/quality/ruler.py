@@ -63,15 +63,15 @@ class Needles:
         """Make a text with all needles; several answers are spread evenly from `depth`."""
         draw = distinct(rng)
         asked = [draw(self.keys) for _ in range(self.asked)]
-        told = [(key, draw(self.values)) for key in asked for _ in range(self.each)]
-        answers = tuple(value for _, value in told)
+        facts = [(key, draw(self.values)) for key in asked for _ in range(self.each)]
+        answers = tuple(value for _, value in facts)
         # Of a single answer the depth stays as it is: 1 is the end, and not the start again.
-        places = [(depth + i / len(told)) % 1 if i else depth for i in range(len(told))]
+        places = [(depth + i / len(facts)) % 1 if i else depth for i in range(len(facts))]
         rng.shuffle(places)
         for _ in range(self.others):
-            told.append((draw(self.keys), draw(self.values)))
+            facts.append((draw(self.keys), draw(self.values)))
             places.append(rng.random())
-        needles = [NEEDLE.format(self.values, *pair) for pair in told]
+        needles = [NEEDLE.format(self.values, *pair) for pair in facts]
         what, many = self.values, len(answers) > 1
         plural, are = ("s", "are") if many else ("", "is")
         every = " all" if self.each > 1 else ""

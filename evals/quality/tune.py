@@ -607,7 +607,7 @@ def describe(found: Tuning) -> str:
         f"{found.model}: {found.pieces} pieces of {found.length:,} tokens of a text of "
         f"{found.text_tokens:,}, the last {found.scored:,} of each scored; {facts}; "
         f"{found.dtype}, blocks of {found.block_size:,}, {found.positions} positions, "
-        f"{found.environment['device']}; {found.seconds:,.0f} s of {found.minutes:g} minutes"
+        f"{found.environment['device']}; {found.seconds:,.0f} s of {60 * found.minutes:,.0f}"
     )
 
 

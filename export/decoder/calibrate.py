@@ -95,7 +95,9 @@ def calibrate(
     model = decoder.model
     found = layers_of(model)
     if found is None:
-        raise NotExportable("--calibrate goes layer by layer, and this model's cannot be told")
+        raise NotExportable(
+            "--calibrate goes layer by layer, and this model's layers cannot be found"
+        )
     packed, layers = dict[str, Packed](), found[1]
     names = {id(module): name for name, module in decoder.named_modules()}
     with ExitStack() as stack:

@@ -51,7 +51,8 @@ def measure(decoder: DecoderGraph, ids: Tensor, checkpoint: Checkpoint | None = 
         if checkpoint is not None:
             if layers is None:
                 raise NotExportable(
-                    "slots in 8 bits are measured layer by layer, and this model's cannot be told"
+                    "slots in 8 bits are measured layer by layer, and this model's layers cannot "
+                    "be found; leave --kv-dtype out"
                 )
             stack.enter_context(streaming(decoder, layers[1], checkpoint))
         base = model.base_model

@@ -375,7 +375,7 @@ def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
         advice = WITHOUT.get(name, f"leave {name} out, or use attn_implementation='sdpa'")
         if name in PACKED:
             advice = (
-                "sequences that are packed into one cannot be told apart where each head holds "
+                "sequences that are packed into one cannot be kept separate where each head holds "
                 f"other tokens; give each a call of its own, without {name}"
             )
         raise UnsupportedModel(f"kvcap's attention does not take {name}; {advice}")

@@ -136,10 +136,10 @@ def _model(model: str) -> dict[str, Any]:
     if where.parent.name == SNAPSHOTS:
         return {"repository": where.parent.parent.name, "revision": where.name}
     files = [where] if is_gguf(where) else sorted(p for p in where.iterdir() if p.is_file())
-    told = {path.name: path.stat() for path in files}
+    stats = {path.name: path.stat() for path in files}
     return {
         "path": str(where.resolve()),
-        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in told.items()},
+        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
     }
 
 
@@ -233,14 +233,14 @@ def _left_over(folder: Path) -> Iterator[Path]:
     yield from folder.glob(".kvcap-*")
 
 
-def _require_room(told: dict[str, Any], model: str, folder: Path) -> None:
+def _require_room(described: dict[str, Any], model: str, folder: Path) -> None:
     """Refuse an export if the disk has less free than the model's own files take.
 
     Raises:
         NotExportable: naming both.
     """
     weights = sum(
-        size for name, (size, _) in told.get("files", {}).items() if not name.endswith(".json")
+        size for name, (size, _) in described.get("files", {}).items() if not name.endswith(".json")
     )
     try:
         free = shutil.disk_usage(folder).free

@@ -230,7 +230,7 @@ class ModelShape:
         beside = any(self.layers[i].states for i in self.capped)
         rope += ", sink logits" * self.sinks + ", a recurrent state beside" * beside
         latents = "latents, " if self.latent else ""
-        told = {
+        names = {
             "capped": f"capped ({latents}{rope})",
             "sliding": "over a window of their own",
             "shared": "that read another's slots",
@@ -238,7 +238,7 @@ class ModelShape:
             "none": "without a cache",
         }
         return ", ".join(
-            f"{n} {told[kind]}" for kind in get_args(LayerKind) if (n := len(self.of_kind(kind)))
+            f"{n} {names[kind]}" for kind in get_args(LayerKind) if (n := len(self.of_kind(kind)))
         )
 
     @property

@@ -53,7 +53,7 @@ def named_without_slots(recurrent: list[int], without: list[int], readers: str) 
         readers: from `named_readers`.
     """
     found = {"keep a recurrent state": recurrent, "hold no keys and values": without}
-    words = [f"{layers_named(those)} {told}" for told, those in found.items() if those]
+    words = [f"{layers_named(those)} {what}" for what, those in found.items() if those]
     return ", ".join([*words, readers] if readers else words)
 
 

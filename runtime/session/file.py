@@ -244,8 +244,8 @@ def check_conversation(file: SessionFile, vocabulary: int) -> None:
     if any(start >= stop for start, stop in spans):
         raise file.corrupt("pinned or recalled tokens end before they begin")
     try:
-        told = [messages, said["system"], said.get("tools")]
-        json.dumps(told, ensure_ascii=False).encode()
+        described = [messages, said["system"], said.get("tools")]
+        json.dumps(described, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise file.corrupt("what was said is no Unicode text") from error
 

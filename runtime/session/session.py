@@ -740,7 +740,7 @@ class Session:
 
     def _answer(self, prompt: PreparedPrompt) -> Generator[Step, Any, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
-        before, settled = self._transcript, False
+        before, ended = self._transcript, False
         place = 0 if prompt.transcript is None else len(prompt.transcript.messages)
         held = bool(settings.shapes(self.generation))
         written = Written(prompt=prompt.ids[-PROMPT_SEEN:], place=place, held=held)
@@ -748,11 +748,11 @@ class Session:
         start = (0, 0)
 
         def settle() -> None:
-            nonlocal settled
+            nonlocal ended
             with interrupts_deferred():
-                if self.turn is turn and not settled:
+                if self.turn is turn and not ended:
                     self._settle(prompt, before, start, written.text)
-                settled = True
+                ended = True
 
         try:
             try:

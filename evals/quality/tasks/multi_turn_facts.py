@@ -35,8 +35,8 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
             return Sample("", asked.question, (asked.value,), joint="", before=tuple(before))
 
         sample = write(fit(lambda s: len(prompt_ids(tokenizer, write(s))), filler(rng), length))
-        told = " ".join(text for _, text in sample.before)
-        if told.count(asked.value) == 1:  # numbers of other sentences may be the same
+        before = " ".join(text for _, text in sample.before)
+        if before.count(asked.value) == 1:  # numbers of other sentences may be the same
             return sample
 
 

@@ -314,7 +314,7 @@ class SharedDecoder(InPlace):
             for name, port in graph.outputs.items()
             if name.startswith(("block_", "new_"))
         }  # inputs of evictors from the block, which are not kept
-        self._told = {
+        self._ports = {
             name: Buffer(self._sized(name, block_size), TYPES[port.type])
             for name, port in ports.items()
         }
@@ -380,9 +380,9 @@ class SharedDecoder(InPlace):
                 name, buffer = f"{spec.name}.{spec.layer}", self.layers[spec.layer].buffers
                 inputs[name] = outputs[f"present_{name}"] = buffer[spec.name]
         made: list[dict[str, Array]] = [{} for _ in self.layers]
-        for name, told in self._told.items():
+        for name, port in self._ports.items():
             kind, _, layer = name.partition(".")
-            array = told.at(self._sized(name, length))
+            array = port.at(self._sized(name, length))
             outputs[name] = made[int(layer)][kind.partition("_")[2]] = array
         if len(self._runs) == RUNS:
             del self._runs[next(iter(self._runs))]

@@ -118,10 +118,10 @@ class Graph:
         try:
             self.session.run_with_iobinding(binding)
         except Exception as error:  # its own classes, which have no common base
-            told = first_line(error)
-            if isinstance(error, MemoryError) or "allocat" in told or "bad_alloc" in told:
+            message = first_line(error)
+            if isinstance(error, MemoryError) or "allocat" in message or "bad_alloc" in message:
                 raise MemoryCapExceeded(f"the system refused memory to {self.name}") from error
-            raise ShapeError(f"{self.name} cannot run: {told[:300]}") from error
+            raise ShapeError(f"{self.name} cannot run: {message[:300]}") from error
 
 
 class Buffer:

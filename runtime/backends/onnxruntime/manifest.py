@@ -78,12 +78,12 @@ class Manifest:
     def fingerprint(self) -> str:
         """Return a digest of the decoder's files that differs between decoders."""
         decoder = str(self.facts["graphs"]["decoder"]["file"])
-        told = sorted(
+        described = sorted(
             (entry["file"], entry["sha256"])
             for entry in self.facts["files"]
             if entry["file"].startswith(decoder) or entry["bytes"] > HASHED
         )
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        return hashlib.sha256(repr(described).encode()).hexdigest()
 
     @property
     def listed(self) -> frozenset[str]:
