@@ -527,12 +527,15 @@ def _distance(got: Tensor, wanted: Tensor) -> float:
     """Return how far logits [..., vocabulary] are off, relative to their spread around the mean.
 
     The greatest of 262,144 differences is a matter of chance; the root of their mean square is not.
+    Both are taken from their means, since what is added to all logits changes no probability.
     """
     if got.shape != wanted.shape or not bool(got.isfinite().all()):
         return float("inf")
-    off, spread = got.double() - wanted.double(), wanted.double()
-    spread = (spread - spread.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-12)
-    return float((off.norm(dim=-1) / spread).max())
+    exact = wanted.double()
+    off, spread = (
+        (x - x.mean(-1, keepdim=True)).norm(dim=-1) for x in (got.double() - exact, exact)
+    )
+    return float((off / spread.clamp_min(1e-12)).max())
 
 
 def _relative(got: Tensor, wanted: Tensor) -> float:

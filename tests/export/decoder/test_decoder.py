@@ -421,6 +421,7 @@ def test_logits_are_compared_by_their_spread_not_by_the_worst_of_thousands():
     chance[1, 7] += 0.5 * wanted.max()
     allowed = checking.TOLERANCES["int8"].values
     assert checking._distance(chance, wanted) < allowed / 3
+    assert checking._distance(wanted + 5, wanted) < 1e-6
     assert checking._distance(wanted.roll(1, -1), wanted) > 1
     assert checking._distance(wanted * 0 + wanted.mean(-1, keepdim=True), wanted) > allowed * 4
     assert checking._distance(chance * torch.nan, wanted) == torch.inf
