@@ -20,7 +20,7 @@ from kvcap.runtime.models.gguf import PLAIN, is_gguf
 FLOATS = ("BF16", *PLAIN)  # types of weights that a graph has as floats
 
 
-def rounding_of(kind: str) -> Rounding:
+def rounding_in_file(kind: str) -> Rounding:
     """Return how a graph rounds what lies in a file's blocks of this type."""
     blocks = BLOCKS[kind]
     return Rounding(4 if blocks.low == 1 else 8, block=blocks.size, shifted=blocks.shifted)
@@ -44,7 +44,7 @@ class FileBlocks(Mapping[str, Packed]):
                 f"the file has weights in {', '.join(unknown)}, which a graph would have to round "
                 f"again; give a file of {', '.join(BLOCKS)}, or export by --dtype int8"
             )
-        self.roundings = {name: rounding_of(x) for name, x in kinds.items() if x in BLOCKS}
+        self.roundings = {name: rounding_in_file(x) for name, x in kinds.items() if x in BLOCKS}
 
     @classmethod
     def of(cls, where: str, model: Any, within: str) -> FileBlocks:

@@ -176,7 +176,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(bench):
 
 
 def test_percentiles_and_the_table_are_those_of_the_samples(bench):
-    """As Python computes them, and in the table that it would write."""
+    """The C runner computes the percentiles that Python does, and writes the same table."""
     table = bench.out.with_suffix(".csv")
     done = bench("--csv", str(table))
     assert done.returncode == 0, done.stderr

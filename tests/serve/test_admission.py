@@ -72,7 +72,7 @@ def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
 
 
 def test_shared_prompts_take_their_part_of_the_cap(one: MemoryPlan) -> None:
-    """By default only what conversations spare; a number that was asked for is kept to."""
+    """Copies take no place of a conversation by default; a number asked for is kept to."""
     none, plan = (
         ServingPlan.of(one, shared, cap=1 << 40, together=1, shared_prompts=n) for n in (0, 9)
     )

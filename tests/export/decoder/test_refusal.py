@@ -1,4 +1,4 @@
-"""What a config's JSON shows that no graph can run is refused before PyTorch is imported."""
+"""A model that no graph can run is refused by its config's JSON, before PyTorch is imported."""
 
 from __future__ import annotations
 

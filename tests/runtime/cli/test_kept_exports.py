@@ -136,7 +136,7 @@ def test_what_a_killed_export_left_never_counts(model, made):
 
 
 def test_an_export_is_whole_by_its_files_sizes(tmp_path):
-    """What is in the files is checked once, as they are loaded."""
+    """Loading a kept export checks its files once; finding it compares their sizes alone."""
     graph = tmp_path / "decoder.onnx"
     graph.write_text("graph")
     said = {"schema": SCHEMA, "files": [{"file": graph.name, "bytes": 5, "sha256": ""}]}

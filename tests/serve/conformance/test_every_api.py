@@ -23,7 +23,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 class Answer(NamedTuple):
-    """What any API says in its own words."""
+    """Holds the text, thoughts, calls, ending and token counts of any API's answer."""
 
     text: str
     thoughts: str
