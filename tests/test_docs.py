@@ -204,7 +204,8 @@ def test_the_page_on_architecture_has_the_tables_that_are_enforced():
 def test_the_page_on_benchmarks_names_every_one_and_where_its_figures_are():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     for name in benchmarks():
-        assert re.search(rf"^\| `{name}`", page, re.MULTILINE), f"docs/benchmarks.md lacks {name}"
+        row = re.search(rf"^\|[^|]* `{name}`", page, re.MULTILINE)
+        assert row, f"docs/benchmarks.md lacks {name}"
     for path in (ROOT / "docs" / "results").iterdir():
         assert f"(results/{path.name})" in page
 
