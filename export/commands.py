@@ -517,7 +517,7 @@ def _kvcap(
     require()
     check_out(out, None)
     check_out(out, None if force else asked(model, layout, dtype, rounding, text, kv_dtype))
-    source = open_model(model, dtype, layout)
+    source = open_model(model, dtype)
     return write(source, layout, dtype, out, quick, _note, force, rounding, text, kv_dtype)
 
 

@@ -1,13 +1,9 @@
-"""Cuts a model of many layers down to a few, to trace or check what is alike in every layer.
-
-Only where layers differ by their weights alone: the same modules, settings and sizes in all of
-them, and the same budget.
-"""
+"""Cuts a model of many layers down to its first few, which show what every layer does."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,9 +11,11 @@ from typing import Any
 from torch import nn
 
 from kvcap.export.decoder.layer import held_layers
-from kvcap.export.decoder.repeat import TRACED, Numbered
+from kvcap.export.decoder.repeat import Numbered
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.module_settings import settings
+
+LEAST = 3  # layers of a model that is cut down: the first, and two to compare
 
 
 def layers_of(model: Any) -> tuple[str, nn.ModuleList] | None:
@@ -32,14 +30,31 @@ def layers_of(model: Any) -> tuple[str, nn.ModuleList] | None:
     return None if name is None else (name, lists[name])
 
 
-def are_alike(model: Any, layout: CacheLayout) -> bool:
-    """Return whether all layers but the first do the same, so that one can stand for the others."""
+def kinds_of(model: Any, layout: CacheLayout) -> list[int] | None:
+    """Number the kinds of a model's layers; return each layer's, or None where none can be found.
+
+    Layers of one kind differ by their weights alone: they have the same modules, settings and
+    sizes, and hold the same number of slots.
+    """
     found = layers_of(model)
-    if found is None or len(found[1]) <= TRACED:
-        return False
-    if len(set(held_layers(layout))) > 1:
-        return False
-    return all(settings(layer) == settings(found[1][1]) for layer in found[1][2:])
+    if found is None:
+        return None
+    numbers = dict[Any, int]()
+    facts = zip(map(settings, found[1]), held_layers(layout), strict=True)
+    return [numbers.setdefault(fact, len(numbers)) for fact in facts]
+
+
+def enough(kinds: Sequence[int]) -> int | None:
+    """Return how many first layers have a layer of every kind between two of one kind.
+
+    These are the second and the last of them. The first layer counts for no kind, as it computes
+    what all share. None: there are no such layers, or they are all.
+    """
+    for count in range(LEAST, len(kinds)):
+        between = set(kinds[1 : count - 1])
+        if between == set(kinds[1:]) and kinds[count - 1] == kinds[1]:
+            return count
+    return None
 
 
 def numbered(model: Any, prefix: str) -> Numbered:
@@ -51,7 +66,7 @@ def numbered(model: Any, prefix: str) -> Numbered:
 
 
 @contextmanager
-def first_layers(model: Any, layout: CacheLayout, count: int = TRACED) -> Iterator[CacheLayout]:
+def first_layers(model: Any, layout: CacheLayout, count: int) -> Iterator[CacheLayout]:
     """Leave a model its first layers alone, and its config; yields the cache's layout of these."""
     found = layers_of(model)
     assert found is not None

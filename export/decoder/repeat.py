@@ -1,19 +1,16 @@
-"""Repeats a layer of a traced graph: three layers are traced, and the rest are like the third.
+"""Repeats the layers of a traced graph: a few are traced, and the rest are like one of them.
 
-Tracing takes seconds a layer. Where layers differ by their weights and their held state alone, the
-second and the third of three traced layers show what a layer is: nodes that are the same but for
-numbered names, and what one layer hands to the next. Both must agree node by node, or nothing is
-done. Knows ONNX graphs and how their inputs are numbered; no model.
+Tracing takes seconds a layer. Where layers of one kind differ by their weights and their held state
+alone, one traced layer shows what each of its kind is: nodes, and what it reads of the layer
+before. The second and the last traced layer are of one kind and must agree node by node, or nothing
+is done. Knows ONNX graphs and how their inputs are numbered; no model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
-
-TRACED = 3  # layers: the first, which computes what all share, and two that are compared
 
 
 class Numbered(NamedTuple):
@@ -43,113 +40,191 @@ class _Step(NamedTuple):
     inputs: list[Naming]
 
 
-def repeat(model: Any, numbered: Numbered, layers: int) -> bool:
-    """Make an onnx.ModelProto of `TRACED` layers one of `layers`, in place.
+class _Example(NamedTuple):
+    """A traced layer, by which all of its kind are made.
+
+    What a layer hands to the next are a few tensors, in the order in which the next reads them.
+    """
+
+    steps: list[_Step]
+    reads: list[str]  # names of the layer before
+    gives: list[str]  # names that the next layer reads
+
+    @property
+    def outputs(self) -> list[str]:
+        """Return the names of all outputs of its nodes."""
+        return [name for step in self.steps for name in step.node.output if name]
+
+
+def repeat(model: Any, numbered: Numbered, traced: int, kinds: Sequence[int]) -> bool:
+    """Make an onnx.ModelProto of the first layers one of all, in place.
 
     Args:
-        model: traced; the lengths of what its layers hold are equal.
+        model: the trace.
         numbered: of its inputs, and of its outputs.
-        layers: as many as are wanted, at least `TRACED`.
+        traced: how many layers it has, from `depth.enough`.
+        kinds: of all layers that are wanted, a number each; lengths of what is held are equal
+            within a kind.
 
     Returns:
         Whether it could be done; else nothing of the model has changed its meaning.
     """
     graph = model.graph
-    _share_lengths(graph, numbered)
-    levels = _levels(graph, numbered)
-    second = [node for node, level in zip(graph.node, levels, strict=True) if level == 1]
-    after = [node for node, level in zip(graph.node, levels, strict=True) if level == TRACED - 1]
-    third, rest = after[: len(second)], after[len(second) :]
-    pairs = dict[str, str]()  # outputs of the second layer: the third layer's
-    steps = _compare(graph, second, third, numbered, pairs)
-    if (
-        steps is None
-        or any(
-            name in pairs
-            for node in rest
-            for name in node.input  # nodes behind the last layer
-        )
-        or any(numbered.of(name) is not None for node in rest for name in node.output)
-    ):
+    _share_lengths(graph, numbered, kinds)
+    levels = _levels(graph, numbered, traced)
+    *groups, rest = (
+        [node for node, level in zip(graph.node, levels, strict=True) if level == layer]
+        for layer in range(traced + 1)
+    )
+    examples = _examples(graph, groups, rest, numbered, kinds)
+    if examples is None:
         return False
-    before, nodes = pairs, list[Any]()
-    for layer in range(TRACED, layers):
-        own = {name: _named(name, layer, numbered) for name in pairs}
-        nodes += [_made(step, layer, numbered, own, before) for step in steps]
-        before = own
-    last = {pairs[name]: before[name] for name in pairs}
+    before, nodes = examples[kinds[1]].gives, list[Any]()
+    for layer in range(traced, len(kinds)):
+        example = examples[kinds[layer]]
+        own = {name: _named(name, layer, numbered) for name in example.outputs}
+        handed = dict(zip(example.reads, before, strict=True))
+        nodes += [_made(step, layer, numbered, own, handed) for step in example.steps]
+        before = [own[name] for name in example.gives]
+    last = dict(zip(examples[kinds[1]].gives, before, strict=True))
     for node in rest:
         node.input[:] = [last.get(name, name) for name in node.input]
     moved = {id(node) for node in rest}
     _set(graph.node, [*(node for node in graph.node if id(node) not in moved), *nodes, *rest])
+    like = {kind: layer for layer, kind in enumerate(kinds[:traced])}
     for values in (graph.input, graph.output):
-        _set(values, list(_values(values, numbered, layers)))
+        more = [(layer, like[kinds[layer]]) for layer in range(traced, len(kinds))]
+        _set(values, [*values, *_values(values, numbered, more)])
     return True
 
 
-def _share_lengths(graph: Any, numbered: Numbered) -> None:
-    """Take the lengths of what is held from the first layer, as they are equal in all."""
+def _share_lengths(graph: Any, numbered: Numbered, kinds: Sequence[int]) -> None:
+    """Take the lengths of what is held from the first layer of a kind: all of it have the same."""
     for node in graph.node:
-        if node.op_type == "Shape" and numbered.of(node.input[0]) is not None:
-            node.input[0] = numbered.at(node.input[0], 0)
+        layer = numbered.of(node.input[0]) if node.op_type == "Shape" else None
+        if layer is not None:
+            node.input[0] = numbered.at(node.input[0], kinds.index(kinds[layer]))
 
 
-def _levels(graph: Any, numbered: Numbered) -> list[int]:
-    """Return for each node the layer that it belongs to; -1 where all layers share it.
+def _levels(graph: Any, numbered: Numbered, traced: int) -> list[int]:
+    """Return the layer of each node: -1 where all share it, `traced` behind the last.
 
     That is the last one it depends on; but what reads no input of a layer, such as the sum behind
     one or the mean before the next, belongs to the first layer that reads it.
     """
     number = {value.name: numbered.of(value.name) for value in graph.input}
     of = {name: -1 if layer is None else layer for name, layer in number.items()}
-    outputs = {value.name for value in graph.output}
+    held = {x.name for x in graph.output if numbered.of(x.name) is not None}
+    ends = {x.name for x in graph.output}.difference(held)
     for node in graph.node:
         lengths = node.op_type == "Shape" and node.input[0] in number
         level = -1 if lengths else max((of.get(name, -1) for name in node.input), default=-1)
         of |= dict.fromkeys(filter(None, node.output), level)  # "" is an output that is left out
         if node.op_type == "Transpose":  # a weight, as products read it
             number[node.output[0]] = number.get(node.input[0])
-    reader: dict[str, int] = {}
+    reader = dict.fromkeys(ends, traced)
     found = []
     for node in reversed(graph.node):
         level = of[node.output[0]]
         own = any(number.get(name) is not None for name in node.input)
-        if level >= 0 and not own and not outputs & set(node.output):
-            level = max(level, min(reader.get(name, level) for name in node.output))
+        if level >= 0 and not own and not held & set(node.output):
+            readers = [reader[name] for name in node.output if name in reader]
+            level = max(level, min(readers, default=level))
         for name in filter(None, node.input):
-            reader[name] = min(level, reader.get(name, level))
+            reader[name] = min(level, reader.get(name, traced))
         found.append(level)
     return found[::-1]
 
 
-def _compare(
-    graph: Any, second: list[Any], third: list[Any], numbered: Numbered, pairs: dict[str, str]
-) -> list[_Step] | None:
-    """Return the steps of a layer, if two have the same; `pairs` gets the outputs of both."""
-    if not second or len(second) != len(third):
-        return None
+def _examples(
+    graph: Any, groups: list[list[Any]], rest: list[Any], numbered: Numbered, kinds: Sequence[int]
+) -> dict[int, _Example] | None:
+    """Return a traced layer of every kind; None where layers are not alike, or read others.
+
+    Args:
+        graph: of all nodes.
+        groups: nodes of each traced layer.
+        rest: nodes behind them.
+        numbered: of inputs and outputs.
+        kinds: of layers.
+    """
+    outputs = [{name for node in group for name in node.output if name} for group in groups]
+    last = len(groups) - 1
+    # The second layer stands for no kind: what it reads of the first may be shared by all layers.
+    like = {kinds[layer]: layer for layer in range(2, len(groups))}
     constants = {tensor.name: _content(tensor) for tensor in graph.initializer}
-    inputs = {value.name for value in graph.input}
-    mine = {name for node in second for name in node.output if name}
-    steps = []
-    for one, other in zip(second, third, strict=True):
-        if _kind(one) != _kind(other):
-            return None
-        found = list[Naming]()
-        for x, y in zip(one.input, other.input, strict=True):
-            if x in pairs and pairs[x] == y:
-                found.append(("own", x))
-            elif x in inputs and numbered.of(x) == 1 and y == numbered.at(x, 2):
-                found.append(("numbered", x))
-            elif x == y or (x in constants and constants[x] == constants.get(y)):
-                found.append(("shared", x))
-            elif y in mine and not {x} & (mine | inputs | constants.keys()):
-                found.append(("before", y))
-            else:
-                return None
-        pairs |= {x: y for x, y in zip(one.output, other.output, strict=True) if x}
-        steps.append(_Step(one, found))
-    return steps
+    if any({*node.input} & own for node in rest for own in outputs[:-1]):
+        return None
+    found = dict[int, _Example]()
+    for kind, layer in like.items():
+        theirs = set[str]().union(*outputs[1 : layer - 1])  # of layers before the one before
+        steps, before = list[_Step](), outputs[layer - 1]
+        for node in groups[layer]:
+            names = list[Naming]()
+            for name in node.input:
+                number = numbered.of(name)
+                if name in theirs or number not in (None, layer):
+                    return None
+                if name in outputs[layer]:
+                    names.append(("own", name))
+                elif name in before:
+                    names.append(("before", name))
+                else:
+                    names.append(("shared" if number is None else "numbered", name))
+            steps.append(_Step(node, names))
+        after = rest if layer == last else groups[layer + 1]
+        reads, gives = _read(groups[layer], before), _read(after, outputs[layer])
+        found[kind] = _Example(steps, reads, gives)
+    if not found or len({len(x) for each in found.values() for x in (each.reads, each.gives)}) > 1:
+        return None
+    handed, later = _read(groups[2], outputs[1]), set[str]().union(*outputs[1:])
+    first = {name for node in graph.node for name in node.output}.difference(later)
+    example = found[kinds[1]]
+    alike = len(groups[1]) == len(example.steps) and _agree(
+        example, groups[1], first, handed, numbered, constants
+    )
+    return found if alike else None
+
+
+def _read(nodes: list[Any], names: set[str]) -> list[str]:
+    """Return those of the names that nodes read, each once, in the order of reading."""
+    return list(dict.fromkeys(name for node in nodes for name in node.input if name in names))
+
+
+def _agree(
+    example: _Example,
+    nodes: list[Any],
+    first: set[str],
+    handed: list[str],
+    numbered: Numbered,
+    constants: dict[str, bytes],
+) -> bool:
+    """Return whether the second layer's nodes are the example's.
+
+    Nodes must be the same but for names, and names must be those of the same tensors. What the
+    second layer reads of the one before are outputs of the `first` or of what all share, such as
+    embeddings; it hands on those that are `handed`.
+    """
+    own = dict[str, str]()
+    for step, node in zip(example.steps, nodes, strict=True):
+        if _kind(step.node) != _kind(node):
+            return False
+        for (whose, theirs), mine in zip(step.inputs, node.input, strict=True):
+            known = {
+                "own": own.get(theirs) == mine,
+                "numbered": whose == "numbered" and numbered.at(theirs, 1) == mine,
+                "shared": theirs == mine or _equal(constants, theirs, mine),
+                "before": mine in first,
+            }
+            if not known[whose]:
+                return False
+        own |= {x: y for x, y in zip(step.node.output, node.output, strict=True) if x}
+    return [own[name] for name in example.gives] == handed
+
+
+def _equal(constants: dict[str, bytes], one: str, other: str) -> bool:
+    """Return whether two names are those of equal constants."""
+    return one in constants and constants[one] == constants.get(other)
 
 
 def _kind(node: Any) -> tuple[Any, ...]:
@@ -184,13 +259,11 @@ def _made(
     return node
 
 
-def _values(values: Any, numbered: Numbered, layers: int) -> Iterator[Any]:
-    """Yield inputs or outputs, with those of more layers behind the third's."""
-    for number, group in groupby(values, lambda value: numbered.of(value.name)):
-        found = list(group)
-        yield from found
-        for layer in range(TRACED, layers if number == TRACED - 1 else 0):
-            for value in found:
+def _values(values: Any, numbered: Numbered, more: Sequence[tuple[int, int]]) -> Iterator[Any]:
+    """Yield inputs or outputs of further layers, each like those of a layer that has them."""
+    for layer, like in more:
+        for value in values:
+            if numbered.of(value.name) == like:
                 copy = type(value).FromString(value.SerializeToString())
                 copy.name = numbered.at(value.name, layer)
                 yield copy

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcap.dtypes import short, torch_dtype
-from kvcap.export.decoder.depth import are_alike
+from kvcap.export.decoder.depth import layers_of
 from kvcap.export.decoder.refusal import refusal
 from kvcap.export.gguf import FileBlocks
 from kvcap.export.weights import Rounding
@@ -88,13 +88,12 @@ def load(model: str | Path, dtype: str) -> Source:
     return Source(str(model), loaded, tokenizer, None, _blocks(where, loaded, dtype))
 
 
-def open_model(model: str | Path, dtype: str, layout: CacheLayout) -> Source:
+def open_model(model: str | Path, dtype: str) -> Source:
     """Open the model with its weights in their files, where they are large and can stay there.
 
     Args:
         model: a directory, a GGUF file, a repository, or pocket.
         dtype: of the export.
-        layout: of the cache; a model whose layers are not alike is loaded.
 
     Raises:
         ModelFilesBroken, UnsupportedModel: it cannot be used.
@@ -107,7 +106,7 @@ def open_model(model: str | Path, dtype: str, layout: CacheLayout) -> Source:
     blocks = _blocks(where, made, dtype)
     own = GgufCheckpoint if is_gguf(where) else Checkpoint
     weights = own.of(where, made, kind, WITHIN) if nbytes > LOADED else None
-    if weights is None or not are_alike(made, layout):
+    if weights is None or layers_of(made) is None:
         return load(model, dtype)
     check_generation(where)
     return Source(str(model), made, load_tokenizer(where), weights, blocks)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,23 @@ from torch import Tensor
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.blocks import attend_by_length
 from kvcap.export.decoder.calibrate import calibrate, pieces, refuse_text
-from kvcap.export.decoder.check import CheckedRun, DecoderReport, as_rounded, check, check_streaming
+from kvcap.export.decoder.check import (
+    CheckedRun,
+    DecoderReport,
+    as_rounded,
+    check,
+    check_filled,
+    check_streaming,
+)
 from kvcap.export.decoder.companions import check_tokenizer
-from kvcap.export.decoder.depth import are_alike, first_layers, numbered
+from kvcap.export.decoder.depth import LEAST, enough, first_layers, kinds_of, numbered
 from kvcap.export.decoder.evictor import evictors_of
 from kvcap.export.decoder.evictor import trace as trace_evictor
 from kvcap.export.decoder.fuse import fuse
 from kvcap.export.decoder.graph import TOKENS, DecoderGraph
-from kvcap.export.decoder.repeat import TRACED, repeat
+from kvcap.export.decoder.repeat import repeat
 from kvcap.export.decoder.slot_scales import measure, sample
-from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, load, rounding_of
+from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, rounding_of
 from kvcap.export.files import refuse_other
 from kvcap.export.graphs.trace import OPSET, trace_without_weights
 from kvcap.export.weights import Packed, Rounding, Store, place, rounded_in
@@ -143,11 +152,7 @@ class _Export:
         self.note(f"tracing {source.name}")
         decoder = DecoderGraph(source.model, self.layout, self.scales)
         store = Store(self.folder / manifest.WEIGHTS)
-        rows = list[CheckedRun]()
-        model = self._traced(decoder, store, rows)
-        if model is None:  # layers differ, so that the model is loaded and traced as a whole
-            self.source = load(source.name, self.dtype)
-            return self.made()
+        model, rows = self._traced(decoder, store)
         self.note("writing its weights")
         weights = decoder.state_dict() if checkpoint is None else checkpoint
         file = self.folder / manifest.GRAPH
@@ -163,45 +168,53 @@ class _Export:
         report.require()
         return said, report
 
-    def _traced(self, decoder: DecoderGraph, store: Store, rows: list[CheckedRun]) -> Any:
-        """Trace the graph of all layers, whose weights are inputs; once for layers that are alike.
+    def _traced(self, decoder: DecoderGraph, store: Store) -> tuple[Any, list[CheckedRun]]:
+        """Trace the graph of all layers, whose weights are inputs.
 
         Returns:
-            None where that cannot be, and the model has no weights. `rows` gets what checking a few
-            layers found, where it is not to be checked as a whole.
+            The onnx.ModelProto; and of a model without weights what checking its first layers
+            found, as it is not checked at length as a whole.
         """
-        model, checkpoint = decoder.model, self.source.checkpoint
-        if are_alike(model, self.layout):
-            with first_layers(model, self.layout) as first:
-                scales = None if self.scales is None else self.scales[:TRACED]
-                few = DecoderGraph(model, first, scales)
-                filled = fill(few, checkpoint) if checkpoint is not None else []
-                more = len(decoder.layers) - TRACED  # further layers, which are like the last
-                decoder.scales = [*few.scales, *few.scales[-1:] * more]
-                self.evictors = save_evictors(decoder, self.folder)
-                graph = trace(few)
-                whole = type(graph).FromString(graph.SerializeToString())
-                done = repeat(whole, numbered(model, WITHIN), len(decoder.layers))
-                if done and checkpoint is not None:
-                    rows += self._check_few(graph, few, store, checkpoint)
-                empty(filled)
-            if done or checkpoint is not None:
-                return whole if done else None
-        self.evictors = self.evictors or save_evictors(decoder, self.folder)
-        return trace(decoder)
+        model, checkpoint, rows = decoder.model, self.source.checkpoint, list[CheckedRun]()
+        kinds = kinds_of(model, self.layout)
+        count = None if kinds is None else enough(kinds)
+        if kinds is not None and (count is not None or checkpoint is not None):
+            capped = self.layout.shape.capped[0] + 1  # one that evicts is among those checked
+            first = count or min(max(LEAST, capped), len(kinds))
+            with first_layers(model, self.layout, first) as layout:
+                scales = None if self.scales is None else self.scales[:first]
+                few = DecoderGraph(model, layout, scales)
+                with _blank(few):
+                    graph = trace(few)
+                    if count is not None:
+                        decoder.scales = [few.scales[kinds.index(kind)] for kind in kinds]
+                    self._save_evictors(few if count is None else decoder)
+                if checkpoint is not None:
+                    rows = self._check_few(graph, few, store, checkpoint)
+            if count is not None and repeat(graph, numbered(model, WITHIN), count, kinds):
+                return graph, rows
+        with _blank(decoder):
+            self._save_evictors(decoder)
+            return trace(decoder), rows
+
+    def _save_evictors(self, decoder: DecoderGraph) -> None:
+        """Write the graphs that evict, in place of those written before."""
+        for entry in self.evictors:
+            (self.folder / entry["file"]).unlink()
+        self.evictors = save_evictors(decoder, self.folder)
 
     def _check_few(
         self, graph: Any, few: DecoderGraph, store: Store, weights: Mapping[str, Tensor]
     ) -> list[CheckedRun]:
         """Check the layers that were traced beside PyTorch, at length."""
-        self.note(f"checking {TRACED} of its layers beside PyTorch")
+        count = len(few.layers)
+        self.note(f"checking {count} of its layers beside PyTorch")
         file = self.folder / FEW
-        save(graph, few, weights, store, file, *self._rounded)
-        with as_rounded(few, rounded_in(file)):
-            report = check(self.folder, few, self.dtype, self.quick, graph=FEW)
+        save(copy.deepcopy(graph), few, weights, store, file, *self._rounded)
+        report = check_filled(self.folder, few, self.dtype, weights, self.quick, FEW)
         report.require()
         file.unlink()
-        return [replace(row, who=f"{row.who}, {TRACED} layers") for row in report.rows]
+        return [replace(row, who=f"{row.who}, {count} layers") for row in report.rows]
 
     def _files(self, decoder: DecoderGraph, nodes: int) -> dict[str, Any]:
         """Write the files that belong to the graph; returns what the manifest says of all."""
@@ -225,6 +238,17 @@ class _Export:
         return said
 
 
+@contextmanager
+def _blank(decoder: DecoderGraph) -> Iterator[None]:
+    """Give parameters that are on the meta device memory that is never written, to be traced."""
+    parameters = [x for x in decoder.named_parameters(remove_duplicate=False) if x[1].is_meta]
+    filled = fill(decoder, {name: torch.empty_like(x, device="cpu") for name, x in parameters})
+    try:
+        yield
+    finally:
+        empty(filled)
+
+
 def trace(decoder: DecoderGraph) -> Any:
     """Trace a decoder, whose weights are inputs; return the onnx.ModelProto."""
     ports = decoder.inputs, decoder.outputs
@@ -246,10 +270,12 @@ def save(
     place(model, weights, store, rounding, packed)
     if decoder.slot_scales is not None:
         attend_by_length(model, TOKENS.name)
-    places = {port.name: place for place, port in enumerate(decoder.inputs)}
-    inputs = sorted(model.graph.input, key=lambda value: places[value.name])
-    del model.graph.input[:]
-    model.graph.input.extend(inputs)
+    for values, ports in (
+        (model.graph.input, decoder.inputs),
+        (model.graph.output, decoder.outputs),
+    ):
+        places = {port.name: place for place, port in enumerate(ports)}
+        values.sort(key=lambda value: places[value.name])
     file.write_bytes(model.SerializeToString())
     library("onnx.checker").check_model(str(file))
     return len(model.graph.node)

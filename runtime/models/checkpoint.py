@@ -11,6 +11,7 @@ import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.weights import folder_of, locations, read_headers
 from kvcap.runtime.models.wrappers import text_name
 from kvcap.runtime.types import ATTENTION
+
+AT_ONCE = 1 << 20  # numbers that are computed from a file's blocks at once
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -130,12 +133,22 @@ class GgufCheckpoint(Checkpoint):
         return self.rows(name, 0, None).to(self.dtype)
 
     def rows(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Return some rows of a weight as numbers."""
+        """Return some rows of a weight as numbers, in float32."""
         kind, data = self._tensor(name)
         package: Any = importlib.import_module("gguf")
-        numbers = package.dequantize(data[start:stop], kind)
-        found = torch.from_numpy(np.array(self._processed(name, numbers), np.float32))
-        header(self.places[name][0]).release()
+        path, stored = self.places[name]
+        if data.ndim == 1:
+            numbers = package.dequantize(data[start:stop], kind)
+            whole = np.array(self.processor.process(weights=numbers, name=stored).weights)
+            found = torch.from_numpy(whole.astype(np.float32))
+        else:  # in pieces, as what computes them takes four times their memory
+            rows, shape = data[start:stop], self.shape(name)
+            found = torch.empty(len(rows), *shape[1:])
+            step = max(1, AT_ONCE // prod(shape[1:]))
+            for at in range(0, len(rows), step):
+                numbers = package.dequantize(rows[at : at + step], kind)
+                found[at : at + step] = torch.from_numpy(np.ascontiguousarray(numbers))
+        header(path).release()
         return found
 
     def kind(self, name: str) -> str:
@@ -164,12 +177,6 @@ class GgufCheckpoint(Checkpoint):
                 rows = self.processor.process(weights=rows, name=stored).weights
             self._last = name, tensor.tensor_type, rows
         return self._last[1:]
-
-    def _processed(self, name: str, numbers: Any) -> Any:
-        """Return a vector as the model has it, such as a norm's weights."""
-        if numbers.ndim > 1:
-            return numbers
-        return self.processor.process(weights=numbers, name=self.places[name][1]).weights
 
 
 ROW_BY_ROW = (

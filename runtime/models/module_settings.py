@@ -6,6 +6,7 @@ Modules of equal settings do the same, so that one can be traced, or tried, for 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,11 @@ def settings(module: nn.Module) -> Hashable:
             name,
             type(part),
             type(part).forward,
-            _told({k: _plain(v) for k, v in vars(part).items() if _compares(k, v)}),
-            _told({k: p if p is None else (p.shape, p.dtype) for k, p in part._parameters.items()}),
-            _told({k: b if b is None else repr(b.tolist()) for k, b in part._buffers.items()}),
+            _sorted({k: _plain(v) for k, v in vars(part).items() if _compares(k, v)}),
+            _sorted(
+                {k: p if p is None else (p.shape, p.dtype) for k, p in part._parameters.items()}
+            ),
+            _sorted({k: b if b is None else repr(b.tolist()) for k, b in part._buffers.items()}),
         )
         for name, part in module.named_modules()
     )
@@ -44,9 +47,12 @@ def _compares(name: str, value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    """Return a value that equals that of another module, where both do the same."""
+    if isinstance(value, partial):  # equal to none but itself
+        return value.func, repr(value.args), repr(sorted(value.keywords.items()))
     return repr(value) if isinstance(value, (tuple, list)) else value
 
 
-def _told(facts: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return facts in one order, whichever they were set in."""
+def _sorted(facts: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return facts in the order of their names."""
     return tuple(sorted(facts.items(), key=lambda fact: fact[0]))

@@ -1,14 +1,16 @@
-"""A decoder of many layers from a trace of three, and from weights that stay in their files."""
+"""A decoder of many layers from a trace of a few, and from weights that stay in their files."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import onnx
 import pytest
 import torch
 from conftest import small_policy, tiny_model
+from families import model_of
 from onnx import TensorProto, helper
 from tools import operations  # noqa: F401
 
@@ -16,7 +18,7 @@ from kvcap import pocket
 from kvcap.cli import run
 from kvcap.export.decoder import spec
 from kvcap.export.decoder import write as writing
-from kvcap.export.decoder.depth import are_alike, first_layers, layers_of, numbered
+from kvcap.export.decoder.depth import enough, first_layers, kinds_of, layers_of, numbered
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.repeat import Numbered, repeat
 from kvcap.export.decoder.spec import Source, layout_for, open_model
@@ -80,6 +82,7 @@ def traced_once(known, monkeypatch):
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("family", "policy"), [
     ("llama", "keydiff"), ("qwen3", "snapkv"), ("qwen2", "h2o"), ("granite", "criticalkv"),
+    ("gelu", "keydiff"),
 ])  # fmt: skip
 def test_a_repeated_layer_is_a_traced_one(family, policy, tmp_path, monkeypatch):
     """The whole graph is checked beside PyTorch, and has the nodes of one traced as a whole."""
@@ -88,8 +91,9 @@ def test_a_repeated_layer_is_a_traced_one(family, policy, tmp_path, monkeypatch)
         "kvcap.export.decoder.write.repeat",
         lambda *given: repeated.append(repeat(*given)) or repeated[-1],
     )
-    model, layout = made(family, policy)
-    assert are_alike(model, layout)
+    changes = {"hidden_act": "gelu_pytorch_tanh"} if family == "gelu" else {}
+    model, layout = made("llama" if changes else family, policy, **changes)
+    assert enough(kinds_of(model, layout)) == 3
     said, report = write(Source("tiny", model, None), layout, "fp32", tmp_path / "x", True)
     assert repeated == [True]
     assert report.ok
@@ -107,20 +111,69 @@ def test_a_repeated_layer_is_a_traced_one(family, policy, tmp_path, monkeypatch)
     assert [entry["layers"] for entry in said["evictors"]] == [list(range(LAYERS))]
 
 
-def test_layers_that_differ_are_told():
+ALTERNATING = {
+    "gemma2": "sfsfsf",
+    "gemma3_text": "ssfssfss",
+    "cohere2": "fsfsfsf",
+    "olmo3": "ssfssf",
+}
+KIND = {"s": "sliding_attention", "f": "full_attention"}
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(("family", "policy", "kv_dtype"), [
+    ("gemma3_text", "keydiff", None), ("gemma2", "snapkv", None), ("cohere2", "h2o", None),
+    ("olmo3", "keydiff", "int8"),
+])  # fmt: skip
+def test_layers_that_alternate_are_repeated_by_their_kind(
+    family, policy, kv_dtype, tmp_path, monkeypatch
+):
+    """All layers are checked beside PyTorch, and the graph has the nodes of one traced whole."""
+    order = [KIND[kind] for kind in ALTERNATING[family]]
+    model = model_of(family, num_hidden_layers=len(order), layer_types=order)
+    layout = layout_for(
+        model.config, CacheSettings(BUDGET, BLOCK, small_policy(policy, model.config))
+    )
+    kinds = kinds_of(model, layout)
+    assert [kinds[0] == kind for kind in kinds] == [order[0] == kind for kind in order]
+    assert enough(kinds) in (4, 5)
+    counts, done = [], []
+
+    def repeated(*given):
+        done.append(repeat(*given))
+        return done[-1]
+
+    monkeypatch.setattr(writing, "repeat", repeated)
+    source = Source("tiny", model, None)
+    for name in ("repeated", "whole"):
+        said, report = write(source, layout, "fp32", tmp_path / name, True, kv_dtype=kv_dtype)
+        assert report.ok
+        graph = onnx.load(str(tmp_path / name / "decoder.onnx"), load_external_data=False).graph
+        assert [value.name for value in graph.input] == [port["name"] for port in said["inputs"]]
+        assert [value.name for value in graph.output] == [port["name"] for port in said["outputs"]]
+        counts.append(Counter(node.op_type for node in graph.node))
+        monkeypatch.setattr(writing, "enough", lambda kinds: None)
+    assert done == [True]
+    assert counts[0] == counts[1]
+
+
+def test_layers_that_differ_are_of_other_kinds():
     model, layout = made()
-    assert are_alike(model, layout)
-    assert not are_alike(*made(policy="pyramidkv"))
+    assert kinds_of(model, layout) == [0] * LAYERS
+    assert kinds_of(*made(policy="pyramidkv")) == list(range(LAYERS))
     model.model.layers[4].self_attn.scaling *= 2
-    assert not are_alike(model, layout)
+    assert kinds_of(model, layout) == [0, 0, 0, 0, 1]
     model, layout = made()
     model.model.layers[3].mlp.act_fn = torch.nn.ReLU()
-    assert not are_alike(model, layout)
-    model, layout = made()
-    short = tiny_model("llama", num_hidden_layers=3)
-    assert not are_alike(
-        short, layout_for(short.config, CacheSettings(BUDGET, BLOCK, load_policy("keydiff")))
-    )
+    assert kinds_of(model, layout) == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize(("kinds", "count"), [
+    ("aaaa", 3), ("baaa", 3), ("aaa", None), ("ababab", 4), ("aabaabaab", 4), ("aaaaabaaaaab", 7),
+    ("abcd", None), ("aaab", None), ("abbbb", 3), ("abcabc", 5), ("aabb", None),
+])  # fmt: skip
+def test_enough_layers_are_traced_to_see_every_kind_and_one_twice(kinds, count):
+    assert enough([ord(kind) for kind in kinds]) == count
 
 
 def test_a_model_has_all_its_layers_again():
@@ -155,7 +208,7 @@ def test_a_chain_of_three_becomes_one_of_six():
 
     how = Numbered(re.compile(r"^(?:layers|keys|present_keys)\.(\d+)"))
     model = chain()
-    assert repeat(model, how, 6)
+    assert repeat(model, how, 3, [0] * 6)
     onnx.checker.check_model(model)
     from onnx.reference import ReferenceEvaluator
 
@@ -174,8 +227,8 @@ def test_a_chain_of_three_becomes_one_of_six():
         kept = torch.from_numpy(found[f"present_keys.{layer}"])
         torch.testing.assert_close(kept, y * torch.from_numpy(given[f"keys.{layer}"]))
     torch.testing.assert_close(torch.from_numpy(found["out"]), y - x)
-    assert not repeat(chain(third="Neg"), how, 6)
-    assert not repeat(chain(skip=True), how, 6)  # past the layer before
+    assert not repeat(chain(third="Neg"), how, 3, [0] * 6)
+    assert not repeat(chain(skip=True), how, 3, [0] * 6)  # past the layer before
 
 
 # --- weights that stay in their files
@@ -251,10 +304,10 @@ def test_an_export_from_the_files_is_that_of_the_loaded_model(
     layout = layout_for(
         load_config(where), CacheSettings(BUDGET, BLOCK, load_policy("keydiff"), positions)
     )
-    assert open_model(where, dtype, layout).checkpoint is None  # it is small
+    assert open_model(where, dtype).checkpoint is None  # it is small
     sources = [spec.load(where, dtype)]
     monkeypatch.setattr(spec, "LOADED", 0)
-    sources.append(open_model(where, dtype, layout))
+    sources.append(open_model(where, dtype))
     assert sources[1].checkpoint is not None
     reports = [
         write(source, layout, dtype, folder, True)[1]
@@ -283,7 +336,7 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
     where = str(checkpoint)
     monkeypatch.setattr(spec, "LOADED", 0)
     layout = layout_for(load_config(where), CacheSettings(BUDGET, BLOCK, load_policy("keydiff")))
-    source = open_model(where, "int4", layout)
+    source = open_model(where, "int4")
     places = dict(source.checkpoint.places)
     wrong = Checkpoint(places, torch.float32)
     one, other = (f"model.model.layers.{i}.mlp.up_proj.weight" for i in (4, 1))

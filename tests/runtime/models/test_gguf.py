@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvcap import BudgetCache, Runtime, pocket
 from kvcap.cli import run
+from kvcap.export.decoder import spec
 from kvcap.export.gguf import FileBlocks
 from kvcap.export.weights import unpack
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
@@ -51,6 +53,7 @@ def write(
     kinds: tuple[str, ...] = ("Q8_0",),
     mlp: int = MLP,
     hidden: int = HIDDEN,
+    layers: int = LAYERS,
 ) -> None:
     """A random Llama with the built-in model's tokenizer, its matrices in these types in turn."""
     import gguf
@@ -58,7 +61,7 @@ def write(
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     config = LlamaConfig(
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         hidden_size=hidden,
         num_key_value_heads=KV_HEADS,
@@ -71,7 +74,7 @@ def write(
     writer.add_name("tiny")
     writer.add_context_length(256)
     writer.add_embedding_length(hidden)
-    writer.add_block_count(LAYERS)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(mlp)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
@@ -91,7 +94,7 @@ def write(
         writer.add_bos_token_id(tokenizer.bos_token_id)
         writer.add_eos_token_id(tokenizer.eos_token_id if eos is None else eos)
         writer.add_chat_template(tokenizer.chat_template)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     if factors:
         writer.add_tensor("rope_freqs.weight", torch.ones(hidden // HEADS // 2).numpy())
     types = cycle(kinds)
@@ -383,6 +386,26 @@ def test_a_graph_has_the_numbers_of_the_file(tmp_path, kind):
             far = (meant - weight).abs().max()
             assert far <= 1e-6 * max(weight.abs().max(), meant.abs().max())
             assert rounding.bits == (4 if kind.startswith("Q4") else 8)
+
+
+@needs_gguf
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("dtype", ["gguf", "int4", "fp32"])
+def test_an_export_reads_a_large_file_weight_by_weight(tmp_path, capsys, monkeypatch, dtype):
+    """The graph has the weights of one whose model was loaded whole."""
+    path = tmp_path / "x.gguf"
+    write(path, kinds=("Q8_0", "Q4_K"), hidden=256, mlp=256, layers=4)
+    monkeypatch.setattr("kvcap.export.weights.ACCURACY", 1)  # activations are not rounded
+    tensors = []
+    for least in (spec.LOADED, 0):
+        monkeypatch.setattr(spec, "LOADED", least)
+        out = tmp_path / f"{dtype}-{least}"
+        given = ["--budget-tokens", "12", "--block-size", "4", "--quick", "--dtype", dtype]
+        assert run(["export", "decoder", str(path), "-o", str(out), *given]) == 0
+        assert ("3 layers" in capsys.readouterr().out) == (least == 0)
+        graph = onnx.load(str(out / "decoder.onnx")).graph
+        tensors.append({x.name: x.raw_data for x in graph.initializer if len(x.raw_data) > 8})
+    assert tensors[0] == tensors[1]
 
 
 @needs_gguf
