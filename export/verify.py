@@ -81,10 +81,22 @@ def verify(path: Path, model: str | None = None, quick: bool = False) -> list[Re
     """
     if (path / MANIFEST).is_file():
         return [verify_decoder(path, model, quick)]
+    if path.is_dir():
+        _refuse_missing(path)
     files = sorted(path.glob("*.onnx")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ManifestError(f"no .onnx file at {str(path)!r}; kvcap export scorer writes some")
     return [_graph(file, quick) for file in files]
+
+
+def _refuse_missing(folder: Path) -> None:
+    """Refuse a folder in which a manifest describes a graph that is missing."""
+    for file in sorted(folder.glob("*.json")):
+        graph = file.with_suffix(".onnx")
+        if not graph.is_file() and manifest.schema_in(file) in (manifest.SCHEMA, compiled.SCHEMA):
+            raise ManifestError(
+                f"{file.name} describes {graph.name}, which is missing; export it again"
+            )
 
 
 def _graph(file: Path, quick: bool) -> Report:

@@ -93,6 +93,15 @@ def read(graph: Path, expected: str = SCHEMA) -> dict[str, Any]:
     return found
 
 
+def schema_in(file: Path) -> Any:
+    """Return the schema that a JSON file names; None if it names none, or is no JSON."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("schema") if isinstance(found, dict) else None
+
+
 def write(said: dict[str, Any], path: Path) -> None:
     """Write a manifest.
 

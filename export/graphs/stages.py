@@ -128,8 +128,8 @@ class Update(StageGraph):
         super().__init__(form)
         if not form.update_inputs:
             raise NotExportable(
-                f"{form.eviction.name} in its formulation {form.name} keeps no state that is made "
-                "when tokens arrive; there are the stages score and evict"
+                f"{form.eviction.name} in its formulation {form.name} keeps no state between "
+                "blocks, so there is nothing to update; choose --stage score or evict"
             )
         self.inputs = [PORTS[name] for name in form.update_inputs]
 

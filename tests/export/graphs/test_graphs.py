@@ -441,6 +441,17 @@ def test_files_that_do_not_belong_together_are_refused(copied, shelf):
         verify(copied)
 
 
+def test_a_graph_that_is_missing_from_a_folder_is_named(copied, shelf):
+    for file in shelf("knorm").parent.glob("knorm.score.*"):
+        (copied.parent / file.name).write_bytes(file.read_bytes())
+    (copied.parent / "other.json").write_text("[1")  # no manifest
+    assert len(verify(copied.parent, quick=True)) == 2
+    copied.unlink()
+    with pytest.raises(ManifestError, match=f"describes {copied.name}, which is missing"):
+        verify(copied.parent)
+    assert run(["export", "verify", str(copied.parent)]) == 2
+
+
 @pytest.mark.parametrize(
     ("part", "value", "fault"),
     [
@@ -563,6 +574,7 @@ def test_exit_codes(copied, capsys, tmp_path):
     assert run(["export", "scorer", "full"]) == 2
     assert "never evicts" in capsys.readouterr().err
     assert run(["export", "scorer", "snapkv", "--stage", "update"]) == 2
+    assert "choose --stage score or evict" in capsys.readouterr().err
     assert run(["export", "scorer", "tova", "--dtype", "int8"]) == 2
     assert run(["export", "scorer", "tova", "--stage", "both"]) == 2
     assert run(["export", "scorer", "tova", "--heads", "9", "--kv-heads", "2"]) == 2
