@@ -15,6 +15,7 @@ import typer
 
 from kvcap.runtime.cli.options import Json
 from kvcap.runtime.files import KEPT_FROM, cache_home, read_json
+from kvcap.runtime.types import BUILT_IN
 from kvcap.runtime.units import format_bytes
 
 cache = typer.Typer(
@@ -45,7 +46,17 @@ def _model(path: Path) -> str:
         model: Any = read_json(path / KEPT_FROM)["model"]
     except (OSError, ValueError, LookupError, TypeError):
         return ""
-    return str(model.get("path") or model.get("repository")) if isinstance(model, dict) else model
+    return _name(model) if isinstance(model, dict) else model
+
+
+def _name(model: dict[str, Any]) -> str:
+    """Return the name that a user gives for a model that was exported."""
+    if (repository := model.get("repository")) is not None:  # models--OWNER--NAME
+        return str(repository).removeprefix("models--").replace("--", "/", 1)
+    from kvcap import pocket
+
+    path = str(model.get("path"))
+    return {str(pocket.path(name)): name for name in BUILT_IN}.get(path, path)
 
 
 @cache.command("list")

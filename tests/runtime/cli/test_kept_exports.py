@@ -54,6 +54,23 @@ def test_the_cache_folder_is_the_users_own(monkeypatch, tmp_path):
     assert cache_folder() == Path.home() / ".cache" / "kvcap" / "exports"
 
 
+def test_an_export_is_listed_and_removed_by_the_name_that_the_user_gave(made, monkeypatch, capsys):
+    def listed() -> list[str]:
+        capsys.readouterr()
+        assert run(["cache", "list", "--json"]) == 0
+        return sorted(one["model"] for one in json.loads(capsys.readouterr().out))
+
+    kept_export("pocket", "int8", Budget())
+    downloaded = {"repository": "models--Qwen--Qwen3--0.6B", "revision": "1"}
+    monkeypatch.setattr(kept_exports, "_model", lambda model: downloaded)
+    kept_export("Qwen/Qwen3--0.6B", "int8", Budget())
+    assert listed() == ["Qwen/Qwen3--0.6B", "pocket"]
+    assert run(["cache", "clear", "pocket"]) == 0
+    assert listed() == ["Qwen/Qwen3--0.6B"]
+    assert run(["cache", "clear", "Qwen/Qwen3--0.6B"]) == 0
+    assert listed() == []
+
+
 def test_it_is_made_once_and_again_when_something_in_it_differs(model, made, capsys):
     first = kept_export(str(model), "int4", Budget())
     assert "once" in capsys.readouterr().err
