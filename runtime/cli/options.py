@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames, current_name
-from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import is_export
@@ -525,6 +525,11 @@ class Backend:
         if self.backend == "torch":
             if self.calibrate is not None:
                 raise ValueError("--calibrate is for exports; leave it or --backend torch out")
+            if model not in BUILT_IN and is_export(model):
+                raise UnsupportedModel(
+                    f"{model!r} is an exported decoder, which ONNX Runtime runs and PyTorch does "
+                    "not; leave --backend torch out, or name the model that it was made from"
+                )
             return False
         if self.weights is not None or self.backend == "onnxruntime":
             return True

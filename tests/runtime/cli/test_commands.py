@@ -590,9 +590,10 @@ def test_an_export_is_run_by_its_own_backend(kvcap: Any, tmp_path: Path) -> None
         code, out, err = kvcap(*command, str(tmp_path), stdin=b"Hello!")
         assert (code, out) == (2, "")
         assert "and this kvcap reads" in err  # its manifest was read
-    code, _, err = kvcap("plan", str(tmp_path), "--backend", "torch")
-    assert code == 2
-    assert "is an exported decoder, which ONNX Runtime runs" in err
+    for command in (["plan"], ["generate", "-f", "-"], ["chat"]):
+        code, _, err = kvcap(*command, str(tmp_path), "--backend", "torch", stdin=b"Hello!")
+        assert code == 2
+        assert "is an exported decoder, which ONNX Runtime runs" in err
     for model, says in [
         ("pocket", "kvcap export decoder pocket -o pocket-onnx"),
         ("Someone/A-Model", "kvcap export decoder Someone/A-Model -o A-Model-onnx"),
