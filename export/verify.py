@@ -18,6 +18,7 @@ from kvcap.export.adopted import adopt
 from kvcap.export.adopted import check as evictors
 from kvcap.export.decoder import check as decoders
 from kvcap.export.decoder.graph import DecoderGraph
+from kvcap.export.decoder.manifest import model_facts
 from kvcap.export.decoder.spec import check_dtype, layout_for, load
 from kvcap.export.files import sha256
 from kvcap.export.graphs import check as graphs
@@ -119,7 +120,8 @@ def verify_decoder(
         quick: read only one block past the budget.
 
     Raises:
-        ManifestError, ModelFilesBroken: the directory is not as it was written.
+        ManifestError: the directory is not as it was written, or the model is another one.
+        ModelFilesBroken: a file is not as it was written.
         ModelNotFound: the model is not there.
         GraphBroken, ShapeError: the graph cannot be run, or is another one.
         UnsupportedModel: a decoder of others gives wrong logits once tokens are evicted.
@@ -144,11 +146,22 @@ def verify_decoder(
         raise ManifestError(f"{MANIFEST} describes no decoder known here: {error}") from error
     config = load_config(resolve(name))
     layout = layout_for(config, settings)
+    _same_model(name, model_facts(layout.shape), found.model)
     scales = scales_of(found)
     slots = None if scales is None else torch.from_numpy(scales[:, :, :, 0])
     decoder = DecoderGraph(load(name, facts["dtype"]).model, layout, slots)
     with decoders.as_rounded(decoder, rounded_in(found.decoder)):
         return decoders.check(folder, decoder, facts["dtype"], quick)
+
+
+def _same_model(name: str, facts: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+    """Refuse a model whose family or sizes are not those that the manifest says."""
+    for key, value in facts.items():
+        if key in said and said[key] != value:
+            raise ManifestError(
+                f"{name!r} has {key.replace('_', ' ')} {value}, and this export was made from "
+                f"{said['name']!r}, which has {said[key]}; give that model with --model"
+            )
 
 
 def _large_files(found: Manifest) -> None:

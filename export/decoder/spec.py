@@ -172,10 +172,14 @@ def _check(shape: ModelShape, eviction: Eviction) -> None:
             "kvcap policies lists policies that do"
         )
     if eviction.head_budget is not None or eviction.layers_move:
-        what = "the heads of a layer" if eviction.head_budget is not None else "layers, in time,"
+        moved = (
+            "gives the heads of a layer unequal numbers of slots"
+            if eviction.head_budget is not None
+            else "moves slots from one layer to another during a run"
+        )
         raise NotExportable(
-            f"under {name} {what} hold unequally many slots, and a tensor's rows are equally "
-            "long; use its base, such as snapkv or keydiff, or fixed layers, such as pyramidkv"
+            f"{name} {moved}, and the buffers of an exported graph have fixed sizes; use the score "
+            "that it builds on, such as snapkv or keydiff, or pyramidkv, whose layers are fixed"
         )
     if eviction.corrector is not None:
         raise NotExportable(

@@ -497,7 +497,7 @@ def test_an_export_of_something_else_is_not_replaced_unasked(right, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "error", "why"), [
-    *((name, NotExportable, "unequally many") for name in sorted(RAGGED)),
+    *((name, NotExportable, "fixed sizes") for name in sorted(RAGGED)),
     *((name, NotExportable, "evicted tokens") for name in sorted(CORRECTED)),
     ("full", NotExportable, "never evicts"),
 ])  # fmt: skip
@@ -536,7 +536,7 @@ def test_a_model_of_another_kind():
 @pytest.mark.parametrize(("arguments", "code", "told"), [
     (["pocket", "--dtype", "int3"], 2, "fp32, fp16, int8, int4"),
     (["pocket", "--dtype", "fp16", "--symmetric"], 2, "--symmetric is for --dtype int8 and int4"),
-    (["pocket", "--policy", "adakv"], 2, "unequally"),
+    (["pocket", "--policy", "adakv"], 2, "unequal numbers of slots"),
     (["nothing-there"], 2, "nothing-there"),
     (["pocket", "--budget-tokens", "0"], 2, "--budget-tokens"),
     (["pocket", "-o", "{here}"], 2, "something else"),
@@ -553,6 +553,11 @@ def test_wrong_input_ends_before_weights_are_read(arguments, code, told, tmp_pat
     assert told in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["here"]
     assert (here / "letter.txt").read_text() == "dear"
+
+
+def test_another_model_than_that_of_the_export_is_refused(copied):
+    with pytest.raises(ManifestError, match="has family llama, and this export was made from"):
+        verify_decoder(copied, "pocket")
 
 
 def test_a_broken_folder_is_refused_by_name(copied):
