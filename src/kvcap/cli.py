@@ -105,7 +105,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _wrong_option(error: Any) -> str:
     """Return typer's message on an option, and the environment variable that set it, if any."""
-    said, where = str(error.format_message()), getattr(error, "ctx", None)
+    said = str(error.format_message()).replace("Value error, ", "")  # pydantic's, in newer typer
+    where = getattr(error, "ctx", None)
     parameter = getattr(error, "param", None)
     if where is None or parameter is None:
         return said

@@ -363,7 +363,7 @@ def test_the_options_are_those_of_llama_bench(
         ("cpu --peer-python llama.cpp", "give a peer and a Python"),
         ("cpu -t 0", "--threads 0: give one count"),
         ("prefill -t 1,2", "--threads 1,2: give one count"),
-        ("cpu -o yaml", "'yaml' is not one of"),
+        ("cpu -o yaml", ": 'yaml' is not one of"),
     ],
 )
 def test_bad_options_are_refused(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
