@@ -370,7 +370,8 @@ def report_command(
         print(jsonlib.dumps(said))
     else:
         print(text, end="")
-        print(slower(worse), end="\n" * bool(worse))
+        if baseline is not None:
+            print(slower(worse) or f"- no cell is slower than before by more than {allowed:.0%}")
     if out is not None:
         out.write_text(text, encoding="utf-8")
     if plot is not None:

@@ -438,8 +438,9 @@ def decoder_command(
         print(report.table())
     if exporter == "existing":
         print(_which(model, said))
+    width = max(len(entry["file"]) for entry in said["files"])
     for entry in said["files"]:
-        print(f"  {entry['file']:<24} {entry['bytes']:>15,} bytes")
+        print(f"  {entry['file']:<{width}} {entry['bytes']:>15,} bytes")
     print(f"{where}  in {found['seconds']} s; kvcap chat {where}")
 
 

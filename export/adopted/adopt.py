@@ -224,10 +224,10 @@ def decoder_in(where: Path, variant: str | None = None) -> Path:
         return next(iter(there.values()))
     found = sorted(path for path in where.glob("*.onnx") if "kvcap-" not in path.name)
     if len(found) != 1:
-        which = ", ".join(path.name for path in found) or "none"
-        raise ModelNotFound(
-            f"{str(where)!r} holds not one .onnx ({which}); give the decoder's file"
-        )
+        which = ", ".join(path.name for path in found)
+        several = f"several .onnx files ({which}), none of a usual name; give the decoder's file"
+        none = "no .onnx file; give a directory that holds an ONNX decoder"
+        raise ModelNotFound(f"{str(where)!r} holds {several if found else none}")
     return found[0]
 
 

@@ -1102,6 +1102,7 @@ def test_a_baseline_catches_what_became_slower(saved, capsys):
     before = saved("before.json")
     same = ["android", "report", saved("same.json", faster(1.09)), "--baseline", before]
     assert run(same) == 0
+    assert "no cell is slower than before by more than 10%" in capsys.readouterr().out
     assert run([*same, "--max-regress", "5%"]) == 1
     worse = saved("worse.json", lambda f: faster(1.2)({"cells": f["cells"][3:4]}))
     capsys.readouterr()

@@ -134,8 +134,8 @@ def _unprepared(folder: Path) -> NotExportable:
         )
     return NotExportable(
         f"{str(folder)!r} has no {MANIFEST}, so it is no exported decoder; make one with: "
-        f"kvcap export decoder {folder} -o {folder.name}-onnx, and give that directory; or leave "
-        "--backend onnxruntime out"
+        f"kvcap export decoder {folder} -o {folder.name}-onnx, and give that directory; or run the "
+        "model in PyTorch"
     )
 
 
