@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_chat
+import torch
 from chat_templates import TOOLS, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from kvcap.serve.contract import Ask
 from kvcap.serve.prefixes import SharedPrompts
 from kvcap.serve.scheduler import Scheduler
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RULES = [f"You are the {job} of a small town. Answer briefly. " * 4 for job in ("baker", "doctor")]
 SYSTEMS = [{"role": "system", "content": text} for text in RULES]
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds. " * 12}}
@@ -61,7 +63,7 @@ POLICIES = ["keydiff", "snapkv", "h2o", "adakv", "calidrop", "random"]
 def test_an_answer_is_the_same_from_a_copy(folder: Any, policy: str, pinned: bool) -> None:
     options = {"repetition_penalty": 1.3, "temperature": 0.9, "seed": 3}
     runtime = Runtime.from_pretrained(
-        folder, policy, budget_tokens=140, block_size=16, dtype="float32", device="cpu"
+        folder, policy, budget_tokens=140, block_size=16, dtype="float32", device=DEVICE
     )
     pins = frozenset({0} if pinned else ())
     asks = [
