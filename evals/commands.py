@@ -1267,7 +1267,7 @@ def update_command(
 
 @contextmanager
 def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
-    """Show a live line on stderr that is gone when the work is done."""
+    """Show a live line on stderr, if that is a terminal, and remove it after the work."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -1280,6 +1280,7 @@ def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
     shown = [BarColumn(bar_width=24), *(TextColumn(c) for c in columns), TimeRemainingColumn()]
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     shown.append(TimeElapsedColumn())
+    off = off or not console.is_interactive  # where it would print an empty line at every stop
     with Progress(*shown, console=console, transient=True, disable=off) as progress:
         yield progress
 

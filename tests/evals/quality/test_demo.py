@@ -86,6 +86,7 @@ def test_the_demo_prints_answers_and_figures(folder: Path) -> None:
     assert [line.split()[0] for line in lines] == (
         ["wrong", "wrong", "recall", "kv", "bytes", "tokens"]
     )
+    assert not result.stderr.startswith("\n")  # the meter's lines are for terminals
 
 
 @pytest.mark.parametrize(
