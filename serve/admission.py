@@ -14,7 +14,7 @@ from typing import Any
 from kvcap.runtime.cli.commands import load, planned_serving
 from kvcap.runtime.cli.console import say
 from kvcap.runtime.cli.options import Backend, Budget, Output, Running
-from kvcap.runtime.memory.cap_guard import CapGuard, limit_data
+from kvcap.runtime.memory.cap_guard import CapGuard, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import RUNNING, parse_cap
 from kvcap.runtime.planning.serving import ServingPlan
@@ -77,11 +77,13 @@ def open_conversations(
         PlanInfeasible: not even one conversation fits, or fewer than were asked for; nothing is
             loaded.
         SessionNotSaved: the folder cannot be used.
+        ValueError: a cap that is not given is to be enforced.
         KvcapError: as loading a model.
     """
     # Every operation of a pass gives Python's lock away and waits for it again, as long as this
     # where another thread reads requests: some hundred times for every token.
     sys.setswitchinterval(SWITCH_S)
+    check_enforce(budget.enforce, budget.memory_cap)
     cap = None if budget.memory_cap is None else parse_cap(budget.memory_cap)
     if cap is not None:
         budget = replace(budget, memory_cap=str(cap))
@@ -102,7 +104,7 @@ def open_conversations(
     )
 
     def made() -> Opened:
-        one_each = replace(budget, memory_cap=None)
+        one_each = replace(budget, memory_cap=None, enforce="check")  # the watch enforces the cap
         runtime: Any = load(model, backend, one_each, running, output)
         note = without_default(getattr(runtime.tokenizer, "chat_template", None))
         if note is not None and not output.quiet:

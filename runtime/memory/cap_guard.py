@@ -53,6 +53,19 @@ class CapGuard:
         self._before = before
 
 
+def check_enforce(enforce: str, cap: object) -> None:
+    """Refuse to have the system hold a cap where none is given.
+
+    Raises:
+        ValueError: there is no cap.
+    """
+    if enforce == "rlimit" and cap is None:
+        raise ValueError(
+            "enforce 'rlimit' has the system hold a memory cap, and none is given; give one, such "
+            "as --memory-cap 2GiB, or leave --enforce out"
+        )
+
+
 def limit_data(cap: int) -> None:
     """Have the system refuse memory to this process beyond `cap` bytes.
 

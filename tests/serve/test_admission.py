@@ -195,6 +195,9 @@ def test_nothing_is_loaded_where_not_one_conversation_fits(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcap.serve.admission.load", lambda *_: 1 / 0)
+    without = Budget(enforce="rlimit")
+    with pytest.raises(ValueError, match="give one, such as --memory-cap 2GiB"):
+        open_conversations(folder, Backend(), without, Running(device="cpu"), Output())
     with pytest.raises(PlanInfeasible, match="so that 0 fit"):
         open_conversations(
             folder,

@@ -34,7 +34,7 @@ from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.cache.settings import CacheSettings, check_size
 from kvcap.runtime.errors import NotExportable
-from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
+from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
 from kvcap.runtime.planning.plan import MemoryPlan, Sizes, fitting, parse_cap, warn_if_short
 from kvcap.runtime.recall.settings import index_bytes
@@ -149,7 +149,9 @@ class OrtRuntime:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, PlanInfeasible: before
                 weights are read.
             GraphBroken, ShapeError: the graph is not what the manifest says.
+            ValueError: a cap that is not given is to be enforced.
         """
+        check_enforce(enforce, memory_cap)
         found = manifests.read(Path(folder))
         cap = None if memory_cap is None else parse_cap(memory_cap)
         settings = CacheSettings.of((settings,), named)

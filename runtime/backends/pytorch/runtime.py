@@ -28,7 +28,7 @@ from kvcap.runtime.backends.pytorch.warm import converse
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames, check_size
 from kvcap.runtime.errors import first_line
-from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, limit_data
+from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import (
@@ -157,6 +157,7 @@ class Runtime:
         Raises:
             ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: raised
                 before weights are read.
+            ValueError: a cap that is not given is to be enforced.
         """
         if str(model) not in BUILT_IN and (folder := locate(model)) and is_export(folder):
             from kvcap.runtime.backends.onnxruntime.runtime import open_export  # an optional one
@@ -175,6 +176,7 @@ class Runtime:
                     recall_store=recall_store,
                 ),
             )
+        check_enforce(enforce, memory_cap)
         where, settings = resolve(model), CacheSettings.of(given, named, "policy")
         config = Sizes(settings, memory_cap).config_for(load_config(where))
         floats = weights in (None, "unpacked")

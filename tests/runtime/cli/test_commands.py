@@ -489,6 +489,7 @@ def test_policies(kvcap: Any) -> None:
         (["--max-new-tokens", "0"], 2, "--max-new-tokens"),
         (["--raw", "--system-prompt", "Be kind."], 2, "--raw"),
         (["--policy", "full", "--budget-tokens", "4"], 4, "0 of 4 slots are in use"),
+        (["--enforce", "rlimit"], 2, "give one, such as --memory-cap 2GiB"),
         (["--nonsense"], 2, "--nonsense"),
     ],
 )
