@@ -298,7 +298,7 @@ EvictEvery = Annotated[
         min=1,
         metavar="N",
         panel="Memory",
-        help="While answering, evict every N tokens. 16 pay on a GPU.",
+        help="While answering, evict every N tokens. More than 1 switches CUDA graphs off.",
     ),
 ]
 Threads = Annotated[
@@ -597,7 +597,8 @@ class Running:
             min=1,
             metavar="N",
             panel="Memory",
-            help="While answering, evict every N tokens (64 on a CPU; 1 on a GPU, where 16 pay).",
+            help="While answering, evict every N tokens (64 on a CPU, 1 on a GPU, where more "
+            "switch CUDA graphs off).",
         ),
     ] = None
 

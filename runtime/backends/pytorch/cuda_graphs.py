@@ -1,10 +1,10 @@
 """Captures a forward pass over a block as a CUDA graph, and replays it for the blocks that follow.
 
 That is possible in the steady state: a full cache evicts as many tokens as it reads, so shapes,
-addresses and Python's decisions stay the same, and only tokens and positions differ. A cache that
-evicts every few tokens has a graph for each of these steps. While a cache fills, the number of
-slots in use differs too; kernels read it on the device. Several small blocks go through the model
-in one pass, since its matrices are then read once; each layer takes them one after the other.
+addresses and Python's decisions stay the same, and only tokens and positions differ. While a cache
+fills, the number of slots in use differs too; kernels read it on the device. Several small blocks
+go through the model in one pass, since its matrices are then read once; each layer takes them one
+after the other.
 """
 
 from __future__ import annotations
