@@ -341,6 +341,7 @@ def eval_command(
 
     quiet_libraries()
     use_threads(threads)
+    _check_folder("--out", out)
     if plot:
         require_matplotlib()
     crew = Crew(engine, workers, threads, ray_address)  # type: ignore[arg-type]  # checked by run()
@@ -772,8 +773,6 @@ def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
 
     if len(sweep.lengths) > 1:
         raise ValueError("--agreement: give one of --lengths, the most tokens of a passage")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {str(out)!r} is a file; give a folder")
     with _meter("{task.completed:,}/{task.total:,} tokens") as progress:
         meter = progress.add_task("agreement", total=0)
 

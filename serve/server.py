@@ -63,7 +63,7 @@ class Ending(uvicorn.Server):
     def _end_answers(self) -> None:
         figures = self.conversations.figures()
         LOG.warning(
-            "the server ends after %g s: %d answers are cut short, %d requests are not answered",
+            "the server ends after %g s; answers cut short: %d, requests not answered: %d",
             self.patience_s,
             figures.answering,
             figures.waiting,

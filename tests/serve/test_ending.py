@@ -50,7 +50,7 @@ def test_streams_end_by_an_error_and_the_log_says_so(caplog):
     last = [line for line in found if line][-1]
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["code"], "the server is closing" in error["message"]) == ("busy", True)
-    assert "the server ends after 0.2 s: 1 answers are cut short" in caplog.text
+    assert "the server ends after 0.2 s; answers cut short: 1" in caplog.text
 
 
 def listens(url: str) -> bool:

@@ -430,6 +430,16 @@ def test_a_base_model_is_asked_in_plain_text_and_the_command_says_so(
     assert limits[-1] == 3
 
 
+@pytest.mark.parametrize("below", [[], ["folder"]])
+def test_results_cannot_go_below_a_file(
+    below: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert cli.run(["eval", "pocket", "--out", str(file.joinpath(*below))]) == 2
+    assert f"{str(file)!r} is a file, not a folder" in capsys.readouterr().err.replace("\n", "")
+
+
 def test_cell_bytes_are_those_of_an_allocated_cache(sweep: Sweep, tmp_path: Path) -> None:
     config = tiny_config("llama")
     for cell in run(sweep, tmp_path):
