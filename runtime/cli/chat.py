@@ -43,6 +43,7 @@ from kvcap.runtime.units import format_bytes, parse_bytes
 YOU = "cyan"  # the colour of the user's words
 SETTINGS = (*(field.name for field in fields(Sampling)), "markdown")
 COMMAND = re.compile(r"/([A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
+LEAVING = ("quit", "bye", "q")  # as other programs call /exit
 SHOWN_LINES, SHOWN = 8, 600  # lines and characters of a message that is shown again
 FOUND, PASSAGE = 5, 240  # passages that /recall shows, and letters of one
 REREAD = "; the next message reads the conversation again"
@@ -187,11 +188,12 @@ class Chat:
         return Meter
 
     def _command(self, name: str, rest: str) -> int:
-        if name.lower() not in self.COMMANDS:
-            close = difflib.get_close_matches(name.lower(), self.COMMANDS, n=1)
+        known = "exit" if name.lower() in LEAVING else name.lower()
+        if known not in self.COMMANDS:
+            close = difflib.get_close_matches(known, self.COMMANDS, n=1)
             hint = f"did you mean /{close[0]}?" if close else "/help lists all"
             raise ValueError(f"no command /{name}; {hint} (a space before it makes it a message)")
-        return self.COMMANDS[name.lower()][2](self, rest.strip()) or OK
+        return self.COMMANDS[known][2](self, rest.strip()) or OK
 
     def _help(self, _: str) -> None:
         usages = {f"/{name} {usage}": says for name, (usage, says, _) in self.COMMANDS.items()}

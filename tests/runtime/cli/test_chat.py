@@ -201,8 +201,9 @@ def test_policy_keeps_messages_settings_and_pins(
     assert chat.session.system == "Be kind."
 
 
-def test_system_and_exit(chat: Chat) -> None:
-    assert chat.run_script(["/system You are terse.", "Hi", "/exit", "not read"]) == 0
+@pytest.mark.parametrize("leave", ["/exit", "/quit", "/Bye"])
+def test_system_and_exit(chat: Chat, leave: str) -> None:
+    assert chat.run_script(["/system You are terse.", "Hi", leave, "not read"]) == 0
     assert chat.session.system == "You are terse."
     assert len(chat.session.messages) == 2
     chat.handle('/system ""')
