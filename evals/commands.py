@@ -467,7 +467,8 @@ def tune_command(
     Candidates read pieces of the text, find facts without and with recall, and are timed, beside
     random eviction and the uncapped model. Of those that keep the text's flow as well as the best
     does, and no worse than random, the one that finds most facts is taken; of equals, the fastest.
-    The last line of stdout is the command alone. Exits with 1 if nothing can be recommended.
+    The last line of stdout is the command alone; it is empty, and the exit code 1, if nothing can
+    be recommended.
     """
     started = perf_counter()
     from kvcap.evals.quality.recommend import command
@@ -516,6 +517,8 @@ def tune_command(
         show(table(found))
         print("".join(f"\n{remark}" for remark in found.choice.remarks))
     if line is None:
+        if not json_:
+            print()  # the last line is the command alone, and there is none
         raise NothingRecommended(
             "every policy that was measured is worse than random eviction on this text; give a "
             "larger budget, or --policies others"

@@ -7,6 +7,7 @@ nothing is measured, and no model is known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -71,12 +72,23 @@ class Recommendation:
 
 def near_best(rows: Sequence[PolicyFigures]) -> list[PolicyFigures]:
     """Return the candidates whose flow is not worse than the best, nor than random eviction."""
-    floor = _named(rows, FLOOR)
-    sound = [row for row in _candidates(rows) if not is_worse(row, floor)]
+    dropped = below_random(rows)
+    sound = [row for row in _candidates(rows) if row not in dropped]
     if not sound:
         return []
     best = min(sound, key=lambda row: row.perplexity)
     return [row for row in sound if not is_worse(row, best)]
+
+
+def below_random(rows: Sequence[PolicyFigures]) -> list[PolicyFigures]:
+    """Return the candidates whose flow is worse than that of random eviction.
+
+    One whose pieces differ too much to tell is dropped if its perplexity is no lower than that of
+    another that was dropped: noise does not recommend a policy.
+    """
+    candidates, floor = _candidates(rows), _named(rows, FLOOR)
+    least = min((row.perplexity for row in candidates if is_worse(row, floor)), default=math.inf)
+    return [row for row in candidates if row.perplexity >= least]
 
 
 def is_worse(row: PolicyFigures, other: PolicyFigures) -> bool:
@@ -100,8 +112,7 @@ def choose(rows: Sequence[PolicyFigures]) -> Recommendation:
     remarks = [
         f"{row.policy} is worse than random eviction: "
         f"{flow_beside(row, floor).difference:.2f} times its perplexity"
-        for row in _candidates(rows)
-        if is_worse(row, floor)
+        for row in below_random(rows)
     ]
     if not near:
         return Recommendation(None, False, (), tuple(remarks))
@@ -153,10 +164,10 @@ def _on_facts(
     if not any(full) and not any(chosen.best_facts):
         return ["the model finds no fact even uncapped, so that flow and time alone decide"]
     if chosen.recalled:
-        more = "where" if chosen.recall_helps else "no more than"
+        more = "more than" if chosen.recall_helps else "no more than"
         said.append(
-            f"with recall {share(chosen.recalled)} facts are found, {more} {chosen.policy} alone "
-            f"finds {share(chosen.facts)}"
+            f"with recall {chosen.policy} finds {share(chosen.recalled)} facts, {more} the "
+            f"{share(chosen.facts)} without it"
         )
     names = [row.policy for row in near]
     others = [row for row in _candidates(rows) if row.policy not in names and row.best_facts]

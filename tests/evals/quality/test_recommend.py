@@ -68,6 +68,19 @@ def test_nothing_is_chosen_where_all_are_worse_than_random() -> None:
     assert len(found.remarks) == 2
 
 
+def test_noise_does_not_save_a_policy_that_reads_worse_than_a_dropped_one() -> None:
+    """Two pieces hardly tell `noisy` from random eviction, and tell the better `steady` from it."""
+    floor = PolicyFigures("random", 64, 1000, (2.0, 2.0), (), (), 1.0, 2.0)
+    full = PolicyFigures("full", None, None, (2.0, 2.0), _found(8))
+    steady = PolicyFigures("steady", 64, 1000, (2.05, 2.05), _found(8), (), 1.0, 2.0)
+    noisy = PolicyFigures("noisy", 64, 1000, (1.95, 2.3), _found(8), (), 1.0, 2.0)
+    good = PolicyFigures("good", 64, 1000, (1.9, 2.1), _found(0), (), 1.0, 2.0)
+    found = choose([steady, noisy, floor, full])
+    assert found.policy is None
+    assert [x.partition(" ")[0] for x in found.remarks] == ["steady", "noisy"]
+    assert choose([steady, noisy, good, floor, full]).policy == "good"
+
+
 def test_random_and_the_uncapped_model_are_never_chosen() -> None:
     found = choose(beside(row("a", facts=0, ms=9.0), floor=-0.2 + 0.2))  # as good as `a`
     assert found.policy == "a"

@@ -202,6 +202,7 @@ def test_nothing_is_recommended_where_random_is_better(
     said, noted = capsys.readouterr()
     assert "snapkv is worse than random eviction" in said
     assert "kvcap generate" not in said
+    assert said.endswith("\n\n")  # no sentence stands where a script reads the command
     assert "give a larger budget" in noted
     assert cli.run([*given, "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
