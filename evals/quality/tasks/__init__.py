@@ -182,6 +182,9 @@ def make_samples(
 
     All at one depth; by default depths start at random and step by the golden ratio, so that few
     samples are spread evenly too. They are made by so many threads.
+
+    Raises:
+        ValueError: the length is too short for the task, which is named.
     """
     task, key = load_task(name), f"{name}/{length}/{seed}"
     if draw := getattr(task, "draw", None):
@@ -190,7 +193,11 @@ def make_samples(
     depths = [(start + i * GOLDEN) % 1 if depth is None else depth for i in range(count)]
 
     def make(i: int) -> Sample:
-        return task.make(Random(f"{key}/{i}"), tokenizer, length, depths[i])
+        try:
+            return task.make(Random(f"{key}/{i}"), tokenizer, length, depths[i])
+        except ValueError as error:
+            said = str(error)
+            raise ValueError(said if said.startswith(name) else f"{name}: {said}") from error
 
     first = [make(i) for i in range(min(1, count))]  # it may read files that all need
     with ThreadPoolExecutor(threads) as pool:
