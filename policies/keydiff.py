@@ -35,7 +35,7 @@ class KeyDiff(Policy):
         "keydiff-window": Preset(
             "keydiff",
             {"recent": 0.2},
-            "first, and to chat: it reads keys alone and keeps the answer being written",
+            "where facts matter more than flow: the most distinct keys stay, and the newest tokens",
         ),
     }
 

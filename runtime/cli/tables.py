@@ -31,7 +31,9 @@ DOES = {
     "corrector": "correct",
 }
 LEGEND = (
-    "The highest scores stay. A slot holds one token of one KV head. Workspace: float32 numbers "
+    "The highest scores stay. A slot holds one token of one KV head. In formulas j is a slot with "
+    "key k_j and value v_j, t a query; z_tj is attention's logit, A_tj its weight, a_t its output; "
+    "N is the budget in slots. Workspace: float32 numbers "
     "per slot and query head while a block is scored; a block has 128 tokens by default. "
     f"The first {SINK_TOKENS} tokens stay besides, under every policy (--sink-tokens). "
     "`kvcap plan MODEL --policy NAME` counts all bytes."
@@ -132,7 +134,7 @@ def print_policies(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> 
     show(table)
     show("")
     show(LEGEND)
-    dim("--policy-option KEY=VALUE sets an option; kvcap policies NAME says when to use it")
+    dim("--policy-option KEY=VALUE sets an option; kvcap policies NAME shows one")
 
 
 def print_policy(row: dict[str, Any]) -> None:
