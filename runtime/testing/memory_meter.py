@@ -56,7 +56,7 @@ class Peak:
 
     peak_bytes: int = 0  # held at once, at the most
     held_bytes: int = 0  # still held at the end, with the result
-    result: Any = None  # of the function that was measured
+    result: Any = field(default=None, repr=False)  # of the function that was measured
     largest: Callable[[], list[Allocations]] = field(default=list, repr=False, compare=False)
 
 

@@ -274,6 +274,11 @@ def test_nothing_is_said_while_measuring():
     assert (done.stdout, done.stderr.strip()) == ("0\n", "kept")
 
 
+def test_a_printed_peak_is_a_line_whatever_its_result():
+    peak = cpu_peak(torch.ones, 1000)
+    assert str(peak) == f"Peak(peak_bytes={peak.peak_bytes}, held_bytes={peak.held_bytes})"
+
+
 def test_a_pytorch_that_cannot_count_threads_is_named(monkeypatch):
     monkeypatch.setitem(memory_threads.LIBRARIES, "linux", "none.so")
     monkeypatch.setitem(memory_threads.LIBRARIES, sys.platform, "none.so")
