@@ -137,7 +137,8 @@ class Sweep:
         for task in self.tasks:
             if fixed and not is_placed(load_task(task)):
                 raise ValueError(
-                    f"depths: nothing stands at a depth in task {task!r}; leave it out"
+                    f"depths: task {task!r} hides nothing at one place; leave out the task or "
+                    "--depths"
                 )
         as_options(self.options)
         known = {option for name in spelled_out(self.policies) for option in options_of(name)}

@@ -412,7 +412,7 @@ def test_files_that_are_no_text_are_refused(
 
 
 def test_depths_are_refused_where_nothing_is_placed(sweep: Sweep, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nothing stands at a depth in task 'perplexity'"):
+    with pytest.raises(ValueError, match="task 'perplexity' hides nothing at one place"):
         run(replace(sweep, depths=(0.5,)), tmp_path)
 
 
