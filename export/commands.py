@@ -220,25 +220,25 @@ def scorer_command(
     spec = Spec(load_policy(policy, **options), shape, stage, formulation, dtype)
     target = npu.target_of(qnn, spec) if qnn is not None else None
     file, report = write(spec, out, quick, force)
-    found: dict[str, Any] = {"graph": str(file), "bytes": file.stat().st_size, **report.as_dict()}
-    found["notes"] = spec.notes()
+    summary: dict[str, Any] = {"graph": str(file), "bytes": file.stat().st_size, **report.as_dict()}
+    summary["notes"] = spec.notes()
     if ort:
-        found["ort"] = str(mobile.to_ort(file))
+        summary["ort"] = str(mobile.to_ort(file))
     if mobile_report:
-        found["mobile"] = mobile.report(file)
+        summary["mobile"] = mobile.report(file)
     if target is not None:
         compiled, simulated = npu.write(file, target, quick)
-        found["qnn"] = {"graph": str(compiled), **simulated.as_dict()}
+        summary["qnn"] = {"graph": str(compiled), **simulated.as_dict()}
     if json:
-        print(jsonlib.dumps(found))
+        print(jsonlib.dumps(summary))
         return
     print(report.table())
     print(f"{file}  {file.stat().st_size:,} bytes, manifest and samples beside it")
-    for note in found["notes"]:
+    for note in summary["notes"]:
         print(f"note: {note}")
     for name in ("ort", "mobile"):
-        if name in found:
-            print(found[name])
+        if name in summary:
+            print(summary[name])
     if target is not None:
         print(simulated.table())
         print(f"{compiled}  for {target.chip}, Hexagon v{target.hexagon}, manifest beside it")
@@ -410,12 +410,12 @@ def decoder_command(
         positions,
         kv_dtype=kv_dtype,
     )
-    _check_found(exporter, variant=variant, config=config)
+    _check_existing_only(exporter, variant=variant, config=config)
     report = None
     if exporter == "kvcap":
         where = out or Path(f"{Path(model).name}-onnx")
         rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate, kv_dtype)
-        said, report = _kvcap(model, settings, dtype, where, quick, force, rounding, text)
+        manifest, report = _kvcap(model, settings, dtype, where, quick, force, rounding, text)
     else:  # other exporters make graphs for several policies, unless one is asked for
         if calibrate is not None:
             raise NotExportable(
@@ -427,21 +427,21 @@ def decoder_command(
                 "and values in its own type; leave it out"
             )
         where = out or _beside(model, exporter)
-        found_by = {"variant": variant, "config": config} if exporter == "existing" else {}
+        existing_options = {"variant": variant, "config": config} if exporter == "existing" else {}
         policies = [settings.eviction] if policy else []
-        said = _others(exporter, model, policies, settings, dtype, where, found_by)
-    found = {**_summary(said, where), "seconds": round(time.perf_counter() - started, 1)}
+        manifest = _others(exporter, model, policies, settings, dtype, where, existing_options)
+    summary = {**_summary(manifest, where), "seconds": round(time.perf_counter() - started, 1)}
     if json:
-        print(jsonlib.dumps({**found, **(report.as_dict() if report else {})}))
+        print(jsonlib.dumps({**summary, **(report.as_dict() if report else {})}))
         return
     if report is not None:
         print(report.table())
     if exporter == "existing":
-        print(_which(model, said))
-    width = max(len(entry["file"]) for entry in said["files"])
-    for entry in said["files"]:
+        print(_which(model, manifest))
+    width = max(len(entry["file"]) for entry in manifest["files"])
+    for entry in manifest["files"]:
         print(f"  {entry['file']:<{width}} {entry['bytes']:>15,} bytes")
-    print(f"{where}  in {found['seconds']} s; kvcap chat {where}")
+    print(f"{where}  in {summary['seconds']} s; kvcap chat {where}")
 
 
 @export.command("verify")
@@ -462,7 +462,7 @@ def verify_command(
     quick: Quick = False,
     json: Json = False,
 ) -> None:
-    """Run exported graphs and compare with eager; exit 1 where one differs, or cannot be run."""
+    """Run exported graphs and compare with eager; exit 1 if one differs or cannot be run."""
     from kvcap.export.verify import Unchecked, verify
     from kvcap.runtime.backends.onnxruntime.library import require
     from kvcap.runtime.cli.commands import quiet_libraries
@@ -475,14 +475,13 @@ def verify_command(
     else:
         print("\n".join(report.table() for report in reports))
     for report in sorted(reports, key=lambda report: isinstance(report, Unchecked)):
-        report.require()  # in this order faults are raised before files that were not checked
+        report.require()  # a wrong graph is reported before a file that could not be run
 
 
 def _shape(model: str | None, given: dict[str, int]) -> Shape:
-    """Return the sizes given by hand, over those of the model, over the defaults.
+    """Return the sizes of options, else of the model's config, else the defaults.
 
-    If only KV heads are given, the number of query heads per KV head stays that of the model or of
-    the defaults.
+    If only KV heads are given, the model or the defaults decide how many query heads share one.
     """
     from kvcap.export.graphs.shape import Shape, model_sizes
 
@@ -503,14 +502,14 @@ def _kvcap(
     rounding: Rounding | None,
     text: str | None,
 ) -> tuple[dict[str, Any], DecoderReport]:
-    """Export one decoder's graph; refuse what is impossible before weights are read."""
+    """Export one decoder's graph; refuse impossible settings before weights are read."""
     from kvcap.export.decoder.spec import check_dtype, layout_for, open_model
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.names import resolve
 
     dtype, kv_dtype = check_dtype(dtype), settings.kv_dtype
     layout = layout_for(load_config(resolve(model)), settings)
-    # What traces and writes takes seconds to import, for which no refusal waits.
+    # Imported only now, as it takes seconds and refusals need not wait for it.
     from kvcap.export.decoder.manifest import asked
     from kvcap.export.decoder.write import check_out, write
     from kvcap.runtime.backends.onnxruntime.library import require
@@ -523,17 +522,21 @@ def _kvcap(
 
 
 def _rounding(dtype: str, symmetric: bool | None) -> Rounding | None:
-    """Return how weights are rounded; refuse a type that does not exist first."""
+    """Return how weights are rounded, None for types that round none.
+
+    Raises:
+        NotExportable: there is no such type.
+    """
     from kvcap.export.decoder.spec import check_dtype, rounding_of
 
     return rounding_of(check_dtype(dtype), symmetric)
 
 
 def _text(dtype: str, file: Path | None, kv_dtype: str | None) -> str | None:
-    """Return the text to calibrate on.
+    """Return the text to calibrate on, None without a file.
 
     Raises:
-        NotExportable: weights of this type are not calibrated.
+        NotExportable: neither weights of this type nor the slots are calibrated.
         ValueError: the file cannot be read.
     """
     if file is None:
@@ -548,16 +551,16 @@ def _text(dtype: str, file: Path | None, kv_dtype: str | None) -> str | None:
 
 
 def _note(text: str) -> None:
-    """Say on a terminal what takes its time."""
+    """Print on a terminal which slow step begins."""
     if sys.stderr.isatty():
         print(f"{text} ...", file=sys.stderr, flush=True)
 
 
-def _check_found(exporter: str, **given: str | None) -> None:
-    """Refuse options for decoders that exist already, if a decoder is to be made.
+def _check_existing_only(exporter: str, **given: str | None) -> None:
+    """Refuse options that only `--exporter existing` takes.
 
     Raises:
-        NotExportable: such an option is given; the message names it.
+        NotExportable: such an option is given with another exporter; the message names it.
     """
     from kvcap.runtime.errors import NotExportable
 
@@ -567,7 +570,7 @@ def _check_found(exporter: str, **given: str | None) -> None:
 
 
 def _beside(model: str, exporter: str) -> Path:
-    """Return where evictors are put: beside a decoder that exists, else in a new directory."""
+    """Return the directory of evictors: that of an existing decoder, or else a new one."""
     where = Path(model)
     if exporter != "existing":
         return Path(f"{where.name}-onnx")
@@ -576,14 +579,14 @@ def _beside(model: str, exporter: str) -> Path:
     return where.parent.parent if where.parent.name == "onnx" else where.parent
 
 
-def _which(model: str, said: dict[str, Any]) -> str:
-    """Say which graph was taken, and what other ones there are."""
+def _which(model: str, manifest: dict[str, Any]) -> str:
+    """Return a line that names the graph that was taken, and the other variants."""
     from kvcap.export.adopted.adopt import variants_in
 
-    taken = said["graphs"]["decoder"]["file"]
+    taken = manifest["graphs"]["decoder"]["file"]
     others = [name for name, path in variants_in(Path(model)).items() if not path.match(taken)]
     more = f"; also there: {', '.join(others)} (--variant)" if others else ""
-    return f"decoder: {taken}, {said['dtype']}{more}"
+    return f"decoder: {taken}, {manifest['dtype']}{more}"
 
 
 def _others(
@@ -593,9 +596,9 @@ def _others(
     settings: CacheSettings,
     dtype: str,
     out: Path,
-    found_by: dict[str, Any],
+    existing_options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Export or adopt a decoder of another exporter, and graphs beside it that evict."""
+    """Export or adopt a decoder of another exporter; return its manifest."""
     names = ("budget_tokens", "block_size", "positions")
     sizes = {name: getattr(settings, name) for name in names}
     if exporter == "optimum":
@@ -605,10 +608,10 @@ def _others(
     from kvcap.export.adopted.adopt import adopt
 
     there = out == _beside(model, exporter)
-    return adopt(Path(model), None if there else out, policies, **sizes, **found_by)
+    return adopt(Path(model), None if there else out, policies, **sizes, **existing_options)
 
 
-def _summary(said: dict[str, Any], out: Path) -> dict[str, Any]:
+def _summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
     """Return the manifest without its long parts."""
     long = ("inputs", "outputs", "state", "rule", "verified", "sample")
-    return {"directory": str(out), **{k: v for k, v in said.items() if k not in long}}
+    return {"directory": str(out), **{k: v for k, v in manifest.items() if k not in long}}

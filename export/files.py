@@ -45,7 +45,7 @@ def refuse_other(path: Path, asked: dict[str, Any]) -> None:
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all values of nested objects, by their paths."""
+    """Yield the path and the value of every leaf of nested objects."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _leaves(part, f"{name}.{key}")
@@ -54,7 +54,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def sha256(path: Path) -> str:
-    """Return the checksum of a file, in hexadecimal digits."""
+    """Return the SHA-256 checksum of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):  # weights may be larger than memory

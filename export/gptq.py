@@ -1,6 +1,6 @@
-"""Rounds a matrix so that its products with the vectors of a text change little: GPTQ.
+"""Rounds a weight matrix by GPTQ, so that its products with a text's activations change little.
 
-https://arxiv.org/abs/2210.17323. Knows matrices alone.
+https://arxiv.org/abs/2210.17323. Knows matrices; no model and no text.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ def gptq(matrix: Tensor, moments: Tensor, rounding: Rounding, damping: float = D
 
     Columns are rounded one after another, and later columns make up for the error of each: with
     `UᵀU = (X Xᵀ + λ)⁻¹`, `W[:, k:] -= (w - q) / U[j, j] · U[j, k:]`, `k = j + 1` (algorithm 1). The
-    scales of a block are found just before it is rounded.
+    scales of a block are computed just before it is rounded.
 
     Args:
         matrix: [N, K].
         moments: `X Xᵀ` [K, K] of the vectors `X` that the matrix multiplies, times any factor.
         rounding: how the blocks of the matrix are rounded.
-        damping: `λ`, times the mean of the moments' diagonal; the larger, the nearer is `Q` to `W`.
+        damping: `λ` as a share of the mean of the moments' diagonal; with a larger one `Q` is
+            nearer to `W`.
+
+    Returns:
+        `Q`, packed in blocks.
     """
     missing = -len(moments) % rounding.block
     spread = _spread(pad(moments, (0, missing) * 2), damping)
@@ -51,7 +55,7 @@ def _spread(moments: Tensor, damping: float) -> Tensor:
 
 def _rounded(rows: Tensor, spread: Tensor, rounding: Rounding) -> Packed:
     size = rounding.block
-    left = in_blocks(rows.float(), size).flatten(1).clone()  # [N, K], what is still to be rounded
+    left = in_blocks(rows.float(), size).flatten(1).clone()  # [N, K], columns still to be rounded
     found = []
     for start in range(0, left.shape[1], size):
         end = start + size

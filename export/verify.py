@@ -1,7 +1,7 @@
 """Checks exported files again: graphs beside their policies, decoders beside their models.
 
-The one place that knows the kinds of exports: graphs of a policy, graphs compiled for a chip,
-directories of decoders, and graphs that evict beside a decoder of another exporter.
+This is the one module that knows all kinds of exports: graphs of a policy, graphs compiled for a
+chip, directories of decoders, and evictors beside a decoder of another exporter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvcap.runtime.types import MANIFEST
 
 @dataclass(frozen=True)
 class Unchecked:
-    """A file that was not run, for want of a package; its manifest and checksums are right."""
+    """A file that could not be run as a package is missing; its manifest and checksum are right."""
 
     file: str
     why: str
@@ -53,7 +53,7 @@ class Unchecked:
         return f"{self.file}  NOT CHECKED: {self.why}"
 
     def require(self) -> None:
-        """Raise, as nothing is known of the file.
+        """Raise, as the file was not run.
 
         Raises:
             ExtraMissing: always.
@@ -75,7 +75,7 @@ def verify(path: Path, model: str | None = None, quick: bool = False) -> list[Re
         quick: leave long cases out.
 
     Raises:
-        ManifestError: there is nothing to check, or the manifest is not that of the file.
+        ManifestError: there is no file to check, or a manifest is missing or of another file.
         GraphBroken: a file is no graph.
         ShapeError: a graph has other inputs or outputs than its manifest says.
         ModelFilesBroken, ModelNotFound, UnsupportedModel: see `verify_decoder`.
@@ -112,7 +112,7 @@ def _graph(file: Path, quick: bool) -> Report:
 def verify_decoder(
     folder: Path, model: str | None = None, quick: bool = False
 ) -> decoders.DecoderReport | evictors.AdoptedReport:
-    """Run the graph of an exported decoder beside PyTorch, or those that evict for another's.
+    """Compare an exported decoder with PyTorch, or the evictors of an adopted one with theirs.
 
     Args:
         folder: the decoder's directory, with its manifest.
@@ -123,8 +123,8 @@ def verify_decoder(
         ManifestError: the directory is not as it was written, or the model is another one.
         ModelFilesBroken: a file is not as it was written.
         ModelNotFound: the model is not there.
-        GraphBroken, ShapeError: the graph cannot be run, or is another one.
-        UnsupportedModel: a decoder of others gives wrong logits once tokens are evicted.
+        GraphBroken, ShapeError: the graph cannot be run, or has other inputs or outputs.
+        UnsupportedModel: an adopted decoder is wrong once tokens are evicted.
     """
     found = read(folder)
     _large_files(found)
@@ -165,7 +165,11 @@ def _same_model(name: str, facts: Mapping[str, Any], said: Mapping[str, Any]) ->
 
 
 def _large_files(found: Manifest) -> None:
-    """Refuse large files with another checksum, as `read` compares only their sizes."""
+    """Refuse large files with another checksum; `read` compares only their sizes.
+
+    Raises:
+        ModelFilesBroken: naming the file.
+    """
     for entry in found.facts["files"]:
         if entry["bytes"] > HASHED and sha256(found.file(entry["file"])) != entry["sha256"]:
             raise ModelFilesBroken(
@@ -180,7 +184,7 @@ def _policy(entry: Mapping[str, Any]) -> Eviction:
 
 
 def _evictors(found: Manifest) -> evictors.AdoptedReport:
-    """Try the decoder again, and hold every graph that evicts to its policy."""
+    """Try an adopted decoder again, and compare every evictor with the module of its policy."""
     _, shape, ports, compact = adopt.examined(found.folder, found.decoder)
     rows = []
     for entry in found.facts["evictors"]:
@@ -202,9 +206,9 @@ def _evictors(found: Manifest) -> evictors.AdoptedReport:
 
 
 def _near(given: list[float], wanted: list[float]) -> bool:
-    """Return whether frequencies are equal but for how a processor rounds them."""
+    """Return whether frequencies are equal up to the rounding of different processors."""
     return len(given) == len(wanted) and bool(np.allclose(given, wanted, rtol=1e-5, atol=0))
 
 
-def _otherwise(said: str, what: str) -> ManifestError:
-    return ManifestError(f"{MANIFEST} says other {said} than {what}; export it again")
+def _otherwise(fact: str, owner: str) -> ManifestError:
+    return ManifestError(f"{MANIFEST} says other {fact} than {owner}; export it again")

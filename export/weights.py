@@ -1,8 +1,8 @@
 """Puts a model's weights into the graphs that read them: as they are, or in blocks of 4 or 8 bits.
 
-A traced graph has its weights as inputs, by their names in the model. Each is read when its turn
-comes and appended to a file beside the graphs, once for all of them, so that no more than one is in
-memory. Knows ONNX files; no model.
+A traced graph has its weights as inputs, by their names in the model. Weights are read one by one
+and appended to a file that all graphs share, so that memory holds one at a time. Knows ONNX files;
+no model.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 from kvcap.runtime.backends.onnxruntime.library import library
 
 BLOCK = 32  # weights of a row that share a scale, by default
-ACCURACY = 4  # activations are rounded to int8 too, block by block: the fast kernels
+ACCURACY = 4  # MatMulNBits' level for fast kernels, which round activations to int8 block by block
 LARGE = 1 << 16  # least numbers of a matrix or table for it to be quantised
-INLINE = 1024  # bytes of a tensor that stays in the graph's own file
-PAGE = 4096  # where large tensors begin in a file, so that it can be mapped into memory
+INLINE = 1024  # a tensor of fewer bytes stays in the graph's own file
+PAGE = 4096  # large tensors begin at multiples of this, so that a file can be mapped into memory
 ALIGNED = 64  # other tensors begin at multiples of this
 MAPPED = 1 << 16  # least bytes of a tensor that begins at a page
 ROWS = 1 << 20  # numbers that are quantised at once
 MICROSOFT = "com.microsoft"  # ONNX Runtime's own operations
 NAMES = ("numbers", "scales", "zeros", "offsets")
-"""Holds the suffixes of a packed matrix's parts, behind its name."""
+"""Lists the parts of a packed matrix; a part's tensor is called NAME.PART."""
 KINDS = dict(zip(NAMES, (np.uint8, np.float32, np.uint8, np.float32), strict=True))
-TABLE = ".table"  # suffix behind these, if rows are looked up in the same bytes
-TURNED = ".turned"  # between the name and the suffix, if the model has the matrix as [K, N]
-JOINED = "+"  # between the names of matrices that are stacked into one
+TABLE = ".table"  # follows the part, if a graph looks up rows in the same bytes
+TURNED = ".turned"  # follows the name, if the model has the matrix as [K, N]
+JOINED = "+"  # joins the names of matrices that are stacked into one
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Rounding:
 
     Attributes:
         bits: bits of `q`, 4 or 8.
-        symmetric: `zero` is the middle, 8 or 128; else each block has its own.
-        block: weights of a row that share a scale, a power of two from 16 on.
-        shifted: each block has an `offset`, which is no multiple of its scale; else it is 0. Of an
-            activation x a product with it is the offset times the sum of the block's x.
+        symmetric: whether `zero` is the middle, 8 or 128; else each block has its own.
+        block: weights of a row that share a scale, a power of two of at least 16.
+        shifted: whether each block has an `offset`, besides its zero; else it is 0. In a product
+            with activations x it adds the offset times the sum of the block's x.
     """
 
     bits: int
@@ -59,45 +59,47 @@ class Rounding:
 
     @property
     def middle(self) -> int:
-        """Return the number that stands for 0 where zeros are not kept."""
+        """Return the zero of symmetric blocks."""
         return 1 << (self.bits - 1)
 
     @property
     def top(self) -> int:
-        """Return the largest number."""
+        """Return the largest `q`."""
         return (1 << self.bits) - 1
 
 
 class Packed(NamedTuple):
-    """A matrix [N, K] that lies in blocks, as MatMulNBits and GatherBlockQuantized read it.
+    """A matrix [N, K] rounded in blocks, in the layout of MatMulNBits and GatherBlockQuantized.
 
-    `C` is how many blocks a row has, `ceil(K / block)`.
+    A row has `C = ceil(K / block)` blocks.
     """
 
-    numbers: Tensor  # uint8 [N, C, block * bits / 8]; of 4 bits the first is the lower half
+    numbers: (
+        Tensor  # uint8 [N, C, block * bits / 8]; of two 4-bit numbers the first is the low half
+    )
     scales: Tensor  # float32 [N, C]
     zeros: Tensor | None  # uint8 [N, ceil(C * bits / 8)]
     offsets: Tensor | None = None  # float32 [N, C]
 
     def part(self, name: str) -> Tensor:
-        """Return one of `NAMES`, which it has."""
+        """Return the part of this name, one of `NAMES`."""
         found: Tensor = getattr(self, name)
         return found
 
 
 def pack(matrix: Tensor, rounding: Rounding) -> Packed:
-    """Round a matrix [N, K] to the nearest numbers, block by block of its rows.
+    """Round a matrix [N, K] to the nearest numbers, in blocks along its rows.
 
-    In a symmetric block the number of the largest magnitude becomes exactly the lowest integer, -8
-    or -128, so that all integers are used. In an asymmetric block the integers span its least and
-    greatest numbers, and 0.
+    In a symmetric block the weight of the largest magnitude becomes the lowest integer, -8 or -128,
+    so that all integers are used. In an asymmetric block the integers span the least weight, the
+    greatest, and 0.
     """
     parts = matrix.split(max(1, ROWS // matrix.shape[1]))
     return below([_pack(rows, rounding) for rows in parts])
 
 
 def below(parts: list[Packed]) -> Packed:
-    """Put matrices of one K below each other, as one."""
+    """Stack packed matrices [N, K] with the same K into one, row below row."""
     zeros = [part.zeros for part in parts if part.zeros is not None]
     offsets = [part.offsets for part in parts if part.offsets is not None]
     return Packed(
@@ -127,18 +129,18 @@ def steps_of(blocks: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
 
 
 def nearest(values: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Tensor:
-    """Round values to whole numbers, as floats, whose `(q - zero) * scale` are nearest to them."""
+    """Return the `q`, as floats, for which `(q - zero) * scale` is nearest to each value."""
     return (values / _nonzero(scales)).round_().add_(zeros).clamp_(0, rounding.top)
 
 
 def joined(numbers: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Packed:
-    """Pack a matrix of its numbers [N, C, block], scales and zeros [N, C, 1]."""
+    """Pack a matrix, given as its numbers [N, C, block], and scales and zeros [N, C, 1]."""
     kept = None if rounding.symmetric else _halves(zeros[..., 0].to(torch.uint8), rounding)
     return Packed(_halves(numbers.to(torch.uint8), rounding), scales[..., 0], kept)
 
 
 def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
-    """Unpack the matrix [N, K] float32 that a packed one stands for; `columns` is K."""
+    """Return the float32 matrix [N, K] that a packed one stands for; `columns` is K."""
     numbers = _whole(packed.numbers, rounding).float()
     zeros: Tensor | float = rounding.middle
     if packed.zeros is not None:
@@ -150,19 +152,19 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
 
 
 def in_blocks(rows: Tensor, size: int) -> Tensor:
-    """Cut rows [N, K] into [N, C, size], with zeros behind the last."""
+    """Cut rows [N, K] into blocks [N, C, size]; zeros fill the last one."""
     missing = -rows.shape[1] % size
     found: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, size))
     return found
 
 
 def _nonzero(scales: Tensor) -> Tensor:
-    """Return scales to divide by: 1 for a block of zeros alone."""
+    """Return scales to divide by: a block of zeros gets 1 in place of 0."""
     return torch.where(scales == 0, 1.0, scales)
 
 
 def _halves(numbers: Tensor, rounding: Rounding) -> Tensor:
-    """Return numbers of 4 bits as two in a byte along the last axis; those of 8 bits unchanged."""
+    """Pack 4-bit numbers along the last axis, two in a byte; return 8-bit numbers unchanged."""
     if rounding.bits == 8:
         return numbers
     even = torch.nn.functional.pad(numbers, (0, numbers.shape[-1] % 2))
@@ -192,9 +194,13 @@ class Store:
         return name in self._places
 
     def tensor(self, name: str, make: Callable[[], Tensor], kind: int, shape: list[int]) -> Any:
-        """Return the onnx.TensorProto of a tensor in the file; `make` puts it there if it is not.
+        """Return an onnx.TensorProto that refers to a tensor in the file.
 
-        `kind` and `shape` are what a graph reads it as, which may differ between graphs.
+        Args:
+            name: the tensor's name in the file.
+            make: makes the tensor, if the file does not have it yet.
+            kind: the ONNX type that a graph reads its bytes as.
+            shape: the shape that a graph reads its bytes in.
         """
         onnx = library("onnx")
         if name not in self._places:
@@ -214,7 +220,7 @@ class Store:
 
 
 class Placed(NamedTuple):
-    """A weight that a graph has in blocks."""
+    """The sizes of a weight that a graph has in blocks."""
 
     rows: int  # N
     columns: int  # K
@@ -228,25 +234,25 @@ def place(
     rounding: Rounding | Mapping[str, Rounding] | None = None,
     packed: Mapping[str, Packed] | None = None,
 ) -> dict[str, Placed]:
-    """Make initialisers of the inputs of an onnx.ModelProto that are weights, in place.
+    """Replace the weights among the inputs of an onnx.ModelProto by initialisers, in place.
 
     With a rounding, products of activations and a matrix become MatMulNBits, and embeddings that
-    are looked up in a table GatherBlockQuantized; a table that is a matrix too is kept once.
-    Matrices that a graph puts side by side for one product are kept as one if they are rounded
+    are looked up in a table GatherBlockQuantized; a table that is a matrix too is stored once.
+    Matrices that a graph puts side by side for one product are stored as one if they are rounded
     alike, and else multiplied one by one.
 
     Args:
         model: a graph whose weights are inputs.
         weights: the weights by the names of those inputs, in the types of the graph.
-        store: where they are written.
-        rounding: how products and embeddings are rounded, or how each is, by its weight's name;
+        store: the file that they are written to.
+        rounding: how matrices and embeddings are rounded; a mapping has it by the weight's name;
             None: weights stay as they are.
-        packed: matrices [N, K] that were rounded already, in another way than to the nearest.
+        packed: matrices [N, K] that are rounded already, other than to the nearest, by name.
 
     Returns:
         The rounded weights, by name.
     """
-    graph, found, tensors = model.graph, dict[str, Placed](), dict[str, Any]()
+    graph, rounded, tensors = model.graph, dict[str, Placed](), dict[str, Any]()
     values = {x.name: x for x in graph.input if x.name in weights}
     each = rounding if isinstance(rounding, Mapping) else dict.fromkeys(values, rounding)
     _separate(graph, values.keys(), each)
@@ -258,7 +264,7 @@ def place(
         nodes.replace([*joint.transposes, joint.concat], lambda node: [])
         alike = each.get(names[0])
         if alike is not None:
-            found |= dict(zip(names, placed, strict=True))
+            rounded |= dict(zip(names, placed, strict=True))
             matrix = _Matrix(names, placed, alike, store, weights, packed or {})
             nodes.replace(joint.products, matrix.product)
             tensors |= matrix.tensors
@@ -276,8 +282,8 @@ def place(
         uses, own = nodes.uses(name), each.get(name)
         if own is not None and len(shape) == 2 and uses.fit_blocks(prod(shape)):
             rows, columns = shape[::-1] if uses.turned else shape
-            found[name] = Placed(rows, columns, uses.turned)
-            matrix = _Matrix([name], [found[name]], own, store, weights, packed or {})
+            rounded[name] = Placed(rows, columns, uses.turned)
+            matrix = _Matrix([name], [rounded[name]], own, store, weights, packed or {})
             nodes.replace(uses.transposes, lambda node: [])
             nodes.replace(uses.products, matrix.product)
             nodes.replace(uses.lookups, matrix.lookup)
@@ -296,13 +302,13 @@ def place(
         graph.input.remove(value)
     graph.initializer.extend(tensors.values())
     nodes.write()
-    if found and MICROSOFT not in {entry.domain for entry in model.opset_import}:
+    if rounded and MICROSOFT not in {entry.domain for entry in model.opset_import}:
         model.opset_import.append(library("onnx.helper").make_opsetid(MICROSOFT, 1))
-    return found
+    return rounded
 
 
 class _Uses(NamedTuple):
-    """A list of the nodes that read a weight."""
+    """The nodes that read one weight, by how they use it."""
 
     transposes: list[Any]
     products: list[Any]  # MatMul of an activation and the weight, transposed or not
@@ -311,18 +317,18 @@ class _Uses(NamedTuple):
 
     @property
     def turned(self) -> bool:
-        """Return whether products read the weight as it is: it is [K, N]."""
+        """Return whether products read the weight without a Transpose: it is [K, N]."""
         return bool(self.products) and not self.transposes
 
     def fit_blocks(self, numbers: int) -> bool:
-        """Return whether blocks can take its place wherever it is read, and are worth it."""
+        """Return whether all nodes can read the weight in blocks, and it is large enough."""
         if len(self.others) > len(self.lookups) or (self.turned and self.lookups):
             return False
         return bool(self.products) or (bool(self.lookups) and numbers >= LARGE)
 
 
 class _Joint(NamedTuple):
-    """Weights [N, K], transposed and put side by side for products."""
+    """Weights [N, K] that a graph transposes and puts side by side for products."""
 
     names: list[str]
     transposes: list[Any]
@@ -331,7 +337,7 @@ class _Joint(NamedTuple):
 
 
 class _Nodes:
-    """A list of a graph's nodes, of which some are to be replaced."""
+    """A list of a graph's nodes that collects replacements and then writes them."""
 
     def __init__(self, graph: Any) -> None:
         self.graph, self.nodes = graph, list(graph.node)
@@ -342,7 +348,7 @@ class _Nodes:
                 self.readers[name].append(node)
 
     def uses(self, name: str) -> _Uses:
-        """Return the nodes that read a weight, by how they do."""
+        """Return the nodes that read a weight, by how they use it."""
         readers = self.readers[name]
         turned = [
             n for n in readers if n.op_type == "Transpose" and _attribute(n, "perm") == [1, 0]
@@ -361,7 +367,7 @@ class _Nodes:
         return _Uses(turned, products, lookups, others)
 
     def joints(self, names: Collection[str]) -> list[_Joint]:
-        """Return where weights of these names are put side by side, and read in no other way."""
+        """Return the weights of these names that are put side by side and read in no other way."""
         turned = {
             node.output[0]: node
             for node in self.nodes
@@ -380,7 +386,7 @@ class _Nodes:
         return found
 
     def replace(self, nodes: list[Any], by: Callable[[Any], list[Any]]) -> None:
-        """Put what `by` makes of each node in its place."""
+        """Note that each of these nodes is replaced by the nodes that `by` makes of it."""
         self.instead |= {id(node): by(node) for node in nodes}
 
     def write(self) -> None:
@@ -393,7 +399,7 @@ class _Nodes:
 
 
 def _separate(graph: Any, names: Collection[str], roundings: Mapping[str, Rounding | None]) -> None:
-    """Multiply matrices one by one that a graph puts side by side and that are rounded unlike."""
+    """Give matrices that a graph puts side by side products of their own, if roundings differ."""
     nodes, make = _Nodes(graph), library("onnx.helper").make_node
 
     def one_by_one(joint: _Joint, node: Any) -> list[Any]:
@@ -414,9 +420,9 @@ def _is_product(node: Any, weights: set[str]) -> bool:
 
 
 class _Matrix:
-    """A matrix in blocks, and the nodes that read it; it is written if it is not there.
+    """A matrix in blocks that makes the nodes that read it, and is written on first use.
 
-    It may be several of the model's, of one K, below each other.
+    Several matrices of the model with the same K may be stacked in it.
     """
 
     def __init__(
@@ -432,7 +438,7 @@ class _Matrix:
         placed = parts[0]._replace(rows=sum(part.rows for part in parts))
         self.placed, stem = placed, JOINED.join(names)
         self.stem = stem + TURNED if placed.turned else stem
-        self._weights, self._given_packed = weights, packed
+        self._weights, self._prepacked = weights, packed
         self._ready: Packed | None = None
         self.tensors: dict[str, Any] = {}
         count = -(-placed.columns // rounding.block)
@@ -443,15 +449,16 @@ class _Matrix:
         for name, part in zip(names, parts, strict=True):
             if len(names) > 1:
                 numbers.metadata_props.add(key=name, value=str(part.rows))
-        given = [self._part("scales", types.FLOAT, [placed.rows, count])]
+        block_inputs = [self._part("scales", types.FLOAT, [placed.rows, count])]
         if not rounding.symmetric:
             width = -(-count * rounding.bits // 8)
-            given.append(self._part("zeros", types.UINT8, [placed.rows, width]))
+            block_inputs.append(self._part("zeros", types.UINT8, [placed.rows, width]))
         if rounding.shifted:
             self._offsets = self._part("offsets", types.FLOAT, [placed.rows, count])
-        self._given, self._ready = given, None
-        self._said: dict[str, Any] = {"domain": MICROSOFT, "bits": rounding.bits}
-        self._said["block_size"] = rounding.block
+        self._block_inputs = block_inputs
+        self._ready = None  # all parts are written, so the packed copy can be freed
+        self._attributes: dict[str, Any] = {"domain": MICROSOFT, "bits": rounding.bits}
+        self._attributes["block_size"] = rounding.block
 
     def product(self, node: Any) -> list[Any]:
         """Return nodes that replace a MatMul."""
@@ -459,26 +466,26 @@ class _Matrix:
         scaled = f"{y}.scaled" if self.rounding.shifted else y
         product = make(
             "MatMulNBits",
-            [x, f"{self.stem}.numbers", *self._given],
+            [x, f"{self.stem}.numbers", *self._block_inputs],
             [scaled],
             K=self.placed.columns,
             N=self.placed.rows,
             accuracy_level=ACCURACY,
-            **self._said,
+            **self._attributes,
         )
         if not self.rounding.shifted:
             return [product]
         last = self._integers("blocks.last", [2])
-        return [  # the sums of x are the same for all matrices, which ONNX Runtime sees
+        return [  # ONNX Runtime merges the sums of x, which are equal for all matrices
             product,
             make("Reshape", [x, self._blocks(self.rounding.block)], [f"{y}.blocks"]),
             make("ReduceSum", [f"{y}.blocks", last], [f"{y}.sums"], keepdims=0),
             make("Gemm", [f"{y}.sums", self._offsets], [f"{y}.offsets"], transB=1),
-            make("Add", [scaled, f"{y}.offsets"], [y]),  # of one sequence: [1, T, N] and [T, N]
+            make("Add", [scaled, f"{y}.offsets"], [y]),  # [1, T, N] + [T, N]
         ]
 
     def lookup(self, node: Any) -> list[Any]:
-        """Return nodes that replace a Gather: the same bytes as a table, without padding."""
+        """Return nodes that replace a Gather of rows; they read the same bytes as `product`."""
         helper, types = library("onnx.helper"), library("onnx").TensorProto
         shape = [self.placed.rows, self._count * self._size]
         table = self._part("numbers", types.UINT8, shape, TABLE)
@@ -488,11 +495,11 @@ class _Matrix:
         nodes = [
             helper.make_node(
                 "GatherBlockQuantized",
-                [table, node.input[1], *self._given],
+                [table, node.input[1], *self._block_inputs],
                 [scaled],
                 gather_axis=0,
                 quantize_axis=1,
-                **self._said,
+                **self._attributes,
             )
         ]
         if self.rounding.shifted:
@@ -513,17 +520,17 @@ class _Matrix:
         return nodes
 
     def _blocks(self, size: int) -> str:
-        """Return the name of the shape of rows that are cut into the matrix's blocks."""
+        """Add the shape [-1, C, size] of rows cut into blocks to the graph; return its name."""
         return self._integers(f"blocks.{self._count}.{size}", [-1, self._count, size])
 
     def _integers(self, name: str, numbers: list[int]) -> str:
-        """Return the name of a list of numbers, which the graph gets."""
+        """Add a list of integers to the graph; return its name."""
         helper, kind = library("onnx.helper"), library("onnx").TensorProto.INT64
         self.tensors[name] = helper.make_tensor(name, kind, [len(numbers)], numbers)
         return name
 
     def _part(self, part: str, kind: int, shape: list[int], more: str = "") -> str:
-        """Return the name of one of a packed matrix's tensors, which the graph gets."""
+        """Add one part of the packed matrix to the graph; return its name, which ends in `more`."""
         stored = f"{self.stem}.{part}"
         tensor = self.store.tensor(stored, lambda: self._make().part(part), kind, shape)
         tensor.name += more
@@ -532,7 +539,7 @@ class _Matrix:
 
     def _make(self) -> Packed:
         if self._ready is None:
-            parts = [self._given_packed.get(name) or self._packed(name) for name in self.names]
+            parts = [self._prepacked.get(name) or self._packed(name) for name in self.names]
             self._ready = parts[0] if len(parts) == 1 else below(parts)
         return self._ready
 
@@ -544,7 +551,7 @@ class _Matrix:
 def _plain(
     store: Store, value: Any, make: Callable[[], Tensor], shape: list[int], name: str | None = None
 ) -> Any:
-    """Return a weight as it is: in the store, or in the graph where it is small."""
+    """Return the onnx.TensorProto of a weight that is not rounded; only large ones are stored."""
     kind, name = value.type.tensor_type.elem_type, name or value.name
     width = library("onnx.helper").tensor_dtype_to_np_dtype(kind).itemsize
     if prod(shape) * width >= INLINE:
@@ -562,22 +569,22 @@ def _side_by_side(weights: Mapping[str, Tensor], names: list[str]) -> Tensor:
 
 
 def _attribute(node: Any, name: str) -> Any:
-    """Return an attribute's number or numbers; None: it has none."""
+    """Return a node's attribute of this name; None if it has none."""
     get = library("onnx.helper").get_attribute_value
     return next((get(found) for found in node.attribute if found.name == name), None)
 
 
 class Rounded(NamedTuple):
-    """A matrix in blocks that a graph reads from a file."""
+    """A matrix in blocks that lies in a file beside a graph."""
 
     file: Path
-    parts: dict[str, tuple[int, list[int]]]  # offset and shape of those of `NAMES` that it has
+    parts: dict[str, tuple[int, list[int]]]  # offset in bytes and shape, by the names of `NAMES`
     columns: int  # K
     rounding: Rounding
     turned: bool  # the model has it as [K, N]
 
     def rows(self, start: int, count: int) -> Rounded:
-        """Return so many of its rows, which lie one after the other."""
+        """Return `count` rows from `start` on as a matrix of their own."""
         parts = {
             name: (at + start * prod(size[1:]) * np.dtype(KINDS[name]).itemsize, [count, *size[1:]])
             for name, (at, size) in self.parts.items()
@@ -585,7 +592,7 @@ class Rounded(NamedTuple):
         return self._replace(parts=parts)
 
     def read(self) -> Tensor:
-        """Read the weights that it stands for, in float32, as the model has them."""
+        """Read the weights in float32, transposed as the model has them."""
         found: dict[str, Any] = dict.fromkeys(NAMES)
         for name, (at, size) in self.parts.items():
             read = np.fromfile(self.file, KINDS[name], prod(size), offset=at)
@@ -596,7 +603,7 @@ class Rounded(NamedTuple):
 
 
 def rounded_in(file: Path) -> dict[str, Rounded]:
-    """Return the weights that a graph has in blocks, by the names that `place` knew them by."""
+    """Return the weights that a graph has in blocks, by their names in the model."""
     graph = library("onnx").load(str(file), load_external_data=False).graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     found = {}
@@ -610,14 +617,18 @@ def rounded_in(file: Path) -> dict[str, Rounded]:
             continue
         bits, block = (_attribute(node, kind) for kind in ("bits", "block_size"))
         parts = {x: tensors[f"{stem}.{x}"] for x in NAMES if f"{stem}.{x}" in tensors}
-        said = {x: {e.key: e.value for e in tensor.external_data} for x, tensor in parts.items()}
-        places = {x: (int(said[x]["offset"]), list(tensor.dims)) for x, tensor in parts.items()}
+        locations = {
+            x: {e.key: e.value for e in tensor.external_data} for x, tensor in parts.items()
+        }
+        places = {
+            x: (int(locations[x]["offset"]), list(tensor.dims)) for x, tensor in parts.items()
+        }
         rows, count = parts["scales"].dims
         places["numbers"] = places["numbers"][0], [rows, count, block * bits // 8]
         end = tensors.get(f"{stem}.to")
         columns = _attribute(node, "K") or (end.int64_data[0] if end else count * block)
         whole = Rounded(
-            file.with_name(said["numbers"]["location"]),
+            file.with_name(locations["numbers"]["location"]),
             places,
             columns,
             Rounding(bits, "zeros" not in parts, block, "offsets" in parts),

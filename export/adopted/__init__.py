@@ -1,1 +1,1 @@
-"""Decoders that others exported to ONNX: tried, and given graphs beside them that evict."""
+"""Adopts decoders that other tools exported to ONNX: tries them, and writes graphs that evict."""

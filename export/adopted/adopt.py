@@ -1,10 +1,10 @@
 """Prepares a decoder that others exported to run under a cap: adds evictor graphs and a manifest.
 
-Taken are decoders with the signature of optimum and of most that are found: input_ids,
-attention_mask, position_ids and past_key_values.N.key/value in, logits and present.N.key/value out;
-and those of onnxruntime-genai's builder and onnx-community, which attend by GroupQueryAttention and
-count positions by themselves (`grouped.py`). Whether one can lose tokens is not believed but tried,
-see `trial.py` and `grouped_trial.py`. The decoder's own file stays as it is.
+Two kinds of decoder are taken. Those of optimum and most others have input_ids, attention_mask,
+position_ids and past_key_values.N.key/value as inputs, logits and present.N.key/value as outputs.
+Those of onnxruntime-genai's builder and onnx-community attend by GroupQueryAttention and count
+positions by themselves (`grouped.py`). A few runs show whether a decoder stays right when tokens
+are evicted (`trial.py`, `grouped_trial.py`). The decoder's own file stays as it is.
 """
 
 from __future__ import annotations
@@ -85,108 +85,111 @@ def adopt(
     variant: str | None = None,
     config: str | None = None,
 ) -> dict[str, Any]:
-    """Prepare a decoder's directory; returns its manifest.
+    """Prepare a decoder's directory; return its manifest.
 
     Args:
         where: a directory with one decoder, its config and its tokenizer; or the decoder's file.
         out: a directory to prepare instead, which gets copies (links where it can).
-        policies: to evict by; by default all that such a decoder can, with their own options.
+        policies: the policies to write evictors for; by default all that can run beside such a
+            decoder, with their default options.
         budget_tokens: slots that a run keeps by default; the graphs take any number.
-        block_size: likewise, tokens read at once.
-        positions: likewise, 'compact' or 'true'; compact where that is exact.
-        exporter: what made the decoder, for the manifest.
-        variant: of the graphs in the directory the one of this name, such as 'q4' (`VARIANTS`).
-        config: the model that it was made from, where no config.json lies beside it.
+        block_size: tokens that a run reads at once by default.
+        positions: 'compact' or 'true', which a run uses by default; if None, 'compact' where that
+            is exact.
+        exporter: the name of the tool that made the decoder, for the manifest.
+        variant: the name of one of several graphs in the directory, such as 'q4' (`VARIANTS`).
+        config: the model that the decoder was made from, if no config.json lies beside it.
 
     Raises:
-        ModelNotFound: no decoder there, or several, or no config.
-        UnsupportedModel: not that signature, or one that cannot lose tokens.
-        NotExportable: a policy that reads more than the decoder shows.
-        ToleranceError: a graph that evicts is not what its policy does. Nothing is written.
+        ModelNotFound: the directory has no decoder, several, or no config.
+        UnsupportedModel: the decoder has another signature, or is wrong once tokens are evicted.
+        NotExportable: a policy reads more than the decoder shows.
+        ToleranceError: an evictor computes something else than its policy. Nothing is written.
     """
     require()
     file = decoder_in(where, variant)
     folder = file.parent.parent if file.parent.name == "onnx" else file.parent
     source = _config_of(folder, config)
-    settings, shape, found, compact = examined(folder, file, source)
+    settings, shape, decoder, compact = examined(folder, file, source)
     modes = ("compact", "true") if compact else ("true",)
-    if found.nodes is not None:  # GroupQueryAttention counts positions by its slots
+    if decoder.nodes is not None:  # GroupQueryAttention counts positions by its slots
         modes = ("compact",)
     if positions not in (None, *modes):
         raise UnsupportedModel(
             f"positions='{positions}' are not exact for {file.name}; leave them out"
         )
-    said = _describe(folder, source, settings, shape, found)
-    said |= {"budget_tokens": budget_tokens, "block_size": block_size, "exporter": exporter}
+    manifest = _describe(folder, source, settings, shape, decoder)
+    manifest |= {"budget_tokens": budget_tokens, "block_size": block_size, "exporter": exporter}
     chosen = list(policies) or [load_policy(name) for name in revealed()]
-    said |= {"positions": positions or modes[0], "default_policy": chosen[0].name}
+    manifest |= {"positions": positions or modes[0], "default_policy": chosen[0].name}
     target = folder if out is None else out
     fresh = not target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
         pairs = [(eviction, mode) for eviction in chosen for mode in modes]
-        said["evictors"] = _evictors(target, pairs, found, shape)
+        manifest["evictors"] = _evictors(target, pairs, decoder, shape)
         if source != str(folder):
             settings.save_pretrained(target)
             _generation(source, settings).save_pretrained(target)
-        _finish(target, folder, file, said)
+        _finish(target, folder, file, manifest)
     except BaseException:  # Ctrl-C too
         if fresh:
             shutil.rmtree(target, ignore_errors=True)
         raise
-    return said
+    return manifest
 
 
 def examined(
     folder: Path, file: Path, source: str | None = None
 ) -> tuple[Any, ModelShape, DecoderPorts, bool]:
-    """Try a decoder with what belongs to it.
+    """Check a decoder, its config and its tokenizer, and try it with evicted tokens.
 
     Args:
-        folder: with its tokenizer.
+        folder: the directory of its tokenizer.
         file: the decoder.
-        source: the directory of its config, if that is another.
+        source: the directory of its config, if that is not `folder`.
 
     Returns:
-        Its config, the shape that follows, its ports, and whether compact positions are exact.
+        The config, the model's shape, the decoder's ports, and whether compact positions are exact.
 
     Raises:
-        GraphBroken: a file that is no graph.
+        GraphBroken: the file is no graph.
         NotExportable: the model's attention has sink logits.
-        UnsupportedModel: it cannot lose tokens, or is not of one model with its config.
+        UnsupportedModel: the decoder is wrong once tokens are evicted, or the config is of another
+            model.
     """
     source = source or str(folder)
     config = load_config(source)
     shape = ModelShape.of(config.get_text_config(decoder=True))
     refuse_sinks(shape)
-    found = read_ports(file)
-    if found.nodes is not None and not found.head_dim:
-        found = replace(found, head_dim=shape.head_size)
-    _agree(shape, found)
-    if found.nodes is not None:
-        check_nodes(found.nodes, shape, file.name)
-        found, compact = replace(found, nodes=checked(found, found.nodes, shape)), True
+    decoder = read_ports(file)
+    if decoder.nodes is not None and not decoder.head_dim:
+        decoder = replace(decoder, head_dim=shape.head_size)
+    _agree(shape, decoder)
+    if decoder.nodes is not None:
+        check_nodes(decoder.nodes, shape, file.name)
+        decoder, compact = replace(decoder, nodes=checked(decoder, decoder.nodes, shape)), True
     else:
-        compact = check_evictable(found, shape)
+        compact = check_evictable(decoder, shape)
     check_generation(source)
     check_tokenizer(folder)
-    return config, shape, found, compact
+    return config, shape, decoder, compact
 
 
 def _evictors(
-    target: Path, pairs: Iterable[tuple[Eviction, str]], found: DecoderPorts, shape: ModelShape
+    target: Path, pairs: Iterable[tuple[Eviction, str]], decoder: DecoderPorts, shape: ModelShape
 ) -> list[dict[str, Any]]:
-    """Write the graphs that evict into `target`, all or none; returns their entries."""
+    """Write all evictors into `target`, or none; return their entries of the manifest."""
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=target) as name:
         part = Path(name)
-        entries = [_write(part, eviction, found, shape, mode) for eviction, mode in pairs]
+        entries = [_write(part, eviction, decoder, shape, mode) for eviction, mode in pairs]
         for path in sorted(part.iterdir()):
             os.replace(path, target / path.name)
     return entries
 
 
-def _finish(target: Path, folder: Path, file: Path, said: dict[str, Any]) -> None:
-    """Bring what belongs to the decoder, and write the manifest last."""
+def _finish(target: Path, folder: Path, file: Path, manifest: dict[str, Any]) -> None:
+    """Copy the decoder, its config and its tokenizer to `target`, and write the manifest last."""
     names = files_of(folder, file)
     names += [n for n in COMPANIONS if (folder / n).is_file() or (target / n).is_file()]
     names += sorted(
@@ -195,19 +198,18 @@ def _finish(target: Path, folder: Path, file: Path, said: dict[str, Any]) -> Non
     for name in names if target != folder else ():
         if (folder / name).is_file():
             link_or_copy(folder / name, target / name)
-    names += [entry["file"] for entry in said["evictors"]]
-    said["files"] = [{**file_entry(target / name), "file": name} for name in names]
-    said["graphs"] = {"decoder": said["files"][0]}
-    said["tokenizer"] = {k: v if v in names else None for k, v in facts.TOKENIZER.items()}
-    facts.write(target, said)
+    names += [entry["file"] for entry in manifest["evictors"]]
+    manifest["files"] = [{**file_entry(target / name), "file": name} for name in names]
+    manifest["graphs"] = {"decoder": manifest["files"][0]}
+    manifest["tokenizer"] = {k: v if v in names else None for k, v in facts.TOKENIZER.items()}
+    facts.write(target, manifest)
 
 
 def decoder_in(where: Path, variant: str | None = None) -> Path:
     """Find the decoder's file at `where`.
 
     Raises:
-        ModelNotFound: there is none, or not that variant, or more than one and none of the usual
-            names.
+        ModelNotFound: there is no decoder, none of that variant, or several without a usual name.
     """
     if where.is_file():
         return where
@@ -222,32 +224,32 @@ def decoder_in(where: Path, variant: str | None = None) -> Path:
         )
     if there:
         return next(iter(there.values()))
-    found = sorted(path for path in where.glob("*.onnx") if "kvcap-" not in path.name)
-    if len(found) != 1:
-        which = ", ".join(path.name for path in found)
+    paths = sorted(path for path in where.glob("*.onnx") if "kvcap-" not in path.name)
+    if len(paths) != 1:
+        which = ", ".join(path.name for path in paths)
         several = f"several .onnx files ({which}), none of a usual name; give the decoder's file"
         none = "no .onnx file; give a directory that holds an ONNX decoder"
-        raise ModelNotFound(f"{str(where)!r} holds {several if found else none}")
-    return found[0]
+        raise ModelNotFound(f"{str(where)!r} holds {several if paths else none}")
+    return paths[0]
 
 
 def variants_in(where: Path) -> dict[str, Path]:
-    """Return the decoders in a directory whose names are usual ones, by variant, best first."""
+    """Return a directory's decoders of usual names, by variant; `VARIANTS` lists the best first."""
     names = [*VARIANTS.items(), ("with_past", "decoder_with_past_model")]
-    found = dict[str, Path]()
+    paths = dict[str, Path]()
     for folder in (where, where / "onnx"):
         for variant, stem in names:
             if (path := folder / f"{stem}.onnx").is_file():
-                found.setdefault(variant, path)
+                paths.setdefault(variant, path)
     order = [variant for variant, _ in names]
-    return {variant: found[variant] for variant in sorted(found, key=order.index)}
+    return {variant: paths[variant] for variant in sorted(paths, key=order.index)}
 
 
 def _config_of(folder: Path, config: str | None) -> str:
     """Return the directory of a decoder's config.
 
     Raises:
-        ModelNotFound: there is none.
+        ModelNotFound: neither `config` nor the folder has one.
     """
     if config is not None:
         where = Path(config)
@@ -260,10 +262,14 @@ def _config_of(folder: Path, config: str | None) -> str:
     return str(folder)
 
 
-def _agree(shape: ModelShape, found: DecoderPorts) -> None:
-    """Refuse a config that is not the graph's, and layers that are not capped."""
+def _agree(shape: ModelShape, decoder: DecoderPorts) -> None:
+    """Refuse a config of another model, and a model with layers that cannot be capped.
+
+    Raises:
+        UnsupportedModel: naming what differs, or what such layers hold.
+    """
     # Grouped decoders may have recurrent layers, whose states the runtime carries along.
-    carried = found.nodes is not None and not (shape.slides or shape.shared)
+    carried = decoder.nodes is not None and not (shape.slides or shape.shared)
     if not shape.all_capped and not carried:
         raise UnsupportedModel(
             f"in this {shape.family} {shape.uncapped}, which its graph finds by where slots lie, "
@@ -275,32 +281,34 @@ def _agree(shape: ModelShape, found: DecoderPorts) -> None:
             f"in this {shape.family} {shape.not_exportable}, whose slots hold latents; run the "
             "model itself, without --backend onnxruntime"
         )
-    mine = (found.layers, found.kv_heads, found.head_dim)
-    said = (len(shape.capped), shape.kv_heads, shape.head_size)
-    if mine != said:
+    actual = (decoder.layers, decoder.kv_heads, decoder.head_dim)
+    expected = (len(shape.capped), shape.kv_heads, shape.head_size)
+    if actual != expected:
         raise UnsupportedModel(
-            f"config.json says {said[0]} layers of {said[1]} KV heads of {said[2]}, and "
-            f"{found.file.name} has {mine[0]} of {mine[1]} of {mine[2]}; they are not of one model"
+            f"config.json says {expected[0]} layers of {expected[1]} KV heads of {expected[2]}, "
+            f"and {decoder.file.name} has {actual[0]} of {actual[1]} of {actual[2]}; they are not "
+            "of one model"
         )
 
 
 def _generation(source: str, config: Any) -> GenerationConfig:
-    """Return how the model answers, by the files in the directory of its config."""
+    """Return the settings of generation, from their own file or else from the config."""
     if (Path(source) / "generation_config.json").exists():
         return GenerationConfig.from_pretrained(source)
     return GenerationConfig.from_model_config(config)
 
 
 def _describe(
-    folder: Path, source: str, config: Any, shape: ModelShape, found: DecoderPorts
+    folder: Path, source: str, config: Any, shape: ModelShape, decoder: DecoderPorts
 ) -> dict[str, Any]:
     """Return the parts of a manifest that are known before any graph is written."""
     generation = _generation(source, config)
     rotated = frequencies(shape)
-    slides = "sliding_attention" in layer_kinds(config)  # then all slide, as others were refused
-    weights = sum((folder / name).stat().st_size for name in files_of(folder, found.file))
-    nodes = found.nodes
-    said: dict[str, Any] = {
+    # `_agree` has refused models in which only some layers slide.
+    slides = "sliding_attention" in layer_kinds(config)
+    weights = sum((folder / name).stat().st_size for name in files_of(folder, decoder.file))
+    nodes = decoder.nodes
+    manifest: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": EVICTOR,
         "model": {
@@ -310,28 +318,28 @@ def _describe(
             "rotated_pairs": len(rotated),
             "window": config.sliding_window if slides else None,
         },
-        "dtype": short(str(found.cache)),
-        "cache_dtype": str(found.cache),
+        "dtype": short(str(decoder.cache)),
+        "cache_dtype": str(decoder.cache),
         "inv_freq": rotated,
         "rule": RULE,
         "generation": facts.generation_facts(generation),
         "producer": {"kvcap": kvcap.__version__, "torch": torch.__version__},
     }
-    return said if nodes is None else {**said, **_grouped(said, nodes, shape)}
+    return manifest if nodes is None else {**manifest, **_grouped(manifest, nodes, shape)}
 
 
-def _grouped(said: dict[str, Any], nodes: Nodes, shape: ModelShape) -> dict[str, Any]:
-    """Return further parts of the manifest of a decoder whose slots stay in place."""
-    window = said["model"]["window"]
+def _grouped(manifest: dict[str, Any], nodes: Nodes, shape: ModelShape) -> dict[str, Any]:
+    """Return the parts of the manifest that only a decoder whose slots stay in place has."""
+    window = manifest["model"]["window"]
     windows = [n for n in (window, nodes.window) if n is not None]
     return {
         "kind": GROUPED,
         "model": {
-            **said["model"],
+            **manifest["model"],
             "window": min(windows, default=None),
             "longest": nodes.longest,
         },
-        "dtype": nodes.weights or said["dtype"],
+        "dtype": nodes.weights or manifest["dtype"],
         "rule": GROUPED_RULE,
         "interleaved": any(rope.interleaved for rope in shape.capped_ropes),
         "kv_layers": nodes.layers,
@@ -343,20 +351,20 @@ def _grouped(said: dict[str, Any], nodes: Nodes, shape: ModelShape) -> dict[str,
 
 
 def frequencies(shape: ModelShape) -> list[float]:
-    """Return the inverse frequencies that layers share; none where keys cannot be moved."""
+    """Return the inverse RoPE frequencies that layers share; [] if keys cannot be moved."""
     rope = next(iter(shape.capped_ropes), None)
     return [] if rope is None or rope.inv_freq is None else rope.inv_freq.tolist()
 
 
 def _write(
-    folder: Path, eviction: Eviction, found: DecoderPorts, shape: ModelShape, positions: str
+    folder: Path, eviction: Eviction, decoder: DecoderPorts, shape: ModelShape, positions: str
 ) -> dict[str, Any]:
-    """Trace an evictor into `folder`, check it; returns its entry of the manifest."""
-    evictor, dtype = module(eviction, found, shape, positions)
+    """Trace an evictor into `folder` and check it; return its entry of the manifest."""
+    evictor, dtype = module(eviction, decoder, shape, positions)
     path = folder / f"kvcap-evict.{eviction.name}.{positions}.onnx"
     path.write_bytes(trace(evictor, dtype).SerializeToString())
     evictors.check(Graph(path), evictor, dtype).require()
-    sizes, element = evictor.sizes, str(found.cache)
+    sizes, element = evictor.sizes, str(decoder.cache)
     return {
         **file_entry(path),
         "policy": {**recipe(eviction), "pins": pins(eviction)},
@@ -369,30 +377,30 @@ def _write(
 
 
 def module(
-    eviction: Eviction, found: DecoderPorts, shape: ModelShape, positions: str
+    eviction: Eviction, decoder: DecoderPorts, shape: ModelShape, positions: str
 ) -> tuple[AdoptedEvictionGraph, torch.dtype]:
-    """Make the module that a decoder's evictor is traced from; return it and its keys' type."""
-    if found.nodes is not None:
-        selector = Selector(eviction, found.kv_heads, found.head_dim)
-        return selector, torch_dtype(str(found.cache))
+    """Return the module that a decoder's evictor is traced from, and the type of its keys."""
+    if decoder.nodes is not None:
+        selector = Selector(eviction, decoder.kv_heads, decoder.head_dim)
+        return selector, torch_dtype(str(decoder.cache))
     pairs = len(frequencies(shape)) if positions == "compact" else 0
     rope = shape.layers[0].rope
     evictor = AdoptedEvictionGraph(
         eviction,
-        found.layers,
-        found.kv_heads,
-        found.head_dim,
+        decoder.layers,
+        decoder.kv_heads,
+        decoder.head_dim,
         pairs,
         interleaved=rope is not None and rope.interleaved,
     )
-    return evictor, torch_dtype(str(found.cache))
+    return evictor, torch_dtype(str(decoder.cache))
 
 
 def pins(eviction: Eviction) -> dict[str, Any]:
-    """Return the pins of a policy at any budget N: sinks, and max(recents, share of N) newest.
+    """Return the rule of a policy's pins: its sinks, and `max(recents, share * N)` newest of N.
 
     Raises:
-        NotExportable: it pins otherwise.
+        NotExportable: the policy pins its newest tokens by another rule.
     """
     share, fixed = getattr(eviction.policy, "recent", 0.0), eviction.recent_tokens
     if any(eviction.recents(n) != max(int(share * n), fixed) for n in (16, 100, 999)):

@@ -1,4 +1,4 @@
-"""Checks that evictor graphs compute what the modules that they are traced from do."""
+"""Checks that evictor graphs compute the same as the modules that they are traced from."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CLOSE = {torch.float32: 1e-5, torch.float16: 1e-2}
 
 @dataclass(frozen=True)
 class CheckedGraph:
-    """A graph that was checked, by the output and the case that differ most."""
+    """A checked graph's largest error, with the output and the case that it occurs in."""
 
     file: str
     output: str
-    slots: int  # before it evicts
+    slots: int  # slots per KV head before the eviction
     error: float  # infinite if the output is not finite or has another shape
     allowed: float
 
@@ -34,10 +34,10 @@ class CheckedGraph:
         return self.error <= self.allowed
 
     def require(self) -> None:
-        """Refuse a graph that failed.
+        """Raise if the graph failed.
 
         Raises:
-            ToleranceError: it computes something else.
+            ToleranceError: the error is larger than allowed.
         """
         if not self.ok:
             raise ToleranceError(
@@ -47,7 +47,7 @@ class CheckedGraph:
 
 @dataclass(frozen=True)
 class AdoptedReport:
-    """A report on every graph that evicts for one decoder."""
+    """A report on all evictors of one decoder."""
 
     file: str
     runtime: str  # ONNX Runtime's version
@@ -55,7 +55,7 @@ class AdoptedReport:
 
     @property
     def ok(self) -> bool:
-        """Return whether all graphs hold."""
+        """Return whether the errors of all graphs are allowed."""
         return all(row.ok for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,45 +73,45 @@ class AdoptedReport:
         width = max((len(row.file) for row in self.rows), default=0)
         lines.append(f"  {'evictor':<{width}} {'slots':>6} {'error':>9} {'allowed':>9}  ")
         for row in self.rows:
-            said = "ok" if row.ok else f"FAILED in {row.output}"
+            verdict = "ok" if row.ok else f"FAILED in {row.output}"
             lines.append(
                 f"  {row.file:<{width}} {row.slots:>6} {row.error:>9.1e} "
-                f"{row.allowed:>9.1e}  {said}"
+                f"{row.allowed:>9.1e}  {verdict}"
             )
         return "\n".join(lines)
 
     def require(self) -> None:
-        """Refuse a directory of which a graph failed.
+        """Raise if a graph failed.
 
         Raises:
-            ToleranceError: naming the first graph that does not hold.
+            ToleranceError: naming the first graph that failed.
         """
         for row in self.rows:
             row.require()
 
 
 def check(graph: Graph, evictor: AdoptedEvictionGraph, dtype: torch.dtype) -> CheckedGraph:
-    """Hold a graph to the module it was traced from.
+    """Run a graph and the module that it was traced from on `CASES`, and compare all outputs.
 
     Args:
-        graph: in ONNX Runtime.
+        graph: the graph in ONNX Runtime.
         evictor: the module.
-        dtype: of keys and values.
+        dtype: the type of keys and values.
 
     Raises:
-        ShapeError: it has other inputs or outputs, or refuses what the module takes.
+        ShapeError: the graph has other inputs or outputs, or refuses what the module takes.
     """
-    taken, given_back = evictor.inputs, evictor.outputs
-    graph.require({port.name for port in taken}, {port.name for port in given_back})
+    inputs, outputs = evictor.inputs, evictor.outputs
+    graph.require({port.name for port in inputs}, {port.name for port in outputs})
     rows = []
     for past, block, stay in CASES:
-        given = example(evictor, dtype, past=past, block=block, stay=stay, seed=past + block)
+        feeds = example(evictor, dtype, past=past, block=block, stay=stay, seed=past + block)
         with torch.inference_mode():
-            wanted = evictor(*given.values())
-        got = feed(graph.session, given)
-        for port, want in zip(given_back, wanted, strict=True):
+            wanted = evictor(*feeds.values())
+        got = feed(graph.session, feeds)
+        for port, want in zip(outputs, wanted, strict=True):
             mine = torch.from_numpy(got[port.name])
-            if port == GONE:  # its order does not matter
+            if port == GONE:  # evicted slots are listed in any order
                 mine, want = mine.sort().values, want.sort().values
             error = _difference(mine, want)
             rows.append(CheckedGraph(graph.name, port.name, past + block, error, CLOSE[dtype]))
@@ -119,7 +119,7 @@ def check(graph: Graph, evictor: AdoptedEvictionGraph, dtype: torch.dtype) -> Ch
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """Return the largest difference."""
+    """Return the largest difference, infinite if shapes differ or a number is NaN."""
     if got.shape != want.shape:
         return float("inf")
     error = (got.double() - want.double()).abs().nan_to_num(nan=float("inf"))

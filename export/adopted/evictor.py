@@ -1,10 +1,11 @@
 """Builds the evictor of a decoder that others exported: one graph for all layers and any budget.
 
-Such a decoder shows keys, values and positions, so it serves policies that read no more. Where it
-writes its cache anew, an `AdoptedEvictionGraph` copies what stays: layers stand where a batch does,
-as a policy scores each by itself, and slots lie in time order. In compact positions a slot's index
-is its position: the graph also keeps every key turned to position 0, and gives a copy turned to
-where it counts, so that no error adds up. Where slots stay in place, a `Selector` says which go.
+Such a decoder shows keys, values and positions, so only policies that read no more can run beside
+it. If each run returns a new cache, an `AdoptedEvictionGraph` copies the slots that stay, in time
+order. Layers take the place of a batch, as a policy scores each by itself. With compact positions a
+slot's index is its position: the graph keeps every key rotated to position 0 and returns a copy
+rotated to its new position, so that errors do not add up. If slots stay in place in a buffer, a
+`Selector` returns the slots that go.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.rope import rotate
 from kvcap.runtime.types import DEFAULT_POLICY
 
-# What a decoder with past_key_values shows a policy; it shows no queries and no attention.
+# All that a policy can observe of a decoder with past_key_values: no queries and no attention.
 REVEALED = frozenset({"keys", "values", "positions"})
 SLOTS, HELD = ("layers", "kv_heads", "slots"), ("layers", "kv_heads", "held")
 OPEN = ("slots", "held", "shifts", "spans", "capacity", "count")
@@ -54,15 +55,15 @@ GONE = Port("gone", "int64", ("layers", "kv_heads", "count"), "slots", "slots th
 
 
 class AdoptedEvictionGraph(nn.Module):
-    """A module that scores, selects, gathers and rotates what stays, for layers [L] of heads [K].
+    """A module that scores all slots, and gathers and rotates those that stay, for all layers.
 
     Args:
         eviction: a policy that reads keys, values and positions alone.
-        layers: `L`.
-        kv_heads: `K`.
-        head_dim: `D`.
-        pairs: numbers of a key that turn, by two; 0 leaves positions true.
-        interleaved: a pair are neighbours (2i, 2i + 1); else (i, i + pairs).
+        layers: layers, `L`.
+        kv_heads: KV heads of a layer, `K`.
+        head_dim: size of a head, `D`.
+        pairs: rotated pairs of numbers of a key, for compact positions; 0 leaves positions true.
+        interleaved: whether a pair is (2i, 2i + 1); else it is (i, i + pairs).
 
     Raises:
         NotExportable: the policy reads more than such a decoder shows.
@@ -95,53 +96,56 @@ class AdoptedEvictionGraph(nn.Module):
         self.outputs = [_kept(port) for name in kept for port in INPUTS if port.name == name]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Compute what stays, in the order of `outputs`."""
-        given = {port.name: tensor for port, tensor in zip(self.inputs, tensors, strict=True)}
-        keys, past = given["keys"], given["positions"].shape[2]
+        """Return keys and values [L, K, stay, D] and positions [L, K, stay] of slots that stay.
+
+        `outputs` has their order; with compact positions the keys at position 0 follow.
+        """
+        feeds = {port.name: tensor for port, tensor in zip(self.inputs, tensors, strict=True)}
+        keys, past = feeds["keys"], feeds["positions"].shape[2]
         slots = keys.shape[2]
-        times = torch.arange(slots, dtype=torch.int32)[past:] + (given["seen"] - slots)
+        times = torch.arange(slots, dtype=torch.int32)[past:] + (feeds["seen"] - slots)
         arrived = times.expand(*keys.shape[:2], -1)
-        given["positions"] = torch.cat((given["positions"], arrived), dim=2)
-        keep = self._keep(given, slots)
+        feeds["positions"] = torch.cat((feeds["positions"], arrived), dim=2)
+        keep = self._keep(feeds, slots)
         rows = rows_of(keep, slots)
-        kept = {name: take(given[name], rows, keep) for name in ("values", "positions")}
+        kept = {name: take(feeds[name], rows, keep) for name in ("values", "positions")}
         if not self.compact:
             return take(keys, rows, keep), kept["values"], kept["positions"]
         turned = partial(rotate, interleaved=self.interleaved)
-        new = turned(keys[:, :, past:], given["table"][past:slots], back=True)
-        base = take(torch.cat((given["base"], new), dim=2), rows, keep)
+        new = turned(keys[:, :, past:], feeds["table"][past:slots], back=True)
+        base = take(torch.cat((feeds["base"], new), dim=2), rows, keep)
         stay = keep.shape[-1]
-        torch._check(stay <= given["table"].shape[0])
-        here = turned(base, given["table"][:stay])
+        torch._check(stay <= feeds["table"].shape[0])
+        here = turned(base, feeds["table"][:stay])
         return here, kept["values"], kept["positions"], base
 
-    def _keep(self, given: dict[str, Tensor], slots: int) -> Tensor:
-        """Return the slots that stay, [L, K, stay], in time order."""
-        return survivors(self._worth(given), given["positions"], self._stay(given, slots))
+    def _keep(self, feeds: dict[str, Tensor], slots: int) -> Tensor:
+        """Return the indices of the slots that stay, [L, K, stay], in time order."""
+        return survivors(self._worth(feeds), feeds["positions"], self._stay(feeds, slots))
 
-    def _worth(self, given: dict[str, Tensor]) -> Tensor:
+    def _worth(self, feeds: dict[str, Tensor]) -> Tensor:
         """Return the worth by which slots are kept, [L, K, slots]."""
-        positions, spans = given["positions"], given["spans"]
-        obs = self.form.observe(given)
+        positions, spans = feeds["positions"], feeds["spans"]
+        obs = self.form.observe(feeds)
         with Portable():
-            scores = self.eviction.score(obs, by=lambda _, obs: self.form.score(given, obs))
+            scores = self.eviction.score(obs, by=lambda _, obs: self.form.score(feeds, obs))
         inside = (positions[..., None] >= spans[:, 0]) & (positions[..., None] < spans[:, 1])
-        pinned = inside.any(-1) | (positions >= given["seen"] - given["recents"])
+        pinned = inside.any(-1) | (positions >= feeds["seen"] - feeds["recents"])
         return self.eviction.worth(scores, pinned, obs)
 
     @staticmethod
-    def _stay(given: dict[str, Tensor], slots: int) -> Any:
+    def _stay(feeds: dict[str, Tensor], slots: int) -> Any:
         """Return how many slots of a head stay, 1 to `slots`."""
-        stay: Any = given["stay"].item()
+        stay: Any = feeds["stay"].item()
         torch._check(stay >= 1)
         torch._check(stay <= slots)
         return stay
 
 
 class Selector(AdoptedEvictionGraph):
-    """A graph that scores and selects, for one layer whose slots lie in a buffer, in any order.
+    """A graph that selects the slots that go, for one layer whose slots lie in a buffer.
 
-    Whoever runs it moves what stays into the places of what goes, and turns keys.
+    Slots lie in any order. The runtime moves slots that stay into freed places, and rotates keys.
     """
 
     def __init__(self, eviction: Eviction, kv_heads: int, head_dim: int) -> None:
@@ -151,13 +155,13 @@ class Selector(AdoptedEvictionGraph):
         self.outputs = [GONE]
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Select the slots [1, K, count] that go."""
-        given = {port.name: tensor for port, tensor in zip(self.inputs, tensors, strict=True)}
-        slots = given["positions"].shape[2]
-        for name in {"keys", "values"} & given.keys():
-            torch._check(slots <= given[name].shape[2])
-            given[name] = given[name][:, :, :slots]
-        return (evicted(self._worth(given), given["positions"], self._stay(given, slots)),)
+        """Return the indices of the slots that go, [1, K, count]."""
+        feeds = {port.name: tensor for port, tensor in zip(self.inputs, tensors, strict=True)}
+        slots = feeds["positions"].shape[2]
+        for name in {"keys", "values"} & feeds.keys():
+            torch._check(slots <= feeds[name].shape[2])
+            feeds[name] = feeds[name][:, :, :slots]
+        return (evicted(self._worth(feeds), feeds["positions"], self._stay(feeds, slots)),)
 
 
 def _kept(port: Port) -> Port:
@@ -166,7 +170,7 @@ def _kept(port: Port) -> Port:
 
 
 def revealed() -> list[str]:
-    """Return policies of one part that run on keys, values and positions; the usual one first."""
+    """Return policies of one part that run on keys, values and positions; the default one first."""
     single = [
         name for name, made in policies().items() if len(made.parts) == 1 and not made.options
     ]
@@ -180,10 +184,10 @@ def _fits(eviction: Eviction) -> bool:
 
 
 def check(eviction: Eviction) -> None:
-    """Refuse what cannot run on keys, values and positions alone.
+    """Refuse an eviction that cannot run on keys, values and positions alone.
 
     Raises:
-        NotExportable: saying which policies can.
+        NotExportable: the eviction reads more, or budgets differ; the message names what can run.
     """
     name, more = eviction.name or "the policy", eviction.observes - REVEALED
     if _fits(eviction):
@@ -201,9 +205,9 @@ def check(eviction: Eviction) -> None:
 
 def trace(evictor: AdoptedEvictionGraph, dtype: torch.dtype) -> Any:
     """Trace an evictor; return the stripped onnx.ModelProto."""
-    given = example(evictor, dtype, past=20, block=7, stay=16)
+    feeds = example(evictor, dtype, past=20, block=7, stay=16)
     open_axes = dict.fromkeys(OPEN, torch.export.Dim.AUTO)
-    program = program_of(evictor, evictor.inputs, list(given.values()), open_axes)
+    program = program_of(evictor, evictor.inputs, list(feeds.values()), open_axes)
     model = program.model_proto
     model.ir_version = min(model.ir_version, IR_VERSION)
     ports = (*evictor.inputs, *evictor.outputs)

@@ -1,9 +1,9 @@
 """Reads decoders of others whose attention is GroupQueryAttention, node by node.
 
 onnxruntime-genai's builder and onnx-community write such graphs. The node rotates queries and keys
-itself (`do_rotary=1`), at positions that follow from how many slots are in use, by cosines and
-sines that are constants of the graph. Keys that stay are to be turned by the same angles, so these
-are compared with the frequencies of the model's config.
+itself (`do_rotary=1`): positions count the slots in use, and cosines and sines are constants of the
+graph. kvcap moves kept keys by the frequencies of the model's config, so it first compares the
+constants with them.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ OTHER = "export the model itself with kvcap export decoder MODEL"
 
 @dataclass(frozen=True)
 class Attention:
-    """A node of attention, with the facts that say how one layer attends."""
+    """A GroupQueryAttention node: how one layer attends, by its attributes and inputs."""
 
-    layer: int  # as past_key_values names it
+    layer: int  # the number N of its past_key_values.N
     heads: int
     kv_heads: int
     rotates: bool
     interleaved: bool
-    window: int | None  # slots that a token sees at most; None: all
-    cosines: str  # the name of the constant that has them
-    sines: str
+    window: int | None  # most slots that a token sees; None: all
+    cosines: str  # the name of the constant with the cosines
+    sines: str  # the name of the constant with the sines
 
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """A state that a recurrent layer holds, which the graph reads and writes anew."""
+    """A recurrent layer's state: an input that the graph reads, an output with its next value."""
 
-    name: str
-    present: str
+    name: str  # of the input
+    present: str  # the name of the output
     shape: tuple[int, ...]
     dtype: str
 
@@ -70,34 +70,34 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class Nodes:
-    """A record of facts that are read from the nodes of a grouped decoder's graph."""
+    """Facts that `nodes_of` reads from the nodes of a decoder with GroupQueryAttention."""
 
     attention: tuple[Attention, ...]
     states: tuple[RecurrentState, ...]
     tables: Mapping[str, NDArray[Any]]  # cosines and sines by name, [positions, pairs]
-    weights: str | None  # 'int4' or 'int8' if matrices are stored so
-    rounds: bool  # says that activations are rounded to integers
-    one_buffer: bool  # says that past and present may share memory: only attention reads them
-    last_only: bool = False  # says that there are logits of a block's last token only
+    weights: str | None  # 'int4' or 'int8' if matrices are stored as integers
+    rounds: bool  # whether activations are rounded to integers
+    one_buffer: bool  # whether past and present may share memory, as only attention reads them
+    last_only: bool = False  # whether only a block's last token has logits
 
     @property
     def layers(self) -> list[int]:
-        """Return the layers that hold slots, as past_key_values names them."""
+        """Return the numbers of the layers that hold slots, as past_key_values has them."""
         return [node.layer for node in self.attention]
 
     @property
     def window(self) -> int | None:
-        """Return how many slots a token sees at most in some layer."""
+        """Return the smallest window of any layer; None if all layers see every slot."""
         return min((node.window for node in self.attention if node.window), default=None)
 
     @property
     def longest(self) -> int | None:
-        """Return how many positions have cosines; None where the nodes rotate nothing."""
+        """Return how many positions have cosines; None if no node rotates."""
         return min((len(table) for table in self.tables.values()), default=None)
 
 
 def read_nodes(file: Path) -> Any | None:
-    """Read the graph (an onnx.GraphProto without its weights), if its attention is such nodes."""
+    """Return the onnx.GraphProto without its weights; None if it has no GroupQueryAttention."""
     try:
         graph = library("onnx").load(str(file), load_external_data=False).graph
     except Exception:  # protobuf's own; ONNX Runtime still decides whether it can load the graph
@@ -106,18 +106,18 @@ def read_nodes(file: Path) -> Any | None:
 
 
 def nodes_of(graph: Any, runtime: Graph, file: Path) -> Nodes:
-    """Read the facts of a graph's nodes; the graph can run over slots that stay in place.
+    """Read the facts of a graph's nodes; refuse a graph that cannot run over slots in any order.
 
     Args:
-        graph: from `read_nodes`.
-        runtime: the same in ONNX Runtime.
-        file: of the graph.
+        graph: the result of `read_nodes`.
+        runtime: the same graph in ONNX Runtime.
+        file: the file of the graph.
 
     Raises:
-        UnsupportedModel: another signature, or attention that goes by where slots lie.
+        UnsupportedModel: the signature is another, or attention depends on where slots lie.
     """
     name = file.name
-    found = sorted(
+    attention = sorted(
         (_attention(node, name) for node in graph.node if node.op_type == NODE),
         key=lambda node: node.layer,
     )
@@ -127,10 +127,10 @@ def nodes_of(graph: Any, runtime: Graph, file: Path) -> Nodes:
         if (hit := PAST.fullmatch(port))
     }
     layers = sorted(int(port.split(".")[1]) for port in past if port.endswith("key"))
-    if [node.layer for node in found] != layers:
+    if [node.layer for node in attention] != layers:
         raise UnsupportedModel(
             f"{name} has past_key_values of layers {layers} and nodes of {NODE} for "
-            f"{[node.layer for node in found]}; all layers must attend by one each; {OTHER}"
+            f"{[node.layer for node in attention]}; all layers must attend by one each; {OTHER}"
         )
     states = _states(runtime, name)
     wanted = {IDS, MASK, *past, *(state.name for state in states)}
@@ -147,16 +147,17 @@ def nodes_of(graph: Any, runtime: Graph, file: Path) -> Nodes:
         )
     held = {*past, *past.values()}
     alone = not any(held & set(node.input) for node in graph.node if node.op_type != NODE)
-    return Nodes(tuple(found), states, _tables(graph, found, file), *_weights(graph), alone)
+    return Nodes(tuple(attention), states, _tables(graph, attention, file), *_weights(graph), alone)
 
 
 def _attention(node: Any, name: str) -> Attention:
     """Return one node's facts.
 
     Raises:
-        UnsupportedModel: its attention goes by more than which slots there are.
+        UnsupportedModel: the node has a bias, sink logits or quantised slots, or depends on where
+            slots lie.
     """
-    said = {a.name: library("onnx").helper.get_attribute_value(a) for a in node.attribute}
+    attributes = {a.name: library("onnx").helper.get_attribute_value(a) for a in node.attribute}
     inputs = [*node.input, *[""] * (SCALE + 1 - len(node.input))]
     for place, what in (
         (BIAS, "adds a bias by where slots lie"),
@@ -166,7 +167,7 @@ def _attention(node: Any, name: str) -> Attention:
         if inputs[place]:
             raise UnsupportedModel(f"the attention {node.name!r} of {name} {what}; {OTHER}")
     for flag in ("smooth_softmax", "sliding_window_cache"):
-        if said.get(flag, 0) > 0:
+        if attributes.get(flag, 0) > 0:
             raise UnsupportedModel(f"the attention {node.name!r} of {name} has {flag}; {OTHER}")
     hit = PAST.fullmatch(inputs[PAST_KEY])
     if hit is None:
@@ -174,13 +175,13 @@ def _attention(node: Any, name: str) -> Attention:
             f"the attention {node.name!r} of {name} does not read past_key_values as they are, "
             f"but {inputs[PAST_KEY] or 'nothing'!r}; {OTHER}"
         )
-    window = int(said.get("local_window_size", -1))
+    window = int(attributes.get("local_window_size", -1))
     return Attention(
         layer=int(hit[1]),
-        heads=int(said["num_heads"]),
-        kv_heads=int(said["kv_num_heads"]),
-        rotates=bool(said.get("do_rotary", 0)),
-        interleaved=bool(said.get("rotary_interleaved", 0)),
+        heads=int(attributes["num_heads"]),
+        kv_heads=int(attributes["kv_num_heads"]),
+        rotates=bool(attributes.get("do_rotary", 0)),
+        interleaved=bool(attributes.get("rotary_interleaved", 0)),
         window=window if window > 0 else None,
         cosines=inputs[COS],
         sines=inputs[SIN],
@@ -188,12 +189,12 @@ def _attention(node: Any, name: str) -> Attention:
 
 
 def _states(runtime: Graph, name: str) -> tuple[RecurrentState, ...]:
-    """Return the recurrent states of a graph, by its ports.
+    """Return the recurrent states among a graph's inputs.
 
     Raises:
-        UnsupportedModel: of an open size.
+        UnsupportedModel: a state has an open size, or a type other than float and float16.
     """
-    found = []
+    states = []
     for port in runtime.inputs.values():
         if not STATE.fullmatch(port.name):
             continue
@@ -204,15 +205,15 @@ def _states(runtime: Graph, name: str) -> tuple[RecurrentState, ...]:
                 f"{port.name} of {name} is {port.shape} of {port.type}: a recurrent state must "
                 f"have fixed sizes but for the batch, of float or float16; {OTHER}"
             )
-        found.append(RecurrentState(port.name, present, tuple(shape), str(TYPES[port.type])))
-    return tuple(found)
+        states.append(RecurrentState(port.name, present, tuple(shape), str(TYPES[port.type])))
+    return tuple(states)
 
 
 def _tables(graph: Any, nodes: Sequence[Attention], file: Path) -> dict[str, NDArray[Any]]:
-    """Return the constants that nodes rotate by, by name.
+    """Return the cosines and sines that nodes rotate by, by the names of the constants.
 
     Raises:
-        UnsupportedModel: one is computed in the graph, as where it depends on the length.
+        UnsupportedModel: the graph computes some, as those that depend on the prompt's length.
     """
     onnx = library("onnx")
     constants = {tensor.name: tensor for tensor in graph.initializer}
@@ -220,7 +221,7 @@ def _tables(graph: Any, nodes: Sequence[Attention], file: Path) -> dict[str, NDA
         values = [a.t for a in node.attribute if a.name == "value"]
         if node.op_type == "Constant" and values:
             constants[node.output[0]] = values[0]
-    found = {}
+    tables = {}
     for name in {n for node in nodes if node.rotates for n in (node.cosines, node.sines)}:
         if name not in constants:
             raise UnsupportedModel(
@@ -232,25 +233,25 @@ def _tables(graph: Any, nodes: Sequence[Attention], file: Path) -> dict[str, NDA
             library("onnx.external_data_helper").load_external_data_for_tensor(
                 tensor, str(file.parent)
             )
-        found[name] = onnx.numpy_helper.to_array(tensor)
-    return found
+        tables[name] = onnx.numpy_helper.to_array(tensor)
+    return tables
 
 
 def _weights(graph: Any) -> tuple[str | None, bool]:
-    """Return the type of stored integer matrices, if any, and whether activations are rounded."""
+    """Return the type of integer matrices ('int4', 'int8', None), and whether activations round."""
     bits, rounds = 0, False
     for node in graph.node:
-        said = {a.name: a.i for a in node.attribute}
+        attributes = {a.name: a.i for a in node.attribute}
         if node.op_type == "MatMulNBits":
-            bits = max(bits, said.get("bits", 4))
-            rounds |= said.get("accuracy_level", 0) == 4
+            bits = max(bits, attributes.get("bits", 4))
+            rounds |= attributes.get("accuracy_level", 0) == 4
         elif node.op_type in ROUNDING:
             bits, rounds = max(bits, 8), True
     return (("int4" if bits <= 4 else "int8") if bits else None), rounds
 
 
 def check_nodes(nodes: Nodes, shape: ModelShape, name: str) -> None:
-    """Hold the nodes to the config: sizes, which layers rotate, and by which angles.
+    """Compare the nodes with the config: sizes, which layers rotate, and by which angles.
 
     Raises:
         UnsupportedModel: naming what differs.
@@ -271,15 +272,18 @@ def check_nodes(nodes: Nodes, shape: ModelShape, name: str) -> None:
             f"positions by its slots; {OTHER}"
         )
     ropes = [shape.layers[i].rope for i in shape.capped]
-    given = [rope.inv_freq for rope in ropes if rope is not None and rope.inv_freq is not None]
-    if any(not x.equal(given[0]) for x in given):
+    frequencies = [
+        rope.inv_freq for rope in ropes if rope is not None and rope.inv_freq is not None
+    ]
+    if any(not x.equal(frequencies[0]) for x in frequencies):
         raise UnsupportedModel(f"layers of {name} rotate by different angles; {OTHER}")
     for node, rope in zip(nodes.attention, ropes, strict=True):
-        mine, said = (node.heads, node.kv_heads), (shape.heads, shape.kv_heads)
-        if mine != said:
+        actual, expected = (node.heads, node.kv_heads), (shape.heads, shape.kv_heads)
+        if actual != expected:
             raise UnsupportedModel(
-                f"the attention of layer {node.layer} in {name} has {mine[0]} heads and {mine[1]} "
-                f"KV heads, config.json {said[0]} and {said[1]}; they are not of one model"
+                f"the attention of layer {node.layer} in {name} has {actual[0]} heads and "
+                f"{actual[1]} KV heads, config.json {expected[0]} and {expected[1]}; they are not "
+                "of one model"
             )
         if node.rotates and rope is None:
             raise UnsupportedModel(
@@ -297,9 +301,12 @@ def check_nodes(nodes: Nodes, shape: ModelShape, name: str) -> None:
 
 
 def _check_angles(nodes: Nodes, node: Attention, rope: Rope, name: str) -> None:
-    """Refuse cosines and sines that are not of the config's frequencies.
+    """Refuse cosines and sines that do not follow from the config's frequencies.
 
-    YaRN multiplies all of them by one number, which is allowed.
+    They may share a factor, as YaRN multiplies all of them by one number.
+
+    Raises:
+        UnsupportedModel: naming the first position and pair that differ.
     """
     assert rope.inv_freq is not None
     cos, sin = nodes.tables[node.cosines], nodes.tables[node.sines]

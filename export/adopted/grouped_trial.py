@@ -1,9 +1,10 @@
-"""Tries on a few tokens whether a decoder that counts positions by its slots can lose some.
+"""Tries on a few tokens whether a decoder that counts positions by its slots can evict.
 
-It is run as it will be: past and present bound to one buffer, with numbers behind the slots in use
-that must not matter, unless the graph goes by the length of its past. A mask means nothing to such
-a graph, so that what it says with every slot held twice is compared instead: softmax over each key
-and value twice is what it was, if keys were turned on to where their new slots count.
+The decoder runs as it will in use: past and present are bound to one buffer, and the free slots
+hold numbers that must not matter. (A graph that depends on its past's length gets separate arrays.)
+Such a graph ignores a mask, so a run over masked slots cannot be the reference. Instead every slot
+is held twice: softmax over each key and value twice gives the same result, provided that keys are
+rotated to the positions of their new slots.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from kvcap.runtime.models.rope import moved_by
 Array = NDArray[Any]
 TOKENS, FIRST = 12, 8
 CAPACITY = 2 * (TOKENS + 1) + 3
-FREE = 7.5  # the number that slots which are not in use are filled with
+FREE = 7.5  # the number that free slots are filled with
 SAME = {"float32": 1e-3, "float16": 3e-2}  # error allowed, relative to the largest logit
-ROUNDED = 0.1  # the same if activations are rounded to integers, all of a block by one scale
+ROUNDED = 0.1  # error allowed if activations are rounded to integers, by one scale for a block
 
 
 @dataclass(frozen=True)
 class TrialCache:
-    """A cache that a run of the trial reads, or leaves."""
+    """A decoder's cache before or after a run."""
 
-    slots: dict[str, Array]  # [1, K, n, D] by port
-    states: dict[str, Array]
+    slots: dict[str, Array]  # [1, K, n, D], by port without its prefix: 'N.key', 'N.value'
+    states: dict[str, Array]  # recurrent states, by input
 
     @property
     def length(self) -> int:
-        """Return the slots in use of each head."""
+        """Return how many slots of each head are in use."""
         return int(next(iter(self.slots.values())).shape[2])
 
 
 class GroupedTrial:
     """A trial that runs a grouped decoder on random tokens."""
 
-    def __init__(self, found: DecoderPorts, nodes: Nodes, vocabulary: int) -> None:
-        self.found, self.nodes, self.vocabulary = found, nodes, vocabulary
+    def __init__(self, decoder: DecoderPorts, nodes: Nodes, vocabulary: int) -> None:
+        self.decoder, self.nodes, self.vocabulary = decoder, nodes, vocabulary
         self.ids = np.random.default_rng(0).integers(0, vocabulary, (1, TOKENS + 1))
-        slots = np.zeros((1, found.kv_heads, 0, found.head_dim), found.cache)
+        slots = np.zeros((1, decoder.kv_heads, 0, decoder.head_dim), decoder.cache)
         self.ports = [f"{i}.{kind}" for i in nodes.layers for kind in ("key", "value")]
         self.empty = TrialCache(
             dict.fromkeys(self.ports, slots),
@@ -58,47 +59,47 @@ class GroupedTrial:
         )
 
     def run(self, ids: Array, held: TrialCache, in_place: bool = True) -> tuple[Array, TrialCache]:
-        """Run the decoder; return all its logits [T or 1, V], and what is held afterwards.
+        """Run the decoder; return its logits [T or 1, V], and the cache afterwards.
 
         Args:
-            ids: [1, T].
-            held: before.
-            in_place: past and present are one buffer; else arrays of their own.
+            ids: tokens [1, T].
+            held: the cache before the run.
+            in_place: bind past and present to one buffer, if the graph allows it.
 
         Raises:
-            UnsupportedModel: the graph cannot run so.
+            UnsupportedModel: the graph cannot read these tokens after that cache.
         """
         past, length = held.length, ids.shape[1]
         whole = past + length
         inputs: dict[str, Array] = {IDS: ids, MASK: np.ones((1, whole), np.int64)}
         more = {PLACES: np.arange(past, whole)[None], KEPT: np.array(1, np.int64)}
-        inputs |= {name: x for name, x in more.items() if name in self.found.graph.inputs}
+        inputs |= {name: x for name, x in more.items() if name in self.decoder.graph.inputs}
         inputs |= held.states
         names = {state.name: state.present for state in self.nodes.states}
         try:
             shared = in_place and self.nodes.one_buffer
-            found = (self._bound if shared else self._apart)(inputs, held, whole)
+            outputs = (self._in_place if shared else self._separate)(inputs, held, whole)
         except UnsupportedModel:
             raise
         except Exception as error:  # its own classes, which have no common base
             raise UnsupportedModel(
-                f"{self.found.file.name} cannot read {length} tokens after {past}: "
+                f"{self.decoder.file.name} cannot read {length} tokens after {past}: "
                 f"{first_line(error)[:200]}"
             ) from error
-        states = {name: found[present] for name, present in names.items()}
-        slots = {port: found[f"present.{port}"] for port in self.ports}
-        return found["logits"][0].astype(np.float64), TrialCache(slots, states)
+        states = {name: outputs[present] for name, present in names.items()}
+        slots = {port: outputs[f"present.{port}"] for port in self.ports}
+        return outputs["logits"][0].astype(np.float64), TrialCache(slots, states)
 
-    def _apart(self, inputs: dict[str, Array], held: TrialCache, whole: int) -> dict[str, Array]:
+    def _separate(self, inputs: dict[str, Array], held: TrialCache, whole: int) -> dict[str, Array]:
         inputs |= {f"past_key_values.{port}": x for port, x in held.slots.items()}
-        session = self.found.graph.session
-        names = list(self.found.graph.outputs)
+        session = self.decoder.graph.session
+        names = list(self.decoder.graph.outputs)
         return dict(zip(names, session.run(names, inputs), strict=True))
 
-    def _bound(self, inputs: dict[str, Array], held: TrialCache, whole: int) -> dict[str, Array]:
-        graph, found = self.found.graph, self.found
-        shape = (1, found.kv_heads, CAPACITY, found.head_dim)
-        buffers = {port: np.full(shape, FREE, found.cache) for port in self.ports}
+    def _in_place(self, inputs: dict[str, Array], held: TrialCache, whole: int) -> dict[str, Array]:
+        graph, decoder = self.decoder.graph, self.decoder
+        shape = (1, decoder.kv_heads, CAPACITY, decoder.head_dim)
+        buffers = {port: np.full(shape, FREE, decoder.cache) for port in self.ports}
         for port, x in held.slots.items():
             buffers[port][:, :, : held.length] = x
         length = inputs[IDS].shape[1]
@@ -113,24 +114,25 @@ class GroupedTrial:
             graph.run_bound(graph.bind(given, outputs))
         except ShapeError as error:
             raise UnsupportedModel(
-                f"{found.file.name} cannot write behind the slots in use ({error}); {OTHER}"
+                f"{decoder.file.name} cannot write behind the slots in use ({error}); {OTHER}"
             ) from error
         return {**made, **{f"present.{port}": x[:, :, :whole] for port, x in buffers.items()}}
 
     def same(self, one: Array, other: Array) -> bool:
-        """Return whether the last token's logits agree."""
-        share = ROUNDED if self.nodes.rounds else SAME[str(self.found.cache)]
+        """Return whether two runs' logits of the last token agree."""
+        share = ROUNDED if self.nodes.rounds else SAME[str(self.decoder.cache)]
         return bool(np.abs(one[-1] - other[-1]).max() <= share * np.abs(one[-1]).max())
 
 
-def checked(found: DecoderPorts, nodes: Nodes, shape: ModelShape) -> Nodes:
-    """Try a decoder; returns its nodes' facts, with which logits it gives.
+def checked(decoder: DecoderPorts, nodes: Nodes, shape: ModelShape) -> Nodes:
+    """Try a decoder; return its nodes' facts, with `last_only` set.
 
     Raises:
-        UnsupportedModel: it cannot be driven so, or is wrong after an eviction, and how that shows.
+        UnsupportedModel: the decoder cannot run over slots in place, or is wrong once tokens are
+            evicted; the message names the run that differs.
     """
-    name = found.file.name
-    trial = GroupedTrial(found, nodes, shape.vocabulary)
+    name = decoder.file.name
+    trial = GroupedTrial(decoder, nodes, shape.vocabulary)
     ids, last = trial.ids[:, :TOKENS], trial.ids[:, TOKENS:]
     rows, past = trial.run(ids, trial.empty, in_place=False)
     if len(rows) not in (1, TOKENS) or rows.shape[1] != shape.vocabulary:
@@ -171,28 +173,31 @@ def checked(found: DecoderPorts, nodes: Nodes, shape: ModelShape) -> Nodes:
 
 def _shuffled(held: TrialCache) -> TrialCache:
     """Return the slots of every head in another order, keys and values alike."""
-    draws, found = np.random.default_rng(1), dict[str, Array]()
+    draws, moved = np.random.default_rng(1), dict[str, Array]()
     for port, x in held.slots.items():
         if port.endswith("key"):
             order = draws.permuted(np.tile(np.arange(held.length), (x.shape[1], 1)), axis=1)
-        found[port] = np.take_along_axis(x, order[None, :, :, None], axis=2)
-    return replace(held, slots=found)
+        moved[port] = np.take_along_axis(x, order[None, :, :, None], axis=2)
+    return replace(held, slots=moved)
 
 
 def _twice(past: TrialCache, after: TrialCache, shape: ModelShape, turn: bool) -> TrialCache:
-    """Return every slot twice and the next token's once, as far behind as they will be from it.
+    """Return a cache that holds each slot of `past` twice, and that of the last token once.
+
+    Once that token is read again, its slot is there twice as well, and its logits are the same as
+    after `past`.
 
     Args:
-        past: before that token was read; its states are the ones to go on from.
-        after: with its slot.
-        shape: of the model, by whose angles keys are turned.
-        turn: whether they are.
+        past: the cache before the last token; its recurrent states are kept.
+        after: the cache after it.
+        shape: the model's shape, with the angles that keys are rotated by.
+        turn: rotate keys on by as many positions as the token is read later.
     """
-    found = {}
+    moved = {}
     for port, x in after.slots.items():
         layer, _, kind = port.partition(".")
         rope = shape.layers[int(layer)].rope
         if kind == "key" and turn and rope is not None:
             x = moved_by(rope, torch.from_numpy(x), past.length + 1).numpy()
-        found[port] = np.concatenate((x, x[:, :, : past.length]), axis=2)
-    return replace(past, slots=found)
+        moved[port] = np.concatenate((x, x[:, :, : past.length]), axis=2)
+    return replace(past, slots=moved)

@@ -1,7 +1,7 @@
-"""Exports a decoder with Optimum, in an environment of its own; `adopt.py` makes it ready.
+"""Exports a decoder with Hugging Face's optimum-onnx, and adopts it (`adopt.py`).
 
-optimum-onnx needs transformers below 4.58, so it has an environment of its own. Its exporter for
-the CPU writes float32 whatever it is asked for.
+optimum-onnx needs transformers below 4.58, so it runs in an environment of its own. Its exporter
+for the CPU writes float32 whatever type it is asked for.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ def export_with_optimum(
     dtype: str = "fp32",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Export `model` with optimum into `out`, with graphs beside it that evict.
+    """Export `model` with optimum into `out`, with evictors beside it.
 
     Args:
-        model: 'pocket', a directory, or a repository.
-        out: the directory to write; it is made only when all is done.
-        policies: to evict by, as `adopt` takes them.
-        dtype: fp32, or an error.
-        settings: others of `adopt`.
+        model: 'pocket', a directory, or a repository of the hub.
+        out: the directory to write; it appears only when everything in it is written and checked.
+        policies: the policies to write evictors for, as `adopt` takes them.
+        dtype: the type of weights, of which only fp32 works.
+        settings: further arguments of `adopt`.
 
     Returns:
         The manifest.
 
     Raises:
-        ExtraMissing: optimum is not here, or not beside this transformers; says where it fits.
-        NotExportable: another dtype, or something else is at `out`.
+        ExtraMissing: optimum is not installed, or does not work with this transformers; the
+            message says how to install it.
+        NotExportable: the dtype is another, or something else is at `out`.
         ToleranceError: the decoder computes something else than the model.
-        UnsupportedModel: see `adopt`.
+        UnsupportedModel: `adopt` refuses the decoder.
     """
     if short(dtype) != "fp32":
         raise NotExportable(
@@ -78,20 +79,20 @@ def export_with_optimum(
         with _quiet():
             export(where, folder, task=TASK, dtype="fp32", device="cpu", do_validation=False)
         _compare(folder, load_model(where, config, torch.float32).eval())
-        said = adopt(folder, None, policies, exporter="optimum", **settings)
+        manifest = adopt(folder, None, policies, exporter="optimum", **settings)
         if out.exists():
             out.rmdir()
         folder.rename(out)
-    return said
+    return manifest
 
 
 def _exporter() -> Any:
     """Return optimum's function that exports.
 
     Raises:
-        ExtraMissing: it is not installed, or does not fit.
+        ExtraMissing: optimum is not installed, or does not work with this transformers.
     """
-    library("onnxruntime")  # before optimum imports it: telemetry is off from here
+    library("onnxruntime")  # before optimum imports it, to turn telemetry off
     try:
         return importlib.import_module("optimum.exporters.onnx").main_export
     except ImportError as error:
@@ -102,13 +103,13 @@ def _exporter() -> Any:
 
 
 def _compare(folder: Path, model: Any) -> None:
-    """Hold the decoder's logits to the model's.
+    """Compare the decoder's logits with the model's.
 
     Raises:
-        ToleranceError: they differ.
+        ToleranceError: the logits differ.
     """
-    found = read_ports(folder / "model.onnx")
-    trial = EvictionTrial(found, model.config.get_text_config(decoder=True).vocab_size)
+    ports = read_ports(folder / "model.onnx")
+    trial = EvictionTrial(ports, model.config.get_text_config(decoder=True).vocab_size)
     got, _ = trial.run(trial.ids, trial.empty, 0)
     with torch.inference_mode():
         wanted = model(torch.from_numpy(trial.ids), use_cache=False).logits[0, -1].double().numpy()

@@ -1,4 +1,4 @@
-"""Reads a decoder's inputs and outputs: whether they are the usual ones, and their sizes."""
+"""Reads the sizes and types of a decoder's inputs and outputs, and refuses unusual ones."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ FLOATS = ("tensor(float)", "tensor(float16)")
 
 @dataclass(frozen=True)
 class DecoderPorts:
-    """A decoder's graph with what its ports say: layers, heads, sizes and types."""
+    """A decoder's graph, with the layers, heads, sizes and types of its inputs and outputs."""
 
     graph: Graph
     file: Path
     layers: int
     kv_heads: int
-    head_dim: int  # 0: an open axis
+    head_dim: int  # 0 if the axis is open
     cache: Any  # the NumPy type of keys and values
     nodes: Nodes | None = None  # set if its attention can run over slots that stay in place
 
 
 def read_ports(file: Path) -> DecoderPorts:
-    """Read what a decoder's ports say.
+    """Load a decoder and read its inputs and outputs.
 
     Raises:
-        GraphBroken: it cannot be loaded, or data beside it is missing.
-        UnsupportedModel: another signature.
+        GraphBroken: the file cannot be loaded, or data beside it is missing.
+        UnsupportedModel: the inputs or outputs are not those of a decoder with its cache.
     """
     graph = Graph(file)
     ports, grouped = graph.inputs, read_nodes(file)
@@ -69,7 +69,11 @@ def read_ports(file: Path) -> DecoderPorts:
 
 
 def _check_integers(file: Path, ports: dict[str, Any]) -> None:
-    """Refuse tokens, masks and positions of another type than int64."""
+    """Refuse tokens, masks and positions of another type than int64.
+
+    Raises:
+        UnsupportedModel: naming the first such input.
+    """
     for name in ("input_ids", "attention_mask", "position_ids", "num_logits_to_keep"):
         if name in ports and ports[name].type != "tensor(int64)":
             raise UnsupportedModel(
@@ -81,7 +85,7 @@ def _sizes(file: Path, past: dict[str, Any]) -> tuple[int, int, Any]:
     """Return KV heads, the size of a head (0 where its axis is open), and the type of numbers.
 
     Raises:
-        UnsupportedModel: layers differ, or the length is fixed, or numbers are of another type.
+        UnsupportedModel: layers differ, the length is fixed, or numbers are not of float(16).
     """
     kinds = {(port.type, str(port.shape[1]), str(port.shape[3])) for port in past.values()}
     lengths = {str(port.shape[2]) for port in past.values()}

@@ -26,59 +26,66 @@ SAME = {"float32": 1e-3, "float16": 3e-2}
 
 
 class EvictionTrial:
-    """A trial that runs a decoder on random tokens, with and without some of its cache."""
+    """A trial that runs a decoder on random tokens, over any keys and values and any mask."""
 
-    def __init__(self, found: DecoderPorts, vocabulary: int) -> None:
-        self.found = found
+    def __init__(self, decoder: DecoderPorts, vocabulary: int) -> None:
+        self.decoder = decoder
         draws = np.random.default_rng(0)
         self.ids = draws.integers(0, vocabulary, (1, TOKENS + 1))
-        self.empty = [self._zeros() for _ in range(2 * found.layers)]
+        self.empty = [self._zeros() for _ in range(2 * decoder.layers)]
 
     def _zeros(self) -> Array:
-        found = self.found
-        return np.zeros((1, found.kv_heads, 0, found.head_dim), found.cache)
+        decoder = self.decoder
+        return np.zeros((1, decoder.kv_heads, 0, decoder.head_dim), decoder.cache)
 
     def run(
         self, ids: Array, past: list[Array], first: int, mask: Array | None = None
     ) -> tuple[Array, list[Array]]:
-        """Run the decoder; return the last token's logits [V], and the keys and values then held.
+        """Run the decoder; return the last token's logits [V], and keys and values afterwards.
+
+        Args:
+            ids: tokens [1, T].
+            past: keys and values [1, K, n, D], of each layer in turn.
+            first: position of the first token.
+            mask: attention mask [1, n + T]; by default every token is seen.
 
         Raises:
-            UnsupportedModel: the graph cannot run so.
+            UnsupportedModel: the graph cannot read these tokens after that past.
         """
         length = ids.shape[1]
         whole = past[0].shape[2] + length
-        given = {
+        feeds = {
             "input_ids": ids,
             "attention_mask": np.ones((1, whole), np.int64) if mask is None else mask,
             "position_ids": np.arange(first, first + length, dtype=np.int64)[None],
         }
-        names = [f"{i}.{kind}" for i in range(self.found.layers) for kind in ("key", "value")]
-        given |= {f"past_key_values.{n}": x for n, x in zip(names, past, strict=True)}
+        names = [f"{i}.{kind}" for i in range(self.decoder.layers) for kind in ("key", "value")]
+        feeds |= {f"past_key_values.{n}": x for n, x in zip(names, past, strict=True)}
         try:
-            logits, *after = self.found.graph.session.run(
-                ["logits", *(f"present.{name}" for name in names)], given
+            logits, *after = self.decoder.graph.session.run(
+                ["logits", *(f"present.{name}" for name in names)], feeds
             )
         except Exception as error:  # its own classes, which have no common base
             raise UnsupportedModel(
-                f"{self.found.file.name} cannot read {length} tokens after "
+                f"{self.decoder.file.name} cannot read {length} tokens after "
                 f"{past[0].shape[2]}: {first_line(error)[:200]}"
             ) from error
         return logits[0, -1].astype(np.float64), after
 
     def same(self, one: Array, other: Array) -> bool:
-        """Return whether logits agree."""
-        allowed = SAME[str(self.found.cache)] * np.abs(one).max()
+        """Return whether two runs' logits agree."""
+        allowed = SAME[str(self.decoder.cache)] * np.abs(one).max()
         return bool(np.abs(one - other).max() <= allowed)
 
 
-def check_evictable(found: DecoderPorts, shape: ModelShape) -> bool:
-    """Try a decoder; returns whether its keys can be moved to other positions exactly.
+def check_evictable(decoder: DecoderPorts, shape: ModelShape) -> bool:
+    """Try a decoder; return whether its keys can be moved to other positions exactly.
 
     Raises:
-        UnsupportedModel: what it computes after an eviction is wrong, and how that shows.
+        UnsupportedModel: the decoder is wrong once tokens are evicted; the message names the run
+            that differs.
     """
-    trial, name = EvictionTrial(found, shape.vocabulary), found.file.name
+    trial, name = EvictionTrial(decoder, shape.vocabulary), decoder.file.name
     ids, last = trial.ids[:, :TOKENS], trial.ids[:, TOKENS:]
     _, past = trial.run(ids, trial.empty, 0)
     _, half = trial.run(ids[:, :8], trial.empty, 0)
@@ -110,7 +117,7 @@ def check_evictable(found: DecoderPorts, shape: ModelShape) -> bool:
 
 
 def _moves(trial: EvictionTrial, shape: ModelShape, past: list[Array], whole: Array) -> bool:
-    """Return whether keys moved further on, and read from there, give the same logits."""
+    """Return whether logits stay the same if keys and the next token move to later positions."""
     ropes = [layer.rope for layer in shape.layers]
     if ropes[0] is None or any(rope != ropes[0] and rope is None for rope in ropes):
         return False  # layers without positions among others: one table cannot serve them

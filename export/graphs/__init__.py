@@ -1,1 +1,1 @@
-"""Graphs of a policy alone: score, evict and update, traced, described, checked and written."""
+"""Exports a policy's score, evict and update as ONNX graphs: traces, checks and describes them."""

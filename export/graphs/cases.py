@@ -1,6 +1,6 @@
 """Makes the inputs that a graph is checked with: random, outliers, zero keys, few slots and many.
 
-Seeded, so that the same case is the same everywhere.
+They are seeded, so a case has the same numbers on every machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvcap.export.graphs.stages import StageGraph
 
 OUTLIER = 960.0  # the mean of one channel of real models' keys; its square is beyond float16
 LONG = 8192
-FEW = 8  # queries of a long case, as all of a block's would take gigabytes
+FEW = 8  # queries of a long case; attention of a whole block would take gigabytes
 WIDE = 64  # hidden size to check with, if a graph leaves it open
 
 
@@ -27,20 +27,23 @@ class Case(NamedTuple):
 
 
 def cases(graph: StageGraph, quick: bool = False) -> list[Case]:
-    """Return a graph's cases, a static one's at its own size; `quick` leaves the long one out."""
+    """Return a graph's cases; `quick` leaves the long one out.
+
+    A graph with a fixed number of slots is checked at that number.
+    """
     shape = graph.form.shape
     if shape.slots is not None:
         return [Case(kind, shape.slots) for kind in ("random", "outliers", "zero keys", "all zero")]
     usual = shape.budget + shape.block
-    found = [Case("random", n) for n in sorted({1, 2, shape.budget, usual})]
-    found += [Case(kind, usual) for kind in ("outliers", "zero keys", "all zero")]
+    tensors = [Case("random", n) for n in sorted({1, 2, shape.budget, usual})]
+    tensors += [Case(kind, usual) for kind in ("outliers", "zero keys", "all zero")]
     if not quick and not graph.form.eviction.policy.compares_pairs:
-        found.append(Case("random", LONG))
-    return found
+        tensors.append(Case("random", LONG))
+    return tensors
 
 
 def inputs(graph: StageGraph, case: Case, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """Make every input that the graph may take, by name."""
+    """Make every input that the graph may take, by name; the same `seed` gives the same numbers."""
     sizes, shape = {**graph.sizes}, graph.form.shape
     n = sizes["slots"] = case.slots
     block = sizes["block"] = sizes["gone"] = sizes["block"] or min(shape.block, n)
@@ -50,34 +53,34 @@ def inputs(graph: StageGraph, case: Case, dtype: torch.dtype, seed: int = 0) -> 
     sizes["hidden"] = WIDE
     generator = torch.Generator().manual_seed(seed * 1_000_003 + n)
     floats = _Floats(generator, dtype, case.kind)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for port in _all_ports(graph):
         size = [sizes[axis] or 0 for axis in port.axes]
         if "keys" in port.name:
-            found[port.name] = floats.keys(size)
+            tensors[port.name] = floats.keys(size)
         elif port.dtype == "cache":
-            found[port.name] = floats.normal(size)
+            tensors[port.name] = floats.normal(size)
     heads = (shape.batch, shape.kv_heads)
-    found["seen"] = torch.tensor(3 * n + 5, dtype=torch.int32)
-    found["positions"] = _positions(generator, heads, n, block, 3 * n + 5)
+    tensors["seen"] = torch.tensor(3 * n + 5, dtype=torch.int32)
+    tensors["positions"] = _positions(generator, heads, n, block, 3 * n + 5)
     old = torch.arange(n) < n - block
-    found["accumulated"] = torch.rand(*heads, n, generator=generator) * old  # 0 for a new slot
-    found["output_norm"] = torch.rand(*heads, n, generator=generator) * 20
+    tensors["accumulated"] = torch.rand(*heads, n, generator=generator) * old  # 0 for a new slot
+    tensors["output_norm"] = torch.rand(*heads, n, generator=generator) * 20
     for name, dtype in graph.form.eviction.policy.state.items():
-        if name not in found:
+        if name not in tensors:
             numbers = torch.rand(*heads, n, generator=generator)
-            found[name] = (numbers if dtype.is_floating_point else 100 * numbers).to(dtype) * old
-    found["pinned"] = torch.rand(*heads, n, generator=generator) < 0.02
+            tensors[name] = (numbers if dtype.is_floating_point else 100 * numbers).to(dtype) * old
+    tensors["pinned"] = torch.rand(*heads, n, generator=generator) < 0.02
     if "budget" in {port.name for port in graph.inputs}:
-        found["budget"] = torch.tensor(max(1, min(shape.budget, n) // 2), dtype=torch.int32)
-    found |= graph.form.cached(found)
-    if "gone_keys" in found:
-        found["anchor"] = found["anchor"] + found["gone_keys"].float().sum(-2)
-    return found
+        tensors["budget"] = torch.tensor(max(1, min(shape.budget, n) // 2), dtype=torch.int32)
+    tensors |= graph.form.cached(tensors)
+    if "gone_keys" in tensors:
+        tensors["anchor"] = tensors["anchor"] + tensors["gone_keys"].float().sum(-2)
+    return tensors
 
 
 def _all_ports(graph: StageGraph) -> Iterator:  # type: ignore[type-arg]
-    """Yield the graph's inputs, and keys, from which every other state is made."""
+    """Yield the graph's input ports, and keys, as cached state is computed from them."""
     from kvcap.export.graphs.ports import PORTS
 
     names = {port.name for port in graph.inputs}
@@ -111,7 +114,7 @@ class _Floats:
 def _positions(
     generator: torch.Generator, heads: tuple[int, int], n: int, block: int, seen: int
 ) -> Tensor:
-    """Draw positions: old slots in no order, the newest block last, in order. [B, K, n] int32."""
+    """Draw positions [B, K, n] int32: old slots in random order, then the block's in order."""
     rows = []
     for _ in range(heads[0] * heads[1]):
         old = torch.randperm(seen - block, generator=generator)[: n - min(block, n)]

@@ -1,7 +1,7 @@
 """Checks in ONNX Runtime that a graph computes what its policy does, on fresh inputs.
 
-Scores are held to the policy's eager code, and its own error to float64 is allowed for; kept sets
-are equal up to ties, which are scores nearer to each other than that allowance.
+Scores may differ from the policy's eager code by a multiple of eager's own error to float64. Kept
+slots must be the same but for ties: scores that are nearer to each other than that.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvcap.runtime.errors import (
     first_line,
 )
 
-SEED = 20  # seed of the inputs to check with; samples have another
+SEED = 20  # seed of the inputs to check with; those that traced the graph have another
 
 
 @dataclass(frozen=True)
 class CheckedCase:
-    """A case of a graph that was compared with the policy's own code."""
+    """The result of comparing a graph with the policy's own code on one case."""
 
     kind: str
     slots: int
-    error: float  # largest difference to eager
+    error: float  # largest difference from eager
     allowed: float
     overlap: float  # share of the slots kept in float64 that are kept here
     misses: int  # slots kept or evicted wrongly; ties do not count
@@ -47,7 +47,7 @@ class CheckedCase:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """A report that has every case of one graph."""
+    """A report on all cases of one graph."""
 
     file: str
     rows: list[CheckedCase]
@@ -55,12 +55,12 @@ class GraphReport:
     where: ClassVar[str] = "CPU"
 
     def excused(self, row: CheckedCase) -> str:
-        """Say why a case that does not hold is no fault; '' where it is one, as here always."""
+        """Return why a failed case is no fault of the graph; '' (always, here) if it is one."""
         return ""
 
     @property
     def ok(self) -> bool:
-        """Return whether all cases hold."""
+        """Return whether every case is right or excused."""
         return all(row.ok or self.excused(row) for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,19 +77,19 @@ class GraphReport:
         lines = [f"{self.file}  (ONNX Runtime {self.runtime}, {self.where})"]
         lines.append(f"  {'inputs':<10} {'slots':>6} {'error':>9} {'allowed':>9} {'kept':>7}  ")
         for row in self.rows:
-            said = "FAILED" if row.finite else "NOT FINITE"
-            said = "ok" if row.ok else self.excused(row) or said
+            verdict = "FAILED" if row.finite else "NOT FINITE"
+            verdict = "ok" if row.ok else self.excused(row) or verdict
             lines.append(
                 f"  {row.kind:<10} {row.slots:>6} {row.error:>9.1e} {row.allowed:>9.1e} "
-                f"{row.overlap:>7.2%}  {said}"
+                f"{row.overlap:>7.2%}  {verdict}"
             )
         return "\n".join(lines)
 
     def require(self) -> None:
-        """Refuse a graph that failed.
+        """Raise if the graph failed.
 
         Raises:
-            ToleranceError: naming the first case that does not hold.
+            ToleranceError: naming the first case that failed.
         """
         for row in sorted(self.rows, key=lambda row: row.finite):
             if not row.ok and not self.excused(row):
@@ -103,16 +103,22 @@ class GraphReport:
                 raise ToleranceError(f"{self.file} {why} on {row.kind} inputs of {row.slots} slots")
 
 
-def check(file: Path, said: dict[str, Any], quick: bool = False) -> GraphReport:
-    """Run one graph on every case and compare.
+def check(file: Path, facts: dict[str, Any], quick: bool = False) -> GraphReport:
+    """Run one graph on every case and compare it with the policy's own code.
+
+    Args:
+        file: the graph.
+        facts: its manifest.
+        quick: leave the long case out.
 
     Raises:
-        GraphBroken: ONNX Runtime cannot load it.
-        ShapeError: its inputs or outputs are not those of `said`, its manifest.
+        GraphBroken: ONNX Runtime cannot load the graph.
+        ManifestError: the manifest describes no known policy or graph.
+        ShapeError: its inputs or outputs are not those of the manifest.
     """
-    spec = manifest.spec_of(said)
+    spec = manifest.spec_of(facts)
     run = session(file)
-    signature(run, said)
+    signature(run, facts)
     graph = spec.graph()
     with torch.inference_mode():
         rows = [_row(run, spec, graph, case) for case in cases(graph, quick)]
@@ -123,7 +129,7 @@ def session(file: Path) -> Any:
     """Make an ONNX Runtime session on one thread.
 
     Raises:
-        GraphBroken: it cannot be loaded.
+        GraphBroken: the file cannot be loaded.
     """
     runtime = library("onnxruntime")
     options = runtime.SessionOptions()
@@ -136,16 +142,17 @@ def session(file: Path) -> Any:
         raise GraphBroken(f"{file.name} is no graph that can be loaded: {reason}") from error
 
 
-def signature(run: Any, said: dict[str, Any]) -> None:
-    """Compare what a session takes and gives with its manifest.
+def signature(run: Any, facts: dict[str, Any]) -> None:
+    """Compare the inputs and outputs of a session with those of a manifest.
 
     Raises:
+        ManifestError: the manifest's inputs or outputs cannot be read.
         ShapeError: naming the first difference.
     """
     for kind, real in (("inputs", run.get_inputs()), ("outputs", run.get_outputs())):
         try:
             expected = [
-                (p["name"], ONNX[p["dtype"]], [a["size"] for a in p["axes"]]) for p in said[kind]
+                (p["name"], ONNX[p["dtype"]], [a["size"] for a in p["axes"]]) for p in facts[kind]
             ]
         except (KeyError, TypeError) as error:
             raise ManifestError(f"the manifest's {kind} cannot be read: {error}") from error
@@ -157,18 +164,22 @@ def signature(run: Any, said: dict[str, Any]) -> None:
             raise ShapeError(f"the manifest has {len(expected)} {kind}, the graph {len(found)}")
 
 
-def feed(run: Any, given: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """Run the session; return its outputs by name."""
+def feed(run: Any, feeds: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    """Run the session on the inputs that it has; return its outputs by name.
+
+    Raises:
+        ShapeError: ONNX Runtime refuses the inputs.
+    """
     names = [port.name for port in run.get_inputs()]
     outputs = [port.name for port in run.get_outputs()]
     try:
-        found = run.run(outputs, {name: given[name].numpy() for name in names})
+        found = run.run(outputs, {name: feeds[name].numpy() for name in names})
     except Exception as error:  # its own classes, which have no common base
         raise ShapeError(f"ONNX Runtime refuses the inputs: {str(error)[:300]}") from error
     return dict(zip(outputs, found, strict=True))
 
 
 def _row(run: Any, spec: Spec, graph: StageGraph, case: Case) -> CheckedCase:
-    given = inputs(graph, case, spec.torch_dtype, SEED)
-    got = {name: torch.from_numpy(array) for name, array in feed(run, given).items()}
-    return CheckedCase(case.kind, case.slots, *compare.compared(graph, given, got))
+    feeds = inputs(graph, case, spec.torch_dtype, SEED)
+    got = {name: torch.from_numpy(array) for name, array in feed(run, feeds).items()}
+    return CheckedCase(case.kind, case.slots, *compare.compared(graph, feeds, got))

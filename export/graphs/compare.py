@@ -14,16 +14,17 @@ from kvcap.export.graphs.stages import Evict, Score, StageGraph, Update
 from kvcap.runtime.errors import ShapeError
 
 RTOL = 2e-5  # error allowed in float32, relative to the largest value
-OWN = 8  # how many times eager's own error is allowed, as sums in another order err by several
-# times as much where scores are ill-conditioned, such as attention that one outlier takes whole
+# Factor of eager's own error that is allowed: where scores are ill-conditioned, such as attention
+# that all goes to one outlier, sums in another order have errors several times as large.
+OWN = 8
 OVERLAP = 0.9  # least overlap with the slots kept in float64, relative to eager's overlap
-HUGE = 1e30  # from here on a score is a rescorer's mark of slots that stay, and is not compared
+HUGE = 1e30  # a score this large is a rescorer's mark of a slot that stays, and is not compared
 
-Found = Mapping[str, Tensor]
+Named = Mapping[str, Tensor]
 
 
 class Difference(NamedTuple):
-    """A difference that says how far outputs are from those expected; see `CheckedCase`."""
+    """The difference of a graph's outputs from eager's; `CheckedCase` explains the fields."""
 
     error: float
     allowed: float
@@ -33,35 +34,38 @@ class Difference(NamedTuple):
     ok: bool
 
 
-def compared(graph: StageGraph, given: Found, got: Found, rtol: float = RTOL) -> Difference:
-    """Compare the outputs of a graph for the inputs `given`.
+def compared(graph: StageGraph, feeds: Named, got: Named, rtol: float = RTOL) -> Difference:
+    """Compare the outputs of a graph with eager's for the same inputs.
 
     Args:
-        graph: what was exported.
-        given: its inputs.
-        got: its outputs.
-        rtol: of the largest value, what the arithmetic may err by.
+        graph: the module that was exported.
+        feeds: the inputs, by name.
+        got: the outputs of the exported graph, by name.
+        rtol: error that the arithmetic may have, relative to the largest value.
 
     Raises:
-        ShapeError: an output of another shape.
+        ShapeError: an output has another shape, or a kept slot is not whole.
     """
-    eager, exact = reference(graph, given), truth(graph, given)
+    eager, exact = reference(graph, feeds), truth(graph, feeds)
     finite = all(bool(x.isfinite().all()) for x in got.values() if x.is_floating_point())
     found = [(0.0, 0.0)]
     for name, value, expected, precise in _pairs(graph, got, eager, exact):
         _same_shape(name, value, expected)
         found.append(difference(value, expected, precise, rtol))
     error, allowed = max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
-    overlap, reachable, misses = _selection(graph, given, got, eager, exact, rtol)
+    overlap, reachable, misses = _selection(graph, feeds, got, eager, exact, rtol)
     same = misses == 0 and overlap >= OVERLAP * reachable
     ok = finite and error <= allowed and (same or overlap == 1)
     return Difference(error, allowed, overlap, misses, finite, ok)
 
 
 def _pairs(
-    graph: StageGraph, got: Found, eager: Found, truth: Found
+    graph: StageGraph, got: Named, eager: Named, truth: Named
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield every output that is computed, not moved: its name, itself, eager's, float64's."""
+    """Yield the name, value, eager value and float64 value of outputs that are computed.
+
+    Outputs that are only moved to other slots are checked by `_moved`.
+    """
     for name, value in got.items():
         if name in eager:
             yield name, value, eager[name], truth[name]
@@ -75,12 +79,17 @@ def _pairs(
 
 
 def _selection(
-    graph: StageGraph, given: Found, got: Found, eager: Found, truth: Found, rtol: float
+    graph: StageGraph, feeds: Named, got: Named, eager: Named, truth: Named, rtol: float
 ) -> tuple[float, float, int]:
-    """Share of kept slots that are float64's, eager's share, how many are wrong against eager."""
+    """Compare kept slots; score graphs are compared by the better half of their slots.
+
+    Returns:
+        The share of kept slots that are among float64's best, the same share for eager, and how
+        many slots are kept or evicted against eager.
+    """
     if isinstance(graph, Evict):
         worth, exact, index = eager["worth"], truth["worth"], got["kept_slot"].long()
-        _moved(graph, given, got, index, min(worth.shape[-1], graph.form.shape.budget), rtol)
+        _moved(graph, feeds, got, index, min(worth.shape[-1], graph.form.shape.budget), rtol)
     elif "scores" in eager:
         worth, exact = eager["scores"], truth["scores"]
         half = max(1, worth.shape[-1] // 2)
@@ -92,29 +101,29 @@ def _selection(
     return _overlap(index, exact), _overlap(own, exact), _misses(index, worth, near)
 
 
-def reference(graph: StageGraph, given: Found) -> dict[str, Tensor]:
-    """Compute what eager code gives: scores or worth by the policy itself, the rest by the form."""
+def reference(graph: StageGraph, feeds: Named) -> dict[str, Tensor]:
+    """Compute the expected outputs: scores by the policy's own code, other state by the form."""
     form = graph.form
     plain = Traced(form.eviction, form.shape)
     if isinstance(graph, Evict):
-        obs = plain.observe(given)
+        obs = plain.observe(feeds)
         found = {name: tensor for name, (_, tensor) in plain.next_state(obs).items()}
-        return {**found, "worth": Evict(plain).worth(given, obs)}
+        return {**found, "worth": Evict(plain).worth(feeds, obs)}
     if isinstance(graph, Update):
         names = [port.name for port in form.update_outputs()]
-        return dict(zip(names, form.update(given), strict=True))
-    return {port.name: tensor for port, tensor in Score(plain).compute(given)}
+        return dict(zip(names, form.update(feeds), strict=True))
+    return {port.name: tensor for port, tensor in Score(plain).compute(feeds)}
 
 
-def truth(graph: StageGraph, given: Found) -> dict[str, Tensor]:
+def truth(graph: StageGraph, feeds: Named) -> dict[str, Tensor]:
     """Compute `reference` in float64."""
-    doubled = {k: v.double() if v.is_floating_point() else v for k, v in given.items()}
+    doubled = {k: v.double() if v.is_floating_point() else v for k, v in feeds.items()}
     with Float64():
         return reference(graph, doubled)
 
 
 def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tuple[float, float]:
-    """Return the largest difference to eager, and what is allowed; marks and pins aside."""
+    """Return the largest difference from eager and the allowed one, without marks and pins."""
     value, eager, truth = value.double(), eager.double(), truth.double()
     plain = (truth.abs() < HUGE) & (eager.abs() < HUGE)
     if not bool(plain.all()):  # rounding may have moved a mark to a slot of nearly equal worth
@@ -127,7 +136,7 @@ def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tupl
 
 
 def _misses(index: Tensor, worth: Tensor, near: float) -> int:
-    """Count slots that are kept or given up against `worth`, by more than `near`."""
+    """Count slots that are kept or evicted although `worth` says otherwise by more than `near`."""
     stays = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, index, True)
     if int(stays.sum()) != index.numel():
         return index.numel()  # a slot kept twice
@@ -137,24 +146,26 @@ def _misses(index: Tensor, worth: Tensor, near: float) -> int:
 
 
 def _overlap(index: Tensor, exact: Tensor) -> float:
-    """Share of the kept slots that are among the best in float64, ties included."""
+    """Return the share of kept slots that are among the best in float64, ties included."""
     least = exact.topk(index.shape[-1], dim=-1).values[..., -1:]
     tied = 1e-12 * least.abs().nan_to_num(posinf=0.0)
     return float((exact.gather(-1, index) >= least - tied).double().mean())
 
 
-def _moved(graph: Evict, given: Found, got: Found, index: Tensor, count: int, rtol: float) -> None:
-    """Check that everything a slot has moved with it; to the bit, or as float16 holds it.
+def _moved(graph: Evict, feeds: Named, got: Named, index: Tensor, count: int, rtol: float) -> None:
+    """Check that keys, values, positions and state moved with their slots.
+
+    They must be equal to the bit, or in float16 if `rtol` is that of float16.
 
     Raises:
-        ShapeError: other than the budget's slots, or something that did not move with its slot.
+        ShapeError: not `count` slots are kept, or something did not move with its slot.
     """
     if index.shape[-1] != count:
         raise ShapeError(f"the graph keeps {index.shape[-1]} slots of {count}")
     for name in ("keys", "values", "positions", *graph.form.slot_state):
         if name in graph.form.eviction.policy.state:
             continue  # the graph updates state before it evicts
-        whole, kept = given[name], got[f"kept_{name}"]
+        whole, kept = feeds[name], got[f"kept_{name}"]
         at = index.view(*index.shape, *(1,) * (whole.dim() - 3))
         at = at.expand(*index.shape, *whole.shape[3:])
         moved = whole.gather(2, at)

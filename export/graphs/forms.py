@@ -1,13 +1,14 @@
 """Puts a policy's score into a graph: as traced, or in a form that a device computes faster.
 
-`form_of` is the one place where a form is chosen. A form says which inputs it takes and what they
-become; select and gather are the same for all. KeyDiff's cosine has three forms beside the traced:
+`form_of` is the one place where a form is chosen. A form lists its inputs and computes scores and
+state from them; selecting and gathering are the same for all forms. KeyDiff's cosine has three
+forms besides the traced one:
 
     stateless        unit keys (LpNormalization) times the unit anchor; nothing is kept
     inverse_norms    1/|k| of every slot is kept: one pass for the anchor, one for the products
     running_anchor   1/|k| of every slot and the sum of all keys are kept: one pass
 
-They give the policy's own scores, in float32 whatever the cache's type: squares and sums of real
+They compute the policy's own scores, in float32 whatever the cache's type: squares and sums of real
 keys leave float16's range, and cosines of keys that share a large channel differ by less than
 float16 can resolve.
 """
@@ -32,11 +33,11 @@ Named = Mapping[str, Tensor]
 
 
 class Traced:
-    """A form that is the policy's own `score`, traced; its casts to float32 are in the graph.
+    """A form that traces the policy's own `score`, with its casts to float32.
 
     Args:
-        eviction: policy, saliency and rescorer; nothing else of it is in a graph.
-        shape: of the layer.
+        eviction: the eviction, of which the graph has policy, saliency and rescorer.
+        shape: the layer's sizes.
     """
 
     name = TRACED  # one of FORMULATIONS
@@ -49,7 +50,7 @@ class Traced:
             self.update_inputs = ("new_values", "output_projection")
 
     def inputs(self) -> list[Port]:
-        """Return the ports that scoring may take; the exporter drops those that go unused."""
+        """Return the input ports of scoring; the exporter drops those that go unused."""
         reads = self.eviction.policy.observes
         if self.eviction.saliency is not None:
             reads = reads | self.eviction.saliency.observes
@@ -66,51 +67,51 @@ class Traced:
 
     @property
     def slot_state(self) -> tuple[str, ...]:
-        """Return the names of state that moves with its slots."""
+        """Return the names of the state that a slot keeps when it moves."""
         return tuple(self.eviction.state)
 
-    def observe(self, given: Named) -> Observation:
-        """Make the policy's observation, with its state updated where the graph does that."""
+    def observe(self, feeds: Named) -> Observation:
+        """Make the policy's observation, with the policy's state updated for this block."""
         shape = self.shape
         obs = Observation(
-            keys=given.get("keys"),  # type: ignore[arg-type]  # not declared, so not read
-            values=given.get("values"),  # type: ignore[arg-type]
-            positions=given.get("positions"),  # type: ignore[arg-type]
-            num_tokens=given.get("seen"),  # type: ignore[arg-type]
-            budget=given.get("budget", shape.budget),  # type: ignore[arg-type]
-            queries=given.get("queries"),
+            keys=feeds.get("keys"),  # type: ignore[arg-type]  # not declared, so not read
+            values=feeds.get("values"),  # type: ignore[arg-type]
+            positions=feeds.get("positions"),  # type: ignore[arg-type]
+            num_tokens=feeds.get("seen"),  # type: ignore[arg-type]
+            budget=feeds.get("budget", shape.budget),  # type: ignore[arg-type]
+            queries=feeds.get("queries"),
             scaling=shape.scale,
             softcap=shape.softcap,
-            state={name: given[name] for name in self.slot_state},
+            state={name: feeds[name] for name in self.slot_state},
             saliency=self.eviction.saliency,
         )
         obs.state = {**obs.state, **self.eviction.policy.update(obs)}
         return obs
 
-    def score(self, given: Named, obs: Observation) -> Tensor:
+    def score(self, feeds: Named, obs: Observation) -> Tensor:
         """Compute the worth of every slot, [B, K, n] float32."""
         return self.eviction.policy.score(obs)
 
     def next_state(self, obs: Observation) -> dict[str, tuple[Port, Tensor]]:
-        """Return the state that scoring updated: {name: (port, tensor)}."""
+        """Return the state that scoring updated, and its output ports, by name."""
         names = self.eviction.policy.state
         return {name: (next_port(self.ports[name]), obs.state[name]) for name in names}
 
-    def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
-        """Return state that is not per slot, made from the kept keys [B, K, N, D]."""
+    def kept_state(self, feeds: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
+        """Compute state of a whole head from its kept keys [B, K, N, D]."""
         return []
 
-    def cached(self, given: Named) -> dict[str, Tensor]:
-        """Compute the state that this form keeps of slots from their keys, for tests and checks."""
+    def cached(self, feeds: Named) -> dict[str, Tensor]:
+        """Compute from keys the state that a runtime would hold, as inputs of checks."""
         return {}
 
     def update_outputs(self) -> list[Port]:
         """Return the output ports of the update graph."""
         return [new_port("output_norm")] if self.update_inputs else []
 
-    def update(self, given: Named) -> list[Tensor]:
-        """Compute the state of the arriving tokens, by the component that keeps it."""
-        values, rescorer = given["new_values"], self.eviction.rescorer
+    def update(self, feeds: Named) -> list[Tensor]:
+        """Compute the state of the arriving tokens, by the rescorer that keeps it."""
+        values, rescorer = feeds["new_values"], self.eviction.rescorer
         assert rescorer is not None
         obs = Observation(
             keys=values,
@@ -120,13 +121,13 @@ class Traced:
             budget=0,
             new=values.shape[2],
             state={"output_norm": values[..., 0].float()},
-            output_projection=given["output_projection"],
+            output_projection=feeds["output_projection"],
         )
         return [rescorer.update(obs)["output_norm"]]
 
 
 class Stateless(Traced):
-    """A form, `-unit(K) · unit(mean)`, that is zero-safe: no norm is ever squared out."""
+    """A form that computes `-unit(K) · unit(mean)`; keys of zeros and float16 are safe."""
 
     name = "stateless"
 
@@ -137,16 +138,16 @@ class Stateless(Traced):
         assert isinstance(policy, KeyDiff)
         return policy.anchor == "unit_mean"
 
-    def score(self, given: Named, obs: Observation) -> Tensor:
+    def score(self, feeds: Named, obs: Observation) -> Tensor:
         """Compute the worth of every slot, [B, K, n] float32."""
-        keys = float32(given["keys"])
+        keys = float32(feeds["keys"])
         units = unit(keys)
         mean = (units if self.units else keys).mean(-2, keepdim=True)
         return -_products(units, mean)
 
 
 class InverseNorms(Stateless):
-    """A form, `-(K · unit(mean)) / |k|`, that keeps `1/|k|` per slot."""
+    """A form that computes `-(K · unit(mean)) / |k|` and keeps `1/|k|` per slot."""
 
     name = "inverse_norms"
     update_inputs: tuple[str, ...] = ("new_keys",)
@@ -160,32 +161,32 @@ class InverseNorms(Stateless):
         """Return the name of the norms, which move with their keys."""
         return ("inverse_norms",)
 
-    def score(self, given: Named, obs: Observation) -> Tensor:
+    def score(self, feeds: Named, obs: Observation) -> Tensor:
         """Compute the worth of every slot, [B, K, n] float32."""
-        keys, inverse = float32(given["keys"]), given["inverse_norms"]
-        return -_products(keys, self.anchor(keys, given)) * inverse
+        keys, inverse = float32(feeds["keys"]), feeds["inverse_norms"]
+        return -_products(keys, self.anchor(keys, feeds)) * inverse
 
-    def anchor(self, keys: Tensor, given: Named) -> Tensor:
-        """Compute what keys are compared with, of any length. [B, K, 1, D]."""
+    def anchor(self, keys: Tensor, feeds: Named) -> Tensor:
+        """Compute the direction that keys are compared with, [B, K, 1, D], of any length."""
         if self.units:
-            return torch.matmul(given["inverse_norms"][..., None, :], keys)
+            return torch.matmul(feeds["inverse_norms"][..., None, :], keys)
         return keys.mean(-2, keepdim=True)
 
-    def cached(self, given: Named) -> dict[str, Tensor]:
-        """Compute the norms of the slots' keys."""
-        return {"inverse_norms": _inverse_norms(given["keys"])}
+    def cached(self, feeds: Named) -> dict[str, Tensor]:
+        """Compute the inverse norms of the slots' keys."""
+        return {"inverse_norms": _inverse_norms(feeds["keys"])}
 
     def update_outputs(self) -> list[Port]:
-        """Return the port of the arriving keys' norms."""
+        """Return the port of the arriving keys' inverse norms."""
         return [new_port("inverse_norms")]
 
-    def update(self, given: Named) -> list[Tensor]:
-        """Compute the norms of the arriving keys, [B, K, T]."""
-        return [_inverse_norms(given["new_keys"])]
+    def update(self, feeds: Named) -> list[Tensor]:
+        """Compute the inverse norms of the arriving keys, [B, K, T]."""
+        return [_inverse_norms(feeds["new_keys"])]
 
 
 class RunningAnchor(InverseNorms):
-    """A form, `-(K · unit(sum)) / |k|`, that keeps norms and sum; the sum follows every slot."""
+    """A form that computes `-(K · unit(sum)) / |k|` and keeps `1/|k|` and the sum of all keys."""
 
     name = "running_anchor"
     update_inputs = ("new_keys", "gone_keys", "anchor")
@@ -194,26 +195,26 @@ class RunningAnchor(InverseNorms):
         """Return the ports of keys, their inverse norms and their sum."""
         return [*super().inputs(), PORTS["anchor"]]
 
-    def anchor(self, keys: Tensor, given: Named) -> Tensor:
-        """Return the sum that is kept, [B, K, 1, D]."""
-        return given["anchor"][:, :, None]
+    def anchor(self, keys: Tensor, feeds: Named) -> Tensor:
+        """Return the sum of all keys, which the runtime keeps, [B, K, 1, D]."""
+        return feeds["anchor"][:, :, None]
 
-    def kept_state(self, given: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
-        """Compute the sum of what stays anew, so that it cannot drift."""
+    def kept_state(self, feeds: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
+        """Sum the kept keys again, so that rounding errors do not add up."""
         return [(kept_port(PORTS["anchor"]), self._sum(keys))]
 
-    def cached(self, given: Named) -> dict[str, Tensor]:
-        """Compute the norms and the sum of the slots' keys."""
-        return {**super().cached(given), "anchor": self._sum(given["keys"])}
+    def cached(self, feeds: Named) -> dict[str, Tensor]:
+        """Compute the inverse norms and the sum of the slots' keys."""
+        return {**super().cached(feeds), "anchor": self._sum(feeds["keys"])}
 
     def update_outputs(self) -> list[Port]:
-        """Return the ports of the norms of what arrives, and of the sum after it."""
+        """Return the ports of the arriving keys' inverse norms, and of the sum after the block."""
         return [*super().update_outputs(), next_port(PORTS["anchor"])]
 
-    def update(self, given: Named) -> list[Tensor]:
-        """Compute the norms of the arriving keys [B, K, T] and the sum [B, K, D]."""
-        change = self._sum(given["new_keys"]) - self._sum(given["gone_keys"])
-        return [*super().update(given), given["anchor"] + change]
+    def update(self, feeds: Named) -> list[Tensor]:
+        """Compute the arriving keys' inverse norms [B, K, T] and the sum after them [B, K, D]."""
+        change = self._sum(feeds["new_keys"]) - self._sum(feeds["gone_keys"])
+        return [*super().update(feeds), feeds["anchor"] + change]
 
     def _sum(self, keys: Tensor) -> Tensor:
         """Sum keys [B, K, n, D] or their unit vectors to [B, K, D] float32."""
@@ -222,15 +223,16 @@ class RunningAnchor(InverseNorms):
 
 
 def _products(keys: Tensor, anchor: Tensor) -> Tensor:
-    """Return `unit(anchor) · k` of [B, K, n, D] and [B, K, 1, D], as [B, K, n].
+    """Return `unit(anchor) · k` [B, K, n] for keys [B, K, n, D] and an anchor [B, K, 1, D].
 
-    In this order, since ONNX Runtime reads transposed keys along their rows, 3.5 times as fast.
+    The anchor is the left factor, as ONNX Runtime then reads keys along their rows: 3.5 times as
+    fast.
     """
     return torch.matmul(unit(anchor), keys.mT).squeeze(-2)
 
 
 def _inverse_norms(keys: Tensor) -> Tensor:
-    """Return `1/|k|`, [B, K, n] float32, clamped, as exporters drop a small `+ eps`."""
+    """Return `1/|k|`, [B, K, n] float32; norms are clamped, as exporters drop a small `+ eps`."""
     norms: Tensor = torch.linalg.vector_norm(float32(keys), dim=-1)
     return norms.clamp_min(1e-8).reciprocal()
 
@@ -241,15 +243,12 @@ def float32(tensor: Tensor) -> Tensor:
 
 
 def graph_part(eviction: Eviction) -> Eviction:
-    """Return the part of an eviction that a layer's graph can hold.
-
-    It is policy, saliency, rescorer and pins.
-    """
+    """Return an eviction without its parts that no layer's graph has: budgets and corrector."""
     return replace(eviction, layer_budget=None, head_budget=None, corrector=None)
 
 
 def forms_of(eviction: Eviction) -> dict[str, type[Traced]]:
-    """Return the forms there are for a policy, by name; more than one for a cosine to a mean."""
+    """Return the forms of a policy, by name; only KeyDiff's cosine to a mean has several."""
     policy = eviction.policy
     found: list[type[Traced]] = [Traced]
     if (

@@ -1,6 +1,7 @@
 """Writes the manifest beside a graph: all that a device needs to feed it and to check it.
 
-Plain JSON; samples are a safetensors file beside it (a JSON header and raw little-endian numbers).
+A manifest is plain JSON. Samples lie beside it in a safetensors file: a JSON header and raw
+little-endian numbers.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ SAMPLES = ".samples.safetensors"
 
 
 def describe(spec: Spec, graph: StageGraph, used: set[str], outputs: list[Port]) -> dict[str, Any]:
-    """Describe a graph before its file is written.
+    """Return the parts of a manifest that are known before the graph's file is written.
 
     Args:
-        spec: what was asked for.
-        graph: as traced.
-        used: the inputs that it reads.
-        outputs: what it returns.
+        spec: the settings of the export.
+        graph: the module that was traced.
+        used: names of the inputs that the traced graph reads.
+        outputs: the ports of its outputs.
     """
     part = graph.form.eviction
     sizes, element = graph.sizes, full(spec.dtype)
 
-    def said(ports: list[Port]) -> list[dict[str, Any]]:
+    def described(ports: list[Port]) -> list[dict[str, Any]]:
         return [port.as_dict(element, sizes) for port in ports]
 
     return {
@@ -44,8 +45,8 @@ def describe(spec: Spec, graph: StageGraph, used: set[str], outputs: list[Port])
         **asked(spec, graph),
         "formula": "; ".join(c.formula for c in part.components),
         "paper": "; ".join(c.paper for c in part.components),
-        "inputs": said([port for port in graph.inputs if port.name in used]),
-        "outputs": said(outputs),
+        "inputs": described([port for port in graph.inputs if port.name in used]),
+        "outputs": described(outputs),
         "notes": spec.notes(),
         "producer": {
             "kvcap": kvcap.__version__,
@@ -55,7 +56,7 @@ def describe(spec: Spec, graph: StageGraph, used: set[str], outputs: list[Port])
 
 
 def asked(spec: Spec, graph: StageGraph) -> dict[str, Any]:
-    """Return the part of a manifest that was asked for: two graphs are the same if this is."""
+    """Return the settings of an export, as its manifest has them; equal ones give equal graphs."""
     return {
         "policy": spec.recipe(),
         "stage": spec.stage,
@@ -66,31 +67,31 @@ def asked(spec: Spec, graph: StageGraph) -> dict[str, Any]:
 
 
 def read(graph: Path, expected: str = SCHEMA) -> dict[str, Any]:
-    """Read the manifest of a graph's file, which is checked to be the one it was made with.
+    """Read the manifest of a graph, and check that graph and samples are the files it was made for.
 
     Raises:
-        ManifestError: it is missing, unreadable, of another schema, or of another file.
+        ManifestError: the manifest is missing, unreadable, of another schema, or of other files.
     """
     path = graph.with_suffix(".json")
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ManifestError(
             f"{graph.name} has no manifest {path.name} beside it; export it again"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"manifest {path.name} cannot be read: {error}") from error
-    schema = found.get("schema") if isinstance(found, dict) else None
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
     if schema != expected:
         raise ManifestError(
             f"{path.name} has schema {str(schema)[:40]!r}, expected is {expected!r}"
         )
-    check(found, path.name)
+    check(manifest, path.name)
     for part in ("graph", "samples"):
-        _unchanged(graph.parent, found[part], path.name)
-    if found["graph"]["file"] != graph.name:
-        raise ManifestError(f"{path.name} describes {found['graph']['file']}, not {graph.name}")
-    return found
+        _unchanged(graph.parent, manifest[part], path.name)
+    if manifest["graph"]["file"] != graph.name:
+        raise ManifestError(f"{path.name} describes {manifest['graph']['file']}, not {graph.name}")
+    return manifest
 
 
 def schema_in(file: Path) -> Any:
@@ -102,30 +103,34 @@ def schema_in(file: Path) -> Any:
     return found.get("schema") if isinstance(found, dict) else None
 
 
-def write(said: dict[str, Any], path: Path) -> None:
+def write(manifest: dict[str, Any], path: Path) -> None:
     """Write a manifest.
 
     Raises:
-        ManifestError: it is not what its schema says.
+        ManifestError: the manifest does not follow its schema.
     """
-    check(said, path.name)
-    text = json.dumps(said, indent=1, ensure_ascii=False)
+    check(manifest, path.name)
+    text = json.dumps(manifest, indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def check(said: dict[str, Any], name: str) -> None:
-    """Hold what a manifest says to the schema.
+def check(manifest: dict[str, Any], name: str) -> None:
+    """Check a manifest against its schema.
 
     Raises:
-        ManifestError: `name` and the first fault.
+        ManifestError: naming the file `name` and the first fault.
     """
-    wrong = fault(said, SCHEMA_FILE)
+    wrong = fault(manifest, SCHEMA_FILE)
     if wrong is not None:
-        raise ManifestError(f"{name} is no {said['schema']}: {wrong}; export it again")
+        raise ManifestError(f"{name} is no {manifest['schema']}: {wrong}; export it again")
 
 
 def _unchanged(folder: Path, entry: dict[str, Any], manifest: str) -> None:
-    """Refuse where a file that the manifest names is not the one it was written with."""
+    """Refuse a file with another checksum than its entry in the manifest.
+
+    Raises:
+        ManifestError: the file differs or cannot be read.
+    """
     file, expected = folder / entry["file"], entry["sha256"]
     try:
         got = sha256(file)
@@ -140,19 +145,19 @@ def _unchanged(folder: Path, entry: dict[str, Any], manifest: str) -> None:
         )
 
 
-def spec_of(found: dict[str, Any]) -> Spec:
-    """Return the spec a manifest describes.
+def spec_of(manifest: dict[str, Any]) -> Spec:
+    """Return the spec that a manifest describes.
 
     Raises:
-        ManifestError: it describes none that this kvcap knows.
+        ManifestError: this kvcap knows no such policy, or cannot use the shape.
     """
     try:
         return recalled(
-            found["policy"],
-            found["shape"],
-            stage=found["stage"],
-            formulation=found["formulation"],
-            dtype=found["dtype"],
+            manifest["policy"],
+            manifest["shape"],
+            stage=manifest["stage"],
+            formulation=manifest["formulation"],
+            dtype=manifest["dtype"],
         )
     except (TypeError, ValueError) as error:
         raise ManifestError(f"the manifest's policy or shape cannot be used: {error}") from error

@@ -14,10 +14,10 @@ from kvcap.runtime.backends.onnxruntime.library import library
 
 
 def to_ort(file: Path) -> Path:
-    """Convert to ORT format for ARM, beside the graph, and check it like the graph itself.
+    """Convert a graph to ORT format for ARM, beside it, and check the new file like the graph.
 
     Raises:
-        ToleranceError, ShapeError: it computes something else; it is removed again.
+        ToleranceError, ShapeError: the new file computes something else; it is removed.
     """
     tool = library("onnxruntime.tools.convert_onnx_models_to_ort")
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
@@ -35,7 +35,7 @@ def to_ort(file: Path) -> Path:
 
 
 def report(file: Path) -> str:
-    """Say which nodes CoreML and NNAPI would take, in the words of the usability checker."""
+    """Return the text of ONNX Runtime's usability checker: which nodes CoreML and NNAPI take."""
     lines: list[str] = []
     logger = logging.getLogger("kvcap.export.graphs.mobile")
     handler = logging.Handler()

@@ -1,6 +1,6 @@
 """Replaces operations that exporters or float16 cannot take by equal ones, while a graph is traced.
 
-A policy's own code runs; these stand in for single operations of it, with the same results.
+The policy's own code runs; single operations of it are replaced, with the same results.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 UNIT = "kvcap::unit"
-LOGICAL = {Tensor.__and__: torch.logical_and, Tensor.__or__: torch.logical_or}  # Core ML's tools
-# take no bitwise operation
+# Core ML's tools take no bitwise operation.
+LOGICAL = {Tensor.__and__: torch.logical_and, Tensor.__or__: torch.logical_or}
 
 
 @torch.library.custom_op(UNIT, mutates_args=())
 def unit(vectors: Tensor) -> Tensor:
-    """Compute `x / |x|` along the last axis, 0 where `x` is 0. Any shape.
+    """Compute `x / |x|` along the last axis of any shape; 0 where `x` is 0.
 
-    In a graph this is LpNormalization, whose kernels neither overflow where |x| > 256 in float16
-    nor divide by zero.
+    In a graph this becomes LpNormalization, whose kernels neither overflow where |x| > 256 in
+    float16 nor divide by zero.
     """
     return torch.nn.functional.normalize(vectors.float(), dim=-1, eps=1e-30).to(vectors.dtype)
 
@@ -33,9 +33,9 @@ def _(vectors: Tensor) -> Tensor:
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
-    """Return translations of what the ONNX exporter does not know, or says at length.
+    """Return translations to ONNX of `unit`, `median` and `nan_to_num`, by torch's operation.
 
-    These are `unit`, medians and NaNs.
+    The exporter does not know the first two, and writes the third with many nodes.
     """
     from kvcap.runtime.backends.onnxruntime.library import library
 
@@ -67,12 +67,12 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
 
 class Portable(TorchFunctionMode):
-    """Stands in for operations whose shapes torch.export would freeze, or that engines lack."""
+    """Replaces operations whose shapes torch.export would freeze, or that engines lack."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Stand in for `func`."""
+        """Run `func`, or its replacement."""
         kwargs = kwargs or {}
         if func in (torch.max_pool1d, torch.nn.functional.max_pool1d):
             return _max_pool(*args, **kwargs)
@@ -90,13 +90,13 @@ def _sort(
 ) -> torch.return_types.topk:
     """Compute `sort` by `topk`, which engines without a sort have.
 
-    It is stable in ONNX, whose TopK decides ties by the lower index.
+    In ONNX the result is a stable sort, as TopK puts the lower index first among equals.
     """
     return x.topk(x.shape[dim], dim=dim, largest=descending)
 
 
 def _max_pool(x: Tensor, kernel: int, stride: int = 1, padding: int = 0, **_: Any) -> Tensor:
-    """Compute `max_pool1d` [B, C, L] with stride 1 by the pooling of images."""
+    """Compute `max_pool1d` of [B, C, L] by `max_pool2d`, whose length torch.export leaves open."""
     pooled: Tensor = torch.nn.functional.max_pool2d(
         x[..., None, :], (1, kernel), stride=(1, stride), padding=(0, padding)
     )
@@ -109,7 +109,7 @@ class Float64(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func`, in float64 where it asks for float32."""
+        """Run `func`, with float64 in place of float32."""
         kwargs = dict(kwargs or {})
         if func is Tensor.float:
             return args[0].double()

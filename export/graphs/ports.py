@@ -1,4 +1,4 @@
-"""Lists all inputs and outputs of graphs: name, type, axes, unit, meaning."""
+"""Lists all inputs and outputs of graphs, with their names, types, axes, units and meanings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Port:
     meaning: str
 
     def type_in(self, dtype: str) -> str:
-        """Return the element type where the cache is `dtype`."""
+        """Return the element type in a graph whose cache is of type `dtype`."""
         return dtype if self.dtype == CACHE else self.dtype
 
     def as_dict(self, dtype: str, sizes: dict[str, int | None]) -> dict[str, Any]:
@@ -104,37 +104,42 @@ PORTS = _table(
 
 
 def ports_of(state: Mapping[str, torch.dtype]) -> dict[str, Port]:
-    """Return all ports there are where a policy keeps `state` of every slot."""
+    """Return all input ports, and one for each `state` that a policy keeps per slot, by name."""
     again = "what this graph returned for the slot last time, 0 for a new one"
     types = {name: str(dtype).removeprefix("torch.") for name, dtype in state.items()}
     return {name: Port(name, types[name], _SLOT, "1", again) for name in types} | PORTS
 
 
 def scores_port() -> Port:
-    """Return the output of every score graph."""
+    """Return the output port that every score graph has."""
     return Port("scores", "float32", _SLOT, "see formula", "worth of every slot, higher is kept")
 
 
 def kept_port(port: Port) -> Port:
-    """Return a slot's property after eviction: `kept_NAME`, over the slots that stay."""
+    """Return the output port `kept_NAME` of a slot's property, over the slots that stay."""
     axes = tuple("kept" if axis == "slots" else axis for axis in port.axes)
     return Port(f"kept_{port.name}", port.dtype, axes, port.unit, f"{port.name} of the slots kept")
 
 
 def next_port(port: Port) -> Port:
-    """Return the output port `next_NAME` of a state after the block."""
+    """Return the output port `next_NAME` of a state, with its value after the block."""
     return Port(f"next_{port.name}", port.dtype, port.axes, port.unit, f"{port.name}, updated")
 
 
 def new_port(name: str) -> Port:
-    """Return the port `new_NAME` of a state of the block's tokens."""
+    """Return the output port `new_NAME` of a state, for the tokens that arrive in the block."""
     port = PORTS[name]
     axes = tuple("block" if axis == "slots" else axis for axis in port.axes)
     return Port(f"new_{name}", port.dtype, axes, port.unit, f"{name} of the arriving tokens")
 
 
 def sizes(shape: Shape, queries: int | None) -> dict[str, int | None]:
-    """Return the size of every axis, None where open; `queries` None: every query of the block."""
+    """Return the size of every axis, None if it is open.
+
+    Args:
+        shape: the layer's sizes.
+        queries: how many of the last queries the policy observes; None: all of the block.
+    """
     static = shape.slots is not None
     count = shape.block if queries is None else queries
     if shape.slots is not None:

@@ -11,10 +11,10 @@ from kvcap.runtime.models.config import ModelShape
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer's sizes; `slots=None` says that the number of slots (and of queries) is open.
+    """A layer's sizes; with `slots=None` the number of slots (and of queries) is open.
 
     Raises:
-        ValueError: sizes that make no layer.
+        ValueError: no layer can have these sizes.
 
     >>> Shape(kv_heads=8, heads=24, head_dim=128).groups
     3
@@ -27,8 +27,8 @@ class Shape:
     block: int = 128  # T, the newest slots
     budget: int = 512  # N, slots per KV head that an evict graph keeps
     slots: int | None = None  # n, slots in use while scoring
-    scaling: float | None = None  # factor of logits; None: 1/sqrt(D)
-    softcap: float | None = None
+    scaling: float | None = None  # factor of attention logits; None: 1/sqrt(D)
+    softcap: float | None = None  # bound c of attention logits, c * tanh(x / c); None: no bound
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "heads", "head_dim", "batch", "block", "budget"):
@@ -44,12 +44,12 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """Return `G`: query heads that share a KV head."""
+        """Return how many query heads share a KV head, `G`."""
         return self.heads // self.kv_heads
 
     @property
     def scale(self) -> float:
-        """Return the factor of logits."""
+        """Return the factor of attention logits."""
         return self.head_dim**-0.5 if self.scaling is None else self.scaling
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def model_sizes(model: str) -> dict[str, Any]:
         model: 'pocket', a directory, or a repository of the hub.
 
     Raises:
-        ModelNotFound: there is none.
-        UnsupportedModel: kvcap cannot run it.
-        NotExportable: its attention has sink logits.
+        ModelNotFound: there is no such model.
+        UnsupportedModel: kvcap cannot run the model.
+        NotExportable: the model's attention has sink logits.
     """
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.names import resolve
@@ -87,10 +87,10 @@ def model_sizes(model: str) -> dict[str, Any]:
 
 
 def refuse_sinks(shape: ModelShape) -> None:
-    """Refuse a model whose attention has what no graph here computes.
+    """Refuse a model whose attention has sink logits, which no graph here computes.
 
     Raises:
-        NotExportable: it has sink logits.
+        NotExportable: the model has some.
     """
     if shape.sinks:
         raise NotExportable(

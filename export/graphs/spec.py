@@ -1,4 +1,4 @@
-"""Says which graph is asked for (policy, stage, formulation, type, shape), and makes its module."""
+"""Describes one graph by policy, stage, formulation, type and shape, and makes its module."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ IN_GRAPH = ("policy", "saliency", "rescorer")  # parts of an eviction that a gra
 
 @dataclass(frozen=True)
 class Spec:
-    """A description that says what one graph is made of.
+    """A description of one graph, with all settings that its export takes.
 
     Raises:
-        NotExportable: no such stage or type.
-        PolicyError: the budget does not hold the policy's pins.
+        NotExportable: there is no such stage or type.
+        PolicyError: the budget has no room for the policy's pins.
     """
 
     eviction: Eviction  # the whole eviction; the graph has its parts that work on one layer
@@ -35,7 +35,7 @@ class Spec:
     dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", short(self.dtype))  # one of a type's several names
+        object.__setattr__(self, "dtype", short(self.dtype))  # a type has several names
         if self.stage not in STAGES:
             raise NotExportable(f"no stage {self.stage!r}; there are {', '.join(STAGES)}")
         if self.dtype not in DTYPES:
@@ -52,7 +52,7 @@ class Spec:
         """Make the module to trace.
 
         Raises:
-            NotExportable: there is none.
+            NotExportable: the policy has no such stage or formulation.
         """
         form = form_of(graph_part(self.eviction), self.shape, self.formulation)
         return STAGES[self.stage](form)
@@ -63,7 +63,7 @@ class Spec:
         return torch_dtype(self.dtype)
 
     def stem(self) -> str:
-        """Return the name of its files without what ends them."""
+        """Return the name of the graph's files without their suffixes."""
         parts = [self.eviction.name, self.stage, self.graph().form.name, self.dtype]
         if self.stage == "evict":
             parts.append(f"to{self.shape.budget}")
@@ -72,7 +72,7 @@ class Spec:
         return ".".join(parts)
 
     def notes(self) -> list[str]:
-        """Say which parts of the policy are not in the graph."""
+        """Return sentences on what a user of the graph must know, such as parts it leaves out."""
         found, eviction = [], self.eviction
         if eviction.layer_budget is not None:
             found.append("layers hold unequal budgets: export an evict graph for every budget")
@@ -90,14 +90,14 @@ class Spec:
         return found
 
     def recipe(self) -> dict[str, Any]:
-        """Return the part of the policy that is in the graph, as `recipe` has it."""
+        """Return the part of the policy that is in the graph, in the format of `recipe`."""
         return recipe(graph_part(self.eviction))
 
 
 def recipe(eviction: Eviction) -> dict[str, Any]:
-    """Write a policy in plain values, from which `load_policy` makes it again."""
+    """Return a policy as plain values, from which `load_policy` makes it again."""
     options: dict[str, Any] = {}
-    for component in reversed(eviction.components):  # an option is the first part's that has it
+    for component in reversed(eviction.components):  # the first part that has an option wins
         options |= component.options()
     pins = {name: n for name in PINS if (n := getattr(eviction, name)) is not None}
     parts = "+".join(_name(component) for component in eviction.components)
@@ -105,10 +105,10 @@ def recipe(eviction: Eviction) -> dict[str, Any]:
 
 
 def with_graphs_of_their_own() -> list[str]:
-    """Return policies and presets whose graph has parts that no other's has, sorted.
+    """Return the names of policies and presets with different graphs, sorted.
 
-    Of those with the same parts in a graph, such as `snapkv`, `adakv` and `calidrop`, it is the one
-    with the fewest parts and options.
+    Where several have the same parts in their graphs, such as `snapkv`, `adakv` and `calidrop`, the
+    one with the fewest parts and options stands for all.
     """
     found: dict[tuple[Any, ...], str] = {}
     known = {name: made for name, made in policies().items() if load_policy(name).policy.evicts}
@@ -121,15 +121,20 @@ def with_graphs_of_their_own() -> list[str]:
 def recalled(recipe: dict[str, Any], shape: dict[str, Any], **rest: str) -> Spec:
     """Return the spec that a manifest describes.
 
+    Args:
+        recipe: the policy, in the format of `recipe`.
+        shape: the fields of `Shape`.
+        rest: the other fields of `Spec`.
+
     Raises:
-        ValueError: of a policy that is not known here, or sizes that make no layer.
+        ValueError: there is no such policy, or no layer can have these sizes.
     """
     eviction = load_policy(recipe["parts"], **recipe["parameters"])
     return Spec(eviction, Shape(**shape), **rest)
 
 
 def _name(component: Component) -> str:
-    """Return the name of a part in a combination."""
+    """Return the name by which a combination such as `snapkv+adakv` lists a part."""
     for name, found in policies().items():
         if set(found.parts) == {"policy"} and found.parts["policy"] is type(component):
             return name

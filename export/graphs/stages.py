@@ -1,7 +1,8 @@
-"""Defines graphs as modules that are traced: score, evict (score, select, gather) and update.
+"""Defines the modules that graphs are traced from: score, evict and update.
 
-Selection follows `Eviction`: pins are a mask, a rescorer comes after the score. `evicted` is the
-one place that selects, for a layer's graph and for a whole decoder.
+Evict scores, selects and gathers. Selection follows `Eviction`: pins are a mask, and a rescorer
+comes after the score. `evicted` is the one place that selects, for the graph of a layer and of a
+whole decoder.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvcap.runtime.errors import NotExportable
 
 
 class StageGraph(nn.Module):
-    """A module that computes one stage of a form; tensors follow `inputs` and `outputs`."""
+    """A module that computes one stage of a form, from tensors in the order of `inputs`."""
 
     def __init__(self, form: Traced) -> None:
         super().__init__()
@@ -26,26 +27,26 @@ class StageGraph(nn.Module):
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Return the size of every axis, None where open."""
+        """Return the size of every axis, None if it is open."""
         return sizes(self.form.shape, self.form.eviction.policy.queries_observed)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Compute the outputs from inputs, in their order."""
+        """Compute the outputs, in the order of `outputs`."""
         with Portable():
             found = self.compute({p.name: t for p, t in zip(self.inputs, tensors, strict=True)})
         return tuple(tensor for _, tensor in found)
 
-    def outputs(self, given: Named) -> list[Port]:
-        """Return the ports of the outputs for these inputs."""
-        return [port for port, _ in self.compute(given)]
+    def outputs(self, feeds: Named) -> list[Port]:
+        """Return the ports of the outputs, by computing them for these inputs."""
+        return [port for port, _ in self.compute(feeds)]
 
-    def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
-        """Compute the outputs by their ports."""
+    def compute(self, feeds: Named) -> list[tuple[Port, Tensor]]:
+        """Compute the outputs from inputs by name; return each with its port."""
         raise NotImplementedError
 
 
 class Score(StageGraph):
-    """Scores of the slots; where there is a rescorer, rescored for a budget that is an input."""
+    """A graph that scores slots; a rescorer, if any, takes the budget as another input."""
 
     stage = "score"
 
@@ -54,20 +55,20 @@ class Score(StageGraph):
         if form.eviction.rescorer is not None:
             self.inputs += [PORTS["pinned"], PORTS["budget"]]
 
-    def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
-        """Compute scores, and the state that scoring brought up to date."""
-        form, obs = self.form, self.form.observe(given)
-        scores = form.score(given, obs)
+    def compute(self, feeds: Named) -> list[tuple[Port, Tensor]]:
+        """Compute scores, and the state that scoring updated."""
+        form, obs = self.form, self.form.observe(feeds)
+        scores = form.score(feeds, obs)
         if form.eviction.rescorer is not None:
-            scores = form.eviction.rescorer.rescore(scores, given["pinned"], obs)
+            scores = form.eviction.rescorer.rescore(scores, feeds["pinned"], obs)
         return [(scores_port(), scores), *form.next_state(obs).values()]
 
 
 class Evict(StageGraph):
-    """A graph that scores, selects and gathers the budget's slots, in the order they lay.
+    """A graph that scores, selects and gathers the slots of the budget, which keep their order.
 
-    The policy's own pins for this budget are in the graph, others come in by `pinned`. If there are
-    fewer slots than the budget, all stay.
+    The policy's own pins for this budget are in the graph; the input `pinned` has further ones. If
+    there are fewer slots than the budget, all stay.
     """
 
     stage = "evict"
@@ -78,17 +79,17 @@ class Evict(StageGraph):
         first = {name: PORTS[name] for name in ("keys", "values", "positions", "seen")}
         self.inputs = [*{**first, **scoring}.values(), PORTS["pinned"]]
 
-    def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
-        """Compute everything a slot has, of the slots that stay."""
-        form, obs = self.form, self.form.observe(given)
-        worth = self.worth(given, obs)
+    def compute(self, feeds: Named) -> list[tuple[Port, Tensor]]:
+        """Gather keys, values, positions and state of the slots that stay."""
+        form, obs = self.form, self.form.observe(feeds)
+        worth = self.worth(feeds, obs)
         stays = torch.sym_min(worth.shape[-1], form.shape.budget)
-        keep = survivors(worth, given["positions"], stays)  # [B, K, N]
+        keep = survivors(worth, feeds["positions"], stays)  # [B, K, N]
         slots = {"keys", "values", "positions", *form.slot_state}
         state = {name: tensor for name, (_, tensor) in form.next_state(obs).items()}
         rows = rows_of(keep, worth.shape[-1])
         found = [
-            (kept_port(port), take({**given, **state}[port.name], rows, keep))
+            (kept_port(port), take({**feeds, **state}[port.name], rows, keep))
             for port in self.inputs
             if port.name in slots
         ]
@@ -96,31 +97,32 @@ class Evict(StageGraph):
         return [
             *found,
             (kept_port(index), keep.to(torch.int32)),
-            *form.kept_state(given, found[0][1]),
+            *form.kept_state(feeds, found[0][1]),
         ]
 
-    def decided(self, given: Named) -> tuple[Tensor, dict[str, Tensor]]:
+    def decided(self, feeds: Named) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the worth by which slots stay [B, K, n], and the state that scoring updated.
 
-        `given` has the form's inputs and `pinned`.
+        Args:
+            feeds: the form's inputs and `pinned`, by name.
         """
-        obs = self.form.observe(given)
+        obs = self.form.observe(feeds)
         with Portable():
-            worth = self.worth(given, obs)
+            worth = self.worth(feeds, obs)
         state = {name: tensor for name, (_, tensor) in self.form.next_state(obs).items()}
         return worth, state
 
-    def worth(self, given: Named, obs: Observation) -> Tensor:
-        """Return the worth by which slots stay [B, K, n]: scores, with pins above all."""
-        form, eviction, pinned = self.form, self.form.eviction, given["pinned"]
-        scores = eviction.score(obs, by=lambda _, obs: form.score(given, obs))
+    def worth(self, feeds: Named, obs: Observation) -> Tensor:
+        """Return the worth by which slots stay [B, K, n]: their scores, and more if pinned."""
+        form, eviction, pinned = self.form, self.form.eviction, feeds["pinned"]
+        scores = eviction.score(obs, by=lambda _, obs: form.score(feeds, obs))
         if eviction.pins(form.shape.budget):
             pinned = pinned | eviction.pinned(obs)
         return eviction.worth(scores, pinned, obs)
 
 
 class Update(StageGraph):
-    """A graph that computes the state of arriving tokens, for forms that keep some."""
+    """A graph that computes the state of arriving tokens, for forms that keep state."""
 
     stage = "update"
 
@@ -133,27 +135,27 @@ class Update(StageGraph):
             )
         self.inputs = [PORTS[name] for name in form.update_inputs]
 
-    def compute(self, given: Named) -> list[tuple[Port, Tensor]]:
-        """Compute the new state."""
-        return list(zip(self.form.update_outputs(), self.form.update(given), strict=True))
+    def compute(self, feeds: Named) -> list[tuple[Port, Tensor]]:
+        """Compute the state of the arriving tokens."""
+        return list(zip(self.form.update_outputs(), self.form.update(feeds), strict=True))
 
 
 STAGES: dict[str, type[StageGraph]] = {"score": Score, "evict": Evict, "update": Update}
 
 
 def evicted(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
-    """Select the slots of each head that go, all but the `stays` that are worth most, in no order.
+    """Select the slots of each head that go: all but the `stays` with the highest worth.
 
-    They are few when one token arrives. Of equal ones the older go, as `policies.base.order` has
-    it.
+    Selecting those that go is cheap, as they are few when one token arrives. Of equal slots the
+    older ones go, as in `policies.base.order`.
 
     Args:
-        worth: [B, K, n].
-        positions: [B, K, n] int32.
-        stays: 1 to n.
+        worth: worth of the slots [B, K, n]; higher stays.
+        positions: their positions [B, K, n] int32.
+        stays: slots of each head that stay, 1 to n.
 
     Returns:
-        Slots [B, K, n - stays].
+        Indices of the slots that go [B, K, n - stays], in no order.
     """
     count = worth.shape[-1] - stays
     lowest = worth.topk(count + 1, dim=-1, largest=False, sorted=False).values
@@ -164,27 +166,33 @@ def evicted(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
 
 
 def survivors(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
-    """Select the `stays` slots of each head that `evicted` leaves, in the order they lie in.
+    """Return the indices of the slots that `evicted` leaves, [B, K, stays], ascending.
 
-    Slots that lie in time order stay so: then a slot's index is its rank. [B, K, stays], ascending.
+    Slots in time order stay in time order, so that a slot's index is its rank.
     """
     slots = worth.shape[-1]
     gone = evicted(worth, positions, stays)
     keep = torch.ones_like(worth, dtype=torch.int64)
     keep = keep.scatter(-1, gone, torch.zeros_like(gone))  # [B, K, n]
     here, older = torch.arange(slots).expand_as(keep), keep.cumsum(-1)  # survivors up to a slot
-    # Where each slot goes: survivors to the front, the others behind, so that no place is taken
-    # twice, which ONNX leaves undefined.
+    # Survivors move to the front and the others behind them: every place is written once, as ONNX
+    # leaves undefined which of two writes wins.
     place = torch.where(keep > 0, older - 1, stays + here - older)
     return here.scatter(-1, place, here)[..., :stays]
 
 
 def rows_of(keep: Tensor, slots: int) -> Tensor:
-    """Return the indices [B, K, N] of slots as rows of all heads' slots laid out flat, [B·K·N]."""
+    """Return indices of slots [B, K, N] as rows [B·K·N] of a list of all heads' slots."""
     heads = torch.arange(keep.shape[0] * keep.shape[1]).view(*keep.shape[:2], 1)
     return (keep + heads * slots).flatten()
 
 
 def take(tensor: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
-    """Gather rows of [B, K, n, ...] as a flat list, which runtimes do several times faster."""
+    """Gather slots of a tensor [B, K, n, ...], as [B, K, N, ...].
+
+    Args:
+        tensor: a property of all slots.
+        rows: the slots as rows of a flat list, which runtimes gather several times faster.
+        keep: the slots [B, K, N], for their shape.
+    """
     return tensor.flatten(0, 2).index_select(0, rows).view(*keep.shape, *tensor.shape[3:])

@@ -1,4 +1,4 @@
-"""Traces a module into an ONNX model, and strips it: plain names, no paths of sources, no notes."""
+"""Traces a module into an ONNX model with short names, without paths and notes of its source."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from kvcap.export.graphs.stages import StageGraph
 from kvcap.runtime.backends.onnxruntime.library import library
 
 OPSET = 18  # newer files fail on the runtimes that phones have
-IR_VERSION = 10  # newer files fail on these, too
-FOLDED = 64  # most numbers of a folded constant; a device computes larger ones as it loads
+IR_VERSION = 10  # newer files fail on those runtimes, too
+FOLDED = 64  # most numbers of a folded constant; a device computes larger ones when it loads
 
 
-def trace(graph: StageGraph, given: dict[str, Tensor]) -> Any:
-    """Trace a graph on the inputs `given`; return the stripped onnx.ModelProto."""
+def trace(graph: StageGraph, feeds: dict[str, Tensor]) -> Any:
+    """Trace a graph on example inputs by name; return the stripped onnx.ModelProto."""
     open_axes = {
         axis: torch.export.Dim(axis, min=1) for axis in DYNAMIC if graph.sizes[axis] is None
     }
-    tensors = [given[port.name] for port in graph.inputs]
+    tensors = [feeds[port.name] for port in graph.inputs]
     program = program_of(graph, graph.inputs, tensors, open_axes, optimize=False)
     library("onnxscript.optimizer").optimize_ir(program.model, output_size_limit=FOLDED)
     model = program.model_proto
     model.ir_version = min(model.ir_version, IR_VERSION)
-    outputs = graph.outputs(given)
+    outputs = graph.outputs(feeds)
     axes = {port.name: port.axes for port in (*graph.inputs, *outputs)}
     slim(model, [port.name for port in outputs], axes)
     library("onnx.checker").check_model(model)
@@ -45,16 +45,19 @@ def trace_without_weights(
     tensors: list[Tensor],
     open_axes: dict[str, Any],
 ) -> Any:
-    """Trace a module whose weights become inputs by their names; return the stripped ModelProto.
+    """Trace a module into an onnx.ModelProto whose weights are inputs, by their names.
 
-    They are neither copied nor folded, and no two of them become one for being equal.
+    Weights are neither copied nor folded, and equal ones are not merged.
 
     Args:
-        module: its state dict are its weights; what is in no state dict becomes part of the graph.
+        module: the module; its state dict has the weights, and other tensors become constants.
         ports: its inputs, in order.
         outputs: its outputs, in order.
-        tensors: to trace it on.
-        open_axes: those without a fixed size, as a torch.export.Dim each.
+        tensors: example inputs, in order.
+        open_axes: a torch.export.Dim for each axis without a fixed size.
+
+    Returns:
+        The stripped onnx.ModelProto.
     """
     program = program_of(module, ports, tensors, open_axes, optimize=False)
     ir, graph = library("onnx_ir"), program.model.graph
@@ -78,9 +81,14 @@ def program_of(
     open_axes: dict[str, Any],
     optimize: bool = True,
 ) -> Any:
-    """Trace a module on `tensors`, its inputs in order; return the torch.onnx.ONNXProgram.
+    """Trace a module by torch.export; return the torch.onnx.ONNXProgram.
 
-    `open_axes` are those without a fixed size, as a torch.export.Dim each.
+    Args:
+        module: the module.
+        ports: its inputs, in order.
+        tensors: example inputs, in order.
+        open_axes: a torch.export.Dim for each axis without a fixed size.
+        optimize: let torch fold constants and merge equal ones.
     """
     shapes = tuple(
         {i: open_axes[axis] for i, axis in enumerate(port.axes) if axis in open_axes}
@@ -122,9 +130,9 @@ def slim(model: Any, names: list[str], axes: dict[str, tuple[str, ...]]) -> None
     """Strip and rename an onnx.ModelProto in place.
 
     Args:
-        model: as the exporter wrote it.
-        names: of its outputs, in order.
-        axes: names of the axes of every input and output, for those left open.
+        model: the model, as the exporter wrote it.
+        names: names for its outputs, in order.
+        axes: the axes of every input and output; open ones get these names.
     """
     graph = model.graph
     del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
@@ -144,9 +152,9 @@ def slim(model: Any, names: list[str], axes: dict[str, tuple[str, ...]]) -> None
 
 
 def _shorten(graph: Any) -> None:
-    """Say a choice by `not x` as the other choice by `x`, the larger of `x` and 0 as Relu.
+    """Write `Where(Not(x), a, b)` as `Where(x, b, a)`, and `Max(x, 0)` as `Relu(x)`.
 
-    The same results from fewer nodes, and nodes that accelerators have for tensors of five axes.
+    The results are the same from fewer nodes, which accelerators have for tensors of five axes too.
     """
     array = library("onnx.numpy_helper").to_array
     negated = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Not"}
@@ -177,7 +185,10 @@ def _drop_unused(graph: Any) -> None:
 
 
 def _rename(graph: Any, names: list[str]) -> None:
-    """Use short names inside, `names` for the outputs; a tensor returned twice gets an Identity."""
+    """Give outputs the names `names` and inner tensors short ones.
+
+    A tensor that is returned twice, or is an input too, gets an Identity node per further name.
+    """
     known = {value.name: value.name for value in graph.input}
     twice = []
     for value, name in zip(graph.output, names, strict=True):

@@ -1,4 +1,4 @@
-"""Exports one graph: traced, described and checked; its files appear only when all is done."""
+"""Exports one graph: traces, describes and checks it; its files appear only if all succeeds."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def write(
     """Export one graph with its manifest and samples into `folder`.
 
     Args:
-        spec: what to export.
-        folder: made if it is missing.
+        spec: the graph to export.
+        folder: the directory, which is made if it is missing.
         quick: check without the long case.
-        force: replace a graph of that name that was made for something else.
+        force: replace a graph of that name with other settings.
 
     Returns:
-        The .onnx file and what checking it found.
+        The .onnx file and the report of its check.
 
     Raises:
         ExtraMissing: an optional package is not installed.
         NotExportable: there is no such graph.
-        ExportExists: a graph of that name is there, of other sizes or options.
-        ToleranceError, ShapeError: the graph is not what its policy computes; nothing is written.
+        ExportExists: a graph of that name with other settings is there.
+        ToleranceError, ShapeError: the graph computes something else than its policy; nothing is
+            written.
     """
     require()
     graph = spec.graph()
@@ -45,46 +46,46 @@ def write(
     if there.exists() and not force:
         refuse_other(there.with_suffix(".json"), manifest.asked(spec, graph))
     case = Case("random", _sample_slots(spec))
-    given = inputs(graph, case, spec.torch_dtype)
-    model = trace(graph, given)
+    feeds = inputs(graph, case, spec.torch_dtype)
+    model = trace(graph, feeds)
     used = {value.name for value in model.graph.input}
-    said = manifest.describe(spec, graph, used, graph.outputs(given))
+    facts = manifest.describe(spec, graph, used, graph.outputs(feeds))
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=folder) as name:
         file = Path(name) / f"{spec.stem()}.onnx"
         file.write_bytes(model.SerializeToString())
-        said["opset"] = OPSET
-        said["graph"] = {
+        facts["opset"] = OPSET
+        facts["graph"] = {
             **_entry(file),
             "bytes": file.stat().st_size,
             "nodes": len(model.graph.node),
         }
-        report = check(file, said, quick)
+        report = check(file, facts, quick)
         report.require()
-        said["verified"] = report.as_dict()
-        samples = _samples(file, given)
-        said["samples"] = {**_entry(samples), "format": "safetensors; in.NAME and out.NAME"}
-        manifest.write(said, file.with_suffix(".json"))
+        facts["verified"] = report.as_dict()
+        samples = _samples(file, feeds)
+        facts["samples"] = {**_entry(samples), "format": "safetensors; in.NAME and out.NAME"}
+        manifest.write(facts, file.with_suffix(".json"))
         for part in (samples, file.with_suffix(".json"), file):
             shutil.move(part, folder / part.name)
     return folder / file.name, report
 
 
 def _sample_slots(spec: Spec) -> int:
-    """Return the slots of the sample: few, but some to evict."""
+    """Return how many slots the sample has: few, but more than the budget of an evict graph."""
     if spec.shape.slots is not None:
         return spec.shape.slots
     return spec.shape.budget + 4 if spec.stage == "evict" else FEW
 
 
-def _samples(file: Path, given: dict[str, Tensor]) -> Path:
+def _samples(file: Path, feeds: dict[str, Tensor]) -> Path:
     """Write the sample's inputs and outputs beside the graph."""
     from safetensors.numpy import save
 
     run = session(file)
     names = [port.name for port in run.get_inputs()]
-    tensors = {f"in.{name}": given[name].contiguous().numpy() for name in names}
-    tensors |= {f"out.{name}": value for name, value in feed(run, given).items()}
+    tensors = {f"in.{name}": feeds[name].contiguous().numpy() for name in names}
+    tensors |= {f"out.{name}": value for name, value in feed(run, feeds).items()}
     path = file.with_suffix("").with_name(file.stem + manifest.SAMPLES)
     path.write_bytes(save(tensors))
     return path

@@ -1,1 +1,1 @@
-"""Graphs compiled ahead for Qualcomm's Hexagon NPU, and simulated there."""
+"""Compiles graphs ahead of time for Qualcomm's Hexagon NPU, and checks them in its simulator."""

@@ -1,8 +1,9 @@
-"""Compiles a graph ahead for Qualcomm's Hexagon NPU: one QNN context node, a manifest beside it.
+"""Compiles a graph ahead of time for Qualcomm's Hexagon NPU, with a manifest beside it.
 
-The package onnxruntime-qnn compiles on an x86 computer, and simulates the NPU there; the simulator
-is what a compiled graph is held to eager in, with float16's tolerance, for the NPU has no float32.
-It says nothing of speed. What the package does happens in `qnn_worker`, a process of its own.
+The compiled graph is a single QNN context node. The package onnxruntime-qnn compiles on an x86
+computer and simulates the NPU there, which shows nothing of speed. Simulated results are compared
+with eager, with float16's tolerance, as the NPU has no float32. The package runs in a process of
+its own (`worker.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SCHEMA = "kvcap.qnn/1"
 SUFFIX = ".qnn.onnx"
 RTOL = 1e-2  # error allowed of sums in float16, relative to the largest value
 TWICE = 0.95  # least overlap with the slots kept in float64, if a rescorer makes a second choice
-LARGEST = 65504.0  # the largest float16, which larger numbers become
+LARGEST = 65504.0  # the largest float16; larger numbers are clipped to it
 # By chip: its number in Qualcomm's SDK, and its Hexagon's version. Phones first, newest first.
 CHIPS = {
     "SM8850": (87, 81), "SM8750": (69, 79), "SM8650": (57, 75), "SM8550": (43, 73),
@@ -54,8 +55,8 @@ CHIPS = {
 class CompileTarget:
     """A chip that a graph is compiled for."""
 
-    chip: str
-    soc_model: int
+    chip: str  # a key of CHIPS
+    soc_model: int  # its number in Qualcomm's SDK
     hexagon: int  # version of its Hexagon processor
 
     @property
@@ -69,12 +70,12 @@ class CompileTarget:
 
 
 class Simulated(GraphReport):
-    """Cases run in the NPU's simulator; differences due to float16 are reported, not refused."""
+    """A report on cases in the NPU's simulator; differences due to float16 are excused."""
 
     where = "Hexagon simulated"
 
     def excused(self, row: CheckedCase) -> str:
-        """Excuse ties, as cosines of keys that share one large channel are equal in float16."""
+        """Excuse outliers beyond float16's range, and wrong choices among equal scores."""
         if row.kind == "outliers":
             return "beyond float16"
         tied = row.kind == "all zero" and row.finite and row.error <= row.allowed
@@ -84,10 +85,8 @@ class Simulated(GraphReport):
 def target_of(name: str, spec: Spec) -> CompileTarget:
     """Return the target called `name`: a chip such as SM8650, or a Hexagon version such as v75.
 
-    Refuses early what cannot be compiled for it.
-
     Raises:
-        NotExportable: there is no such target, or it takes no such graph.
+        NotExportable: there is no such target, or it cannot run the graph.
         ExtraMissing: the package that compiles is not installed.
     """
     for chip, (model, hexagon) in CHIPS.items():
@@ -101,11 +100,11 @@ def target_of(name: str, spec: Spec) -> CompileTarget:
 
 
 def require(spec: Spec | None = None) -> None:
-    """Refuse early what cannot be compiled.
+    """Refuse a graph that cannot be compiled, before it is written.
 
     Raises:
-        ExtraMissing: the package is not installed.
-        NotExportable: a graph with open sizes, or of float32.
+        ExtraMissing: onnxruntime-qnn is not installed.
+        NotExportable: the graph has open sizes, or is of float32.
     """
     if spec is not None and (spec.shape.slots is None or spec.dtype != "fp16"):
         raise NotExportable("QNN takes fixed sizes and float16: add --static N --dtype fp16")
@@ -119,33 +118,33 @@ def require(spec: Spec | None = None) -> None:
 
 
 def write(file: Path, target: CompileTarget, quick: bool = False) -> tuple[Path, GraphReport]:
-    """Compile a graph that was exported, check it, and put it beside the graph with its manifest.
+    """Compile an exported graph, check it, and write it and its manifest beside the graph.
 
     Args:
-        file: an exported .onnx, its manifest and samples beside it; static, float16.
+        file: an exported .onnx of fixed sizes and float16, with its manifest and samples beside it.
         target: the chip.
         quick: simulate random inputs alone.
 
     Returns:
-        The compiled file and what the simulator gave.
+        The compiled file and the report of its simulation.
 
     Raises:
-        NotExportable: QNN cannot compile it, or leaves nodes to the CPU.
+        NotExportable: QNN cannot compile the graph, or leaves nodes to the CPU.
         ToleranceError, ShapeError: the compiled graph computes something else.
     """
-    said = manifest.read(file)
-    spec = manifest.spec_of(said)
+    facts = manifest.read(file)
+    spec = manifest.spec_of(facts)
     require(spec)
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=file.parent) as name:
         context = Path(name) / f"{file.stem}.{target.chip.lower()}{SUFFIX}"
         job = {"compile": True, "graph": str(file.resolve()), "cases": []}
         producer = _work(Path(name), context, target.options, job)
-        compatibility = _one_context(context, said)
-        said |= {
+        compatibility = _one_context(context, facts)
+        facts |= {
             "schema": SCHEMA,
-            "source": said["graph"],
+            "source": facts["graph"],
             "target": {**asdict(target), "options": target.options, "says": compatibility},
-            "producer": {**said["producer"], **producer},
+            "producer": {**facts["producer"], **producer},
             "graph": {
                 "file": context.name,
                 "sha256": sha256(context),
@@ -153,11 +152,11 @@ def write(file: Path, target: CompileTarget, quick: bool = False) -> tuple[Path,
                 "nodes": 1,
             },
         }
-        report = _simulated(context, said, quick)
+        report = _simulated(context, facts, quick)
         report.require()
-        del said["verified"]
-        said["simulated"] = report.as_dict()
-        manifest.write(said, context.with_suffix(".json"))
+        del facts["verified"]
+        facts["simulated"] = report.as_dict()
+        manifest.write(facts, context.with_suffix(".json"))
         for part in (context.with_suffix(".json"), context):
             shutil.move(part, file.parent / part.name)
     return file.parent / context.name, report
@@ -167,34 +166,34 @@ def verify(context: Path, quick: bool = False) -> GraphReport:
     """Simulate a compiled graph on fresh inputs and compare with eager.
 
     Raises:
-        ManifestError: no manifest of it.
-        GraphBroken: what does not run.
-        ExtraMissing: the package is not installed.
+        ManifestError: the manifest is missing, or of other files.
+        GraphBroken: the graph does not run in the simulator.
+        ExtraMissing: onnxruntime-qnn is not installed.
     """
-    said = manifest.read(context, SCHEMA)
+    facts = manifest.read(context, SCHEMA)
     require()
-    return _simulated(context, said, quick)
+    return _simulated(context, facts, quick)
 
 
-def _one_context(context: Path, said: dict[str, Any]) -> str:
-    """Refuse a model of more than one context node; returns what it says to run on.
+def _one_context(context: Path, facts: dict[str, Any]) -> str:
+    """Return the compatibility that a compiled model states; refuse more than one context node.
 
     Raises:
-        NotExportable: naming what did not go into the context.
+        NotExportable: naming the nodes outside of the context.
     """
     model = library("onnx").load(context)
     outside = sorted({node.op_type for node in model.graph.node} - {"EPContext"})
     if outside or len(model.graph.node) != 1:
         raise NotExportable(
-            f"{said['policy']['name']} does not compile into one QNN context; outside of it are "
+            f"{facts['policy']['name']} does not compile into one QNN context; outside of it are "
             f"{', '.join(outside) or 'connections'} (the ONNX graph itself is written)"
         )
     found = {entry.key: entry.value for entry in model.metadata_props}
     return next((value for key, value in found.items() if "compatibility" in key), "")
 
 
-def _simulated(context: Path, said: dict[str, Any], quick: bool) -> GraphReport:
-    spec = manifest.spec_of(said)
+def _simulated(context: Path, facts: dict[str, Any], quick: bool) -> GraphReport:
+    spec = manifest.spec_of(facts)
     graph = spec.graph()
     wanted = [case for case in cases(graph) if case.kind == "random" or not quick]
     given = [inputs(graph, case, spec.torch_dtype, SEED) for case in wanted]
@@ -204,7 +203,7 @@ def _simulated(context: Path, said: dict[str, Any], quick: bool) -> GraphReport:
             whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(whole, folder / f"{i}.in")
         job = {"compile": False, "cases": [str(i) for i in range(len(given))]}
-        done = _work(folder, context, said["target"]["options"], job)
+        done = _work(folder, context, facts["target"]["options"], job)
         with torch.inference_mode():
             rows = [
                 _row(graph, case, tensors, _output(folder / f"{i}.out"))
@@ -216,14 +215,15 @@ def _simulated(context: Path, said: dict[str, Any], quick: bool) -> GraphReport:
 def _row(graph: StageGraph, case: Case, given: compare.Found, got: compare.Found) -> CheckedCase:
     found = compare.compared(graph, given, got, RTOL)
     if graph.form.eviction.rescorer is not None:
-        # It chooses twice: a slot that rounding moves across the first choice gets another value.
+        # A rescorer chooses twice: a slot that rounding moves across its first choice gets quite
+        # another value, so kept sets need only overlap.
         valued = found.finite and found.error <= found.allowed
         found = found._replace(ok=valued and found.overlap >= TWICE)
     return CheckedCase(case.kind, case.slots, *found)
 
 
 def _output(file: Path) -> dict[str, Tensor]:
-    """Return the simulator's outputs; marks larger than float16 are made large again."""
+    """Return the simulator's outputs; numbers clipped to float16's largest become marks again."""
     found = load_file(file)
     mark = 2 * compare.HUGE
     for name, tensor in found.items():
@@ -235,11 +235,17 @@ def _output(file: Path) -> dict[str, Tensor]:
 def _work(
     folder: Path, context: Path, options: dict[str, str], job: dict[str, Any]
 ) -> dict[str, Any]:
-    """Have a process of its own do a job; returns the versions of what did it.
+    """Run a job of `worker.py` in a process of its own; return the versions of its libraries.
+
+    Args:
+        folder: a directory for the job and the files that it reads and writes.
+        context: the compiled graph, to write or to run.
+        options: options of the execution provider.
+        job: whether to compile and which graph, and the names of cases to simulate.
 
     Raises:
-        NotExportable: it did not compile.
-        GraphBroken: a compiled graph that does not run.
+        NotExportable: the graph does not compile.
+        GraphBroken: the compiled graph does not run.
     """
     text = json.dumps({**job, "context": str(context.resolve()), "options": options})
     (folder / "job.json").write_text(text, encoding="utf-8")

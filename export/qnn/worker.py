@@ -1,7 +1,8 @@
 """Runs Qualcomm's library: compiles a graph for a Hexagon NPU, or simulates a compiled one.
 
 Runs as a process of its own, `python -m kvcap.export.qnn.worker FOLDER`, because the library prints
-on stdout and may end its process. Reads `job.json` there and leaves files. Knows no policies.
+on stdout and may end its process. Reads `job.json` in that folder and writes its results there.
+Knows no policies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PROVIDER = "QNNExecutionProvider"
 
 
 def main(folder: Path) -> None:
-    """Do a job: `compile` makes `context` of `graph`; `cases` are run, CASE.in to CASE.out."""
+    """Run the job in `folder`: compile `graph` to `context`, and run cases CASE.in to CASE.out."""
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     runtime, plugin = library("onnxruntime"), library("onnxruntime_qnn")
     runtime.register_execution_provider_library(PROVIDER, plugin.get_library_path())
@@ -54,9 +55,9 @@ def _simulate(runtime: Any, options: Any, job: dict[str, Any], folder: Path) -> 
         raise RuntimeError(f"ONNX Runtime took {run.get_providers()[0]} in place of {PROVIDER}")
     names = [port.name for port in run.get_outputs()]
     for case in job["cases"]:
-        given = load_file(folder / f"{case}.in")
-        found = run.run(names, {port.name: given[port.name] for port in run.get_inputs()})
-        save_file(dict(zip(names, found, strict=True)), folder / f"{case}.out")
+        feeds = load_file(folder / f"{case}.in")
+        outputs = run.run(names, {port.name: feeds[port.name] for port in run.get_inputs()})
+        save_file(dict(zip(names, outputs, strict=True)), folder / f"{case}.out")
 
 
 if __name__ == "__main__":
