@@ -1,6 +1,7 @@
 """Packs the Python runner into one file that any Python with numpy and onnxruntime runs.
 
-kvcap's own loop over a decoder's graphs goes along, so that a phone times what `kvcap chat` runs.
+The file also has kvcap's own loop over a decoder's graphs, so that a phone times the same code as
+`kvcap chat` runs.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ LOOP = (  # kvcap's files that run a decoder; none needs more than numpy
                                        "slots")),
 )  # fmt: skip
 
-# The start that zipapp writes drops the exit code.
+# zipapp's own entry point drops the exit code.
 START = "import sys\n\nfrom runner.cli import main\n\nsys.exit(main())\n"
 
 
 def write_runner(path: Path) -> Path:
-    """Write the runner to `path`, which should end in .pyz; returns it."""
+    """Write the runner to `path`, which should end in .pyz; return `path`."""
     with tempfile.TemporaryDirectory() as name:
         copytree(RUNNER, Path(name) / "runner", ignore=ignore_patterns("__pycache__"))
         for part in LOOP:

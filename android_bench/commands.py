@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvcap.android_bench.server.landing import Landed
     from kvcap.android_bench.server.serving import PageServer
 
-NOWHERE = "192.0.2.1"  # reserved for documents: nothing is sent there, but a route is chosen
+NOWHERE = "192.0.2.1"  # reserved for documentation; a socket to it shows this machine's address
 
 android = typer.Typer(add_completion=False, help="Time score graphs and decoders on phones.")
 
@@ -240,7 +240,7 @@ def plan_command(
     ] = 2.0,
     json: Json = False,
 ) -> None:
-    """Write a folder with plan.json, graphs, and what they must give."""
+    """Write a folder with plan.json, graphs, and the outputs that they must give."""
     from kvcap.android_bench.plan.decoder import DecoderWork, shape_of
     from kvcap.android_bench.plan.write import Wanted, write_plan
     from kvcap.export.graphs.shape import Shape, model_sizes
@@ -273,13 +273,13 @@ def plan_command(
         sizes_of = shape_of(decoder)
         name = sizes_of.pop("name")
     shape = Shape(**{**sizes_of, **given})
-    found = write_plan(Wanted(preset, chosen, shape, name, decoder, work), out)
-    whole = sum(entry["bytes"] for entry in found["files"])
+    plan = write_plan(Wanted(preset, chosen, shape, name, decoder, work), out)
+    whole = sum(entry["bytes"] for entry in plan["files"])
     if json:
-        said = {"plan": str(out), "id": found["id"], "cells": len(found["cells"]), "bytes": whole}
-        print(jsonlib.dumps(said))
+        summary = {"plan": str(out), "id": plan["id"], "cells": len(plan["cells"]), "bytes": whole}
+        print(jsonlib.dumps(summary))
     else:
-        print(f"{out}: {len(found['cells'])} cells, {whole / 1e6:.1f} MB, plan {found['id']}")
+        print(f"{out}: {len(plan['cells'])} cells, {whole / 1e6:.1f} MB, plan {plan['id']}")
 
 
 @android.command("host")
@@ -292,7 +292,7 @@ def host_command(
     profile: Profile = False,
     json: Json = False,
 ) -> None:
-    """Measure a plan on this machine, by the runner that a device gets."""
+    """Measure a plan on this machine, with the runner that a device gets."""
     from kvcap.android_bench.devices.host import run_here
     from kvcap.android_bench.documents import parent_of, write_json
     from kvcap.android_bench.results.table import markdown
@@ -347,7 +347,7 @@ def report_command(
     ] = "10%",
     json: Json = False,
 ) -> None:
-    """Tables and a chart of results; with a baseline, exit 1 where a cell became slower."""
+    """Write tables and a chart of results; with a baseline, exit 1 if a cell became slower."""
     from kvcap.android_bench.documents import parent_of, read_result, write_json
     from kvcap.android_bench.errors import Regressed
     from kvcap.android_bench.results.judge import judged, relative, rows_of
@@ -366,8 +366,8 @@ def report_command(
         worse = [line for result in results for line in regressions(result, before, allowed)]
     text = markdown(results)
     if json:
-        said = {"title": heading(results), "results": results, "regressions": worse}
-        print(jsonlib.dumps(said))
+        document = {"title": heading(results), "results": results, "regressions": worse}
+        print(jsonlib.dumps(document))
     else:
         print(text, end="")
         if baseline is not None:
@@ -474,10 +474,10 @@ def adb_command(
     if browser:
         from kvcap.android_bench.devices.browser import run_in_browser
 
-        found = run_in_browser(device, folder, settings)
+        raw = run_in_browser(device, folder, settings)
     else:
-        found = _on_device(device, folder, runner, runner_dir, python, settings)
-    result = judged(found)
+        raw = _on_device(device, folder, runner, runner_dir, python, settings)
+    result = judged(raw)
     write_json(result, out)
     print(markdown([result]), end="")
 
@@ -558,10 +558,10 @@ def chat_command(
 
 
 def _server(name: str) -> Any:
-    """Return a class of the server, whose packages may be missing.
+    """Return the server's class of this name.
 
     Raises:
-        ServerMissing: they do.
+        ServerMissing: a package that it needs is not installed.
     """
     try:
         from kvcap.android_bench.server import serving
@@ -573,55 +573,60 @@ def _server(name: str) -> Any:
 
 
 def _reached(lan: bool, address: str | None) -> str | None:
-    """Return the address by which others come in; None where they may not."""
+    """Return the address by which other machines reach the server; None if they may not.
+
+    Raises:
+        ValueError: an address is given without `lan`.
+        NoNetwork: this machine has no address.
+    """
     if address is not None and not lan:
         raise ValueError("--address goes with --lan; without it only this machine is let in")
     return (address or lan_address()) if lan else None
 
 
 def lan_address() -> str:
-    """Return this machine's address on the way to other networks.
+    """Return the address from which this machine reaches other networks.
 
     Raises:
-        NoNetwork: there is none.
+        NoNetwork: this machine has no such address.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((NOWHERE, 9))
-            found: str = probe.getsockname()[0]
+            address: str = probe.getsockname()[0]
         except OSError as error:
             raise NoNetwork(
                 f"this machine is in no network ({error.strerror}); --address names one of its "
                 "addresses, and kvcap android adb --browser needs none"
             ) from error
-    return found
+    return address
 
 
 def _invite(serving: PageServer, lan: bool, what: str = "measure here") -> None:
-    """Say where to go, as a QR code too where a phone's camera can see it."""
-    said = sys.stderr
+    """Print the page's address; for phones in the network also as a QR code, on a terminal."""
+    screen = sys.stderr
     if lan:
         import segno
 
-        if said.isatty():
-            segno.make(serving.url, error="m").terminal(said, compact=True)
-        print(f"Whoever has this address may {what}, until this command ends:", file=said)
-    print(serving.url, file=said)
-    print("Ctrl-C ends.", file=said, flush=True)
+        if screen.isatty():
+            segno.make(serving.url, error="m").terminal(screen, compact=True)
+        print(f"Whoever has this address may {what}, until this command ends:", file=screen)
+    print(serving.url, file=screen)
+    print("Ctrl-C ends.", file=screen, flush=True)
 
 
 def _tell(landed: Landed, json: bool) -> None:
     result = landed.result
     if json:
         device, validity = result["device"], result["validity"]
-        said = {
+        line = {
             "file": str(landed.path),
             "device": device["model"],
             "source": device["source"],
             "complete": result["run"]["complete"],
             "valid": validity["ok"],
         }
-        print(jsonlib.dumps(said), flush=True)
+        print(jsonlib.dumps(line), flush=True)
         return
     from kvcap.android_bench.results.source import title
 
@@ -634,30 +639,30 @@ def _names(text: str | None) -> list[str]:
 
 
 def _numbers(text: str | None) -> list[int]:
-    """Return whole numbers from a text with commas.
+    """Return the whole numbers of a text such as '1,2'; [] for None.
 
     Raises:
-        ValueError: something else, or the same twice.
+        ValueError: a part is no whole number above 0, or stands there twice.
     """
     try:
-        found = [int(part) for part in _names(text)]
+        numbers = [int(part) for part in _names(text)]
     except ValueError:
-        found = [0]
-    if any(n < 1 for n in found) or len(set(found)) < len(found):
+        numbers = [0]
+    if any(n < 1 for n in numbers) or len(set(numbers)) < len(numbers):
         raise ValueError(f"{text!r} will not work; use whole numbers above 0, such as 1,2")
-    return found
+    return numbers
 
 
 def _share(text: str) -> float:
-    """Return `10%` as 0.1.
+    """Return the share that a text such as '10%' means, here 0.1.
 
     Raises:
-        ValueError: something else.
+        ValueError: the text is no percentage of at least 0.
     """
     try:
-        found = float(text.removesuffix("%")) / 100
+        share = float(text.removesuffix("%")) / 100
     except ValueError:
-        found = -1.0
-    if not 0 <= found < float("inf"):
+        share = -1.0
+    if not 0 <= share < float("inf"):
         raise ValueError(f"--max-regress {text!r} will not work; use a percentage such as 10%")
-    return found
+    return share

@@ -1,6 +1,6 @@
-"""Finds out whether an exported decoder can be timed or chatted with on a device.
+"""Checks whether an exported decoder can be timed or chatted with on a device.
 
-What runs there knows one kind: kvcap's own export, whose past and present are one buffer.
+Runners and the page only run kvcap's own export, whose past and present are one buffer.
 """
 
 from __future__ import annotations
@@ -13,54 +13,58 @@ from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import ChatTemplateMissing, NotExportable
 from kvcap.runtime.session.messages import messages_as_taken
 
-PAGE_BYTES = 3 << 30  # the most weights and slots may take: WebAssembly addresses 4 GiB in all
+PAGE_BYTES = 3 << 30  # most bytes of weights and slots; WebAssembly addresses 4 GiB in all
 
 
 def decoder_in(folder: Path) -> Manifest:
     """Return the manifest of a decoder that runs on a device.
 
     Raises:
-        ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, GraphBroken: it is none, or
-            another exporter's.
+        ModelNotFound, ManifestError, ModelFilesBroken, GraphBroken: the folder holds no whole
+            decoder.
+        NotExportable: the decoder is another exporter's, or holds slots in 8 bits.
     """
-    found = manifests.read(folder)
-    if not found.shared:
+    manifest = manifests.read(folder)
+    if not manifest.shared:
         raise NotExportable(
             f"{str(folder)!r} is a decoder of another exporter, which runs in Python only; phones "
             "and pages run kvcap's own: kvcap export decoder MODEL -o DIR"
         )
-    if (kv_dtype := found.facts.get("kv_dtype")) is not None:
+    if (kv_dtype := manifest.facts.get("kv_dtype")) is not None:
         raise NotExportable(
             f"{str(folder)!r} holds keys and values as {kv_dtype}, which runs in Python only; for "
             "phones and pages export the model without --kv-dtype"
         )
-    return found
+    return manifest
 
 
 def decoder_for_a_page(folder: Path) -> Manifest:
     """Return the manifest of a decoder that a page can chat with.
 
     Raises:
-        ModelFilesBroken: its tokenizer cannot be used.
-        ChatTemplateMissing: it has no chat template, or one that takes lists of parts.
-        NotExportable: it is too large, or as of `decoder_in`, as are all others.
+        ModelFilesBroken: the tokenizer cannot be used.
+        ChatTemplateMissing: there is no chat template, or it takes lists of parts.
+        NotExportable: the decoder is too large for a page.
+
+    Errors of `decoder_in` are raised, too.
     """
-    found = decoder_in(folder)
-    taken = int(found.model["weights_bytes"]) + int(found.facts["state_bytes"])
+    manifest = decoder_in(folder)
+    taken = int(manifest.model["weights_bytes"]) + int(manifest.facts["state_bytes"])
     if taken > PAGE_BYTES:
         raise NotExportable(
             f"weights and slots of {str(folder)!r} take {taken / 1e9:.1f} GB, and a page has "
             f"{PAGE_BYTES / 1e9:.1f} GB for them; export it with --dtype int4, or fewer slots"
         )
-    tokenizer, said = Tokenizer(folder, found.listed), [{"role": "user", "content": "Hello!"}]
+    tokenizer = Tokenizer(folder, manifest.listed)
+    messages = [{"role": "user", "content": "Hello!"}]
     if not tokenizer.chat_template:
         raise ChatTemplateMissing(
             f"the tokenizer in {str(folder)!r} has no chat template; export a model that was made "
             "for chat"
         )
-    if messages_as_taken(tokenizer, said) != said:
+    if messages_as_taken(tokenizer, messages) != messages:
         raise ChatTemplateMissing(
             f"the chat template in {str(folder)!r} takes lists of parts, and the page gives texts; "
             f"use kvcap chat {folder}"
         )
-    return found
+    return manifest

@@ -1,4 +1,4 @@
-"""Reads and writes plans and results: JSON files that are held to their schemas."""
+"""Reads and writes plans and results, JSON files that are checked against their schemas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcap.schema import fault
 
 PLAN, BENCH = "kvcap.android_plan/1", "kvcap.android_bench/1"
 PLAN_FILE = "plan.json"
-FILE_BYTES = 512 << 20  # of a plan.json or a result's file: 20 times the largest preset's samples
+FILE_BYTES = 512 << 20  # most bytes of a plan or result: 20 times the largest preset's samples
 PARTS = 200_000  # lists and objects in one document; the largest preset has some ten thousand
 SCHEMAS = Path(__file__).parent / "schemas"
 _FILES = {PLAN: "plan.schema.json", BENCH: "bench.schema.json"}
@@ -27,93 +27,100 @@ _FILES = {PLAN: "plan.schema.json", BENCH: "bench.schema.json"}
 @cache
 def schema(name: str) -> dict[str, Any]:
     """Load the JSON schema called `name`."""
-    found: dict[str, Any] = json.loads((SCHEMAS / _FILES[name]).read_text(encoding="utf-8"))
-    return found
+    document: dict[str, Any] = json.loads((SCHEMAS / _FILES[name]).read_text(encoding="utf-8"))
+    return document
 
 
-def validate(found: object, name: str, said: str, error: type[AndroidError]) -> None:
-    """Hold a document to a schema.
+def validate(document: object, name: str, title: str, error: type[AndroidError]) -> None:
+    """Check a document against a schema.
 
     Args:
-        found: the parsed document.
-        name: of the schema, `PLAN` or `BENCH`.
-        said: what the document is called in messages.
-        error: what is raised, with the place of the first fault.
+        document: the parsed document.
+        name: the schema, `PLAN` or `BENCH`.
+        title: the document's name in messages.
+        error: the class of error to raise, with the place of the first fault.
     """
-    stated = found.get("schema") if isinstance(found, dict) else None
+    stated = document.get("schema") if isinstance(document, dict) else None
     try:
         if stated != name:
-            raise error(f"{said} has schema {repr(stated)[:100]}; this kvcap reads {name!r}")
+            raise error(f"{title} has schema {repr(stated)[:100]}; this kvcap reads {name!r}")
     except RecursionError:
-        raise error(f"{said} is not a {name}: it is nested too deeply") from None
-    wrong = fault(found, SCHEMAS / _FILES[name])
+        raise error(f"{title} is not a {name}: it is nested too deeply") from None
+    wrong = fault(document, SCHEMAS / _FILES[name])
     if wrong is not None:
-        raise error(f"{said} is not a {name}: {wrong}")
+        raise error(f"{title} is not a {name}: {wrong}")
 
 
-def parsed(data: bytes, said: str, error: type[AndroidError]) -> Any:
-    """Parse a JSON document; NaN and infinity are no JSON.
+def parsed(data: bytes, title: str, error: type[AndroidError]) -> Any:
+    """Parse a JSON document; refuse NaN and infinity, which Python's parser takes.
 
     Args:
-        data: UTF-8.
-        said: what the document is called in messages.
-        error: what is raised where it is something else, or has more than `PARTS` parts.
+        data: the document in UTF-8.
+        title: the document's name in messages.
+        error: the class of error to raise if it is no JSON, or has more than `PARTS` parts.
     """
     parts = data.count(b"[") + data.count(b"{")
     if parts > PARTS:
-        raise error(f"{said} has {parts:,} lists and objects; at most {PARTS:,} are read")
+        raise error(f"{title} has {parts:,} lists and objects; at most {PARTS:,} are read")
     try:
         return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse)
     except RecursionError:
-        raise error(f"{said} cannot be read, it is no JSON: it is nested too deeply") from None
+        raise error(f"{title} cannot be read, it is no JSON: it is nested too deeply") from None
     except ValueError as cause:
-        raise error(f"{said} cannot be read, it is no JSON: {cause}") from cause
+        raise error(f"{title} cannot be read, it is no JSON: {cause}") from cause
 
 
 def load_json(path: Path, error: type[AndroidError]) -> Any:
-    """Read a JSON file. Only ordinary files are opened: pipes and devices may never end."""
+    """Read a JSON file; raise `error` if it cannot be read.
+
+    Only ordinary files are opened, as pipes and devices may never end.
+    """
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise error(f"{path.name} cannot be read: it is no ordinary file")
-        if found.st_size > FILE_BYTES:
+        if status.st_size > FILE_BYTES:
             raise error(
-                f"{path.name} cannot be read: it has {found.st_size:,} bytes, at most "
+                f"{path.name} cannot be read: it has {status.st_size:,} bytes, at most "
                 f"{FILE_BYTES:,} are read"
             )
         data = path.read_bytes()
     except OSError as cause:
         raise error(f"{path.name} cannot be read: {cause.strerror}") from cause
-    except ValueError as cause:  # a NUL in the name
+    except ValueError as cause:  # the name has a NUL
         raise error(f"{str(path)!r} cannot be read: {cause}") from cause
     return parsed(data, path.name, error)
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
-    """Read the plan in a folder, whose files are all there and as they were written.
+    """Read the plan in a folder, and check that all its files are there and unchanged.
 
     Raises:
-        PlanBroken: no plan, another schema, a missing or changed file, or a plan whose parts
-            contradict each other.
+        PlanBroken: there is no plan, it has another schema, a file is missing or was changed, or
+            parts of the plan contradict each other.
     """
     if not (folder / PLAN_FILE).is_file():
         raise PlanBroken(f"no {PLAN_FILE} in {str(folder)!r}; kvcap android plan -o DIR writes one")
-    found: dict[str, Any] = load_json(folder / PLAN_FILE, PlanBroken)
-    validate(found, PLAN, PLAN_FILE, PlanBroken)
-    if plan_id(found) != found["id"]:
-        raise PlanBroken(f"{PLAN_FILE} was changed: its id is {found['id']}, not {plan_id(found)}")
-    for entry in found["files"]:
+    plan: dict[str, Any] = load_json(folder / PLAN_FILE, PlanBroken)
+    validate(plan, PLAN, PLAN_FILE, PlanBroken)
+    if plan_id(plan) != plan["id"]:
+        raise PlanBroken(f"{PLAN_FILE} was changed: its id is {plan['id']}, not {plan_id(plan)}")
+    for entry in plan["files"]:
         path = folder / entry["file"]
         if not path.is_file():
             raise PlanBroken(f"the plan's file {entry['file']} is missing; write the plan again")
         if path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
             raise PlanBroken(f"the plan's file {entry['file']} was changed; write the plan again")
-    _check_references(found)
-    return found
+    _check_references(plan)
+    return plan
 
 
 def _check_references(plan: dict[str, Any]) -> None:
-    """Make sure that what the plan names is in it, and cells have ids that differ."""
+    """Check that the plan has every file, input and cell that it names, and no cell twice.
+
+    Raises:
+        PlanBroken: naming the first fault.
+    """
     named = {entry["file"] for entry in plan["files"]}
     ids = [cell["id"] for cell in plan["cells"]]
     if len(set(ids)) < len(ids):
@@ -146,7 +153,7 @@ def _check_references(plan: dict[str, Any]) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the digest of a file of any size."""
+    """Return the SHA-256 digest of a file of any size, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(2**20):
@@ -155,34 +162,36 @@ def sha256(path: Path) -> str:
 
 
 def port_bytes(port: dict[str, Any]) -> int:
-    """Return the bytes of an input or output of a cell."""
+    """Return how many bytes an input or output of a cell has."""
     numbers: int = prod(port["shape"])
     return numbers * int(np.dtype(port["dtype"]).itemsize)
 
 
 def plan_id(plan: dict[str, Any]) -> str:
-    """Return 16 digits that change with anything in the plan."""
+    """Return 16 hexadecimal digits that differ for any two plans."""
     rest = {key: value for key, value in plan.items() if key != "id"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a result as a file holds it.
+    """Read a result from a file, without judging it.
 
     Raises:
-        ResultBroken: it cannot be read, or is of another schema.
+        ResultBroken: the file cannot be read, or has another schema.
     """
-    found: dict[str, Any] = load_json(path, ResultBroken)
-    validate(found, BENCH, path.name, ResultBroken)
-    return found
+    result: dict[str, Any] = load_json(path, ResultBroken)
+    validate(result, BENCH, path.name, ResultBroken)
+    return result
 
 
 def parent_of(path: Path) -> Path:
-    """Return the folder that a file will be written to; asked before anything is measured.
+    """Return the folder that a file will be written to.
+
+    Commands call it before they measure, so that no measurement is lost.
 
     Raises:
-        ResultBroken: there is none.
+        ResultBroken: there is no such folder.
     """
     if not path.parent.is_dir():
         raise ResultBroken(f"no folder {str(path.parent)!r} to write {path.name} to")

@@ -33,7 +33,7 @@ MESSAGE = 1000  # characters
 
 
 class AndroidError(Exception):
-    """A base class of all; what it says of files, devices and clients can be shown anywhere."""
+    """The base class of all errors here; messages are made safe to print on a terminal."""
 
     def __init__(self, message: object) -> None:
         super().__init__(plain(message, MESSAGE))

@@ -1,6 +1,6 @@
-"""Makes text from files, devices and clients safe to show.
+"""Makes text from files, devices and clients safe to print.
 
-`plain` is for terminals, charts and messages; `escaped` for Markdown, and so for HTML made of it.
+`plain` is for terminals, charts and messages; `escaped` is for Markdown, and for HTML made from it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 
 UNSHOWN = "\N{REPLACEMENT CHARACTER}"
-LONGEST = 300  # characters of one name or sentence that are shown
+LONGEST = 300  # characters of one name or sentence that are printed
 ENTITIES = {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
-# Anywhere: HTML, code, emphasis, links, a table's bars. An underscore within a word is only one.
+# Characters of HTML, code, emphasis, links and tables; an underscore within a word is harmless.
 INLINE = re.compile(r"[\\`*~|\[\]<>&]|(?<![^\W_])_|_(?![^\W_])")
 LEADING = re.compile(r"^(?:[#+=-](?=[\s#+=-]|$)|\d+(?=[.)](?:\s|$)))")  # a heading, a list, a rule
 
 
 def plain(text: object, longest: int = LONGEST) -> str:
-    r"""Write words on one line, without characters that move a cursor, hide, or turn what follows.
+    r"""Return a text on one line, without characters that move a cursor, hide or reverse text.
 
     >>> plain("A\n# B \x1b[31m")
     'A # B �[31m'
@@ -26,7 +26,7 @@ def plain(text: object, longest: int = LONGEST) -> str:
 
 
 def escaped(text: object, longest: int = LONGEST) -> str:
-    r"""Write words so that Markdown shows them as they are, wherever they stand.
+    r"""Return a text that Markdown renders as it is, in any place of a document.
 
     >>> escaped("<b>A | B_1*</b>")
     '&lt;b&gt;A \\| B_1\\*&lt;/b&gt;'

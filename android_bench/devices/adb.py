@@ -1,7 +1,7 @@
 """Talks to devices through the adb program: lists them, runs commands, copies files, opens ports.
 
-The adb program does the talking, as it restarts its server and knows every transport. Knows nothing
-of plans. `adb shell` exits with 0 when the daemon dies under it, so every command ends in a marker.
+It calls the adb program, which restarts its server and knows every transport. `adb shell` exits
+with 0 if its daemon dies, so every command ends by printing a marker. Knows nothing of plans.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def adb_program() -> str:
     """Return the adb on the PATH, else the one that adbutils brings.
 
     Raises:
-        NoAdb: neither is there.
+        NoAdb: there is neither.
     """
     if found := shutil.which("adb"):
         return found
@@ -53,11 +53,15 @@ def adb_program() -> str:
 
 
 def adb(*arguments: str, timeout: float = QUICK) -> subprocess.CompletedProcess[str]:
-    """Run adb, which starts its server where none runs.
+    """Run adb, which starts its server if none runs.
+
+    Args:
+        arguments: the arguments of adb.
+        timeout: seconds that adb may take.
 
     Raises:
-        NoAdb: it cannot be run.
-        DeviceLost: it did not answer in time.
+        NoAdb: adb cannot be run.
+        DeviceLost: adb did not end in time.
     """
     program = adb_program()
     try:
@@ -93,31 +97,31 @@ def chosen(serial: str | None) -> Device:
     """Return the device of that serial number, or the only one.
 
     Raises:
-        NoDevice: there is none, or it does not answer.
-        SeveralDevices: there are more, and none was named.
-        DeviceUnauthorised: it has not allowed this computer.
+        NoDevice: there is no such device, or it does not answer.
+        SeveralDevices: several are connected, and `serial` is None.
+        DeviceUnauthorised: the device has not allowed this computer.
     """
-    found = connected()
+    states = connected()
     if serial is None:
-        if not found:
+        if not states:
             raise NoDevice("no device is connected; switch on USB debugging and plug it in")
-        if len(found) > 1:
-            listed = ", ".join(f"{name} ({state})" for name, state in found.items())
-            raise SeveralDevices(f"{len(found)} devices are connected: {listed}; use --serial")
-        (serial,) = found
-    if serial not in found:
-        there = ", ".join(found) or "none"
+        if len(states) > 1:
+            listed = ", ".join(f"{name} ({state})" for name, state in states.items())
+            raise SeveralDevices(f"{len(states)} devices are connected: {listed}; use --serial")
+        (serial,) = states
+    if serial not in states:
+        there = ", ".join(states) or "none"
         raise NoDevice(f"no device {serial!r} is connected; there is: {there}")
-    if found[serial] in ("unauthorized", "authorizing"):
+    if states[serial] in ("unauthorized", "authorizing"):
         raise DeviceUnauthorised(f"{serial} has not allowed this computer; unlock it and allow it")
-    if found[serial] != "device":
-        raise NoDevice(f"{serial} is connected, and is {found[serial]!r}; plug it in again")
+    if states[serial] != "device":
+        raise NoDevice(f"{serial} is connected, and is {states[serial]!r}; plug it in again")
     return Device(serial)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device that answered."""
+    """A connected device that answers."""
 
     serial: str
 
@@ -125,7 +129,7 @@ class Device:
         """Run a script on the device; return what it prints, and the exit code of its last command.
 
         Raises:
-            DeviceLost: it broke off, though adb may say that all is well.
+            DeviceLost: the script did not end, even if adb reports success.
             DeviceUnauthorised: the device no longer allows this computer.
         """
         done = adb("-s", self.serial, "shell", f'{script}\necho "{END}$?"', timeout=timeout)
@@ -138,32 +142,32 @@ class Device:
         """Copy a file or a folder to the device.
 
         Raises:
-            DeviceFull: it does not fit.
+            DeviceFull: the files do not fit.
             DeviceLost: the device went away.
-            DeviceError: adb says something else.
+            DeviceError: adb reports another fault.
         """
         self._transfer("push", str(source), target)
 
     def pull(self, source: str, target: Path) -> None:
-        """Copy a file from the device; raises as `push` does."""
+        """Copy a file from the device; raise the errors that `push` does."""
         self._transfer("pull", source, str(target))
 
     def reverse(self, port: int) -> int:
-        """Let a port of the device lead to `port` of this computer; returns the device's."""
+        """Forward a free port of the device to `port` of this computer; return its number."""
         done = adb("-s", self.serial, "reverse", "tcp:0", f"tcp:{port}")
         if done.returncode or not done.stdout.strip().isdigit():
             self._refuse(done.stderr, "adb reverse failed")
         return int(done.stdout)
 
     def unreverse(self, port: int) -> None:
-        """Take a port of the device back, if it is still there."""
+        """Stop forwarding a port of the device, if the device is still there."""
         adb("-s", self.serial, "reverse", "--remove", f"tcp:{port}")
 
     def free_bytes(self, folder: str) -> int:
         """Return how many bytes may still be written to a folder of the device.
 
         Raises:
-            DeviceError: the folder is not there.
+            DeviceError: there is no such folder.
         """
         text, code = self.shell(f"df -kP {quoted(folder)}")
         rows = re.findall(r"\s\d+\s+\d+\s+(\d+)\s+\d+%\s", text)
@@ -176,14 +180,14 @@ class Device:
         if done.returncode:
             self._refuse(done.stderr, f"adb {arguments[0]} failed")
 
-    def _refuse(self, said: str, otherwise: str) -> None:
-        """Raise what adb's words mean."""
-        line = _line(said) or otherwise
-        if "No space left" in said:
+    def _refuse(self, output: str, otherwise: str) -> None:
+        """Raise the error that adb's output means; its message is `otherwise` without any."""
+        line = _line(output) or otherwise
+        if "No space left" in output:
             raise DeviceFull(f"{self.serial} is full: {line}")
-        if "unauthorized" in said:
+        if "unauthorized" in output:
             raise DeviceUnauthorised(f"{self.serial} no longer allows this computer: {line}")
-        if line == otherwise or LOST.search(said):
+        if line == otherwise or LOST.search(output):
             raise DeviceLost(f"{self.serial} was lost: {line}")
         raise DeviceError(f"{self.serial}: {line}")
 
@@ -194,6 +198,6 @@ def quoted(text: str | Sequence[str]) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the line of the error, else the last that says something."""
+    """Return the line of adb's output that begins with its error, else the last one with text."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[-1] if lines else "")

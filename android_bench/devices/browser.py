@@ -1,6 +1,7 @@
 """Runs a plan in the browser of a phone, which loads the page over adb and so needs no network.
 
-`adb reverse` makes the page local to the phone, which browsers trust: threads and the fine clock.
+`adb reverse` makes the page local to the phone. Browsers trust local pages, and give them threads
+and a fine clock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def run_in_browser(device: Device, plan: Path, settings: DeviceRunSettings) -> d
 
     Raises:
         PlanBroken: there is no plan.
-        DeviceError: no browser opens.
+        DeviceError: the device opens no browser.
         DeviceLost: the device went away.
         RunTimeout: no result came.
         ServerEnded: the page's server ended by itself.
@@ -34,7 +35,7 @@ def run_in_browser(device: Device, plan: Path, settings: DeviceRunSettings) -> d
     with tempfile.TemporaryDirectory(prefix="kvcap-") as name, Serving(plan, Path(name)) as serving:
         port = device.reverse(serving.port)
         try:
-            _open(device, f"http://localhost:{port}/#start")  # begins by itself
+            _open(device, f"http://localhost:{port}/#start")  # the page then begins by itself
             settings.note(f"{device.serial}: the page measures on the device; leave its screen on")
             return _landed(device, serving, settings)
         finally:
@@ -44,19 +45,19 @@ def run_in_browser(device: Device, plan: Path, settings: DeviceRunSettings) -> d
 def _open(device: Device, url: str) -> None:
     device.shell("input keyevent KEYCODE_WAKEUP 2>/dev/null")
     view = f"am start -a android.intent.action.VIEW -d {quoted(url)} 2>&1"
-    said, code = device.shell(view)
-    if code or "Error" in said:
-        line = (said.strip().splitlines() or [f"exit code {code}"])[-1]
+    output, code = device.shell(view)
+    if code or "Error" in output:
+        line = (output.strip().splitlines() or [f"exit code {code}"])[-1]
         raise DeviceError(f"{device.serial} opens no browser: {line}; open {url} there by hand")
 
 
 def _landed(device: Device, serving: Serving, settings: DeviceRunSettings) -> dict[str, Any]:
-    """Wait for the first result, while the device and the server are there, and return it."""
+    """Wait for the first result and return it; raise if the device or the server goes away."""
     start = seen = time.monotonic()
     while time.monotonic() - start < settings.timeout:
         try:
-            found: dict[str, Any] = serving.landed.get(timeout=settings.poll).result
-            return found
+            result: dict[str, Any] = serving.landed.get(timeout=settings.poll).result
+            return result
         except queue.Empty:
             serving.check()
         try:

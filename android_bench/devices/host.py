@@ -21,14 +21,14 @@ def run_here(folder: Path, options: Sequence[str] = ()) -> dict[str, Any]:
     """Measure the plan in `folder` in a process of its own; its progress goes to stderr.
 
     Args:
-        folder: of the plan.
-        options: of the runner.
+        folder: the folder of the plan.
+        options: options of the runner's command line.
 
     Returns:
         The judged result.
 
     Raises:
-        PlanBroken: there is no plan there, or its files were changed.
+        PlanBroken: the folder has no plan, or its files were changed.
         RunFailed: the runner ended without a result.
     """
     read_plan(folder)

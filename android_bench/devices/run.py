@@ -1,7 +1,7 @@
-"""Runs a plan on a device over adb: pushed, started, watched, pulled; nothing is left there.
+"""Runs a plan on a device over adb: copies and starts it, watches it, and brings the result back.
 
-What runs on the device is a watcher (`watch.sh`) with the runner below it. It lives as long as this
-side asks for it, so that a pulled cable or a dead daemon leaves no process and no file behind.
+Nothing is left on the device. A watcher (`watch.sh`) starts the runner there, and ends it and
+removes all files once this computer has not asked for some time, such as after a pulled cable.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from kvcap.android_bench.errors import (
 from kvcap.android_bench.safe_text import plain
 
 C_PROGRAM, C_LIBRARY = "kvcap-bench", "libonnxruntime.so"
-SPARE = 16 << 20  # bytes that must stay free for the result, and as full devices misbehave
-NEARLY_FULL = 1 << 20
+SPARE = 16 << 20  # bytes that must be free besides the plan: for the result, and for the device
+NEARLY_FULL = 1 << 20  # fewer free bytes explain why a runner is gone
 WATCHER = Path(__file__).with_name("watch.sh")
 
 
 @dataclass(frozen=True)
 class DeviceRunSettings:
-    """A group of settings that say how a run on a device is made."""
+    """The settings of a run on a device."""
 
     base: str = "/data/local/tmp"  # the only folder of a device in which adb may run files
-    options: Sequence[str] = ()  # the runner's
-    timeout: float = 3600  # seconds of the whole run
-    poll: float = 2.0  # seconds between looks, each of which costs the device some time
-    lease: int = 60  # seconds without a look after which the device ends the run
+    options: Sequence[str] = ()  # options of the runner's command line
+    timeout: float = 3600  # seconds that the whole run may take
+    poll: float = 2.0  # seconds between two checks, each of which costs the device some time
+    lease: int = 60  # seconds without a check after which the device ends the run
     note: Callable[[str], None] = field(default=lambda line: print(plain(line), file=sys.stderr))
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A runner that is pushed beside the plan, and started in its folder."""
+    """A runner: files that are copied beside the plan, and the command that starts them there."""
 
     files: tuple[Path, ...]
     command: tuple[str, ...]
 
 
 def c_runner(folder: Path | None) -> Runner:
-    """Return the C runner as CMake left it in `folder`.
+    """Return the C runner that CMake built in `folder`.
 
     Raises:
-        RunnerMissing: it was not built.
+        RunnerMissing: the folder does not have it.
     """
     for name in (C_PROGRAM, C_LIBRARY):
         if folder is None or not (folder / name).is_file():
@@ -77,14 +77,19 @@ def c_runner(folder: Path | None) -> Runner:
 def python_runner(device: Device, python: str, scratch: Path) -> Runner:
     """Return the Python runner, for the device's own Python.
 
+    Args:
+        device: the device, whose Python is tried.
+        python: the path of its Python.
+        scratch: a folder of this computer for the runner's file.
+
     Raises:
-        RunnerMissing: the device has none, or without numpy and onnxruntime.
+        RunnerMissing: the device has no such Python, or no numpy and onnxruntime for it.
     """
-    said, code = device.shell(
+    output, code = device.shell(
         f"ORT_DISABLE_TELEMETRY=1 {quoted(python)} -c 'import numpy, onnxruntime' 2>&1", 120
     )
     if code:
-        line = (said.strip().splitlines() or ["it says nothing"])[-1]
+        line = (output.strip().splitlines() or ["it says nothing"])[-1]
         raise RunnerMissing(
             f"{python} of {device.serial} cannot run the Python runner ({line}); name another by "
             "--python, or use --runner c or --browser"
@@ -101,9 +106,9 @@ def run_on(
         PlanBroken: there is no plan.
         DeviceFull: files or the result do not fit.
         DeviceLost: the device went away; it ends the run by itself.
-        RunTimeout: it took too long, and was ended.
+        RunTimeout: the run took too long, and was ended.
         RunFailed: the runner ended without a result.
-        ResultBroken: what it wrote is no result of this plan.
+        ResultBroken: the runner wrote no result of this plan.
     """
     folder = f"{settings.base}/kvcap-{secrets.token_hex(4)}"
     with tempfile.TemporaryDirectory(prefix="kvcap-") as name:
@@ -122,7 +127,7 @@ def run_on(
 
 
 def _staged(plan: Path, runner: Runner, staged: Path) -> Path:
-    """Put everything that the device gets into one folder, with checksums; return it."""
+    """Put the plan, the runner and the watcher into one folder, with checksums; return it."""
     named = [entry["file"] for entry in read_plan(plan)["files"]]
     sources = {name: plan / name for name in (PLAN_FILE, *named)}
     sources |= {path.name: path for path in (*runner.files, WATCHER)}
@@ -147,26 +152,26 @@ def _check_space(device: Device, staged: Path, base: str) -> None:
 
 
 def _check_arrived(device: Device, folder: str) -> None:
-    said, code = device.shell(f"cd {quoted(folder)} && sha256sum -c sums 2>&1 | grep -v ': OK$'")
+    output, code = device.shell(f"cd {quoted(folder)} && sha256sum -c sums 2>&1 | grep -v ': OK$'")
     if code == 0:  # grep found a line that is not OK
-        raise DeviceError(f"files did not arrive as they are: {said.strip().splitlines()[0]}")
+        raise DeviceError(f"files did not arrive as they are: {output.strip().splitlines()[0]}")
 
 
 def _started(device: Device, folder: str, runner: Runner, settings: DeviceRunSettings) -> str:
-    """Start the watcher in a session of its own; returns its process id, which is its group's."""
+    """Start the watcher in a session of its own; return its process id, also its group's."""
     command = (*runner.command, PLAN_FILE, "-o", "result.json", *settings.options)
-    said, _ = device.shell(
+    output, _ = device.shell(
         f"cd {quoted(folder)} && export TMPDIR=$PWD && {{ ORT_DISABLE_TELEMETRY=1 setsid sh "
         f"{quoted(folder + '/' + WATCHER.name)} {settings.lease} {quoted(command)} "
         "</dev/null >/dev/null 2>&1 & } && echo $!"
     )
-    if not said.strip().isdigit():
-        raise DeviceError(f"{device.serial} did not start the runner: {said.strip()[:200]}")
-    return said.strip()
+    if not output.strip().isdigit():
+        raise DeviceError(f"{device.serial} did not start the runner: {output.strip()[:200]}")
+    return output.strip()
 
 
 def _watched(device: Device, folder: str, watcher: str, settings: DeviceRunSettings) -> None:
-    """Look after the run until the runner has ended well.
+    """Check on the run until the runner has ended well, and print its progress.
 
     Raises:
         RunTimeout, DeviceLost, RunFailed, DeviceFull: see `run_on`.
@@ -182,7 +187,8 @@ def _watched(device: Device, folder: str, watcher: str, settings: DeviceRunSetti
         try:
             state, *rest = device.shell(look)[0].strip().splitlines()
         except DeviceLost:
-            if time.monotonic() - seen > settings.lease / 2:  # cables have loose contacts
+            # A loose contact may interrupt the connection for a moment.
+            if time.monotonic() - seen > settings.lease / 2:
                 raise
             state, rest = "runs", []
         else:
@@ -205,11 +211,18 @@ def _watched(device: Device, folder: str, watcher: str, settings: DeviceRunSetti
 
 
 def _ended(device: Device, folder: str, state: str, settings: DeviceRunSettings) -> None:
-    """Say why the runner ended, unless it ended well: `state` is its exit code, or gone."""
+    """Raise the reason why the runner ended, unless `state` is '0'.
+
+    Args:
+        device: the device.
+        folder: the run's folder there.
+        state: the runner's exit code, or 'gone' if it was killed.
+        settings: settings of the run.
+    """
     if state == "0":
         return
-    said, _ = device.shell(f"tail -n 3 {quoted(folder + '/log')}")
-    line = (said.strip().splitlines() or ["it said nothing"])[-1]
+    output, _ = device.shell(f"tail -n 3 {quoted(folder + '/log')}")
+    line = (output.strip().splitlines() or ["it said nothing"])[-1]
     full = state == "gone" and device.free_bytes(settings.base) < NEARLY_FULL
     if full or "No space left" in line:  # a full device cannot even write its log
         raise DeviceFull(f"{device.serial} became full during the run; make room")
@@ -219,22 +232,22 @@ def _ended(device: Device, folder: str, state: str, settings: DeviceRunSettings)
 
 
 def _pulled(device: Device, folder: str, plan: Path, target: Path) -> dict[str, Any]:
-    """Fetch the result, hold it to the schema and to the plan, and return it."""
+    """Fetch the result, check it against schema and plan, and return it."""
     try:
         device.pull(f"{folder}/result.json", target)
     except DeviceLost:
         raise
     except DeviceError as error:
         raise ResultBroken(f"the runner on {device.serial} left no result: {error}") from error
-    found = read_result(target)
+    result = read_result(target)
     wanted = read_plan(plan)["id"]
-    if found["run"]["plan"] != wanted:
-        raise ResultBroken(f"the result is of plan {found['run']['plan']}, not {wanted}")
-    return found
+    if result["run"]["plan"] != wanted:
+        raise ResultBroken(f"the result is of plan {result['run']['plan']}, not {wanted}")
+    return result
 
 
 def _cleaned(device: Device, folder: str, watcher: str | None, settings: DeviceRunSettings) -> None:
-    """End what was started, by its process group, and remove the folder."""
+    """End the watcher's process group, and remove the folder."""
     end = f"kill -9 -{watcher} 2>/dev/null; " if watcher else ""
     try:
         device.shell(f"{end}rm -rf {quoted(folder)}")

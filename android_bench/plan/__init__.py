@@ -1,1 +1,1 @@
-"""Plans which cells are measured, what they are fed and must give, and writes the folder."""
+"""Plans which cells are measured, with their inputs and expected outputs, and writes the folder."""

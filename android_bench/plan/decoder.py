@@ -1,6 +1,6 @@
-"""Puts a whole decoder into a plan: its files, what is timed, and what it must give.
+"""Puts a whole decoder into a plan: its files, the work that is timed, and the expected logits.
 
-A decoder runs over text that a rule makes, as its speed does not depend on what the text says.
+A decoder runs over random tokens, as its speed does not depend on the text.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ EXACT, ROUNDED = 1e-3, 0.05  # error allowed of a runner's logits, relative to t
 
 @dataclass(frozen=True)
 class DecoderWork:
-    """A decoder's work that is timed: a prompt, answers, and writing on and on."""
+    """The work of a decoder that is timed: prompts, answers, and a sustained run."""
 
-    prompt: int = 128  # tokens, read before the first one is written
-    answer: int = 64  # tokens, written in every round
-    long: int | None = None  # tokens of a long prompt; None: four times the budget and 8 blocks
-    minutes: float = 2.0  # of the sustained run at the end
+    prompt: int = 128  # tokens of the prompt
+    answer: int = 64  # tokens written in every round
+    long: int | None = None  # tokens of the long prompt; None: max(8 blocks, 4 * budget)
+    minutes: float = 2.0  # minutes of the sustained run at the end
     every: float = 30.0  # seconds of each window in which its tokens are counted
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be timed.
+        """Refuse an answer too short to be timed.
 
         Raises:
-            PlanBroken: naming it.
+            PlanBroken: the answer has fewer than two tokens.
         """
         if self.answer < 2:
             raise PlanBroken(f"--answer-tokens {self.answer} give no time between two; use 2")
 
 
 def shape_of(folder: Path) -> dict[str, Any]:
-    """Return the sizes of a decoder's layer, as a plan's shape has them, and `name`."""
-    found = decoder_in(folder)
-    sizes = {name: found.model[name] for name in ("kv_heads", "heads", "head_dim")}
-    return {**sizes, "block": found.facts["block_size"], "name": str(found.model["name"])}
+    """Return the sizes of a decoder's layers as fields of a plan's shape, with the model's name."""
+    manifest = decoder_in(folder)
+    sizes = {name: manifest.model[name] for name in ("kv_heads", "heads", "head_dim")}
+    return {**sizes, "block": manifest.facts["block_size"], "name": str(manifest.model["name"])}
 
 
 def decoder_entry(source: Path, work: DecoderWork, folder: Folder) -> dict[str, Any]:
     """Describe the decoder in `source` for a plan, and copy its files into `folder`."""
-    found = decoder_in(source)
-    facts, model = found.facts, found.model
-    for name in (MANIFEST, *sorted(found.listed)):
+    manifest = decoder_in(source)
+    facts, model = manifest.facts, manifest.model
+    for name in (MANIFEST, *sorted(manifest.listed)):
         folder.copy(f"{FOLDER}/{name}", source / name)
     budget, block = int(facts["budget_tokens"]), int(facts["block_size"])
     stem = str(model["name"]).rstrip("/").rsplit("/", 1)[-1][:40]
@@ -81,15 +81,15 @@ def decoder_entry(source: Path, work: DecoderWork, folder: Folder) -> dict[str, 
         "long_tokens": work.long or max(8 * block, 4 * budget),
         "sustained_seconds": work.minutes * 60,
         "window_seconds": work.every,
-        "check": _check(found, folder),
+        "check": _check(manifest, folder),
     }
 
 
 def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
-    """Return tokens to read, and the logits of the last as ONNX Runtime gives them here.
+    """Return the tokens of a check, and the last one's logits in ONNX Runtime on this machine.
 
-    In float32 they pass the budget many times. Where products are rounded, another processor's
-    differ by more, and so may which slots stay: what is read then fits the budget.
+    In float32 the tokens pass the budget many times. If products are rounded, another processor's
+    logits differ by more, and it may keep other slots: then all tokens fit the budget.
     """
     facts = manifest.facts
     prompt, runs = facts["sample"]["prompt"], facts["sample"]["runs"]

@@ -1,8 +1,8 @@
-"""Computes what a cell must give: the eager policy's numbers, on inputs that a rule makes.
+"""Computes the expected outputs of a cell: those of the eager policy for inputs made by rules.
 
-Inputs are made by `runner.filled`, so that every runner makes the same ones; what no rule gives
-(cached state) and what is expected become files. Types share them: the rule's numbers are exact in
-float16, and graphs compute in float32 whatever the cache's type.
+Rules such as `runner.filled` let every runner make the same inputs. Cached state, which has no
+rule, and expected outputs are written to files. Cells of both types share them, as the inputs are
+exact in float16 and graphs compute in float32 whatever the cache's type.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from kvcap.export.graphs.stages import Evict, StageGraph
 
 SEEDS = {"keys": 1, "values": 2, "queries": 3, "output_norm": 4}
 TRIES = 64
-MULTIPLIERS = (10007, 10009)  # primes; one that does not divide a size permutes it
-MUST, MAY = 2, 1  # marks of slots that must stay, and of those that may
+MULTIPLIERS = (10007, 10009)  # primes p: if p does not divide n, i -> i * p mod n is a permutation
+MUST, MAY = 2, 1  # marks of slots that must stay, and of slots that may
 Port = dict[str, Any]
 
 
 @dataclass
 class Folder:
-    """A plan's folder while it is written, with a list of what is in it."""
+    """A plan's folder while it is written, with a list of its files."""
 
     path: Path
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # entries by sha256
 
     def add(self, name: str, content: bytes) -> str:
-        """Write a file; return its name, or that of a file of the same content."""
+        """Write a file; return its name, or that of an earlier file of the same content."""
         digest = hashlib.sha256(content).hexdigest()
         if digest not in self.files:
             self.files[digest] = {"file": name, "bytes": len(content), "sha256": digest}
@@ -48,28 +48,29 @@ class Folder:
         return str(self.files[digest]["file"])
 
     def copy(self, name: str, source: Path) -> str:
-        """Copy a file, which may be large; returns its name."""
+        """Copy a file, which may be large; return its name."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, path)
         entry = {"file": name, "bytes": path.stat().st_size, "sha256": sha256(path)}
-        self.files[f"{name} {entry['sha256']}"] = entry  # keeps its name, which other files use
+        # Never merged with a file of the same content, as the manifest refers to it by its name.
+        self.files[f"{name} {entry['sha256']}"] = entry
         return name
 
     def numbers(self, name: str, tensor: Tensor) -> str:
-        """Write a tensor as little-endian float32."""
+        """Write a tensor as little-endian float32; return the file's name."""
         return self.add(f"{name}.f32", tensor.float().contiguous().numpy().astype("<f4").tobytes())
 
 
 @dataclass(frozen=True)
 class SizedGraph:
-    """A graph at one size, with the numbers that a device fills and checks it with."""
+    """A graph at one size, which describes its inputs and expected outputs."""
 
     graph: StageGraph
-    said: Mapping[str, Any]  # the graph's manifest
-    label: str  # made of policy, options and stage, begins the names of files
-    slots: int  # in use while scoring
-    queries: int  # that the policy looks at; 0: none
+    manifest: Mapping[str, Any]  # the graph's manifest
+    label: str  # policy, options and stage; names of files begin with it
+    slots: int  # slots in use while scoring
+    queries: int  # queries that the policy observes; 0: none
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -79,36 +80,34 @@ class SizedGraph:
         return {k: v for k, v in {**self.graph.sizes, **open_ones}.items() if v is not None}
 
     def shape_of(self, axes: list[str]) -> list[int]:
-        """Return the sizes of some axes."""
+        """Return the sizes of these axes."""
         return [self.sizes[axis] for axis in axes]
 
     def describe(self, folder: Folder) -> tuple[list[Port], list[Port]]:
-        """Describe inputs with how to fill them, and outputs with how to check them.
+        """Describe the inputs with rules that fill them, and the outputs with their checks.
 
         Raises:
-            PlanBroken: every seed has slots that tie for the last place, where none may.
+            PlanBroken: with every seed slots tie for the last place, in a graph that returns a sum
+                over the kept slots.
         """
-        read = [port["name"] for port in self.said["inputs"]]
+        read = [port["name"] for port in self.manifest["inputs"]]
         for attempt in range(TRIES):
             ports = {name: self.port(name, self.fill(name, attempt)) for name in self.names()}
-            given = {name: tensor(port, folder.path) for name, port in ports.items()}
-            state = self.graph.form.cached(given)
+            tensors = {name: tensor(port, folder.path) for name, port in ports.items()}
+            state = self.graph.form.cached(tensors)
             for name in set(state) & set(read):
                 file = folder.numbers(f"state/{name}.n{self.slots}.s{attempt}", state[name])
                 ports[name] = self.port(name, {"kind": "file", "file": file})
-            given |= state
-            expected = Expected(self, given, f"expected/{self.label}.n{self.slots}.s{attempt}")
+            tensors |= state
+            expected = Expected(self, tensors, f"expected/{self.label}.n{self.slots}.s{attempt}")
             if expected.decided:
-                types = {port["name"]: port["dtype"] for port in self.said["inputs"]}
+                types = {port["name"]: port["dtype"] for port in self.manifest["inputs"]}
                 inputs = [{**ports[name], "dtype": types[name]} for name in read]
                 return inputs, expected.outputs(folder)
         raise PlanBroken(f"{self.label}, {self.slots} slots: {TRIES} seeds, each with ties")
 
     def names(self) -> list[str]:
-        """Return the inputs that have a rule: all that eager may read, and keys.
-
-        State is made of keys.
-        """
+        """Return the names of inputs that have a rule: all but state that is computed from keys."""
         names = ["keys", *(port.name for port in self.graph.inputs)]
         return [name for name in dict.fromkeys(names) if name not in ("inverse_norms", "anchor")]
 
@@ -119,40 +118,41 @@ class SizedGraph:
             scale, offset = (2**-7, 0.5) if name == "output_norm" else (2**-9, -2.0)
             return {"kind": "hash", "seed": seed, "scale": scale, "offset": offset}
         if name == "positions":
-            first = max(0, self.slots - self.graph.form.shape.block)  # the newest are in order
+            first = max(0, self.slots - self.graph.form.shape.block)  # a block's slots are in order
             multiplier = next((prime for prime in MULTIPLIERS if first % prime), 1)
             return {"kind": "permutation", "multiplier": multiplier, "first": first}
         constants = {"seen": self.slots, "budget": max(1, self.slots // 2)}
-        return {"kind": "constant", "value": constants.get(name, 0)}  # no pins, state of new slots
+        # Nothing is pinned, and state is that of new slots: both are 0.
+        return {"kind": "constant", "value": constants.get(name, 0)}
 
     def port(self, name: str, fill: dict[str, Any]) -> Port:
-        """Describe an input, in float32 where it is of the cache's type."""
+        """Describe an input, in float32 if it has the cache's type."""
         port = self.graph.form.ports[name]
         shape = self.shape_of(list(port.axes))
         return {"name": name, "dtype": port.type_in("float32"), "shape": shape, "fill": fill}
 
 
 class Expected:
-    """Outputs that eager code gives for the inputs `given`, and how far from them others may be."""
+    """Outputs of eager code for one set of inputs, and the differences that a runner may have."""
 
-    def __init__(self, case: SizedGraph, given: dict[str, Tensor], name: str) -> None:
-        self.case, self.given, self.name = case, given, name
+    def __init__(self, case: SizedGraph, inputs: dict[str, Tensor], name: str) -> None:
+        self.case, self.inputs, self.name = case, inputs, name
         if case.queries:
             self.name += f".q{case.queries}"
-        # Of state an evict graph gives the kept slots'.
+        # An evict graph returns state of the kept slots alone.
         kept = "kept_" if isinstance(case.graph, Evict) else ""
         self.eager, self.truth = (
             {name if name == "worth" else kept + name: x for name, x in found.items()}
-            for found in (reference(case.graph, given), truth(case.graph, given))
+            for found in (reference(case.graph, inputs), truth(case.graph, inputs))
         )
 
     def allowed(self, name: str) -> float:
-        """Return the largest difference to eager that passes; what `kvcap export verify` allows."""
+        """Return the largest difference from eager that passes, as in `kvcap export verify`."""
         eager = self.eager[name]
         return difference(eager, eager, self.truth[name], RTOL)[1]
 
     def marks(self) -> Tensor:
-        """Mark slots [B, K, n] uint8: 2 where one must stay, 1 where it may, 0 where it must go."""
+        """Return marks of the slots [B, K, n] uint8: 2 must stay, 1 may stay, 0 must go."""
         worth, near = self.eager["worth"], self.allowed("worth")
         kept = self.case.sizes["kept"]
         least = worth.topk(kept, dim=-1).values[..., -1:]
@@ -160,9 +160,9 @@ class Expected:
 
     @property
     def decided(self) -> bool:
-        """Return whether no tie hides what the outputs should be, where that matters."""
+        """Return whether the kept slots are certain, or no output is computed from all of them."""
         graph = self.case.graph
-        if not isinstance(graph, Evict) or not graph.form.kept_state({}, self.given["keys"]):
+        if not isinstance(graph, Evict) or not graph.form.kept_state({}, self.inputs["keys"]):
             return True
         stay = (self.marks() > 0).sum(-1)
         return bool((stay == self.case.sizes["kept"]).all())
@@ -170,7 +170,7 @@ class Expected:
     def outputs(self, folder: Folder) -> list[Port]:
         """Return every output of the graph with its check."""
         found = []
-        for port in self.case.said["outputs"]:
+        for port in self.case.manifest["outputs"]:
             shape = self.case.shape_of([axis["name"] for axis in port["axes"]])
             check = self.check(port["name"], folder)
             found.append(
@@ -179,7 +179,7 @@ class Expected:
         return found
 
     def check(self, name: str, folder: Folder) -> dict[str, Any]:
-        """Describe how an output is checked."""
+        """Describe how an output is checked, and write the file of its expected values."""
         source = name.removeprefix("kept_")
         if name == "kept_slot":
             marks = self.marks().numpy().tobytes()
@@ -188,7 +188,7 @@ class Expected:
             file = folder.numbers(f"{self.name}.{name}", self.eager[name])
             kind = "by_slot" if name.startswith("kept_") else "values"
             return {"kind": kind, "file": file, "allowed": self.allowed(name)}
-        if source in self.given and source != "anchor":
+        if source in self.inputs and source != "anchor":
             return {"kind": "rows", "of": source}
         (total,) = (
             found
@@ -199,12 +199,12 @@ class Expected:
         return {"kind": "values", "file": file, "allowed": RTOL * float(total.abs().amax())}
 
     def kept_keys(self) -> Tensor:
-        """Return the keys of the slots that stay, where no tie leaves a choice. [B, K, N, D]."""
-        keys, stays = self.given["keys"], self.marks() > 0
+        """Return the keys of the slots that stay, [B, K, N, D]; needs `decided`."""
+        keys, stays = self.inputs["keys"], self.marks() > 0
         index = stays.nonzero(as_tuple=True)[-1].view(*stays.shape[:2], -1, 1)
         return keys.gather(2, index.expand(*index.shape[:3], keys.shape[-1]))
 
 
 def tensor(port: Port, folder: Path) -> Tensor:
-    """Return an input as torch sees it."""
+    """Return an input of a cell as a tensor."""
     return torch.from_numpy(filled(port, folder).copy())

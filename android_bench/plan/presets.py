@@ -1,6 +1,6 @@
 """Defines the presets: which cells are measured, and by which rules. Knows policies by name.
 
-Presets are made when asked for: their names are shown where policies, and so torch, must wait.
+Presets are made on demand: `--help` lists their names, and must not import policies and so torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIZES = (512, 1024, 2048, 4096, 8192)  # slots, as in Table 19 of KeyDiff's pape
 
 @dataclass(frozen=True)
 class PolicyVariant:
-    """A policy in one form that looks at one number of queries."""
+    """A policy in one formulation that observes one number of queries."""
 
     policy: str
     formulation: str | None = None  # None: export's default
@@ -28,7 +28,7 @@ class PolicyVariant:
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules by which a cell is measured; see `rules` of the plan's schema."""
+    """The rules by which cells are measured; `rules` of the plan's schema explains the fields."""
 
     warmup_runs: int = 5
     warmup_seconds: float = 0.5
@@ -42,15 +42,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of one stage: every variant at every size in every type."""
+    """A group of cells of one stage: every variant at every size in every type."""
 
     stage: str
     variants: tuple[PolicyVariant, ...]
-    sizes: tuple[int, ...]  # slots held while scoring; of stage evict: slots that stay
+    sizes: tuple[int, ...]  # slots held while scoring; for the stage evict, slots that stay
     dtypes: tuple[str, ...]
 
     def models(self) -> Iterator[tuple[PolicyVariant, str, int | None]]:
-        """Yield the graphs: variant, type and, of stage evict, budget."""
+        """Yield variant, type and budget of each graph; None for the stage score."""
         budgets = self.sizes if self.stage == "evict" else (None,)
         for variant in self.variants:
             for dtype in self.dtypes:
@@ -60,7 +60,7 @@ class Group:
 
 @dataclass(frozen=True)
 class PlanPreset:
-    """A preset that says what a plan measures: groups of cells, rules, and threads."""
+    """A preset of what a plan measures: groups of cells, rules, and numbers of threads."""
 
     groups: tuple[Group, ...]
     rules: Rules = Rules()
@@ -94,7 +94,7 @@ def quick() -> PlanPreset:
 
 
 def full() -> PlanPreset:
-    """Return the preset of every policy that has a graph of its own, scoring and evicting."""
+    """Return the preset of every policy whose graph differs from the others', both stages."""
     from kvcap.export.graphs.spec import with_graphs_of_their_own
 
     once = {variant.policy for variant in TABLE19 if variant.queries is None}
@@ -115,10 +115,12 @@ def narrowed(
     stages: Sequence[str] = (),
     sizes: Sequence[int] = (),
 ) -> PlanPreset:
-    """Return a preset, or the part of it that was asked for; `sizes` take the place of its own.
+    """Return the part of a preset with these policies, formulations, types and stages.
+
+    An empty list keeps all; `sizes` replace the preset's own.
 
     Raises:
-        PlanBroken: there is no such preset, or none of what was asked for is in it.
+        PlanBroken: there is no such preset, or it has no cell of one of these names.
     """
     if preset not in PRESETS:
         raise PlanBroken(f"no preset {preset!r}; there are {', '.join(PRESETS)}")

@@ -1,4 +1,4 @@
-"""Writes a plan: graphs, what they are fed, what they must give, and the rules of measuring."""
+"""Writes a plan: graphs, their inputs and expected outputs, and the rules of measuring."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from kvcap.export.graphs.spec import Spec, recalled
 from kvcap.export.graphs.stages import StageGraph
 from kvcap.export.graphs.write import write
 
-REFERENCE = "keydiff.stateless.score"  # its time at its least size is 1 in relative numbers
+REFERENCE = "keydiff.stateless.score"  # relative times are relative to it at its smallest size
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request that says what a plan shall measure: a preset on a layer of some model."""
+    """A request for a plan: a preset on a layer of some model."""
 
     name: str  # the preset's
     preset: PlanPreset
     shape: Shape = field(default_factory=Shape)
     model: str = "Llama-3.2-3B"
-    decoder: Path | None = None  # the folder of a whole decoder, which is timed, too
+    decoder: Path | None = None  # the folder of a whole decoder that is timed, too
     work: DecoderWork = field(default_factory=DecoderWork)
 
 
@@ -47,8 +47,8 @@ def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
         The plan.
 
     Raises:
-        PlanExists: there is something in the folder.
-        PlanBroken: there is no cell, or none that the others are relative to.
+        PlanExists: the folder is not empty.
+        PlanBroken: there is no cell, or not the one that times are relative to.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PlanExists(f"{str(folder)!r} is not empty; name a new folder")
@@ -56,12 +56,12 @@ def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=".kvcap-", dir=folder.parent) as name:
         whole = Path(name) / "plan"
         whole.mkdir(mode=0o755)
-        found = _planned(wanted, Folder(whole))
-        text = json.dumps(found, indent=1)
+        plan = _planned(wanted, Folder(whole))
+        text = json.dumps(plan, indent=1)
         (whole / PLAN_FILE).write_text(text + "\n", encoding="utf-8")
         write_runner(whole / RUNNER_FILE)
         whole.rename(folder)
-    return found
+    return plan
 
 
 def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
@@ -72,9 +72,9 @@ def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
         raise PlanBroken("nothing is left to measure; see --policies, --sizes, --dtypes, --stages")
     reference = min(references or cells, key=lambda cell: int(cell["n"]))
     shape = asdict(wanted.shape)
-    found: dict[str, Any] = {"schema": PLAN, "id": "", "preset": wanted.name}
+    plan: dict[str, Any] = {"schema": PLAN, "id": "", "preset": wanted.name}
     kept = ("batch", "kv_heads", "heads", "head_dim", "block")
-    found |= {
+    plan |= {
         "producer": producer,
         "shape": {"name": wanted.model, **{key: shape[key] for key in kept}},
         "rules": asdict(wanted.preset.rules),
@@ -86,29 +86,29 @@ def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
         "baselines": _baselines(cells, wanted.shape),
         "cells": cells,
         "formulations": {
-            name: said
-            for name, said in FORMULATIONS.items()
+            name: sentence
+            for name, sentence in FORMULATIONS.items()
             if name in {cell["formulation"] for cell in cells}
         },
     }
     if wanted.decoder is not None:
-        found["decoder"] = decoder_entry(wanted.decoder, wanted.work, folder)
-        found["files"] = sorted(folder.files.values(), key=lambda entry: str(entry["file"]))
-    found["id"] = plan_id(found)
-    validate(found, PLAN, PLAN_FILE, PlanBroken)
-    return found
+        plan["decoder"] = decoder_entry(wanted.decoder, wanted.work, folder)
+        plan["files"] = sorted(folder.files.values(), key=lambda entry: str(entry["file"]))
+    plan["id"] = plan_id(plan)
+    validate(plan, PLAN, PLAN_FILE, PlanBroken)
+    return plan
 
 
 def _cells(wanted: Wanted, folder: Folder, producer: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield every cell; graphs are exported on the way, each once."""
+    """Yield every cell, and export each graph once; collect versions in `producer`."""
     for group in wanted.preset.groups:
         for variant, dtype, budget in group.models():
             spec = _spec(wanted.shape, variant, group.stage, dtype, budget)
-            said, model = _exported(spec, variant, folder)
-            producer |= said["producer"]
+            manifest, model = _exported(spec, variant, folder)
+            producer |= manifest["producer"]
             sizes = group.sizes if budget is None else (budget + wanted.shape.block,)
             for slots in sizes:
-                yield _cell(spec, variant, said, model, slots, folder)
+                yield _cell(spec, variant, manifest, model, slots, folder)
 
 
 def _spec(shape: Shape, variant: PolicyVariant, stage: str, dtype: str, budget: int | None) -> Spec:
@@ -120,57 +120,64 @@ def _spec(shape: Shape, variant: PolicyVariant, stage: str, dtype: str, budget: 
 
 
 def _exported(spec: Spec, variant: PolicyVariant, folder: Folder) -> tuple[dict[str, Any], str]:
-    """Return a verified graph's manifest, and the name of its file in the plan."""
+    """Export and verify a graph; return its manifest and the name of its file in the plan."""
     with tempfile.TemporaryDirectory() as name:
         file, _ = write(spec, Path(name), quick=True)
-        said: dict[str, Any] = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
         stem = file.name.replace(spec.eviction.name, _label(variant), 1)
-        return said, folder.add(f"models/{stem}", file.read_bytes())
+        return manifest, folder.add(f"models/{stem}", file.read_bytes())
 
 
 def _label(variant: PolicyVariant) -> str:
-    """Return the policy's name with the options asked of it."""
+    """Return the policy's name followed by its options."""
     parts = [f"{key[0]}{value}" for key, value in sorted(variant.options.items())]
     return "-".join([variant.policy, *parts])
 
 
 def _cell(
-    spec: Spec, variant: PolicyVariant, said: dict[str, Any], model: str, slots: int, folder: Folder
+    spec: Spec,
+    variant: PolicyVariant,
+    manifest: dict[str, Any],
+    model: str,
+    slots: int,
+    folder: Folder,
 ) -> dict[str, Any]:
     graph = spec.graph()
-    queries = _queries(graph, variant, said, slots)
+    queries = _queries(graph, variant, manifest, slots)
     budget = spec.shape.budget if spec.stage == "evict" else None
     label = f"{_label(variant)}.{spec.stage}" + (f".to{budget}" if budget else "")
-    inputs, outputs = SizedGraph(graph, said, label, slots, queries).describe(folder)
-    name = [_label(variant), said["formulation"], spec.stage, spec.dtype, f"n{slots}"]
+    inputs, outputs = SizedGraph(graph, manifest, label, slots, queries).describe(folder)
+    name = [_label(variant), manifest["formulation"], spec.stage, spec.dtype, f"n{slots}"]
     name += [f"q{queries}"] * bool(queries) + [f"to{budget}"] * bool(budget)
     return {
         "id": ".".join(name),
         "policy": _label(variant),
-        "formulation": said["formulation"],
+        "formulation": manifest["formulation"],
         "dtype": spec.dtype,
         "stage": spec.stage,
         "n": slots,
         "queries": queries,
         "budget": budget,
         "model": model,
-        "opset": said["opset"],
+        "opset": manifest["opset"],
         "bytes": sum(map(port_bytes, (*inputs, *outputs))),
         "inputs": inputs,
         "outputs": outputs,
     }
 
 
-def _queries(graph: StageGraph, variant: PolicyVariant, said: dict[str, Any], slots: int) -> int:
-    """Return how many queries are fed, 0 where the graph reads none."""
-    if "queries" not in {port["name"] for port in said["inputs"]}:
+def _queries(
+    graph: StageGraph, variant: PolicyVariant, manifest: dict[str, Any], slots: int
+) -> int:
+    """Return how many queries are an input, 0 if the graph reads none."""
+    if "queries" not in {port["name"] for port in manifest["inputs"]}:
         return 0
     observed = graph.form.eviction.policy.queries_observed or graph.form.shape.block
     return min(variant.queries or observed, slots)
 
 
 def _baselines(cells: list[dict[str, Any]], shape: Shape) -> list[dict[str, Any]]:
-    """Return a copy of as many bytes as float16 keys have, for every size that is scored."""
+    """Return a baseline for every size that is scored: copying as many bytes as float16 keys."""
     row = shape.batch * shape.kv_heads * shape.head_dim * np.dtype(np.float16).itemsize
     sizes = sorted({cell["n"] for cell in cells if cell["stage"] == "score"})
     return [{"id": f"memcpy.n{n}", "bytes": n * row} for n in sizes]

@@ -1,1 +1,1 @@
-"""Reads what results say: statistics, doubts, comparisons, tables and charts."""
+"""Evaluates results: statistics, doubts, comparisons, tables and charts."""

@@ -1,10 +1,10 @@
 """Draws results: a row per result, absolute times on the left, relative ones on the right.
 
-Below, where decoders were timed, stand their tokens a second over time.
+If decoders were timed, a last row has their tokens per second over time.
 
-Lines differ by their marker and their dash, not only by their colour; a bar at each point
-goes from the least sample to the 90th percentile, and a hollow point's is wild. Needs matplotlib,
-which is imported when a chart is drawn.
+Lines differ by marker and dash, not only by colour. A bar at each point goes from the least sample
+to the 90th percentile; the point is hollow if that spread is above `WILD`. Needs matplotlib, which
+is imported when a chart is drawn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = {"keydiff": "#0b62a4", "tova": "#2a8a57", "h2o": "#d1590f", "snapkv": "#9b2f6f"}
-OTHERS = (  # one for each other policy that has a graph of its own
+OTHERS = (  # colours of all other policies with different graphs
     "#555555", "#8c6d1f", "#1f7f8c", "#6a4fb3", "#a33b3b", "#4f7a1f", "#7a7a7a", "#b3874f",
     "#0f5f4e", "#c2185b", "#3f51b5", "#7b4a2e", "#00838f", "#9e9d24", "#5e1f1f", "#c77dba",
     "#263f5c", "#b8860b", "#4b8bd4", "#6b8e6b",
@@ -36,7 +36,7 @@ FORMS = dict(zip(FORMULATIONS, DASHES, strict=True))  # dashes of KeyDiff's form
 MARKERS = "os^DvP*Xp<>h"
 MOST = 24  # lines, and ticks, that can be distinguished
 WIDTH = 36  # characters of a name in the legend
-APART = 0.02  # share of an octave between the bars of two lines, which stand side by side
+APART = 0.02  # octaves between the bars of two lines at one size, which stand side by side
 SIZE = (11.5, 4.2)  # inches of one result
 Lines = dict[tuple[object, ...], list[Row]]
 
@@ -66,12 +66,12 @@ def draw(results: Sequence[Row], path: Path) -> None:
             _sustained(blocks[-1], sustained)
         for block, (result, lines) in zip(blocks, shown, strict=False):
             left, right = block.subplots(1, 2)
-            said = setting_name(setting(next(iter(lines.values()))[0]))
+            subtitle = setting_name(setting(next(iter(lines.values()))[0]))
             if (there := len(lines)) > MOST:
                 lines = dict(list(lines.items())[:MOST])
-                said += f"; the first {MOST} of {there} lines"
+                subtitle += f"; the first {MOST} of {there} lines"
             block.suptitle(
-                f"{plain(title(result), 4 * WIDTH)}\n{plain(said, 4 * WIDTH)}",
+                f"{plain(title(result), 4 * WIDTH)}\n{plain(subtitle, 4 * WIDTH)}",
                 fontsize=9,
                 x=0.01,
                 ha="left",
@@ -91,7 +91,7 @@ def draw(results: Sequence[Row], path: Path) -> None:
 
 
 def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
-    """Draw tokens a second over time, of decoders that write on and on: the effect of heat."""
+    """Draw the tokens per second of sustained runs over time, which show the effect of heat."""
     axes = block.subplots(1, 1)
     for place, (result, row) in enumerate(rows[:MOST]):
         windows = row["sustained"]
@@ -123,7 +123,7 @@ def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
 
 
 def chosen(result: Row) -> Lines:
-    """Return the series of the reference's setting with fewest threads; another if it failed."""
+    """Return the series of the reference's setting with fewest threads, or of another if none."""
     found = series(result)
     reference = [rows for rows in found.values() if rows[0]["id"] == result["run"]["reference"]]
     rest = sorted(reference or found.values(), key=lambda rows: int(rows[0]["threads"]))
@@ -134,7 +134,7 @@ def chosen(result: Row) -> Lines:
 
 
 def _styles(lines: Lines) -> list[dict[str, Any]]:
-    """Return the style of every series: a color per policy, a marker of its own, and a dash."""
+    """Return the style of every series: a colour per policy, a marker of its own, and a dash."""
     colors, found, others = dict(COLORS), [], count(1)
     for place, rows in enumerate(lines.values()):
         policy, form = rows[0]["policy"], rows[0]["formulation"]
@@ -197,7 +197,7 @@ def _absolute(axes: Axes, lines: Lines, result: Row) -> None:
 
 
 def _fitted(axes: Axes, rows: list[Row], color: str) -> None:
-    """Draw the line t0 + slope · n behind a series, where it describes it."""
+    """Draw the fitted line t0 + slope · n behind a series, if its errors are small."""
     slots = [row["n"] for row in rows]
     if len(set(slots)) < 3:
         return
@@ -224,7 +224,7 @@ def _relative(axes: Axes, lines: Lines, result: Row) -> None:
 
 
 def _plain_ticks(axes: Axes, base: int) -> None:
-    """Write numbers in words, as powers would be formulas; more of them if powers are few."""
+    """Write the ticks of a logarithmic axis as plain numbers; add ticks if powers are few."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axes.get_ylim()

@@ -1,6 +1,6 @@
 """Computes statistics, relative times and fits from a result's raw samples, and flags doubts.
 
-The one place for all runners: what a file already says is not believed but held to its samples.
+It does so for all runners; statistics that a file already has are compared with its samples.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from kvcap.android_bench.safe_text import plain
 Row = dict[str, Any]
 Flag = dict[str, Any]
 HOUSE = Rules()
-AGREES = 0.01  # relative difference allowed of a runner's own statistics, which may be rounded
+AGREES = 0.01  # relative error allowed of a runner's own statistics, which may be rounded
 WILD = 2.5  # 90th percentile over least sample; 95 % of 293 cells in docs/results are below 2
 SHORT = 0.8  # share of min_seconds that samples must last, as some runners count pauses
 REMARKS = {"rules", "skipped"}  # flags that do not make a result invalid
 
 
 def judged(result: Row) -> Row:
-    """Add statistics, derived numbers and flags to a copy of a result of the schema.
+    """Return a copy of a valid result with statistics, derived numbers and flags.
 
     Raises:
-        ResultBroken: it says other statistics than its samples give, or names a row twice.
+        ResultBroken: the result has other statistics than its samples, or a row twice.
     """
-    found = {
+    judgement = {
         **result,
         **{name: [dict(row) for row in result[name]] for name in ("cells", "baselines")},
     }
-    for row in (*found["cells"], *found["baselines"]):
+    for row in (*judgement["cells"], *judgement["baselines"]):
         if any(row.get("samples_us", [])):
             _complete(row)
     if "decoders" in result:
-        found["decoders"] = [_timed(row) for row in result["decoders"]]
-    counts = Counter(map(said, (*found["cells"], *found.get("decoders", []))))
+        judgement["decoders"] = [_timed(row) for row in result["decoders"]]
+    counts = Counter(map(identity, (*judgement["cells"], *judgement.get("decoders", []))))
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ResultBroken(f"the result has {twice[0]} twice")
-    found["derived"] = {"relative": _relative(found), "fits": fits(found)}
+    judgement["derived"] = {"relative": _relative(judgement), "fits": fits(judgement)}
     flags = [
-        *_run_flags(found),
-        *(f for row in found["cells"] for f in _row_flags(found, row)),
-        *(f for row in found.get("decoders", []) for f in _decoder_flags(found, row)),
+        *_run_flags(judgement),
+        *(f for row in judgement["cells"] for f in _row_flags(judgement, row)),
+        *(f for row in judgement.get("decoders", []) for f in _decoder_flags(judgement, row)),
     ]
     ok = not [flag for flag in flags if flag["kind"] not in REMARKS]
-    found["validity"] = {"ok": ok, "flags": flags}
-    return found
+    judgement["validity"] = {"ok": ok, "flags": flags}
+    return judgement
 
 
 def _timed(row: Row) -> Row:
-    """Return a decoder's row with its speeds, computed here and not read from the row."""
+    """Return a decoder's row with speeds computed from its samples."""
     if row["status"] != "ok":
         return row
     tokens = np.concatenate([np.asarray(part, dtype=np.float64) for part in row["token_us"]])
@@ -75,10 +75,10 @@ def _timed(row: Row) -> Row:
 
 
 def relative(result: Row, reference: str | None) -> Row:
-    """Return the result with another reference, or as it is where that is None.
+    """Return a judged result with times relative to another cell; unchanged for None.
 
     Raises:
-        NotComparable: it has no such cell.
+        NotComparable: the result has no such cell.
     """
     if reference is None:
         return result
@@ -101,28 +101,28 @@ def rows_of(result: Row) -> Row:
 
 
 def key(row: Row) -> tuple[str, int, str]:
-    """Return a row's identity: cell, threads, provider."""
+    """Return the key of a row: cell, threads and provider."""
     return row["id"], row["threads"], row["provider_asked"]
 
 
-def said(row: Row) -> str:
-    """Return a row's identity in words."""
+def identity(row: Row) -> str:
+    """Return a row's cell, threads and provider as text."""
     return plain(f"{row['id']} ({row['provider_asked']}, {row['threads']})", 450)
 
 
 def _complete(row: Row) -> None:
-    """Add statistics, or hold those that are there to the samples."""
+    """Add statistics to a row; compare those that it has with its samples."""
     numbers = statistics(row["samples_us"])
     numbers["gb_per_s"] = row["bytes"] / numbers["p50_us"] / 1000
     samples = np.concatenate([np.asarray(part) for part in row["samples_us"]])
     for name, value in numbers.items():
         least, most = value, value
-        if name[0] == "p":  # rules of interpolation differ
+        if name[0] == "p":  # runners interpolate percentiles by different rules
             share = float(name[1:3])
             least = float(np.percentile(samples, share, method="lower"))
             most = float(np.percentile(samples, share, method="higher"))
         if name == "std_us":
-            least = float(samples.std())  # some divide by n
+            least = float(samples.std())  # some runners divide by n, not n - 1
         given = row.get(name, value)
         if name != "gb_per_s" and not least * (1 - AGREES) <= given <= most * (1 + AGREES):
             raise ResultBroken(f"{row['id']}: {name} is {given:.6g}, its samples give {value:.6g}")
@@ -130,7 +130,7 @@ def _complete(row: Row) -> None:
 
 
 def spread(row: Row) -> float:
-    """Return a row's 90th percentile over its least sample: 1 where all took the same."""
+    """Return a row's 90th percentile divided by its least sample; 1 if all samples are equal."""
     return float(row["p90_us"] / row["min_us"])
 
 
@@ -140,7 +140,7 @@ def measured(result: Row) -> list[Row]:
 
 
 def _relative(result: Row) -> list[Row]:
-    """Return every median over the reference's under the same threads and provider."""
+    """Return each median divided by the reference's with the same threads and provider."""
     base = {
         (row["threads"], row["provider_asked"]): row["p50_us"]
         for row in measured(result)
@@ -163,7 +163,7 @@ def _relative(result: Row) -> list[Row]:
 
 
 def series(result: Row) -> dict[tuple[Any, ...], list[Row]]:
-    """Group rows of stage score that differ in their slots only, by size."""
+    """Group rows of the stage score that differ only in their slots; sort each group by slots."""
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in measured(result):
         if row["stage"] == "score":
@@ -173,7 +173,7 @@ def series(result: Row) -> dict[tuple[Any, ...], list[Row]]:
 
 
 def fits(result: Row) -> list[Row]:
-    """Fit `t0 + slope · n` to every series of three sizes or more; see `fit`."""
+    """Fit `t0 + slope · n` to every series of at least three sizes, by `fit`."""
     found = []
     for name, rows in series(result).items():
         if len({row["n"] for row in rows}) >= 3:
@@ -184,7 +184,9 @@ def fits(result: Row) -> list[Row]:
 
 
 def fit(slots: list[int], times: list[float]) -> dict[str, float]:
-    """Fit a line by relative errors, t0 not below 0: else the largest size would decide t0.
+    """Fit the line `t0 + slope · n` with t0 ≥ 0 by least relative errors.
+
+    With absolute errors the largest size would decide t0.
 
     Returns:
         t0_us, us_per_1024 (slots), and worst: the largest relative error of the line.
@@ -249,7 +251,7 @@ def _throttled(result: Row) -> Iterator[Flag]:
 
 def _decoder_flags(result: Row, row: Row) -> Iterator[Flag]:
     """Yield doubts about a decoder's times."""
-    name, rules = said(row), result["rules"]
+    name, rules = identity(row), result["rules"]
     if row["status"] != "ok":
         yield _flag(row["status"], name, row["reason"] or "no reason is given")
         return
@@ -276,7 +278,7 @@ def timed(result: Row) -> list[Row]:
 
 def _row_flags(result: Row, row: Row) -> Iterator[Flag]:
     """Yield doubts about one cell."""
-    name = said(row)
+    name = identity(row)
     if row["status"] != "ok":
         yield _flag(row["status"], name, row["reason"] or "no reason is given")
         return

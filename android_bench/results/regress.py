@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvcap.android_bench.errors import NotComparable
-from kvcap.android_bench.results.judge import Row, key, measured, said, timed
+from kvcap.android_bench.results.judge import Row, identity, key, measured, timed
 
-SPEEDS = (  # 1: more is slower, -1: less is
+SPEEDS = (  # 1: a larger number is slower, -1: a smaller one is
     ("first_p50_ms", "first token in ms", 1), ("tokens_per_s", "tokens a second", -1),
     ("prefill_tokens_per_s", "tokens a second of a long prompt", -1),
 )  # fmt: skip
 
 
 def regressions(now: Row, before: Row, allowed: float) -> list[str]:
-    """Return cells whose median grew by more than `allowed` (0.1: a tenth), and those not run.
+    """Return a line for each cell that became slower, or that is no longer run.
+
+    Args:
+        now: the new judged result.
+        before: an earlier judged result of the same device.
+        allowed: share by which a median may grow; 0.1 is a tenth.
 
     Raises:
-        NotComparable: another device or shape, or no cell in common.
+        NotComparable: devices or shapes differ, or no cell is in both results.
     """
     for part, names in (("device", ("source", "model", "abi")), ("runtime", ("name",))):
         for name in names:
@@ -41,32 +46,32 @@ def _slower(
     tried: set[tuple[str, int, str]],
     allowed: float,
 ) -> Sequence[str]:
-    found = []
+    lines = []
     for k, row in old.items():
         if k in new and (change := new[k]["p50_us"] / row["p50_us"] - 1) > allowed:
-            found.append(
-                f"{said(row)}: {new[k]['p50_us']:,.1f} µs, "
+            lines.append(
+                f"{identity(row)}: {new[k]['p50_us']:,.1f} µs, "
                 f"{change:+.0%} over {row['p50_us']:,.1f} µs"
             )
         elif k in tried and k not in new:
-            found.append(f"{said(row)}: ran before and does no more")
-    return found
+            lines.append(f"{identity(row)}: ran before and does no more")
+    return lines
 
 
 def _slower_decoders(now: Row, before: Row, allowed: float) -> Iterator[str]:
-    """Yield decoders whose first token takes longer, or that read or write fewer tokens/s."""
+    """Yield a line for each decoder that is slower to its first token, in reading or in writing."""
     new = {key(row): row for row in timed(now)}
     tried = {key(row) for row in now.get("decoders", [])}
     for row in timed(before):
         k = key(row)
         if k not in new:
             if k in tried:
-                yield f"{said(row)}: ran before and does no more"
+                yield f"{identity(row)}: ran before and does no more"
             continue
         for name, what, times in SPEEDS:
             grown = (new[k][name] / row[name]) ** times - 1
             if grown > allowed:
-                yield f"{said(row)}: {what} {new[k][name]:,.1f}, {row[name]:,.1f} before"
+                yield f"{identity(row)}: {what} {new[k][name]:,.1f}, {row[name]:,.1f} before"
 
 
 def _rows(result: Row) -> dict[tuple[str, int, str], Row]:

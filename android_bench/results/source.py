@@ -1,11 +1,10 @@
 """Decides whether a measurement is of a real device, by a browser's signs or a result's claims.
 
 A browser can call itself anything, and a developer's tools make a desktop look like a phone. So
-`origin` calls a browser's device real only if every sign agrees, and not if one is missing. A
-result claims its source, and `believed` can lower the claim, never raise it: a real
-device needs Android's version or a phone's browser, an ARM processor, and nothing that only
-emulators and desktops say. This is a safeguard against mistakes, no proof: who forges every sign is
-believed.
+`origin` calls a browser's device real only if every sign is there and agrees. A result claims its
+source, and `believed` can lower the claim but never raise it: a real device needs Android's version
+or a phone's browser, an ARM processor, and no name that only emulators and desktops have. This
+guards against mistakes, not against someone who forges every sign.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvcap.android_bench.safe_text import plain
 
-# Signs of a browser.
+# Patterns of a browser's signs, for `origin`.
 LONGEST = 2000  # characters of a user agent
 PHONE = re.compile(r"Android|iPhone|iPad|Mobile")
 ARM = re.compile(r"arm|aarch64|iPhone|iPad", re.IGNORECASE)
@@ -24,7 +23,7 @@ PHONE_GPU = re.compile(r"Adreno|Mali|Immortalis|PowerVR|Xclipse|Maleoon|Apple GP
 NOT_A_CHIP = re.compile(r"emulator|translator|swiftshader|llvmpipe|virgl|gfxstream", re.IGNORECASE)
 EMULATOR = re.compile(r"sdk_gphone|emulator|Android SDK built for|Cuttlefish", re.IGNORECASE)
 
-# Signs of a result.
+# Patterns of a result's claims, for `believed`.
 TITLES = {"real": "", "emulated": "EMULATED, no device's speed: ", "host": "HOST, not a phone: "}
 EMULATORS = ("goldfish", "ranchu", "cutf", "vsoc", "sdk_gphone", "emulator", "qemu")
 NO_GPU = ("swiftshader", "llvmpipe", "lavapipe")
@@ -33,7 +32,7 @@ ARM_ABIS = ("arm", "aarch64", "iphone", "ipad", "unknown")  # some browsers say 
 
 
 class Origin(NamedTuple):
-    """An origin that says where a measurement comes from, and what decided it."""
+    """The kind of device that a measurement comes from, and the reason for that decision."""
 
     source: str  # real, emulated, host
     reason: str
@@ -43,8 +42,8 @@ def origin(signs: Mapping[str, Any], header: str) -> Origin:
     """Judge a browser by its signs.
 
     Args:
-        signs: what the page read: `user_agent`, `platform`, `model`, `webdriver`, `touch_points`,
-            `gpu`; a missing one counts against it.
+        signs: values that the page read: `user_agent`, `platform`, `model`, `webdriver`,
+            `touch_points`, `gpu`; a missing one counts against a real device.
         header: the user agent of the request itself.
     """
     agent = plain(signs.get("user_agent") or "", LONGEST)
@@ -63,14 +62,14 @@ def origin(signs: Mapping[str, Any], header: str) -> Origin:
         or not PHONE_GPU.search(gpu),
         f"the model is {model}": bool(EMULATOR.search(agent + model)),
     }
-    found = [reason for reason, holds in against.items() if holds]
-    if found:
-        return Origin("emulated", "; ".join(found))
+    reasons = [reason for reason, holds in against.items() if holds]
+    if reasons:
+        return Origin("emulated", "; ".join(reasons))
     return Origin("real", f"browser, processor, touch screen and graphics chip agree ({gpu})")
 
 
 def believed(device: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the source that a result's device has, and what decided it."""
+    """Return the source of a result's device (real, emulated, host), and the reason."""
     claimed = str(device["source"])
     if claimed != "real":
         return claimed, str(device["source_reason"])
@@ -90,7 +89,7 @@ def believed(device: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Return a title for the numbers of one result."""
+    """Return a title for one result: its source if not real, device, runner and runtime."""
     device = result["device"]
     source, _ = believed(device)
     parts = [device["model"], device.get("soc")]

@@ -1,4 +1,4 @@
-"""Writes results as Markdown: what ran, medians with their fits, relative times, doubts."""
+"""Writes results as Markdown: device and runtime, medians with fits, relative times, doubts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from typing import Any
 from kvcap.android_bench.results.judge import (
     WILD,
     Row,
+    identity,
     key,
     measured,
     series,
     spread,
     timed,
 )
-from kvcap.android_bench.results.judge import (
-    said as identity,
-)
 from kvcap.android_bench.results.source import believed, title
 from kvcap.android_bench.runner.statistics import PERCENTILES
 from kvcap.android_bench.safe_text import escaped, plain
 from kvcap.export.graphs.formulations import TRACED
 
-MOST = 24  # windows of a sustained run that are shown
-COSTLY = 5  # operators of a cell that are shown
+MOST = 24  # windows of a sustained run that a table lists
+COSTLY = 5  # operators of a cell that a table lists
 FEW = 3  # flags of one kind that are written out
 WORST = 0.25  # relative error beyond which a line does not describe a series
 LONG = 3000  # the most characters of a sentence, which may have several names
@@ -33,9 +31,9 @@ ROW = ("policy", "formulation", "queries")
 
 
 def markdown(results: Sequence[Row]) -> str:
-    """Write one or several judged results as Markdown, side by side where there are several.
+    """Write one or several judged results as Markdown; several also side by side.
 
-    Every text goes through `_title`, `_said`, `_listed` or `table`, which escape it.
+    Every text goes through `_title`, `_sentence`, `_listed` or `table`, which escape it.
     """
     lines = [_title(1, heading(results)), ""]
     if len(results) > 1:
@@ -49,7 +47,7 @@ def markdown(results: Sequence[Row]) -> str:
 
 
 def slower(lines: Sequence[str]) -> str:
-    """List regressions."""
+    """Write regressions as a Markdown list with a title."""
     return "\n".join(_listed(f"slower: {line}") for line in lines)
 
 
@@ -57,7 +55,7 @@ def _title(level: int, text: str) -> str:
     return f"{'#' * level} {escaped(text, LONG)}"
 
 
-def _said(text: str, mark: str = "") -> str:
+def _sentence(text: str, mark: str = "") -> str:
     return f"{mark}{escaped(text, LONG)}{mark}"
 
 
@@ -66,12 +64,12 @@ def _listed(text: str) -> str:
 
 
 def heading(results: Sequence[Row]) -> str:
-    """Return the title of everything; whatever is not from a real device says so."""
+    """Return the title of the document, which names results that are of no real device."""
     return "Latency of eviction scores. " + "; ".join(title(result) for result in results)
 
 
 def label(row: Row) -> str:
-    """Name a policy with what distinguishes it in a table."""
+    """Return a row's name in a table: the policy with its formulation, queries and options."""
     parts = [row["policy"]]
     if row["formulation"] != TRACED or row["policy"] == "keydiff":
         parts.append(row["formulation"])
@@ -81,7 +79,7 @@ def label(row: Row) -> str:
 
 
 def short(result: Row, provider: str) -> str:
-    """Return a column's heading: the device, and what it is where it is none; runner, provider."""
+    """Return a column's heading: the device (or that it is none), runner and provider."""
     source, _ = believed(result["device"])
     tag = {"real": "", "emulated": "EMULATED ", "host": "HOST "}[source]
     by = f"{result['run']['runner']}, {plain(provider)}"
@@ -89,7 +87,7 @@ def short(result: Row, provider: str) -> str:
 
 
 def microseconds(value: float) -> str:
-    """Write a time in three digits.
+    """Write a time in microseconds with three significant digits.
 
     >>> microseconds(23.456), microseconds(14523.2)
     ('23.5', '14,523')
@@ -109,7 +107,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def setting(row: Row) -> tuple[Any, ...]:
-    """Return the setting that a table is of: type of numbers, provider and threads."""
+    """Return the setting that all rows of a table share: type, provider and threads."""
     return row["dtype"], row["provider_asked"], row["threads"]
 
 
@@ -123,7 +121,7 @@ def _facts(result: Row) -> Iterator[str]:
     runtime, rules, run = result["runtime"], result["rules"], result["run"]
     shape, before = result["shape"], result["conditions"]["before"]
     cores = runtime.get("cores")
-    yield _said(
+    yield _sentence(
         f"{shape['name']}: {shape['kv_heads']} KV heads of {shape['head_dim']}, "
         f"{shape['heads']} query heads, blocks of {shape['block']}. Preset {run['preset']}, plan "
         f"{run['plan']}, {run['started']}. At least {rules['min_runs']} runs and "
@@ -131,27 +129,27 @@ def _facts(result: Row) -> Iterator[str]:
         f"{rules['warmup_runs']} runs and {rules['warmup_seconds']:g} s to warm up."
     )
     yield ""
-    said = [f"pinned to cores {', '.join(map(str, cores))}" if cores else "not pinned"]
-    said.append(f"clock's step {runtime['timer_us']:g} µs")
+    facts = [f"pinned to cores {', '.join(map(str, cores))}" if cores else "not pinned"]
+    facts.append(f"clock's step {runtime['timer_us']:g} µs")
     if before.get("governor"):
-        said.append(f"governor {', '.join(sorted(set(before['governor']))[:FEW])}")
+        facts.append(f"governor {', '.join(sorted(set(before['governor']))[:FEW])}")
     for name, unit in (("battery_percent", "% battery"), ("charging", "charging")):
         if before.get(name) is not None:
-            said.append(f"{before[name]} {unit}" if unit[0] == "%" else f"{unit}: {before[name]}")
-    said += [f"{name}: {_change(result, name)}" for name in ("thermal",) if before.get(name)]
-    said += [_memory(result["memory"])] if "memory" in result else []
-    yield _said("; ".join(said) + ".")
+            facts.append(f"{before[name]} {unit}" if unit[0] == "%" else f"{unit}: {before[name]}")
+    facts += [f"{name}: {_change(result, name)}" for name in ("thermal",) if before.get(name)]
+    facts += [_memory(result["memory"])] if "memory" in result else []
+    yield _sentence("; ".join(facts) + ".")
 
 
-def _memory(found: Row) -> str:
-    """Say the peak of memory, or why it is unknown."""
-    if found["peak_bytes"] is None:
-        return f"peak memory unknown: {found['reason']}"
-    return f"peak memory of the {found['of']} {_digits(found['peak_bytes'] / 1e6)} MB"
+def _memory(memory: Row) -> str:
+    """Return a text with the peak of memory, or why it is unknown."""
+    if memory["peak_bytes"] is None:
+        return f"peak memory unknown: {memory['reason']}"
+    return f"peak memory of the {memory['of']} {_digits(memory['peak_bytes'] / 1e6)} MB"
 
 
 def _change(result: Row, name: str) -> str:
-    """Return the hottest zone before and after."""
+    """Return the temperature of the hottest zone before and after the run."""
     before, after = (result["conditions"][when].get(name) or {} for when in ("before", "after"))
     return f"{max(before.values()):.0f} °C before, {max(after.values(), default=0):.0f} °C after"
 
@@ -167,35 +165,37 @@ def _score_tables(result: Row) -> Iterator[str]:
         for fit in result["derived"]["fits"]
     }
     for name, _ in groupby(sorted(rows, key=setting), key=setting):
-        part = [found for found in series(result).values() if setting(found[0]) == name]
-        sizes = sorted({row["n"] for found in part for row in found})
+        part = [points for points in series(result).values() if setting(points[0]) == name]
+        sizes = sorted({row["n"] for points in part for row in points})
         said = setting_name(name)
-        yield _said(f"Score, {said}: median (least to 90th percentile) in µs by slots held", "**")
+        yield _sentence(
+            f"Score, {said}: median (least to 90th percentile) in µs by slots held", "**"
+        )
         yield ""
         body = [
             [
-                label(found[0]),
-                *_by_size(found, sizes, lambda row: _median(row)),
-                _line(lines.get((*(found[0][n] for n in ROW), *name))),
+                label(points[0]),
+                *_by_size(points, sizes, lambda row: _median(row)),
+                _line(lines.get((*(points[0][n] for n in ROW), *name))),
             ]
-            for found in part
+            for points in part
         ]
         body += _copies(result, sizes)
         yield from table(["policy", *(f"{n:,}" for n in sizes), "t0 + slope"], body)
         yield ""
-        yield _said(f"Score, {said}: relative to {result['run']['reference']}", "**")
+        yield _sentence(f"Score, {said}: relative to {result['run']['reference']}", "**")
         yield ""
         values = [
-            [label(found[0]), *_by_size(found, sizes, lambda r: _ratio(relative.get(key(r))))]
-            for found in part
+            [label(points[0]), *_by_size(points, sizes, lambda r: _ratio(relative.get(key(r))))]
+            for points in part
         ]
         yield from table(["policy", *(f"{n:,}" for n in sizes)], values)
         yield ""
 
 
 def _by_size(rows: list[Row], sizes: list[int], show: Any) -> list[str]:
-    found = {row["n"]: row for row in rows}
-    return [show(found[n]) if n in found else "" for n in sizes]
+    by_slots = {row["n"]: row for row in rows}
+    return [show(by_slots[n]) if n in by_slots else "" for n in sizes]
 
 
 def _median(row: Row) -> str:
@@ -220,8 +220,8 @@ def _line(fit: Row | None) -> str:
 
 
 def _copies(result: Row, sizes: list[int]) -> Iterator[list[str]]:
-    found = {entry["id"]: entry for entry in result["baselines"]}
-    rows = [found.get(f"memcpy.n{n}") for n in sizes]
+    baselines = {entry["id"]: entry for entry in result["baselines"]}
+    rows = [baselines.get(f"memcpy.n{n}") for n in sizes]
     if any(rows):
         shown = [microseconds(row["p50_us"]) if row and "p50_us" in row else "" for row in rows]
         yield ["copy of the fp16 keys", *shown, ""]
@@ -231,7 +231,7 @@ def _evict_table(result: Row) -> Iterator[str]:
     rows = [row for row in measured(result) if row["stage"] == "evict"]
     if not rows:
         return
-    yield _said("Evict: score, select, gather keys and values", "**")
+    yield _sentence("Evict: score, select, gather keys and values", "**")
     yield ""
     head = [
         "policy",
@@ -262,7 +262,7 @@ def _percentiles(result: Row) -> Iterator[str]:
     rows = measured(result)
     if not rows:
         return
-    yield _said("Percentiles of all cells, in µs", "**")
+    yield _sentence("Percentiles of all cells, in µs", "**")
     yield ""
     yield from table(
         ["cell", "on", "threads", *(f"p{share}" for share in PERCENTILES)],
@@ -284,7 +284,7 @@ def _operators(result: Row) -> Iterator[str]:
     rows = [row for row in measured(result) if row.get("operators")]
     if not rows:
         return
-    yield _said("Operators of a run, by ONNX Runtime's profiler, which takes time itself", "**")
+    yield _sentence("Operators of a run, by ONNX Runtime's profiler, which takes time itself", "**")
     yield ""
     yield from table(
         ["cell", "on", "threads", "operators by their share, each with its µs"],
@@ -311,7 +311,7 @@ def _decoder_table(result: Row) -> Iterator[str]:
     rows = timed(result)
     if not rows:
         return
-    yield _said("Whole decoders under their cap", "**")
+    yield _sentence("Whole decoders under their cap", "**")
     yield ""
     head = [
         "decoder",
@@ -347,11 +347,11 @@ def _decoder_table(result: Row) -> Iterator[str]:
 
 
 def _sustained_table(rows: list[Row]) -> Iterator[str]:
-    """Yield tokens a second of each window; of many, the first and last ones."""
+    """Yield the tokens per second of each window; of many, only the first and last ones."""
     rows = [row for row in rows if row["sustained"]]
     if not rows:
         return
-    yield _said("Sustained: tokens a second of each window of writing on and on", "**")
+    yield _sentence("Sustained: tokens a second of each window of writing on and on", "**")
     yield ""
     for row in rows:
         windows = row["sustained"]
@@ -367,7 +367,7 @@ def _sustained_table(rows: list[Row]) -> Iterator[str]:
 
 
 def _digits(value: float) -> str:
-    """Return a number with three digits.
+    """Return a number with three significant digits.
 
     >>> _digits(3.14159), _digits(2715.0)
     ('3.14', '2,715')
@@ -376,9 +376,9 @@ def _digits(value: float) -> str:
 
 
 def _doubts(result: Row) -> Iterator[str]:
-    """Yield flags, of each kind the first few."""
+    """Yield flags as a list, only the first few of each kind."""
     passed = sum(row["parity"]["passed"] for row in measured(result))
-    yield _said(f"{passed} of {len(result['cells'])} cells ran and gave what eager code gives.")
+    yield _sentence(f"{passed} of {len(result['cells'])} cells ran and gave what eager code gives.")
     kinds: dict[str, list[str]] = defaultdict(list)
     for flag in result["validity"]["flags"]:
         where = f"{flag['cell']}: " if flag["cell"] else ""
@@ -391,7 +391,7 @@ def _doubts(result: Row) -> Iterator[str]:
 
 
 def _beside(results: Sequence[Row]) -> Iterator[str]:
-    """Yield every cell and decoder, a column per result and provider."""
+    """Yield tables of all cells and decoders, with a column per result and provider."""
     shown = (
         ("Median (least to 90th percentile) in µs", "cell", measured, _median),
         ("Whole decoders: first token in ms, tokens a second, long prompt in tokens/s", "decoder",
@@ -412,14 +412,14 @@ def _beside(results: Sequence[Row]) -> Iterator[str]:
         names = [short(result, provider) for result, provider, _ in columns]
         if len(set(names)) < len(names):
             names = [f"{place}. {name}" for place, name in enumerate(names, 1)]
-        found = [{(row["id"], row["threads"]): row for row in rows} for *_, rows in columns]
-        keys = dict.fromkeys(k for rows in found for k in rows)
-        yield _said(heading_, "**")
+        by_key = [{(row["id"], row["threads"]): row for row in rows} for *_, rows in columns]
+        keys = dict.fromkeys(k for rows in by_key for k in rows)
+        yield _sentence(heading_, "**")
         yield ""
         yield from table(
             [what, "threads", *names],
             (
-                [k[0], str(k[1]), *(show(rows[k]) if k in rows else "" for rows in found)]
+                [k[0], str(k[1]), *(show(rows[k]) if k in rows else "" for rows in by_key)]
                 for k in keys
             ),
         )

@@ -1,7 +1,7 @@
-"""Runs a plan and writes what was measured: `python runner.pyz DIR/plan.json -o result.json`.
+"""Runs a plan and writes the measurements: `python runner.pyz DIR/plan.json -o result.json`.
 
-Needs numpy and onnxruntime (Termux has both): `android_bench/archive.py` makes one file of this
-folder and of kvcap's loop over a decoder, which is copied to a device. The C runner and the page do
-the same. It does not judge: statistics, tables and doubts are made of its samples later. A run that
-is stopped leaves no result.
+Needs only numpy and onnxruntime, which Termux has. `android_bench/archive.py` packs this folder and
+kvcap's loop over a decoder into one file, which is copied to a device. The C runner and the page do
+the same work. It does not judge: statistics, tables and doubts are computed from its samples later.
+A run that is stopped leaves no result.
 """

@@ -16,10 +16,10 @@ PLAN = "kvcap.android_plan/1"
 
 
 def load_plan(path: Path) -> Cell:
-    """Load the plan; kvcap has held it to its schema when it was written.
+    """Load the plan, which kvcap checked against its schema when it wrote it.
 
     Raises:
-        Refused: it cannot be read, is of another schema, or its generator is not this one.
+        Refused: the plan cannot be read, has another schema, or makes inputs by other rules.
     """
     try:
         plan: Cell = json.loads(path.read_text(encoding="utf-8"))
@@ -34,7 +34,10 @@ def load_plan(path: Path) -> Cell:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a plan; exit codes 0 done, 1 no cell could be run, 2 wrong input, 130 interrupted."""
+    """Run a plan; return an exit code.
+
+    It is 0 if done, 1 if no cell could run, 2 for wrong input, 130 if interrupted.
+    """
     parser = argparse.ArgumentParser(description="Measure a plan of kvcap android plan.")
     parser.add_argument("plan", type=Path, help="plan.json, its files beside it")
     parser.add_argument("-o", "--out", type=Path, required=True, help="where the result goes")
@@ -60,15 +63,15 @@ def main(arguments: list[str] | None = None) -> int:
         for path in filter(None, (asked.out, asked.csv)):
             if not path.parent.is_dir():
                 raise Refused(f"no folder {str(path.parent)!r} for {path.name}")
-        found = run.document(asked.source)
+        result = run.document(asked.source)
     except Refused as error:
         print(f"runner: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    _write(asked.out, json.dumps(found, allow_nan=False) + "\n")
+    _write(asked.out, json.dumps(result, allow_nan=False) + "\n")
     if asked.csv:
-        _write(asked.csv, csv_text([found], run.plan["csv"]))
+        _write(asked.csv, csv_text([result], run.plan["csv"]))
     return 0 if any(row["status"] == "ok" for row in run.rows) else 1
 
 

@@ -1,6 +1,6 @@
-"""Times a whole decoder: the first token, an answer, a long prompt, and writing on and on.
+"""Times a whole decoder: the first token, an answer, a long prompt, and a sustained run.
 
-Its loop is kvcap's own, which the archive brings along.
+The loop over its graphs is kvcap's own, which lies in the archive, too.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def row_of(plan: Cell, threads: int, provider: str) -> Cell:
 
 
 def loaded(manifest: Path, every: int, threads: int) -> SharedDecoder:
-    """Load the decoder, with its buffers."""
+    """Load the decoder and allocate its buffers; `every` tokens of an answer it evicts."""
     from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
     from kvcap.runtime.backends.onnxruntime.graph import Graph
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 
     facts = json.loads(manifest.read_text(encoding="utf-8"))
-    found = Manifest(manifest.parent, facts)
-    graph, evictors = Graph(found.decoder, threads), evictors_of(found, threads)
-    return SharedDecoder(found, graph, evictors, facts["block_size"], every)
+    parsed = Manifest(manifest.parent, facts)
+    graph, evictors = Graph(parsed.decoder, threads), evictors_of(parsed, threads)
+    return SharedDecoder(parsed, graph, evictors, facts["block_size"], every)
 
 
 class TextReader:
-    """A reader that feeds a text to a decoder from its beginning.
+    """A reader that feeds a text to a decoder, token by token or in blocks.
 
     Args:
-        decoder: emptied before.
-        ids: tokens that go round and round.
+        decoder: the decoder, which is emptied first.
+        ids: tokens of the text, which begins again at its end.
     """
 
     def __init__(self, decoder: SharedDecoder, ids: list[int]) -> None:
@@ -62,7 +62,7 @@ class TextReader:
         decoder.held = [0] * len(decoder.budgets)
 
     def read(self, count: int) -> int:
-        """Read the first `count` tokens, in blocks; return the likeliest next one."""
+        """Read the first `count` tokens in blocks; return the likeliest next token."""
         token, start = 0, self.seen
         while (left := start + count - self.seen) > 0:
             length = min(left, self.decoder.room)
@@ -71,14 +71,14 @@ class TextReader:
         return token
 
     def run(self, ids: list[int]) -> int:
-        """Read these tokens at once; return the likeliest next one."""
+        """Read these tokens in one block; return the likeliest next token."""
         logits = self.decoder.run(ids, self.seen, [])
         self.seen += len(ids)
         return int(logits[0].argmax())
 
 
 def checked(decoder: SharedDecoder, check: Cell, folder: Path) -> Cell:
-    """Check whether the decoder's logits are those that the plan expects."""
+    """Compare the decoder's logits with those that the plan expects; return their parity."""
     text, expected = (
         TextReader(decoder, check["prompt"]),
         np.fromfile(folder / check["file"], "<f4"),
@@ -92,45 +92,45 @@ def checked(decoder: SharedDecoder, check: Cell, folder: Path) -> Cell:
 def compared(logits: Array, expected: Array, allowed: float) -> Cell:
     """Compare logits [V] with the expected ones; return their parity."""
     error = float(np.abs(logits - expected).max())
-    found: Cell = {
+    parity: Cell = {
         "passed": error <= allowed,
         "error": error if error < np.inf else None,
         "allowed": allowed,
     }
-    if not found["passed"]:
-        found["text"] = f"logits differ by {error:.3g}, allowed are {allowed:.3g}"
-    return found
+    if not parity["passed"]:
+        parity["text"] = f"logits differ by {error:.3g}, allowed are {allowed:.3g}"
+    return parity
 
 
 def measured(decoder: SharedDecoder, wanted: Cell, rounds: int) -> Cell:
-    """Measure a decoder; return all samples."""
+    """Measure a decoder; return all samples, as fields of its row."""
     count = max(wanted["prompt_tokens"], wanted["long_tokens"])
     ids = (hash11(wanted["seed"], count) % wanted["vocabulary"]).tolist()
-    TextReader(decoder, ids).read(decoder.block_size)  # its memory is there afterwards
-    found: Cell = {"first_ms": [], "token_us": [], "long_ms": []}
+    TextReader(decoder, ids).read(decoder.block_size)  # warms up: the runtime allocates memory
+    row: Cell = {"first_ms": [], "token_us": [], "long_ms": []}
     for _ in range(rounds):
         start = time.perf_counter()
         long = TextReader(decoder, ids)
         long.read(wanted["long_tokens"])
-        found["long_ms"].append((time.perf_counter() - start) * 1000)
+        row["long_ms"].append((time.perf_counter() - start) * 1000)
         start = time.perf_counter()
         text = TextReader(decoder, ids)
         token = text.read(wanted["prompt_tokens"])
-        found["first_ms"].append((time.perf_counter() - start) * 1000)
+        row["first_ms"].append((time.perf_counter() - start) * 1000)
         samples = []
         for _ in range(wanted["answer_tokens"] - 1):
             before = time.perf_counter_ns()
             token = text.run([token])
             samples.append((time.perf_counter_ns() - before) / 1000)
-        found["token_us"].append(samples)
+        row["token_us"].append(samples)
     evicting = -(-wanted["long_tokens"] // wanted["block"]) - wanted["budget"] // wanted["block"]
-    found["evicting_blocks"] = max(0, evicting)
-    found["sustained"] = sustained(text, token, wanted)
-    return found
+    row["evicting_blocks"] = max(0, evicting)
+    row["sustained"] = sustained(text, token, wanted)
+    return row
 
 
 def sustained(text: TextReader, token: int, wanted: Cell) -> list[Cell]:
-    """Count the tokens of each window while it writes on, from an answer on."""
+    """Continue an answer for the plan's time; return tokens and seconds of each window."""
     windows: list[Cell] = []
     end = time.perf_counter() + wanted["sustained_seconds"]
     while (start := time.perf_counter()) < end:

@@ -1,6 +1,6 @@
-"""Reads what a device is and what may slow it down: Android's properties, sysfs, dumpsys.
+"""Reads a device's name and what may slow it down from Android's properties, sysfs and dumpsys.
 
-What cannot be read is null, never guessed. Only Android's own properties make a device real.
+A value that cannot be read is null, never guessed. A device is real only by Android's properties.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .inputs import Cell
 
 
 class Refused(Exception):
-    """An error that says why the plan or an option cannot be used."""
+    """The plan or an option cannot be used, for the reason in the message."""
 
 
 def sysfs(pattern: str, root: str = "/sys") -> list[str]:
-    """Read files in the order of the numbers in their names; '' stands for unreadable ones.
+    """Return the contents of files, in the order of the numbers in their names.
 
-    Empty where none can be read.
+    An unreadable file gives ''; if none can be read, the list is empty.
     """
     found = sorted(Path(root).glob(pattern), key=lambda p: [int(d) for d in _digits(str(p))])
     contents = [_read(path) for path in found]
@@ -40,8 +40,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _said(*command: str) -> str:
-    """Return a command's output, '' where there is none or it fails."""
+def _output_of(*command: str) -> str:
+    """Return a command's output, '' if there is no such command or it fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:
@@ -52,7 +52,7 @@ def _said(*command: str) -> str:
 
 
 def _or_none(ask: Callable[[], float]) -> float | None:
-    """Return the system's answer, None where it fails or has no such call."""
+    """Return the result of `ask`, None if the system has no such call or it fails."""
     try:
         return ask()
     except (OSError, AttributeError, ValueError):
@@ -64,8 +64,8 @@ def _int(text: str) -> int | None:
 
 
 def device(source: str) -> Cell:
-    """Describe the device, and whether it is a real one: only Android's own properties say so."""
-    android = _said("getprop", "ro.build.version.release")
+    """Describe the device, and decide by Android's own properties whether it is a real one."""
+    android = _output_of("getprop", "ro.build.version.release")
     cpu = _read(Path("/proc/cpuinfo"))
     names = [
         line.partition(":")[2].strip()
@@ -73,25 +73,29 @@ def device(source: str) -> Cell:
         if line.startswith(("model name", "Hardware"))
     ]
     model = " ".join(
-        filter(None, (_said("getprop", f"ro.product.{key}") for key in ("manufacturer", "model")))
+        filter(
+            None, (_output_of("getprop", f"ro.product.{key}") for key in ("manufacturer", "model"))
+        )
     )
-    found, why = ("host", "no Android here")
+    decided, why = ("host", "no Android here")
     if source != "auto":
-        found, why = source, f"--source {source}"
+        decided, why = source, f"--source {source}"
     elif under_qemu():
-        found, why = "emulated", "qemu runs the runner"
-    elif android and (mark := emulator_mark(_said("getprop"))):
-        found, why = "emulated", f"Android says {mark}"
+        decided, why = "emulated", "qemu runs the runner"
+    elif android and (mark := emulator_mark(_output_of("getprop"))):
+        decided, why = "emulated", f"Android says {mark}"
     elif android and not platform.machine().startswith(("aarch64", "arm")):
-        found, why = "emulated", f"Android on {platform.machine()} is no phone"
+        decided, why = "emulated", f"Android on {platform.machine()} is no phone"
     elif android:
-        found, why = "real", "Android's properties name a device and no emulator"
+        decided, why = "real", "Android's properties name a device and no emulator"
     return {
-        "source": found,
+        "source": decided,
         "source_reason": why,
         "model": model or (names or [platform.machine()])[0],
-        "soc": _said("getprop", "ro.soc.model") or _said("getprop", "ro.board.platform") or None,
-        "abi": _said("getprop", "ro.product.cpu.abi") or platform.machine(),
+        "soc": _output_of("getprop", "ro.soc.model")
+        or _output_of("getprop", "ro.board.platform")
+        or None,
+        "abi": _output_of("getprop", "ro.product.cpu.abi") or platform.machine(),
         "cores": os.cpu_count(),
         "core_khz": core_khz(),
         "android": android or None,
@@ -100,7 +104,7 @@ def device(source: str) -> Cell:
 
 
 def under_qemu() -> bool:
-    """Return whether qemu runs this program: it fakes `/proc/self`, not the threads' own."""
+    """Return whether qemu runs this program; it fakes `/proc/self`, but not `/proc/thread-self`."""
     try:
         return "qemu" in os.readlink("/proc/thread-self/exe")
     except OSError:
@@ -108,7 +112,7 @@ def under_qemu() -> bool:
 
 
 def emulator_mark(properties: str) -> str | None:
-    """Return the property that gives an emulator away, of `getprop`'s whole output."""
+    """Return the first property in `getprop`'s output that only an emulator has, else None."""
     for line in properties.splitlines():
         key, _, value = line.replace("[", "").replace("]", "").partition(": ")
         if key in ("ro.kernel.qemu", "ro.boot.qemu") and value == "1":
@@ -122,7 +126,7 @@ def emulator_mark(properties: str) -> str | None:
 
 
 def core_khz() -> list[int | None]:
-    """Return the largest frequency of each core, where it is known."""
+    """Return the largest frequency of each core in kHz, None if it is unknown."""
     return [_int(text) for text in sysfs("devices/system/cpu/cpu[0-9]*/cpufreq/cpuinfo_max_freq")]
 
 
@@ -134,11 +138,11 @@ def conditions() -> Cell:
         sysfs("class/thermal/thermal_zone*/temp"),
         strict=False,
     )
-    battery = _said("dumpsys", "battery")
+    battery = _output_of("dumpsys", "battery")
     level = next((line.split(":")[1] for line in battery.splitlines() if " level:" in line), "")
     level = level or "".join(sysfs("class/power_supply/battery/capacity"))
     status = "".join(sysfs("class/power_supply/battery/status"))
-    wake = _said("dumpsys", "power")
+    wake = _output_of("dumpsys", "power")
     return {
         "governor": sysfs(f"{cpus}/scaling_governor") or None,
         "khz": [_int(text) for text in sysfs(f"{cpus}/scaling_cur_freq")] or None,
@@ -160,7 +164,7 @@ def conditions() -> Cell:
 
 
 def peak_memory(status: Path = Path("/proc/self/status")) -> Cell:
-    """Return the most memory that this process has had resident, null where none says it."""
+    """Return the peak of this process's resident memory in bytes, null if the system has none."""
     for line in _read(status).splitlines():
         name, *value = line.split()
         if name == "VmHWM:":
@@ -169,7 +173,7 @@ def peak_memory(status: Path = Path("/proc/self/status")) -> Cell:
 
 
 def big_cores(count: int) -> list[int]:
-    """Return the `count` fastest cores; of equals the last, which serve fewest interrupts."""
+    """Return the `count` fastest cores; among equals the last, which serve fewest interrupts."""
     allowed = sorted(os.sched_getaffinity(0))
     khz = dict(enumerate(core_khz()))
     order = sorted(allowed, key=lambda core: (khz.get(core) or 0, core), reverse=True)
@@ -177,7 +181,11 @@ def big_cores(count: int) -> list[int]:
 
 
 def cores_for(asked: str, threads: int) -> list[int] | None:
-    """Return the cores that `--cores` means for this many threads; None for no pinning."""
+    """Return the cores that `--cores` means for this many threads; None for no pinning.
+
+    Raises:
+        Refused: the text names no cores, or one that this process may not use.
+    """
     if asked == "none" or not hasattr(os, "sched_setaffinity"):
         return None
     if asked == "auto":

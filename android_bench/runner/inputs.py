@@ -20,7 +20,7 @@ Cell = dict[str, Any]  # a cell of a plan, or a cell's row in a result
 
 
 def hash11(seed: int, count: int) -> Array:
-    """Compute numbers from 0 to 2047, [count] uint32: `GENERATOR` in numpy."""
+    """Return pseudorandom numbers from 0 to 2047, [count] uint32, by the rule `GENERATOR`."""
     start = _mix(np.array([seed], dtype=np.uint32))
     numbers: Array = _mix(np.arange(count, dtype=np.uint32) + start) >> np.uint32(21)
     return numbers
@@ -35,7 +35,7 @@ def _mix(x: Array) -> Array:
 
 
 def filled(port: dict[str, Any], folder: Path) -> Array:
-    """Make an input of a cell as its `fill` says; files are looked for in `folder`."""
+    """Make an input of a cell by its rule `fill`; files lie in `folder`."""
     fill, shape, dtype = port["fill"], port["shape"], DTYPES[port["dtype"]]
     if fill["kind"] == "hash":
         numbers: Array = hash11(fill["seed"], math.prod(shape)) * fill["scale"] + fill["offset"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # onnxruntime reads it as it is imported
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # onnxruntime reads it when it is imported
 
 import argparse
 import gc
@@ -33,14 +33,14 @@ from .statistics import percentiles_line, statistics
 
 VERSION = "1"
 BENCH = "kvcap.android_bench/1"
-TRACE_WARM, TRACE_RUNS = 5, 20  # runs of a profile; those to warm up are not counted
+TRACE_WARM, TRACE_RUNS = 5, 20  # runs of a profile: to warm up, and counted
 
 
 def library() -> ModuleType:
     """Import ONNX Runtime, and return it.
 
     Raises:
-        Refused: it is not installed.
+        Refused: ONNX Runtime is not installed.
     """
     try:
         return importlib.import_module("onnxruntime")
@@ -49,7 +49,7 @@ def library() -> ModuleType:
 
 
 def short_name(provider: str) -> str:
-    """Return the short name of a provider: of `CPUExecutionProvider` it is cpu."""
+    """Return the short name of a provider, such as 'cpu' for `CPUExecutionProvider`."""
     return provider.removesuffix("ExecutionProvider").lower()
 
 
@@ -66,7 +66,7 @@ def provider_named(name: str) -> str:
 
 
 def timer_us() -> float:
-    """Return the smallest step of the clock that is seen, in microseconds."""
+    """Return the smallest observed step of the clock, in microseconds."""
     steps = []
     for _ in range(200):
         start = now = time.perf_counter_ns()
@@ -80,12 +80,12 @@ class Bound:
     """A cell that is ready to run: session, inputs and preallocated outputs.
 
     Args:
-        cell: of the plan.
-        folder: of the plan.
-        threads: of one operation.
-        provider: asked for. The CPU may help only where it cannot run the graph alone, and
-            `self.provider` says so.
-        trace: how the name of the profiler's file begins; no profile where it is None.
+        cell: a cell of the plan.
+        folder: the plan's folder.
+        threads: threads of one operation.
+        provider: the execution provider. Only if it cannot run the whole graph, the CPU runs the
+            rest, and `self.provider` ends in '+cpu'.
+        trace: prefix of the profiler's file; None runs no profiler.
     """
 
     def __init__(
@@ -149,15 +149,12 @@ class Bound:
 
 
 def operators(bound: Bound) -> list[Cell]:
-    """Run a traced cell; return count and microseconds of each operator in the mean run.
-
-    Each run's nodes come before its `model_run` in the trace.
-    """
+    """Run a traced cell; return each operator's mean count and microseconds per run."""
     for _ in range(TRACE_WARM + TRACE_RUNS):
         bound.run()
     events = json.loads(Path(bound.session.end_profiling()).read_text(encoding="utf-8"))
     found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
-    ended = 0
+    ended = 0  # runs; the trace has a run's nodes before its `model_run`
     for event in events:
         if event["name"] == "model_run":
             ended += 1
@@ -173,14 +170,14 @@ def operators(bound: Bound) -> list[Cell]:
 
 
 def visit(run: Callable[[], None], rules: Cell) -> list[float]:
-    """Warm up, then one round's samples in microseconds."""
+    """Warm up; return one round's samples in microseconds."""
     _timed(run, rules["warmup_runs"], rules["warmup_seconds"])
     rounds = rules["rounds"]
     return _timed(run, math.ceil(rules["min_runs"] / rounds), rules["min_seconds"] / rounds)
 
 
 def _timed(run: Callable[[], None], runs: int, seconds: float) -> list[float]:
-    """Return samples in microseconds: at least so many, and at least so long together."""
+    """Return samples in microseconds: at least `runs`, that last at least `seconds` together."""
     samples: list[float] = []
     clock, left = time.perf_counter_ns, seconds * 1e9
     gc.disable()
@@ -197,7 +194,7 @@ def _timed(run: Callable[[], None], runs: int, seconds: float) -> list[float]:
 
 
 class Run:
-    """A run of a plan that fills rows of cells and baselines round by round."""
+    """A run of a plan, which fills the rows of cells and baselines round by round."""
 
     def __init__(self, plan: Cell, folder: Path, arguments: argparse.Namespace) -> None:
         self.plan, self.folder, self.rules = plan, folder, plan["rules"]
@@ -241,7 +238,11 @@ class Run:
         }
 
     def measure(self) -> Cell | None:
-        """Measure all rounds in random order, then the first cell once more; return its samples."""
+        """Measure all cells in rounds of random order.
+
+        Returns:
+            Another visit to the first cell at the end, which shows drift; None without cells.
+        """
         order: list[tuple[Cell, bool]] = [(row, True) for row in self.rows]
         order += [(row, False) for row in self.baselines]
         shuffle, done = random.Random(self.rules["seed"]), 0
@@ -252,8 +253,8 @@ class Run:
                 done += 1
                 if row.get("status", "ok") == "ok":
                     (self._cell if is_cell else self._baseline)(row)
-                said = f"{row['id']} ({row['threads']}) {_last(row)}"
-                print(f"[{done}/{total}] {said}", file=sys.stderr, flush=True)
+                progress = f"{row['id']} ({row['threads']}) {_last(row)}"
+                print(f"[{done}/{total}] {progress}", file=sys.stderr, flush=True)
         if self.first is None or self.first["status"] != "ok":
             return None
         again = {**self.first, "samples_us": []}
@@ -264,7 +265,7 @@ class Run:
         return {**{key: again[key] for key in same}, "samples_us": again["samples_us"][0]}
 
     def _cell(self, row: Cell) -> None:
-        """Make one visit to a cell; one that fails stays failed, and the run goes on."""
+        """Measure a cell in one round; a cell that fails stays failed, and the run goes on."""
         cell = self.cells[row["id"]]
         try:
             if lack := self._pin(row["threads"]):
@@ -281,11 +282,11 @@ class Run:
         except Refused:
             raise
         except Exception as error:  # ONNX Runtime's own classes have no common base
-            said = str(error).strip().splitlines() or [""]
-            _without_samples(row, "failed", f"{type(error).__name__}: {said[0][:300]}")
+            lines = str(error).strip().splitlines() or [""]
+            _without_samples(row, "failed", f"{type(error).__name__}: {lines[0][:300]}")
 
     def _baseline(self, row: Cell) -> None:
-        """Make one visit to a copy of memory."""
+        """Measure a copy of memory in one round."""
         self._pin(1)
         source = np.ones(row["bytes"], dtype=np.uint8)
         target = np.empty_like(source)
@@ -304,7 +305,7 @@ class Run:
                 row["operators"] = operators(bound)
 
     def decoders(self) -> list[Cell]:
-        """Return the plan's decoder, once for each number of threads; none where it has none."""
+        """Measure the plan's decoder, if any; return a row for each number of threads."""
         if "decoder" not in self.plan:
             return []
         found = []
@@ -316,7 +317,7 @@ class Run:
         return found
 
     def _decoder(self, row: Cell) -> None:
-        """Run all rounds of one decoder; one that fails stays failed, and the run goes on."""
+        """Measure all rounds of one decoder; if it fails, the run goes on."""
         wanted = self.plan["decoder"]
         try:
             if self.provider != "cpu":
@@ -331,18 +332,18 @@ class Run:
             row |= decoder.measured(made, wanted, self.rules["rounds"])
             row |= {"held_bytes": made.nbytes, "provider_got": "cpu"}
         except Exception as error:  # ONNX Runtime's own classes have no common base
-            said = str(error).strip().splitlines() or [""]
-            _without_samples(row, "failed", f"{type(error).__name__}: {said[0][:300]}")
+            lines = str(error).strip().splitlines() or [""]
+            _without_samples(row, "failed", f"{type(error).__name__}: {lines[0][:300]}")
 
     def _pin(self, threads: int) -> str | None:
-        """Hold this process, and threads that it starts from now on, to its cores.
+        """Pin this process, and threads that it starts from now on, to cores.
 
         Returns:
-            What is lacking for so many threads, or None.
+            A reason if there are too few cores for so many threads, else None.
         """
         if self.everywhere is None:
             return None
-        os.sched_setaffinity(0, self.everywhere)  # big_cores looks among all again
+        os.sched_setaffinity(0, self.everywhere)  # so that big_cores chooses among all cores again
         cores = cores_for(self.cores, threads)
         if cores is not None:
             os.sched_setaffinity(0, cores)
@@ -352,7 +353,7 @@ class Run:
         )
 
     def document(self, source: str) -> Cell:
-        """Measure, and everything that a result says."""
+        """Measure everything; return the whole result."""
         started, before, step = _now(), conditions(), timer_us()
         repeat = self.measure()
         if self.profiled:
@@ -401,7 +402,7 @@ class Run:
 
 
 def _without_samples(row: Cell, status: str, reason: str) -> None:
-    """Mark a row as not measured; rounds that it had are given up."""
+    """Mark a row as not measured, and drop the samples that it has."""
     row["status"] = status
     row["reason"] = "".join(letter if letter.isprintable() else "?" for letter in reason)
     for key in (
@@ -418,7 +419,7 @@ def _without_samples(row: Cell, status: str, reason: str) -> None:
 
 
 def _last(row: Cell) -> str:
-    """Return the last round's median, for people who wait."""
+    """Return the last round's median as text, for the line of progress."""
     samples = row.get("samples_us")
     return f"{sorted(samples[-1])[len(samples[-1]) // 2]:,.1f} µs" if samples else row["reason"]
 

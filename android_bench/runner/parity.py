@@ -1,4 +1,4 @@
-"""Checks a cell's outputs against the eager policy's, as the plan says for each output."""
+"""Compares a cell's outputs with the eager policy's, by the check that the plan has for each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import numpy as np
 
 from .inputs import DTYPES, Array, Cell
 
-MARK = 1e30  # numbers beyond it are marks of a policy, not values
+MARK = 1e30  # larger numbers are marks of a policy, not values
 
 
 def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: Path) -> Cell:
-    """Return whether a cell's outputs are as expected: `passed`, `error`, `allowed`, `text`."""
+    """Compare a cell's outputs with the expected ones.
+
+    Args:
+        cell: a cell of the plan.
+        given: its inputs, by name.
+        got: its outputs, by name.
+        folder: the plan's folder.
+
+    Returns:
+        `passed`, the largest `error`, the difference `allowed`, and a `text` on the first fault.
+    """
     worst: Cell = {"passed": True, "error": 0.0, "allowed": 0.0}
     share = 0.0
     for port in sorted(cell["outputs"], key=lambda port: port["check"]["kind"] != "slots"):
@@ -29,7 +39,7 @@ def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: P
 def _checked(
     port: Cell, given: dict[str, Array], got: dict[str, Array], folder: Path
 ) -> tuple[str | None, float | None]:
-    """Return the fault of one output, if there is one, and its largest difference."""
+    """Return the fault of one output as text, if it has one, and its largest difference."""
     check, value = port["check"], got[port["name"]]
     if list(value.shape) != port["shape"] or value.dtype != DTYPES[port["dtype"]]:
         return f"is {value.dtype} {list(value.shape)}", None
@@ -70,6 +80,6 @@ def _slots(slots: Array, file: Path) -> str | None:
 
 
 def _rows(whole: Array, slots: Array) -> Array:
-    """Return rows [B, K, N, ...] of [B, K, n, ...] that `slots` [B, K, N] names."""
+    """Gather the slots `slots` [B, K, N] of an array [B, K, n, ...], as [B, K, N, ...]."""
     index = slots.astype(np.int64).reshape(*slots.shape, *(1,) * (whole.ndim - 3))
     return np.take_along_axis(whole, index, axis=2)

@@ -1,4 +1,4 @@
-"""Computes the statistics of a cell's samples, and writes rows as CSV; all runners do the same."""
+"""Computes statistics of a cell's samples, and writes rows as CSV, as all runners do."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 from .inputs import Cell
 
 PERCENTILES = (50, 90, 95, 99)
-# The plan carries these names to every runner. Fields of a cell's row, and else of the run.
+# Every runner reads these names from the plan: fields of a cell's row, or else of the run.
 COLUMNS = ("runner", "id", "policy", "formulation", "stage", "dtype", "n", "queries", "budget",
            "threads", "provider_asked", "provider_got", "status", "min_us",
            *(f"p{share}_us" for share in PERCENTILES))  # fmt: skip
-FORMULA = ("=", "+", "-", "@")  # how a text begins that a spreadsheet would compute
+FORMULA = ("=", "+", "-", "@")  # a spreadsheet computes a text that begins so
 
 
 def statistics(rounds: list[list[float]]) -> dict[str, float]:
-    """Join all rounds' samples: least, percentiles, mean, standard deviation (n - 1).
+    """Return the least, percentiles, mean and standard deviation (n - 1) of all rounds' samples.
 
     >>> statistics([[1.0, 2.0], [3.0, 4.0]])["p50_us"]
     2.5
@@ -32,13 +32,13 @@ def statistics(rounds: list[list[float]]) -> dict[str, float]:
 
 
 def percentiles_line(row: Cell) -> str:
-    """Write a measured row's percentiles for people."""
+    """Return a line with a measured row's percentiles, for a terminal."""
     shown = ", ".join(f"p{share} {row[f'p{share}_us']:.1f}" for share in PERCENTILES)
     return f"{row['id']} ({row['provider_asked']}, {row['threads']}): {shown} µs"
 
 
 def csv_text(results: Iterable[Cell], columns: Iterable[str]) -> str:
-    """Write a line per cell of results under these columns; texts are quoted, null is empty."""
+    """Write a header and a line per cell of all results; texts are quoted, null is empty."""
     names = list(columns)
     lines = [[_field(name) for name in names]]
     for result in results:

@@ -1,1 +1,1 @@
-"""Serves the page that measures a plan in a browser, and takes the results that it sends."""
+"""Serves the pages that measure a plan or chat in a browser, and takes results that they send."""

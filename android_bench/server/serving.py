@@ -1,7 +1,7 @@
-"""Serves the pages over HTTP, with a plan or a decoder, and lets nothing else through.
+"""Serves the pages over HTTP, with a plan or a decoder, and no other file.
 
-What it hands out is a fixed table made when it starts, so that no request can name another file.
-`Serving` hands out a plan and takes results in; `ChatServer` hands out a decoder and takes nothing.
+The files are a fixed table made when the server starts, so that no request can name another one.
+`Serving` hands out a plan and takes results; `ChatServer` hands out a decoder and takes nothing.
 Knows nothing of commands or terminals.
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 PAGE = Path(__file__).parents[1] / "page"
-HEAD_BYTES, SIGNS_BYTES = 2**15, 2**16  # the most of a request's headers; of a browser's signs
+HEAD_BYTES, SIGNS_BYTES = 2**15, 2**16  # most bytes of a request's headers, of a browser's signs
 TYPES = {
     ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".mjs": "text/javascript",
     ".svg": "image/svg+xml", ".wasm": "application/wasm", ".json": "application/json",
@@ -63,7 +63,7 @@ HEADERS = {
 
 
 class Headers:
-    """Puts `HEADERS` on every answer, refusals too."""
+    """Middleware that adds `HEADERS` to every response, refusals too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -85,7 +85,7 @@ class Headers:
 
 
 class Patience:
-    """Ends requests whose answer is not read in time, and those of clients that leave midway."""
+    """Middleware that ends a request if its response is not read in time, or the client leaves."""
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:
         self.app, self.seconds = app, seconds
@@ -100,18 +100,21 @@ class Patience:
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn that would otherwise wait for ever for a request's first lines."""
+    """A connection that closes if a request's headers do not arrive in time.
+
+    Uvicorn's own would wait for ever.
+    """
 
     head_seconds = ClientLimits.head_seconds
     waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait."""
+        """Start the timer."""
         super().connection_made(transport)
         self.waiting = self.loop.call_later(self.head_seconds, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Wait for as long as no request is under way."""
+        """Run the timer while no request is under way."""
         super().data_received(data)
         under_way = self.cycle is not None and not self.cycle.response_complete
         if under_way and self.waiting is not None:
@@ -121,14 +124,14 @@ class Connection(H11Protocol):
             self.waiting = self.loop.call_later(self.head_seconds, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
+        """Stop the timer."""
         if self.waiting is not None:
             self.waiting.cancel()
         super().connection_lost(exc)
 
 
 class AsciiJson(JSONResponse):
-    """A JSON response in ASCII, as clients may have sent what no other encoding can hold."""
+    """A JSON response in ASCII, as clients may send lone surrogates, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
         """Encode the body."""
@@ -136,13 +139,13 @@ class AsciiJson(JSONResponse):
 
 
 def handed_out(page: str, prefix: str, folder: Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return every path that can be asked for, with its file.
+    """Return every path that a client can request, with its file.
 
     Args:
-        page: that the address itself leads to.
-        prefix: of the paths of `names`.
-        folder: that these files lie in.
-        names: of a plan's or a decoder's files.
+        page: name of the page at the address itself.
+        prefix: prefix of the paths of `names`.
+        folder: the folder that these files lie in.
+        names: names of a plan's or a decoder's files.
     """
     pages = [path for path in PAGE.iterdir() if path.suffix in TYPES]
     libraries = [path for at in vendor.FOLDERS for path in at.iterdir() if path.is_file()]
@@ -155,18 +158,18 @@ def handed_out(page: str, prefix: str, folder: Path, names: Iterable[str]) -> di
 
 
 class Files:
-    """A table of files that the server hands out to a page that may ask."""
+    """The files that the server hands out, and their routes."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = files
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """Return the routes that can be asked for."""
+        """Return the routes of the files."""
         return [Route("/{name:path}", self.give, methods=["GET"])]
 
     async def give(self, request: Request) -> Response:
-        """Send a file of the page, the plan or the decoder."""
+        """Return a file of the page, the plan or the decoder."""
         name = request.path_params["name"]
         path = self.files.get(name)
         if path is None or not path.is_file():
@@ -174,22 +177,23 @@ class Files:
         coding = {"Content-Encoding": "gzip"} if path.suffix == ".gz" else {}
         kind = TYPES.get(Path(path.name.removesuffix(".gz")).suffix, "application/octet-stream")
         if name.startswith("ort/"):
-            coding["Cache-Control"] = "private, max-age=600"  # every worker loads it again
+            # Every worker of the page loads the library again.
+            coding["Cache-Control"] = "private, max-age=600"
         return FileResponse(path, media_type=kind, headers=coding)
 
 
 class Answers(Files):
-    """A server's answers to a page that measures."""
+    """The routes of the page that measures: its files, its judgement, and uploads of results."""
 
     def __init__(self, files: Mapping[str, Path], results: Results, limits: ClientLimits) -> None:
         super().__init__(files)
         self.results, self.limits = results, limits
-        self.uploads = 0  # under way
+        self.uploads = 0  # uploads under way
         self.judging = anyio.Semaphore(1)  # a large result takes memory and a whole core
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """Return the routes that can be asked for and sent to."""
+        """Return the routes of files, and those that the page posts to."""
         return [
             Route("/device", self.judge, methods=["POST"]),
             Route("/results", self.take, methods=["POST"]),
@@ -197,19 +201,19 @@ class Answers(Files):
         ]
 
     async def judge(self, request: Request) -> Response:
-        """Tell the page, before it measures, where it runs, and its library's version."""
+        """Return the origin of the page's device and the library's version, before it measures."""
         try:
             body = await _body(request, SIGNS_BYTES, self.limits.body_seconds)
             signs = parsed(body, "what the browser says", ResultBroken)
-            found = origin(signs, request.headers.get("user-agent", ""))
+            verdict = origin(signs, request.headers.get("user-agent", ""))
         except (ValueError, AttributeError, RecursionError):
             return _refused(400, "signs of the browser are expected, as a JSON object")
         except TimeoutError:
             return _refused(408, "it took too long to arrive")
-        return AsciiJson({**found._asdict(), "version": vendor.VERSION})
+        return AsciiJson({**verdict._asdict(), "version": vendor.VERSION})
 
     async def take(self, request: Request) -> Response:
-        """Take a result in; answer where it was written and what is to be doubted, or why not."""
+        """Take a result; return its file and its flags, or the reason why it is refused."""
         if request.headers.get("content-type", "").split(";")[0] != "application/json":
             return _refused(415, "a result is sent as application/json")
         if self.uploads >= self.limits.uploads:
@@ -248,10 +252,11 @@ def application(
     """Make the server's application.
 
     Args:
-        files: for those who may ask.
-        token: first part of every path, None where there is none.
-        hosts: names the server may be called by; others are another site's tricks.
-        limits: how long a request may take.
+        files: the routes to serve.
+        token: the first part of every path; None for paths without one.
+        hosts: host names that requests may have; others could come from another site (DNS
+            rebinding).
+        limits: limits on the time of a request.
     """
     routes = files.routes
     if token:
@@ -267,7 +272,7 @@ def application(
 
 
 def _without_token(request: Request) -> Response:
-    """Return nothing but a page that says so, and its looks."""
+    """Return a page that explains that the token is missing, and its style sheet."""
     if request.path_params["name"] == "style.css":
         return FileResponse(PAGE / "style.css")
     return FileResponse(PAGE / "refused.html", status_code=403)
@@ -278,11 +283,11 @@ def _refused(status: int, why: str) -> Response:
 
 
 async def _body(request: Request, limit: int, seconds: float) -> bytes:
-    """Return a request's body, which is not read further than allowed.
+    """Return a request's body, and stop reading at the limit.
 
     Raises:
-        ValueError: it is longer than `limit` bytes.
-        TimeoutError: it was not there after so many seconds.
+        ValueError: the body is longer than `limit` bytes.
+        TimeoutError: the body did not arrive within `seconds`.
     """
     if int(request.headers.get("content-length", 0)) > limit:
         raise ValueError("too long")
@@ -299,14 +304,14 @@ class PageServer:
     """A server that runs in a thread of its own.
 
     Args:
-        port: 0 takes a free one.
-        lan: this machine's address in its network, where others may come in with a token; None
+        port: the port to listen on; 0 takes a free one.
+        lan: this machine's address in its network, where others may connect with a token; None
             lets in this machine alone.
-        limits: on what clients may take.
+        limits: limits on memory, disk and time that clients may use.
 
     Raises:
-        VendorError: the page's libraries are not there.
-        PortTaken: something listens there already.
+        VendorError: the page's libraries are missing.
+        PortTaken: another program listens on the port.
     """
 
     def __init__(self, port: int, lan: str | None, limits: ClientLimits) -> None:
@@ -319,7 +324,7 @@ class PageServer:
         self.url = f"http://{lan or 'localhost'}:{self.port}/{token}"
 
     def _hand_out(self, files: Files) -> None:
-        """Set up what is served once it runs."""
+        """Set up the application that the server will run."""
         limits, hosts = self.limits, [self.lan] if self.lan else ["localhost", "127.0.0.1"]
         config = uvicorn.Config(
             application(files, self.token, hosts, limits),
@@ -345,10 +350,10 @@ class PageServer:
         return self
 
     def check(self) -> None:
-        """Raise where the server ended by itself.
+        """Raise if the server ended by itself.
 
         Raises:
-            ServerEnded: its thread is gone.
+            ServerEnded: the server's thread has ended.
         """
         if not self.thread.is_alive():
             raise ServerEnded("the server ended by itself; start it again")
@@ -380,15 +385,15 @@ class Serving(PageServer):
         """Check everything and bind the port.
 
         Args:
-            folder: of a plan.
-            results: folder for results, made where it does not exist.
-            port: as of `PageServer`.
-            lan: likewise.
-            limits: likewise.
+            folder: the folder of a plan.
+            results: the folder for results, which is made if it is missing.
+            port: see `PageServer`.
+            lan: see `PageServer`.
+            limits: see `PageServer`.
 
         Raises:
             PlanBroken: the folder holds no whole plan.
-            VendorError, PortTaken: as of `PageServer`.
+            VendorError, PortTaken: see `PageServer`.
         """
         vendor.require()
         self.plan = read_plan(folder)
@@ -411,14 +416,14 @@ class ChatServer(PageServer):
         """Check everything and bind the port.
 
         Args:
-            folder: of a decoder that `kvcap export decoder` wrote.
-            port: as of `PageServer`.
-            lan: likewise.
+            folder: the folder of a decoder that `kvcap export decoder` wrote.
+            port: see `PageServer`.
+            lan: see `PageServer`.
 
         Raises:
             ModelNotFound, NotExportable, ManifestError, ModelFilesBroken, GraphBroken,
-            ChatTemplateMissing: no decoder, or none that a page can chat with.
-            VendorError, PortTaken: as of `PageServer`.
+            ChatTemplateMissing: the folder holds no decoder that a page can chat with.
+            VendorError, PortTaken: see `PageServer`.
         """
         self.manifest = decoder_for_a_page(folder)
         # Weights are hundreds of megabytes, and Wi-Fi may be slow.
@@ -428,14 +433,14 @@ class ChatServer(PageServer):
 
 
 def _bound(address: str, port: int) -> socket.socket:
-    # asyncio sets TCP_NODELAY only on what is said to be TCP; without it answers are 40 ms late
-    found = socket.socket(proto=socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # asyncio sets TCP_NODELAY only on sockets made for TCP; without it responses take 40 ms more.
+    bound = socket.socket(proto=socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((address, port))
+        bound.bind((address, port))
     except OSError as error:
-        found.close()
+        bound.close()
         raise PortTaken(
             f"cannot listen on {address} port {port}: {error.strerror}; --port 0 takes a free port"
         ) from error
-    return found
+    return bound

@@ -1,7 +1,7 @@
 """Fetches the page's JavaScript libraries, once with npm, and checks them against digests.
 
-Run as `python -m kvcap.android_bench.server.vendor` when a checkout is set up or before a wheel is
-built; the wheel carries what it leaves. Nothing is fetched when the page is served.
+`python -m kvcap.android_bench.server.vendor` runs when a checkout is set up or before a wheel is
+built; the wheel contains the libraries. Nothing is fetched when the page is served.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kvcap.runtime.errors import how_to_install
 
 
 class Package(NamedTuple):
-    """A package of npm, as it was published."""
+    """A published package of npm, and the files of it that the page loads."""
 
     name: str
     version: str
-    sha512: str  # of its tarball, in base64
-    files: Mapping[str, str]  # what the page has of it: path in the package, name in the folder
+    sha512: str  # SHA-512 of its tarball, in base64
+    files: Mapping[str, str]  # paths in the package, and their names in the page's folder
 
 
 PAGE = Path(__file__).parents[1] / "page"
 COMMAND = "python -m kvcap.android_bench.server.vendor"
 
-# The CPU build, and the larger one that also knows WebGPU; each is a loader, glue and a binary.
+# The CPU build, and the larger one with WebGPU; each is a loader, JavaScript glue and a binary.
 SCRIPTS = (
     "ort.wasm.min.mjs",
     "ort.webgpu.min.mjs",
@@ -45,7 +45,7 @@ SCRIPTS = (
     "ort-wasm-simd-threaded.asyncify.mjs",
 )
 BINARIES = ("ort-wasm-simd-threaded.wasm", "ort-wasm-simd-threaded.asyncify.wasm")
-NOTICES = ("LICENSE", "ThirdPartyNotices.txt")  # of ONNX Runtime; the npm package has none
+NOTICES = ("LICENSE", "ThirdPartyNotices.txt")  # ONNX Runtime's; the npm package lacks them
 ORT = Package(
     "onnxruntime-web",
     "1.30.0",
@@ -70,37 +70,37 @@ FOLDER, TEXT_FOLDER = FOLDERS
 
 
 def marker(packages: Sequence[Package]) -> str:
-    """Return the content of the file VERSION of a folder of these packages."""
+    """Return the content of the file VERSION in a folder that holds these packages."""
     return ", ".join(package.version for package in packages)
 
 
 def require(folders: Mapping[Path, Sequence[Package]] = FOLDERS) -> None:
-    """Make sure that the page has its libraries.
+    """Check that the page has its libraries.
 
     Raises:
-        VendorError: one is not there, or is another version.
+        VendorError: a library is missing, or has another version.
     """
     for folder, packages in folders.items():
         path = folder / "VERSION"
-        found = path.read_text().strip() if path.is_file() else None
-        if found != marker(packages):
+        version = path.read_text().strip() if path.is_file() else None
+        if version != marker(packages):
             names = " and ".join(f"{package.name} {package.version}" for package in packages)
             raise VendorError(
-                f"the page needs {names} in {folder}, where there is {found or 'none'}; run: "
+                f"the page needs {names} in {folder}, where there is {version or 'none'}; run: "
                 f"{COMMAND}"
             )
 
 
 def vendor(folder: Path, packages: Sequence[Package], tarballs: Sequence[Path] = ()) -> None:
-    """Put packages and their licences into `folder`, all of it or nothing.
+    """Put packages and their licences into `folder`, all of them or none.
 
     Args:
-        folder: replaced where it exists.
-        packages: that it is to hold.
-        tarballs: of npm, in any order, where npm cannot be asked.
+        folder: the folder, which is replaced if it exists.
+        packages: the packages to put there.
+        tarballs: npm's files of all packages, in any order, to use in place of npm.
 
     Raises:
-        VendorError: no npm, no network, or another content than a digest says.
+        VendorError: npm or the network is missing, or a package has another digest.
     """
     given = {_digest(path.read_bytes()): path for path in tarballs}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def _digest(data: bytes) -> str:
 
 
 def _download(work: Path, package: Package) -> Path:
-    """Download the package by npm's client, from the registry that npm is set to."""
+    """Download the package with npm's client, from the registry that npm is configured for."""
     name = f"{package.name}@{package.version}"
     npm = shutil.which("npm")
     if npm is None:
@@ -151,17 +151,17 @@ def _download(work: Path, package: Package) -> Path:
         )
         files = list(Path(place).glob("*.tgz"))
         if done.returncode or len(files) != 1:
-            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise VendorError(f"npm could not get {name}: {said}")
+            reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise VendorError(f"npm could not get {name}: {reason}")
         return files[0].rename(work / files[0].name)
 
 
 def _unpack(file: Path, package: Package, made: Path) -> None:
-    """Unpack the files that the page loads. Binaries stay compressed: a quarter of the bytes."""
+    """Unpack the files that the page loads; binaries stay compressed, at a quarter of the size."""
     with tarfile.open(file) as archive:
         for path, name in package.files.items():
             member = archive.extractfile(f"package/{path}")
-            assert member is not None, path  # the digest says which files there are
+            assert member is not None, path  # the digest fixes which files there are
             content = member.read()
             if name in BINARIES:
                 (made / f"{name}.gz").write_bytes(gzip.compress(content, mtime=0))
@@ -170,7 +170,7 @@ def _unpack(file: Path, package: Package, made: Path) -> None:
 
 
 def _notices(made: Path) -> None:
-    """Copy the licence from the Python package of ONNX Runtime: same sources, same licence."""
+    """Copy the licence from ONNX Runtime's Python package, which has the same sources."""
     try:
         files = importlib.metadata.files("onnxruntime") or []
     except importlib.metadata.PackageNotFoundError:
