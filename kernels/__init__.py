@@ -1,8 +1,8 @@
-"""Runs a policy's score by its Triton twin where there is one, else eagerly.
+"""Runs a policy's score by its Triton twin if there is one, else eagerly.
 
-`score` and `update` take the place of a policy's own and give the same values: by a twin where one
-covers the policy's options and the shapes and `choice.py` wants it, else eagerly. The environment
-variable `KVCAP_KERNELS`, or `use`, overrides: `auto` (on CUDA), `eager` (never) or `triton` (on a
+`score` and `update` replace a policy's own methods and return the same values. They run a twin if
+one covers the policy's options and the shapes, and `choice.py` allows it. The environment variable
+`KVCAP_KERNELS`, or `use`, decides that: `auto` (twins on CUDA), `eager` (never) or `triton` (on a
 CPU too, by Triton's interpreter). Importing this imports no triton and initialises no device.
 """
 
@@ -53,20 +53,20 @@ MOST_HEAD_SIZE, MOST_GROUPS = 256, 32
 
 
 class StoredKeys(NamedTuple):
-    """A record of what attention computed of keys as they are stored; it saves KeyDiff a pass."""
+    """Sums of keys from attention, and rotations of stored keys, which save KeyDiff a pass."""
 
     sums: Tensor | None
     """Holds sums of P parts of the keys as they were attended to, [B, K, P, D] float32."""
     rotation: tuple[Tensor, Tensor] | None
-    """Holds by how much the observation's keys are yet to be rotated back; None: not at all.
+    """Holds how far the observation's keys must still be rotated back; None: not at all.
 
-    That is shifts [B, K, n] int32, views of a pool where the keys are, and a table [span, 2, D/2]
-    of cosines and sines.
+    It has shifts [B, K, n] int32, which are views of a pool if the keys are, and a table
+    [span, 2, D/2] of cosines and sines.
     """
 
 
 def score(policy: Policy, obs: Observation) -> Tensor:
-    """Return the worth of every slot, as `policy.score(obs)` has it. Shape [B, K, n], float32."""
+    """Return the worth of every slot, [B, K, n] float32, as `policy.score(obs)` does."""
     return TWINS[type(policy)](policy, obs) if _by_twin(policy, obs) else policy.score(obs)
 
 
@@ -80,7 +80,7 @@ def _by_twin(policy: Policy, obs: Observation) -> bool:
 
 
 def update(component: Component, obs: Observation) -> dict[str, Tensor]:
-    """Return new values of a component's state, as `component.update(obs)` has them."""
+    """Return new values of a component's state, as `component.update(obs)` does."""
     if type(component) is H2O and ready(obs.keys) and _covers(component, obs):
         return _h2o(component, obs)
     if type(component) is CriticalKV and ready(obs.keys) and obs.expansion is None:
@@ -92,7 +92,7 @@ def update(component: Component, obs: Observation) -> dict[str, Tensor]:
 
 
 def preference(budget: LayerBudget, obs: Observation) -> Tensor:
-    """Return how much a layer wants slots, as `budget.preference(obs)` has it. Shape []."""
+    """Return a layer's preference for slots, a scalar [], as `budget.preference(obs)` does."""
     queries = obs.queries
     if type(budget) is not CakeBudget or queries is None or obs.saliency is not None:
         return budget.preference(obs)
@@ -108,7 +108,7 @@ def preference(budget: LayerBudget, obs: Observation) -> Tensor:
 def _total(obs: Observation, kind: str) -> Tensor:
     """Return the sum of an epilogue over all slots, []."""
     found = window.scores(obs, kind, "sum", epsilon=1.0)
-    if obs.rows is not None:  # behind a row's slots it is arbitrary
+    if obs.rows is not None:  # numbers behind a row's slots are arbitrary
         places = torch.arange(obs.rows.longest, device=found.device)
         inside = places < obs.rows.lengths.view(*found.shape[:2], 1)
         found = torch.where(inside, found, 0.0)
@@ -123,9 +123,10 @@ def rescore(
     budgets: Tensor,
     row_pins: Tensor,
 ) -> Tensor:
-    """Return new scores of unequal rows [B, K, n], as `rescorer.rescore` has them.
+    """Return new scores of rows of unequal lengths, [B, K, n], as `rescorer.rescore` does.
 
-    See `covers_rows`. Each row has its own of `budgets` and `row_pins`, see `critical.rescore`.
+    Needs `covers_rows`. `critical.rescore` explains the arguments; `budgets` and `row_pins` differ
+    between rows.
     """
     if not isinstance(rescorer, CriticalKV) or rescorer.alpha == 1:
         return scores
@@ -136,9 +137,9 @@ def rescore(
 
 
 def divide(budget: HeadBudget, scores: Tensor, *given: Any) -> Division:
-    """Share a layer's slots out by a budget whose slots move; arguments as in `division.as_adakv`.
+    """Share a layer's slots out among its heads, as `budget.split` does.
 
-    Kernels give what `budget.split` does.
+    `division.as_adakv` explains the other arguments.
     """
     if type(budget) is AdaKV and scores.shape[1] <= MOST_HEADS and ready(scores):
         return as_adakv(budget.fraction, scores, *given)
@@ -146,7 +147,7 @@ def divide(budget: HeadBudget, scores: Tensor, *given: Any) -> Division:
 
 
 def covers_rows(eviction: Eviction) -> bool:
-    """Return whether all that an eviction reads of unequal rows is covered by kernels."""
+    """Return whether kernels compute all that an eviction needs of rows of unequal lengths."""
     policy, saliency, rescorer = eviction.policy, eviction.saliency, eviction.rescorer
     alone = H2O, Knorm, LagKV, Random, StreamingLLM
     if type(policy) not in (*TWINS, *alone) or type(policy) is Cake:
@@ -163,10 +164,10 @@ def covers_rows(eviction: Eviction) -> bool:
 
 
 def covers_layers(eviction: Eviction, groups: int) -> bool:
-    """Return whether rows cover all that an eviction reads of layers whose slots move.
+    """Return whether kernels compute all that an eviction needs if slots move between layers.
 
     Args:
-        eviction: which moves them.
+        eviction: the eviction, with its layer budget.
         groups: query heads that share a KV head.
     """
     policy, saliency = eviction.policy, eviction.saliency
@@ -181,7 +182,7 @@ def covers_layers(eviction: Eviction, groups: int) -> bool:
 
 
 def score_rows(policy: Policy, obs: Observation, stored: StoredKeys | None = None) -> Tensor:
-    """Return `score` of unequal rows, [B, K, longest], arbitrary behind a row's slots."""
+    """Return `score` of rows of unequal lengths, [B, K, longest], arbitrary behind each row."""
     assert obs.rows is not None
     if isinstance(policy, KeyDiff):
         return _keydiff(policy, obs, stored)
@@ -194,15 +195,22 @@ def score_rows(policy: Policy, obs: Observation, stored: StoredKeys | None = Non
         places = obs.keys[0, 0], obs.values[0, 0], obs.positions, obs.rows
         return lagkv.scores(*places, policy.lag)
     if type(policy) is Knorm:
-        each = replace(obs, keys=obs.keys[:1, :1])  # of the whole pool
+        each = replace(obs, keys=obs.keys[:1, :1])  # every row's view is of the whole pool
         return rows.padded(policy.score(each).flatten(), obs.rows, batch)
-    return policy.score(obs)  # by positions alone
+    return policy.score(obs)  # of a policy that reads positions alone
 
 
 def update_rows(
     component: Component, obs: Observation, values: Tensor | None, before: Tensor
 ) -> None:
-    """Update unequal heads in place: new values [B, K, T, D] are behind `before` slots."""
+    """Update the state of heads of unequal lengths, in place.
+
+    Args:
+        component: the part of the eviction that keeps state.
+        obs: the observation of the rows.
+        values: values of the new tokens [B, K, T, D], if the component reads them.
+        before: slots of each row before the new tokens, [B·K] int32.
+    """
     assert obs.rows is not None
     if type(component) is H2O:
         state, kind = obs.state["accumulated"], _kind(obs)
@@ -217,7 +225,7 @@ def update_rows(
 
 
 def _covers(policy: Policy, obs: Observation) -> bool:
-    """Return whether the twin of this policy knows its options, the saliency and the shapes."""
+    """Return whether this policy's twin computes its options, the saliency and the shapes."""
     keys, queries = obs.keys, obs.queries
     if keys.dtype not in DTYPES or keys.shape[-1] > MOST_HEAD_SIZE or keys.stride(-1) != 1:
         return False
@@ -234,7 +242,7 @@ def _covers(policy: Policy, obs: Observation) -> bool:
         queries is not None
         and _kind(obs) is not None
         and queries.shape[1] // keys.shape[1] <= MOST_GROUPS
-        and obs.values.shape == keys.shape  # not where slots hold latents
+        and obs.values.shape == keys.shape  # they differ if slots hold latents
         and all(x.dtype == keys.dtype and x.stride(-1) == 1 for x in (queries, obs.values))
         and obs.positions.stride(-1) == 1
     )
@@ -245,7 +253,7 @@ def _covers_options(policy: KeyDiff) -> bool:
 
 
 def _kind(obs: Observation) -> str | None:
-    """Return the epilogue that makes `obs.weight`, if there is one."""
+    """Return the epilogue that computes `obs.weight`, None if there is none."""
     return _mode(obs.saliency)
 
 
@@ -273,13 +281,13 @@ def _snapkv(policy: Policy, obs: Observation) -> Tensor:
     kind = _kind(obs)
     assert kind is not None
     if policy.kernel == 1 or (policy.pool == "avg" and policy.group != "max"):
-        # Averages commute: the heads first, so that there is less to pool.
+        # The mean over heads and pooling commute; the mean comes first, so that less is pooled.
         return _pooled(window.scores(obs, kind, policy.group), obs, policy)
     return over_group(_pooled(window.scores(obs, kind, None), obs, policy), policy.group)
 
 
 def _pooled(scores: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor:
-    """Return `pool_in_time` of scores, by its kernels where they cover it."""
+    """Return `pool_in_time` of scores, by its kernels if they cover the shapes."""
     covered = pool.covers(scores, obs.positions, policy.kernel)
     pooling = pool.pool_in_time if covered else pool_in_time
     return pooling(scores, obs.positions, policy.kernel, policy.pool, obs.num_tokens, policy.window)
@@ -333,4 +341,4 @@ TWINS: dict[type[Policy], Callable[[Policy, Observation], Tensor]] = {
     SnapKV: _snapkv,
     TOVA: _tova,
 }
-"""Maps policies to the twins of their scores; H2O has one of its state only, see `update`."""
+"""Maps policies to the twins of their scores; H2O has a twin of its state alone, see `update`."""

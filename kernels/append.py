@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
 """Writes a block's keys, values and positions into its slots, in one launch.
 
-Auxiliary tensors become zero there. Eagerly it is a copy for each. Knows tensors only; triton is
-imported when first needed.
+Auxiliary tensors become zero there. Eager code launches a copy for each tensor. Knows tensors only;
+triton is imported when first needed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def append(
     """Write a block's keys, values and positions behind the slots in use of rows of a pool.
 
     Args:
-        keys: [b, k, T, D], any strides but of the last dimension.
-        values: [b, k, T, D] likewise.
+        keys: [B, K, T, D]; the last stride is 1, others are free.
+        values: [B, K, T, D]; the last stride is 1, others are free.
         positions: [T] int32.
-        buffers: the pool's: keys and values [slots, D], positions [slots] int32, and [slots] of
-            auxiliary tensors, which become 0.
+        buffers: the pool's keys and values [slots, D], positions [slots] int32, and auxiliary
+            tensors [slots], which become 0.
         rows: first slot and length of each of the B·K rows, without the block.
     """
     from kvcap.kernels.append_triton import write

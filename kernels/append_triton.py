@@ -1,10 +1,10 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""The triton function of `kernels/append.py`, which imports this when it is first needed."""
+"""Defines the Triton functions of `kernels/append.py`, which imports this when first needed."""
 
 import triton
 import triton.language as tl
 
-# Where a block goes differs from layer to layer, which must not compile anew.
+# These arguments differ between layers; specialising them would compile the kernel for each.
 _PLACES = ["to_positions", *(f"aux_{i}" for i in range(6)), "length", "starts", "lengths"]
 
 
@@ -42,7 +42,7 @@ def write(
     aux_5,  # [slots] integers, or None
     length,  # T
     starts,  # [B·K] int32, each row's first slot
-    lengths,  # [B·K] int32, each row's slots before them
+    lengths,  # [B·K] int32, each row's slots before the block
     key_b,
     key_h,
     key_t,
@@ -53,7 +53,7 @@ def write(
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,  # what reads the slots may be launched before this ends
+    OVERLAP: tl.constexpr,  # the kernel that reads the slots may be launched before this one ends
 ):
     """Write some tokens of one KV head into the slots behind those in use."""
     if OVERLAP:

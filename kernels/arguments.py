@@ -1,8 +1,8 @@
-"""Arguments of Triton kernels by their names: concepts that a kernel takes one number at a time.
+"""Turns strides, pins and auxiliary tensors into named arguments of Triton kernels.
 
-Triton 3.2 passes no tuples to kernels. What is one thing here (a tensor's strides, a cache's
-auxiliary tensors, pinned spans) has a parameter for each of its numbers there, called alike.
-Knows tensors only; imports no triton.
+Triton 3.2 passes no tuples to kernels, so a kernel has a parameter for each stride, each auxiliary
+tensor and each bound of a pinned span. Kernels use the same names for them. Knows tensors only;
+imports no triton.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from kvcap.kernels.device import bits, seen_and_clock
 
-MOST_AUX = 6  # auxiliary tensors: a number a slot, besides positions
+MOST_AUX = 6  # most auxiliary tensors, which have a number per slot, besides positions
 MOST_SPANS = 8
 
 Spans = Sequence[tuple[int, int]]
 
 
 class Pins(NamedTuple):
-    """Slots that stay, whatever their scores."""
+    """The slots that stay whatever their scores, by their tokens' positions."""
 
-    sinks: int  # positions below this
-    recents: int  # and this many below `seen`
+    sinks: int  # positions below this are pinned
+    recents: int  # so many positions below `seen` are pinned
     seen: int | Tensor  # tokens read so far, an int or one int64 on the device
-    spans: Spans  # [start, stop) positions, at most `MOST_SPANS`
+    spans: Spans  # [start, stop) of pinned positions, at most `MOST_SPANS`
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Return `sinks` to `stop_7` as `worth_of` takes them; missing spans are empty."""
+        """Return the arguments `sinks` to `stop_7` of `worth_of`; missing spans are empty."""
         seen, clock = seen_and_clock(self.seen, device)
         ends = {f"{end}_{i}": 0 for i in range(MOST_SPANS) for end in ("start", "stop")}
         for i, (start, stop) in enumerate(self.spans):
@@ -40,13 +40,13 @@ class Pins(NamedTuple):
 
 
 def aux(tensors: Sequence[Tensor], most: int = MOST_AUX) -> dict[str, Tensor | None]:
-    """Return `aux_0` and so on up to `most`: the tensors as integers, then None."""
+    """Return the arguments `aux_0`, `aux_1`, ... up to `most`: tensors as integers, then None."""
     assert len(tensors) <= most, "see `covers`"
     return {f"aux_{i}": bits(tensors[i]) if i < len(tensors) else None for i in range(most)}
 
 
 def strides(dims: str, **tensors: Tensor | None) -> dict[str, int]:
-    """Return the first strides of every tensor, by its name and a letter for the dimension.
+    """Return the first strides of every tensor, named by the tensor and a letter per dimension.
 
     >>> strides("bh", key=torch.zeros(2, 3, 4), other=None)
     {'key_b': 12, 'key_h': 4, 'other_b': 0, 'other_h': 0}

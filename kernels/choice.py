@@ -18,7 +18,7 @@ _override: ContextVar[str | None] = ContextVar("kernels", default=None)
 
 @contextmanager
 def use(choice: str) -> Iterator[None]:
-    """Choose `auto`, `eager` or `triton` within the block, whatever the environment says."""
+    """Choose `auto`, `eager` or `triton` within a `with` block, over `KVCAP_KERNELS`."""
     token = _override.set(choice)
     try:
         yield
@@ -27,11 +27,11 @@ def use(choice: str) -> Iterator[None]:
 
 
 def ready(x: Tensor) -> bool:
-    """Return whether kernels are wanted and can run where `x` is.
+    """Return whether kernels are wanted and can run on the device of `x`.
 
     Raises:
         ValueError: `KVCAP_KERNELS` is none of `CHOICES`.
-        RuntimeError: it is `triton`, and they cannot.
+        RuntimeError: `triton` is chosen, and kernels cannot run there.
     """
     choice = _override.get() or os.environ.get("KVCAP_KERNELS") or "auto"
     if choice not in CHOICES:

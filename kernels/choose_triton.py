@@ -1,19 +1,19 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 """Defines Triton functions by which kernels choose which slots of a row are evicted.
 
-Those go that have the lowest scores and that nothing pins; of equal ones the older, as
-`policies.base.order` has it.
+The slots with the lowest scores go, unless they are pinned; of equal ones the older go, as in
+`policies.base.order`.
 
-Importing this imports triton. What changes from block to block, or from layer to layer, is not
-specialised: whatever is replayed in a CUDA graph has been compiled by the same call outside of one.
+Importing this imports triton. Arguments that differ between blocks or layers are not specialised,
+so that a call in a CUDA graph needs no kernel that the same call outside did not compile.
 """
 
 import triton
 import triton.language as tl
 
 HIGHEST = tl.constexpr(3.4028234663852886e38)  # the largest finite float32
-PINNED = tl.constexpr(0x7F800000)  # +inf, as `ordered` has it
-NO_SLOT = tl.constexpr(1 << 30)  # with a slot's number in place of a position: all are distinct
+PINNED = tl.constexpr(0x7F800000)  # the result of `ordered` for +inf
+NO_SLOT = tl.constexpr(1 << 30)  # plus a slot's number: a position of no slot, all distinct
 
 PINS = ["slots", "heads", "score_b", "score_h", "sinks", "recents", "seen", "spans"]
 PINS += [f"{end}_{i}" for i in range(8) for end in ("start", "stop")]
@@ -50,7 +50,7 @@ def worth_of(
     start_7,
     stop_7,
 ):
-    """Return a row's scores as finite float32, +inf where pinned or no slot, and its positions."""
+    """Return a row's scores as finite float32, +inf for pinned and missing slots, and positions."""
     held = slot < slots
     x = tl.load(scores + slot * score_n, held, 0.0).to(tl.float32)
     p = tl.load(positions + slot, held, 0)
@@ -67,7 +67,7 @@ def worth_of(
 
 @triton.jit
 def pins_of_row(row_pins, row):
-    """Return how many first and newest tokens of a row stay, from a table [B·K, 2]."""
+    """Return how many first and how many newest tokens of a row stay, from a table [B·K, 2]."""
     return tl.load(row_pins + 2 * row), tl.load(row_pins + 2 * row + 1)
 
 
@@ -81,26 +81,26 @@ def grow(newer, batch, head, newer_b, newer_h, count, NEWER: tl.constexpr, PAD: 
 
 @triton.jit
 def ordered(x):
-    """Return int32 integers that are ordered as the floats are."""
+    """Return int32 integers in the same order as the floats."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is no lower than 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def bound(x, count):
-    """Return a bound that the `count` lowest of x [BLOCK] lie below, and how many do. int32, int32.
+    """Return a bound of the `count` lowest of x [BLOCK], and how many lie below it; both int32.
 
-    Where fewer lie below, the rest equal it. Any value up to the lowest that stays will do: far
-    fewer steps than bits find it, at most 21. BLOCK is 2^15 at most, and not all of so many are
-    free.
+    If fewer than `count` lie below, the rest equal the bound. As any value up to the lowest that
+    stays will do, at most 21 steps find it, fewer than there are bits. BLOCK is at most 2^15, and
+    of so many some are pinned or no slot.
     """
-    # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
+    # At most `count` are below `low`; more than that, or all that is not pinned, below `high`.
     low = tl.min(x, 0)
     high = tl.max(tl.where(x == PINNED, low, x), 0) + 1
     below = tl.full([], 0, tl.int32)
     while (below < count) & (low + 1 < high):
-        # A reduction costs more than comparisons: it counts what is below either third. Two int32
-        # can be further apart than an int32 holds.
+        # A reduction costs more than comparisons, so one counts what is below either third. The
+        # difference of two int32 can exceed an int32.
         third = ((high.to(tl.int64) - low + 2).to(tl.uint32) // 3).to(tl.int64)
         one, two = (low + third).to(tl.int32), (low + 2 * third).to(tl.int32)
         both = tl.sum((x < one).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
@@ -115,9 +115,9 @@ def bound(x, count):
 
 @triton.jit
 def cut_of(x, positions, count):
-    """Return the worth below which the `count` lowest of x [BLOCK] lie, and a position, as int32.
+    """Return a worth and a position, int32, that bound the `count` lowest of x [BLOCK].
 
-    Of those that equal that worth, the ones older than the position are among the lowest, too.
+    The lowest are the slots below that worth, and those of that worth before the position.
     """
     low, below = bound(x, count)
     oldest = tl.full([], 0, tl.int32)

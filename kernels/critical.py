@@ -1,9 +1,9 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
 """Computes CriticalKV: norms of projected values, and scores that let the best stay first.
 
-A token's norm reads the output projection once, of a block in the model's own type with sums in
-float32. Rescoring finds the best slots of a row without sorting it. Knows tensors only; triton is
-imported when first needed.
+The norms of a block read the output projection once, in the model's own type with sums in float32.
+Rescoring finds the best slots of a row without sorting it. Knows tensors only; triton is imported
+when first needed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvcap.kernels.launch import empty, run
 from kvcap.kernels.rows import tile_of_row
 from kvcap.policies.base import Rows
 
-MOST_SIZE = 256  # of a head
-PROGRAMS = 4  # for each multiprocessor, where there is as much to do
+MOST_SIZE = 256  # largest size of a head
+PROGRAMS = 4  # programs for each multiprocessor, if there is as much to do
 
 
 def covers_norms(values: Tensor, weights: Tensor) -> bool:
-    """Return whether `norms` can compute this here, with these arguments."""
+    """Return whether the kernel of `norms` covers these arguments on their device."""
     known = values.dtype in DTYPES and weights.dtype == values.dtype
     alike = weights.dim() == 4 and weights.shape[0] == values.shape[1]
     alike = alike and weights.shape[2] == values.shape[3] <= MOST_SIZE and values.stride(-1) == 1
@@ -30,10 +30,10 @@ def covers_norms(values: Tensor, weights: Tensor) -> bool:
 
 
 def norms(values: Tensor, weights: Tensor) -> Tensor:
-    """Return `‖v W‖₁`, the mean over a KV head's query heads. [B, K, T], float32.
+    """Return `‖v W‖₁`, the mean over a KV head's query heads, [B, K, T] float32.
 
     Args:
-        values: [B, K, T, D], any strides but of the last dimension.
+        values: [B, K, T, D]; the last stride is 1, others are free.
         weights: [K, G, D, hidden], any strides.
     """
     from kvcap.kernels.critical_triton import project
@@ -43,7 +43,7 @@ def norms(values: Tensor, weights: Tensor) -> Tensor:
     rows = 16 if count <= 16 else 64 if count <= 64 else 128
     at_once = max(16, min(128, 32768 // (size_pad * values.element_size())))
     tiles, most = -(-hidden // at_once), kv_heads * group * -(-count // rows)
-    # A block's values are read by few programs, each of which then reads many columns.
+    # Few programs read a block's values, so each must read many columns.
     parts = max(1, min(tiles, -(-PROGRAMS * multiprocessors(values.device) // most)))
     columns = -(-tiles // parts) * at_once
     parts = -(-hidden // columns)
@@ -86,19 +86,19 @@ def rescore(
     rows: Rows,
     row_pins: Tensor,
 ) -> Tensor:
-    """Return new scores [B, K, n] as `CriticalKV.rescore` has them, of scores made finite.
+    """Return new scores [B, K, n] as `CriticalKV.rescore` does, of scores made finite.
 
     Args:
         scores: [B, K, n] float32.
         positions: [B, K, n] int32.
-        norm: [slots] float32, of projected values.
-        pins: `seen` and `spans`; how many first and newest tokens stay each row says for itself.
-        budgets: [B·K] int32, slots of each row that stay.
-        alpha: of the policy.
-        epsilon: of the policy.
-        queries: that scores are summed over.
-        rows: where heads lie. Behind a row nothing is written.
-        row_pins: [B·K, 2] int32, how many first and newest tokens of each row stay.
+        norm: norms of projected values, [slots] float32.
+        pins: `seen` and `spans`; `row_pins` takes the place of `sinks` and `recents`.
+        budgets: slots of each row that stay, [B·K] int32.
+        alpha: option of the rescorer.
+        epsilon: option of the rescorer.
+        queries: number of queries that scores are summed over.
+        rows: first slot and length of each row. Nothing is written behind a row.
+        row_pins: how many first and newest tokens of each row stay, [B·K, 2] int32.
     """
     from kvcap.kernels.critical_triton import rescore_rows
 

@@ -27,7 +27,7 @@ def project(
     hidden,
     group,
     parts,
-    columns,  # of a part, a multiple of COLUMNS
+    columns,  # columns of a part, a multiple of COLUMNS
     value_b,
     value_h,
     value_t,
@@ -38,11 +38,11 @@ def project(
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
-    ROWS: tl.constexpr,  # of tokens
-    COLUMNS: tl.constexpr,  # of the projection that are multiplied at once
+    ROWS: tl.constexpr,  # tokens of a program
+    COLUMNS: tl.constexpr,  # columns of the projection that are multiplied at once
     WIDEN: tl.constexpr,  # see `dot`
 ):
-    """Write absolute sums over some columns of one query head's projection of some tokens."""
+    """Write the sums of absolute values of some columns of one query head's projected tokens."""
     part, query_head = tl.program_id(0), tl.program_id(2)
     head, its = query_head // group, query_head % group
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -107,7 +107,7 @@ def rescore_rows(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # see `cut`
 ):
-    """Rescore a whole row: its best slots come first, the others by score and norm."""
+    """Rescore a whole row: its best slots rank above all others, which rank by score and norm."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // heads, row % heads
     scores += batch * score_b + head * score_h

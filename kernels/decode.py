@@ -1,10 +1,10 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
 """Computes attention of a token or a block over the slots of a cache, on a GPU.
 
-With few KV heads a decode step gives a GPU too little to do at once: the slots of every head are
-cut into parts, attended side by side and merged in a fixed order, so that two runs are equal to
-the bit. Keys and values are read once, from where they lie. Lengths can be read on the device, so
-that a CUDA graph serves while they change. Knows tensors only; triton is imported when needed.
+A decode step over few KV heads would leave most of a GPU idle. So the slots of every head are cut
+into parts, attended in parallel and merged in a fixed order, so that two runs are equal to the bit.
+Keys and values are read once, from where they lie. Lengths can be tensors on the device, so that
+one CUDA graph serves while they change. Knows tensors only; triton is imported when needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcap.kernels.device import (
 )
 from kvcap.kernels.launch import run
 
-MOST_TOKENS = 16  # of a block whose keys are wider than 256 bytes
+MOST_TOKENS = 16  # most tokens of a block whose keys are wider than 256 bytes
 MOST_ROWS = 64  # query rows of a KV head that a program attends
 MOST_SIZE = 256
 MERGED = 9  # blocks that could be read while a part is written and merged
@@ -40,9 +40,9 @@ def covers(query: Tensor, keys: Tensor, values: Tensor, kv_heads: int | None = N
 
     Args:
         query: [B, H, T, D].
-        keys: as in `attend` or `attend_ragged`.
-        values: likewise.
-        kv_heads: K; needed where the keys are a pool [slots, D].
+        keys: [B, K, n, D] for `attend`, a pool [slots, D] for `attend_ragged`.
+        values: as `keys`.
+        kv_heads: K; needed if the keys are a pool.
     """
     (_, heads, tokens, size), item = query.shape, query.element_size()
     kv_heads = keys.shape[1] if kv_heads is None else kv_heads
@@ -66,10 +66,10 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of the newest T tokens over n slots, the last T of them their own.
+    """Compute attention of the newest T tokens over n slots, of which the last T are their own.
 
-    All older slots are visible, the block is causal. Views may have any strides but of the last
-    dimension.
+    All older slots are visible, the block is causal. The last stride of every tensor is 1; others
+    are free.
 
     Args:
         query: [B, H, T, D].
@@ -77,8 +77,7 @@ def attend(
         values: [B, K, n, D].
         scaling: factor of the logits.
         softcap: logits = softcap · tanh(logits / softcap).
-        sinks: [H], logits that stand in the softmax of a query head beside those of slots, and
-            have no value.
+        sinks: sink logits [H], which take part in a query head's softmax and have no value.
 
     Returns:
         [B, H, T, D]
@@ -111,16 +110,17 @@ def attend_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention as `attend` does, and return the log-sum-exp of its logits, too.
 
-    Returns the outputs [B, H, T, D] and the log-sum-exp [B, H, T] in float32.
-
     Args:
-        query: as in `attend`, like the next four.
-        keys: likewise.
-        values: likewise.
-        scaling: likewise.
-        softcap: likewise.
-        own: the last T slots are the tokens' own, and no token sees the slots of newer ones; else
-            all slots are older than the tokens.
+        query: [B, H, T, D].
+        keys: [B, K, n, D].
+        values: [B, K, n, D].
+        scaling: factor of the logits.
+        softcap: logits = softcap · tanh(logits / softcap).
+        own: whether the last T slots are the tokens' own, so that the block is causal; else all
+            slots are older than the tokens.
+
+    Returns:
+        Outputs [B, H, T, D] and log-sum-exp [B, H, T] in float32.
     """
     kv_heads, slots = keys.shape[1:3]
     strides, rows = keys.stride()[:3] + values.stride()[:3], keys.shape[0] * kv_heads
@@ -155,18 +155,18 @@ def attend_ragged(
     max_length: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention as `attend` does, over heads of unequal lengths side by side in a pool.
+    """Compute attention as `attend` does, over heads of unequal lengths in a pool.
 
     Args:
         query: [B, H, T, D].
         keys: [slots, D].
         values: [slots, D].
-        starts: [B·K] int32 on the device, the first slot of every sequence's KV heads.
-        lengths: [B·K] int32 on the device, how many each holds, at least T.
+        starts: first slot of every sequence's KV heads, [B·K] int32 on the device.
+        lengths: slots of each, at least T, [B·K] int32 on the device.
         scaling: factor of the logits.
-        softcap: as in `attend`.
-        max_length: no length is above it; by default the pool's slots.
-        sinks: as in `attend`.
+        softcap: see `attend`.
+        max_length: an upper bound of all lengths; by default the pool's slots.
+        sinks: see `attend`.
 
     Returns:
         [B, H, T, D]
@@ -206,16 +206,29 @@ def _attend(
     lse: Tensor | None = None,
     own: bool = True,
 ) -> Tensor:
-    """Launch the kernel over at most `longest` slots of every row, `slots` of all rows together.
+    """Launch the kernel over all rows.
 
-    Arguments that `attend` and `attend_ragged` do not have: `strides` are the first three of keys
-    and of values, `lse` is written if it is given.
+    Args:
+        query: see `attend`, as for the next five.
+        keys: see `attend`.
+        values: see `attend`.
+        scaling: see `attend`.
+        softcap: see `attend`.
+        sinks: see `attend`.
+        starts: see `attend_ragged`; None: all rows have `longest` slots.
+        lengths: see `attend_ragged`.
+        kv_heads: K.
+        longest: most slots of a row.
+        slots: slots of all rows together.
+        strides: the first three strides of keys, then of values.
+        lse: log-sum-exp [B, H, T] float32, is written unless None.
+        own: see `attend_with_lse`.
     """
     from kvcap.kernels.decode_triton import attend_part
 
     batch, heads, tokens, size = query.shape
     rows, count = batch * kv_heads, heads // kv_heads * tokens
-    rows_pad = 16 if count <= 16 else MOST_ROWS  # each size between is one more to compile
+    rows_pad = 16 if count <= 16 else MOST_ROWS  # only two sizes, as each is compiled
     size_pad = power_of_two(size, 16)
     tiles = -(-count // rows_pad)
     tile = tile_of(size * query.element_size())
@@ -230,7 +243,7 @@ def _attend(
     out = torch.empty(batch, tokens, heads, size, dtype=query.dtype, device=query.device)
     factor = scaling * LOG2_E if softcap is None else 2 * scaling / softcap * LOG2_E
     warps = tile.warps if tiles > 1 else min(8, max(tile.warps, rows_pad * size_pad // 1024))
-    # Many programs that wait would only keep others from running.
+    # With many programs, those that wait would keep others from running.
     overlap = overlapping(query.device, wanted=not whole and tiles == 1)
     with torch.cuda.device_of(query):
         run(
@@ -304,13 +317,13 @@ def merge(
         part_lse: [B·K, S, G·T] float32, log-sum-exp in base 2.
         out: [B, T, H, D], is written.
         lengths: slots of each row, integers on the device; None: every row has `length`.
-        length: slots of every row where `lengths` is None.
-        lengths_step: from a row's length to the next one's; 0: all rows share one.
+        length: slots of every row if `lengths` is None.
+        lengths_step: stride from a row's length to the next; 0: all rows share one.
         chunk: slots of a part.
-        more: parts besides those of slots.
-        overlap: options as of `overlapping`.
-        sinks: [H], as in `attend`: one part more, without an output.
-        lse: [B, H, T] float32, is written: the log-sum-exp of all parts.
+        more: number of parts besides those of slots.
+        overlap: options from `overlapping`.
+        sinks: sink logits [H], which count as one more part without an output.
+        lse: log-sum-exp of all parts [B, H, T] float32, is written unless None.
     """
     from kvcap.kernels.decode_triton import merge_parts
 
@@ -346,16 +359,16 @@ def merge(
 
 
 class Tile(NamedTuple):
-    """A choice of how a program reads slots; see `tile_of`."""
+    """The way in which a program reads slots; `tile_of` chooses it."""
 
     block: int  # slots read at once
-    stages: int  # blocks under way, one more than are fetched ahead
+    stages: int  # blocks in flight, one more than are fetched ahead
     warps: int
-    programs: int  # that a multiprocessor has at once
+    programs: int  # programs that a multiprocessor runs at once
 
 
 def tile_of(row_bytes: int) -> Tile:
-    """Return how to read slots: what was fastest on an H200, from 512 to 32,768 slots of 8 heads.
+    """Return the tile that was fastest on an H200, for 512 to 32,768 slots of 8 heads.
 
     Args:
         row_bytes: bytes of one key.
@@ -364,22 +377,22 @@ def tile_of(row_bytes: int) -> Tile:
 
 
 def blocks_in_part(blocks: int, tiles: float, tile: Tile, device: torch.device) -> int:
-    """Return how many blocks of slots a program should read for all programs to end the soonest.
+    """Return how many blocks of slots each program should read, so that all end the soonest.
 
     Args:
         blocks: blocks of slots that a tile of query rows reads.
-        tiles: tiles of all rows; not whole where some rows read less than others.
+        tiles: tiles of all rows; a fraction if some rows read less than others.
         tile: how slots are read.
-        device: where the programs run, whose multiprocessors count.
+        device: the GPU, whose number of multiprocessors matters.
     """
     return _soonest(max(1, blocks), tiles, tile.programs * multiprocessors(device))
 
 
 @lru_cache(maxsize=4096)
 def _soonest(blocks: int, tiles: float, at_once: int) -> int:
-    """Choose for `blocks_in_part`, where `at_once` programs run at the same time.
+    """Compute `blocks_in_part` if `at_once` programs run at the same time.
 
-    Programs run in rounds, and a round takes as long as one program, be it full or not.
+    Programs run in rounds, and a round takes as long as one program even if it is not full.
     """
 
     def takes(parts: int) -> int:

@@ -2,7 +2,7 @@
 """Defines the Triton functions of `kernels/decode.py`, which attend to slots and merge parts.
 
 Importing this imports triton; `decode.py` does so when the kernel is first needed. Arguments have
-no annotations, as newer versions of Triton look up the names in them.
+no annotations, as newer versions of Triton evaluate them.
 """
 
 import math
@@ -25,7 +25,7 @@ def dot(a, b, c, WIDEN: tl.constexpr):
 def _fold(
     top,
     total,
-    acc,  # of all slots before
+    acc,  # largest logit, sum and output over all slots before
     q,  # [ROWS, SIZE_PAD]
     keys,
     values,
@@ -40,10 +40,10 @@ def _fold(
     SIZE_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,  # some rows do not see some of these slots, or there are fewer
+    MASKED: tl.constexpr,  # some rows do not see all slots of the block, or it is not full
     WIDEN: tl.constexpr,
 ):
-    """Attend to one block of slots more; returns the new `top`, `total` and `acc`."""
+    """Attend to one more block of slots; return the new `top`, `total` and `acc`."""
     d = tl.arange(0, SIZE_PAD)
     slot = first + tl.arange(0, BLOCK)
     held = (slot < end)[:, None] if MASKED else True
@@ -58,8 +58,8 @@ def _fold(
     higher = tl.maximum(top, tl.max(z, 1) * factor)
     base = higher
     if MASKED:
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing visible so far
-    p = tl.exp2(z * factor - base[:, None])  # a multiplication and a sum in one instruction
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: nothing visible so far
+    p = tl.exp2(z * factor - base[:, None])  # product and sum are one instruction
     fade = tl.exp2(top - base)
     acc = dot(p.to(v.dtype), v, acc * fade[:, None], WIDEN)
     return higher, total * fade + tl.sum(p, 1), acc
@@ -71,18 +71,18 @@ def attend_part(
     keys,  # [B, K, n, D], or [slots, D] with `starts`
     values,  # likewise
     starts,  # [B·K] int32, the first slot of every row, or None
-    lengths,  # [B·K] int32, likewise its slots, or None: `length`
+    lengths,  # [B·K] int32, slots of every row, or None: `length`
     part_out,  # [B·K, S, M, D] float32, M = GROUP · T query rows of a KV head
     part_lse,  # [B·K, S, M] float32, log-sum-exp in base 2
-    out,  # [B, T, H, D] where one part is all, else None
-    lse,  # [B, H, T] float32 with `out`: the log-sum-exp is wanted, or None
-    sinks,  # [H] with `out`: logits besides those of the slots, or None
+    out,  # [B, T, H, D] if there is one part, else None
+    lse,  # [B, H, T] float32 log-sum-exp, written with `out`, or None
+    sinks,  # [H] sink logits, used with `out`, or None
     length,
     chunk,  # slots of a part, a multiple of BLOCK
     tokens,  # T
     own,  # how many of the last slots are the tokens' own, T or 0
-    factor,  # of the logits, in base 2; with SOFTCAP before tanh
-    softcap,  # in base 2
+    factor,  # factor of the logits, in base 2; with SOFTCAP before tanh
+    softcap,  # softcap in base 2
     query_b,
     query_h,
     query_t,
@@ -94,13 +94,13 @@ def attend_part(
     value_n,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,  # of M a program attends at once
+    ROWS: tl.constexpr,  # rows of M that a program attends at once
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launched before what it reads is there, and the merge before it ends
+    OVERLAP: tl.constexpr,  # may start before its inputs are written, and the merge before its end
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
 ):
     """Attend with some of a KV head's query rows to one part of its slots."""
@@ -127,8 +127,8 @@ def attend_part(
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     real = (m < count)[:, None]
     query += batch * query_b + (head * GROUP + m // tokens) * query_h + m % tokens * query_t
-    newer = tl.maximum(own - 1 - m % tokens, 0)  # slots of later tokens, which it does not see
-    visible = tl.minimum(length - newer, end)  # slots before this one
+    newer = tl.maximum(own - 1 - m % tokens, 0)  # slots of later tokens, which a row does not see
+    visible = tl.minimum(length - newer, end)  # end of the slots that a row sees
     end = tl.max(visible, 0)
     d = tl.arange(0, SIZE_PAD)
     q = tl.load(query[:, None] + d, mask=real & (d < SIZE), other=0.0)
@@ -136,7 +136,7 @@ def attend_part(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SIZE_PAD], tl.float32)
-    # Where every row sees every slot nothing is masked.
+    # Blocks of which every row sees every slot need no mask.
     plain = begin + tl.maximum(tl.min(visible, 0) - begin, 0) // BLOCK * BLOCK
     for first in tl.range(begin, plain, BLOCK, num_stages=STAGES):
         top, total, acc = _fold(
@@ -211,11 +211,11 @@ def merge_parts(
     part_out,  # [B·K, S, M, D] float32
     part_lse,  # [B·K, S, M] float32
     out,  # [B, T, H, D]
-    whole_lse,  # [B, H, T] float32: the log-sum-exp is wanted, or None
-    sinks,  # [H] logits besides those of the slots, or None
-    lengths,  # [B·K] or one integer, the slots of every row, or None: `length`
+    whole_lse,  # [B, H, T] float32 log-sum-exp, is written, or None
+    sinks,  # [H] sink logits, or None
+    lengths,  # [B·K] slots of every row, or one integer for all, or None: `length`
     length,
-    lengths_step,  # 0: one integer
+    lengths_step,  # 0: `lengths` is one integer
     chunk,
     parts,  # S
     more,  # parts besides those of the slots
@@ -232,16 +232,16 @@ def merge_parts(
     m, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # until all parts are written
+        tl.extra.cuda.gdc_wait()  # waits until all parts are written
     if lengths is not None:
         length = tl.load(lengths + row * lengths_step).to(tl.int32)
-    live = more + tl.cdiv(length, chunk)  # parts that are written
+    live = more + tl.cdiv(length, chunk)  # parts that exist
     count = GROUP * tokens
     s, step, d = tl.arange(0, PARTS_PAD), tl.arange(0, STEP), tl.arange(0, SIZE_PAD)
     part_lse += row * parts * count + m
     part_out += (row * parts * count + m) * SIZE
     lse = tl.load(part_lse + s * count, mask=s < live, other=float("-inf"))
-    # Fetched before anything waits for `lse`, and from then on one step ahead.
+    # The first outputs are fetched before anything waits for `lse`, the others one step ahead.
     at = part_out + step[:, None] * count * SIZE + d
     x = tl.load(at, mask=(step < live)[:, None] & (d < SIZE), other=0.0)
     weight = tl.load(part_lse + step * count, mask=step < live, other=float("-inf"))

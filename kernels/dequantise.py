@@ -29,25 +29,27 @@ def read(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return numbers `q · scale + low`; keys also have `mean`, and are rotated by minus shifts.
+    """Return dequantised keys and values, `q · scale + low`; add `mean` to keys and rotate them.
 
     Args:
-        keys: a pool's buffers: bytes under '' and side tensors by name. In 8 bits [slots, D] and
-            `scale` [slots]; in 4 bits [slots, D/2], number i in the low half of byte i and i + D/2
-            in its high half, and `scale` and `low` [slots, D/g] of g neighbours each.
-        values: likewise, maybe of other bits; None: they are not read.
+        keys: a pool's buffers: bytes under '' and side tensors by name. In 8 bits they are
+            [slots, D] and `scale` [slots]. In 4 bits they are [slots, D/2], with number i in the
+            low half of byte i and number i + D/2 in its high half, and `scale` and `low`
+            [slots, D/g] for g neighbours each.
+        values: buffers as for keys, maybe of other bits; None: values are not read.
         size: `D`.
         dtype: type of the result.
         rows: first slot and length of each row that is read.
-        to: [B·K] int32, where each row begins in the result.
+        to: first slot of each row in the result, [B·K] int32.
         room: slots of the result.
         mean: [B, K, D] float32, contiguous, added to every key of a row.
-        turn: shifts [slots] int32, from minus a table's span up to 0, and that table, contiguous,
-            [span, 2, R/2], of cosines and sines; None: nothing is rotated.
-        interleaved: neighbours (2i, 2i + 1) are pairs; else halves (i, i + R/2) are.
+        turn: shifts [slots] int32, from minus the table's span up to 0, and the contiguous table
+            [span, 2, R/2] of cosines and sines; keys are rotated by minus their shifts. None:
+            nothing is rotated.
+        interleaved: whether pairs are neighbours (2i, 2i + 1); else they are (i, i + R/2).
 
     Returns:
-        keys and values, [room, D] each, arbitrary behind a row's slots. Keys twice, if values are
+        Keys and values, [room, D] each, arbitrary behind a row's slots; keys twice if values are
         not read.
     """
     from kvcap.kernels.dequantise_triton import read_slots

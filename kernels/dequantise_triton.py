@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Defines the Triton functions of `kernels/dequantise.py`, which imports it when first needed."""
+"""Defines the Triton functions of `kernels/dequantise.py`, which imports this when first needed."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ import triton.language as tl
 def _numbers(
     q, scale, low, mean, d, used, SIZE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """Return the numbers `d` [1, P] of some slots where `used` [N, P]; float32 [N, P].
+    """Return the numbers of indices `d` [1, P] of some slots, float32 [N, P], where `used` [N, P].
 
     `q`, `scale` and `low` point at the slots [N, 1], `mean` at the mean of their row.
     """
@@ -48,9 +48,9 @@ def _copy(
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Dequantise slots [N, 1] into places [N, 1] of `out` where `used`, and rotate what rotates.
+    """Dequantise slots [N, 1], and rotate their first 2·HALF numbers, into places [N, 1] of `out`.
 
-    The mean is the row's.
+    Slots that are not `used` are left out. `mean` points at the mean of the row.
     """
     REST: tl.constexpr = SIZE - 2 * HALF
     GROUPS: tl.constexpr = SIZE // GROUP
@@ -77,7 +77,7 @@ def _copy(
         tl.store(to + 2 * HALF + j, x.to(out.dtype.element_ty), behind)
 
 
-# Where a layer's slots lie differs, which must not compile anew.
+# These arguments differ between layers; specialising them would compile the kernel for each.
 _PLACES = [
     "keys",
     "key_scale",
@@ -97,10 +97,10 @@ _PLACES = [
 def read_slots(
     keys,
     key_scale,  # [slots, D or D/2], [slots] or [slots, D/GROUP]
-    key_low,  # as the scales, or None
+    key_low,  # shaped as key_scale, or None
     values,
     value_scale,
-    value_low,  # likewise
+    value_low,  # shaped as those of keys
     mean,  # [B·K, D] or None
     shift,  # [slots]
     table,  # [span, 2, HALF]
@@ -108,7 +108,7 @@ def read_slots(
     out_values,  # [room, D]
     starts,
     lengths,  # [B·K] int32
-    to,  # [B·K] int32, where each row begins in what is written
+    to,  # [B·K] int32, the first slot of each row in out_keys and out_values
     SIZE: tl.constexpr,
     HALF: tl.constexpr,  # pairs that rotate; 0: none
     HALF_PAD: tl.constexpr,
@@ -122,7 +122,7 @@ def read_slots(
     VALUE_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Dequantise a block of slots of one row: its keys, or, in the grid's second layer, values."""
+    """Dequantise a block of slots of one row: keys, or values in the second half of the grid."""
     row = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     used = (n < tl.load(lengths + row))[:, None]

@@ -1,4 +1,7 @@
-"""Answers what kernels ask of a device, and rounds tile sizes. Knows tensors; imports no triton."""
+"""Reads the properties of a GPU that kernels need, and rounds sizes of tiles.
+
+Knows tensors; imports no triton.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Target(NamedTuple):
-    """A GPU, with the properties that kernels are compiled for."""
+    """The properties of a GPU that kernels are compiled for."""
 
     multiprocessors: int
     shared_memory: int  # bytes that a program can have; 0 before Ampere, which cannot fetch ahead
-    overlaps: bool  # a kernel can be launched before the one it waits for has ended
+    overlaps: bool  # whether a kernel can be launched before the one it waits for has ended
 
     @classmethod
     def of(cls, device: torch.device) -> Target:
@@ -52,7 +55,7 @@ def pretending(target: Target | None) -> Iterator[None]:
 
 
 def target(device: torch.device) -> Target | None:
-    """Return the GPU that kernels are compiled for; None: on a CPU, where they are interpreted."""
+    """Return the GPU that kernels are compiled for; None on a CPU, where they are interpreted."""
     pretended = _pretended.get()
     if pretended is not None:
         return pretended
@@ -65,7 +68,7 @@ def on_gpu(x: Tensor) -> bool:
 
 
 def able(x: Tensor) -> bool:
-    """Return whether Triton can run where `x` is: on CUDA, or on a CPU in its interpreter."""
+    """Return whether Triton can run on the device of `x`: on CUDA, or interpreted on a CPU."""
     return _has_triton() and (on_gpu(x) or os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -75,7 +78,7 @@ def _has_triton() -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return a GPU's number of multiprocessors; in the interpreter, a stand-in for several."""
+    """Return a GPU's number of multiprocessors; the interpreter counts as a GPU with 8."""
     found = target(device)
     return 8 if found is None else found.multiprocessors
 
@@ -87,7 +90,10 @@ def overlaps(device: torch.device) -> bool:
 
 
 def overlapping(device: torch.device, wanted: bool = True) -> dict[str, bool]:
-    """Return options of a kernel that waits for its inputs itself, if it `overlaps` as `wanted`."""
+    """Return the options of a kernel that may be launched before its inputs are written.
+
+    They turn that on if it is `wanted` and the device supports it.
+    """
     overlap = wanted and overlaps(device)
     return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
@@ -95,8 +101,8 @@ def overlapping(device: torch.device, wanted: bool = True) -> dict[str, bool]:
 def seen_and_clock(seen: int | Tensor, device: torch.device) -> tuple[int, Tensor]:
     """Return the number of tokens read as two arguments of a kernel, a number and a tensor [].
 
-    One of them counts: the number, or, where that is -1, the tensor on the device. Their types are
-    always the same, so a kernel that a CUDA graph captures was compiled before, by a plain number.
+    The kernel uses the number, or the tensor if the number is -1. As the types of both never
+    change, a plain call compiles the same kernel that a CUDA graph captures later.
     """
     return (-1, seen) if isinstance(seen, Tensor) else (seen, _no_clock(device))
 
@@ -105,7 +111,7 @@ def _no_clock(device: torch.device) -> Tensor:
     clock = _clocks.get(device)
     if clock is None:
         clock = torch.zeros((), dtype=torch.int64, device=device)
-        if type(clock) is Tensor:  # a dry run's has no data
+        if type(clock) is Tensor:  # a dry run's tensor is of another class and has no data
             _clocks[device] = clock
     return clock
 
@@ -118,12 +124,12 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(x: Tensor) -> Tensor:
-    """View `x` as integers of its size: what is only moved needs no type of its own."""
+    """View `x` as integers of its size, so that one kernel moves numbers of any type."""
     return x.view(INTEGERS[x.element_size()])
 
 
 def power_of_two(size: int, least: int = 1) -> int:
-    """Return the next power of two, at least `least`: tiles have such sizes.
+    """Return the next power of two, at least `least`, as sizes of tiles must be.
 
     >>> power_of_two(80), power_of_two(64), power_of_two(3, least=16)
     (128, 64, 16)

@@ -1,9 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Shares a layer's slots out between its heads by their scores, and says where they then lie.
+"""Shares a layer's slots out among its heads by their scores, and computes where heads then lie.
 
-Nothing is read by the host, so that a CUDA graph captures it. The tensor code of Ada-KV is some
-hundred launches a layer, each too small for a GPU to notice: kernels of the same formula are two.
-Triton is imported when first needed.
+The host reads nothing, so a CUDA graph can capture it. The tensor code of Ada-KV takes some hundred
+tiny launches a layer; kernels of the same formula take two. Triton is imported when first needed.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from kvcap.policies.base import HeadBudget, Rows, evenly
 from kvcap.policies.base.eviction import LOWEST
 
 MOST_HEADS = 64
-MOST_AT_ONCE = 32768  # slots of a layer that a program has in its registers, and one that is none
+MOST_AT_ONCE = 32768  # slots of a layer, and one more, that a program holds in registers
 
 
 class Division(NamedTuple):
-    """A division of a layer's slots between its heads, whose numbers are all int32."""
+    """A division of a layer's slots among its heads; all numbers are int32."""
 
-    kept: Tensor  # [B·K], how many slots of each row stay
-    budgets: Tensor  # [B·K], how many it may have from now on
-    starts: Tensor  # [B·K + 1], where rows begin then, and the last one ends
+    kept: Tensor  # [B·K], slots of each row that stay
+    budgets: Tensor  # [B·K], slots that each row may have from now on
+    starts: Tensor  # [B·K + 1], where rows begin then, and where the last one ends
 
 
 def by_split(
@@ -44,9 +43,9 @@ def by_split(
     average: int,
     block: int,
 ) -> Division:
-    """Divide a layer's slots by the tensor code of any budget, if a row has more than it may have.
+    """Divide a layer's slots by the tensor code of any budget, if a row has too many.
 
-    Arguments as in `as_adakv`.
+    `as_adakv` explains the other arguments.
     """
     (batch, heads), lengths = scores.shape[:2], rows.lengths
     sinks, recents = row_pins.view(batch, heads, 2).unbind(-1)
@@ -76,18 +75,18 @@ def as_adakv(
     average: int,
     block: int,
 ) -> Division:
-    """Divide a layer's slots as `AdaKV.split` does, if a row has more than it may have.
+    """Divide a layer's slots as `AdaKV.split` does, if a row has too many.
 
     Args:
-        safeguard: of the slots that pins leave, the share that is divided evenly.
+        safeguard: share of the unpinned slots that is divided evenly.
         scores: [B, K, longest], arbitrary behind a row's slots.
         positions: [B, K, longest] int32, contiguous.
-        pins: `seen` and `spans`; how many first and newest tokens stay each row says for itself.
-        rows: where they begin and how many slots each has.
-        row_pins: [B·K, 2] int32, how many first and newest tokens of each row stay.
-        targets: [B·K] int32, the slots that each may have so far.
-        average: slots of a head.
-        block: slots behind each row's, of a block.
+        pins: `seen` and `spans`; `row_pins` takes the place of `sinks` and `recents`.
+        rows: first slot and length of each row.
+        row_pins: how many first and newest tokens of each row stay, [B·K, 2] int32.
+        targets: slots that each row may have so far, [B·K] int32.
+        average: mean number of slots of a head.
+        block: further slots behind each row's, for a block.
     """
     from kvcap.kernels.division_triton import divide_layer, rank_worths
 
@@ -95,7 +94,7 @@ def as_adakv(
     assert positions.is_contiguous()
     count, new = batch * heads, partial(torch.empty, dtype=torch.int32, device=device)
     worths, row_pinned = new(count, slots), new(count)
-    # What stays where nothing is shared out.
+    # The result if no row has too many slots: nothing changes.
     found = Division(targets.clone(), targets.clone(), rows.starts.clone())
     tile = min(2048, power_of_two(slots, 32))
     layer_tile = power_of_two(slots * heads + 1, 32)

@@ -24,8 +24,8 @@ _LAYER += ["part", "whole", "rows", "heads"]
 def rank_worths(
     scores,  # [B, K, longest]
     positions,  # [B, K, longest]
-    worths,  # [B·K, longest] int32, is written: ordered as scores are, PINNED where none is free
-    row_pinned,  # [B·K] int32, likewise: slots that stay in any case
+    worths,  # [B·K, longest] int32, is written: in the order of scores, PINNED if not free
+    row_pinned,  # [B·K] int32, is written: slots that stay in any case
     slots,  # longest
     heads,  # K
     score_b,
@@ -56,7 +56,7 @@ def rank_worths(
     row_pins,  # as in `pins_of_row`
     BLOCK: tl.constexpr,
 ):
-    """Write what each slot of one whole row is worth, as integers."""
+    """Write the worth of each slot of one whole row, as ordered integers."""
     row = tl.program_id(0).to(tl.int64)
     scores += row // heads * score_b + row % heads * score_h
     positions += row * slots
@@ -101,11 +101,12 @@ def rank_worths(
 
 @triton.jit
 def _layer_cut(worths, positions, all_slots, count, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Return the worth and position below which the `count` lowest of a layer lie, and a number.
+    """Return a worth, a position and a number, int32, that bound the `count` lowest of a layer.
 
-    That many of those at exactly this worth and position are among the lowest, too. int32 each.
+    The lowest are the slots below that worth, those of that worth before the position, and so many
+    of those of exactly that worth and position.
     """
-    if WHOLE:  # a layer stays in registers
+    if WHOLE:  # the layer fits in registers
         slot = tl.arange(0, BLOCK)
         x = tl.load(worths + slot, slot < all_slots, PINNED)
         low, below = bound(x, count)
@@ -150,8 +151,10 @@ def _layer_cut(worths, positions, all_slots, count, BLOCK: tl.constexpr, WHOLE: 
 
 @triton.jit
 def _full(shares, left, most, before, self_or_before):
-    """Return whose part of `left` reaches their most, by who fills `before` whom. [HEADS]."""
-    # Row i, column j: whether j fills before i.
+    """Return which heads get their most, if `left` is shared out by `shares`. [HEADS].
+
+    `before[i, j]` says whether head j is full before head i.
+    """
     taken = tl.sum(tl.where(before, most[None, :], 0), 1)
     others = tl.sum(tl.where(before, 0, shares[None, :]), 1)
     short = (((left - taken) * shares < most * others) | (shares == 0)).to(tl.int32)
@@ -160,7 +163,7 @@ def _full(shares, left, most, before, self_or_before):
 
 @triton.jit
 def _filling_order(shares, most, h):
-    """Return whether column j fills before row i, and whether it does or is i. [HEADS, HEADS]."""
+    """Return whether head j is full before head i, and whether it is or j = i. [HEADS, HEADS]."""
     when = most.to(tl.float64) / tl.where(shares > 0, shares, 1).to(tl.float64)
     when = tl.where(shares > 0, when, float("inf"))
     earlier = when[None, :] < when[:, None]
@@ -170,14 +173,14 @@ def _filling_order(shares, most, h):
 
 @triton.jit
 def _apportion(shares, left, most, h, real):
-    """Apportion one row [HEADS], of which some are `real`, as `apportion_rows` of policies does."""
+    """Apportion slots to heads [HEADS] as the policies' `apportion_rows` does; some are `real`."""
     left = tl.minimum(left, tl.sum(most, 0))
     before, or_self = _filling_order(shares, most, h)
     full = _full(shares, left, most, before, or_self)
     found = tl.where(full, most, 0)
     left -= tl.sum(found, 0)
     shares, open_ = tl.where(full, 0, shares), tl.where(full, 0, real.to(tl.int64))
-    # Those without a share are given something where all others are full, and are equal then.
+    # Once all others are full, heads without a share get slots, in equal parts.
     equal = tl.sum(shares, 0) == 0
     shares = tl.where(equal, open_, shares)
     before, or_self = _filling_order(shares, most, h)
@@ -199,15 +202,15 @@ def _apportion(shares, left, most, h, real):
 def divide_layer(
     worths,  # [B, K, longest] int32 of `rank_worths`
     positions,  # [B, K, longest]
-    row_pinned,  # [B·K] int32 likewise
+    row_pinned,  # [B·K] int32 of `rank_worths`
     lengths,  # [B·K] int32, slots of each row
-    targets,  # [B·K] int32, those that it may have
+    targets,  # [B·K] int32, slots that each row may have
     before,  # [B·K + 1] int32, where rows begin
-    kept,  # [B·K] int32, is written where slots are shared out: how many of each row stay
-    budgets,  # [B·K] int32, likewise: how many it may have from now on
-    starts,  # [B·K + 1] int32, likewise but for the last: where it begins
+    kept,  # [B·K] int32, is written if slots are shared out: slots of each row that stay
+    budgets,  # [B·K] int32, is written then: slots that each row may have from now on
+    starts,  # [B·K + 1] int32, is written then, but for the last: where each row begins
     slots,  # longest
-    average,  # slots of a head
+    average,  # mean number of slots of a head
     block,  # slots behind each row's budget
     part,  # the safeguard is part / whole
     whole,
@@ -219,7 +222,7 @@ def divide_layer(
     WHOLE: tl.constexpr,  # a layer has fewer slots than BLOCK
     ROW_BLOCK: tl.constexpr,  # less than 2^15
 ):
-    """Share a sequence's slots of a layer out between its heads, as `AdaKV.split` does."""
+    """Share a sequence's slots of a layer out among its heads, as `AdaKV.split` does."""
     batch, h, row = tl.program_id(0), tl.arange(0, HEADS), tl.arange(0, ALL)
     real, first = h < heads, tl.program_id(0) * heads
     held = tl.load(lengths + row, row < rows, 0)
@@ -249,7 +252,7 @@ def divide_layer(
             more += both & 0xFFFF
             same += both >> 16
         above, equal = tl.where(h == head, more, above), tl.where(h == head, same, equal)
-    # Of the same token in several heads the last heads' goes first.
+    # Among slots of the same token and worth, those of the last heads go first.
     place = tl.cumsum(equal, 0) - equal
     won = (above + tl.where(place < tl.sum(equal, 0) - last, equal, 0)).to(tl.int64)
     length, pins = length.to(tl.int64), pins.to(tl.int64)
@@ -260,7 +263,7 @@ def divide_layer(
     shares = tl.where(real, tl.maximum(shares, 0), 0)
     left = tl.maximum(left - tl.sum(sure - pins, 0), 0)
     stay = sure + _apportion(shares, left, length - sure, h, real)
-    # What heads leave is shared out as `evenly` does.
+    # Slots that heads cannot use are shared out as `evenly` does.
     spare = average * heads - tl.sum(stay, 0)
     budget = stay + (spare + heads - 1 - h) // heads
     tl.store(kept + first + h, stay.to(tl.int32), real)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Runs what lies between a decoder's matrix products: sums, norms, rotations and gates.
+"""Runs the operations between a decoder's matrix products: sums, norms, rotations and gates.
 
-Each takes one launch for several tokens, where PyTorch's own operations take two to ten that write
-out every step. Rounds where those round. Knows tensors only.
+Each takes one launch for several tokens; PyTorch's own operations take two to ten, and write every
+step to memory. Results are rounded in the same places. Knows tensors only.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 from kvcap.kernels.device import overlapping, power_of_two
 from kvcap.kernels.launch import run
 
-COLUMNS = 1024  # of a row of gates that a program takes
+COLUMNS = 1024  # columns of a row of gates that a program computes
 
 
 def add_norm(x: Tensor, y: Tensor | None, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Add y to x, if there is one; returns the sum, and its RMS norm.
+    """Return `x + y` and its RMS norm, `norm(x) = x · gain / sqrt(mean(x²) + epsilon)`.
 
     Args:
         x: [..., C].
-        y: [..., C], or None.
+        y: [..., C]; None adds nothing.
         gain: [C].
-        epsilon: norm(x) = x · gain / sqrt(mean(x²) + epsilon).
+        epsilon: see the formula.
     """
     x = x.contiguous()
     total = x if y is None else torch.empty_like(x)
@@ -37,9 +37,9 @@ def norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     """Return the RMS norm of every head.
 
     Args:
-        x: [B, T, N, D], tokens at equal distances.
+        x: [B, T, N, D], with one stride from token to token over all of B and T.
         gain: [D], or [N, D].
-        epsilon: as of `add_norm`.
+        epsilon: see `add_norm`.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _norm(x.flatten(0, 1), None, out, out, gain, epsilon)
@@ -49,7 +49,7 @@ def norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
 def _norm(
     x: Tensor, y: Tensor | None, total: Tensor, out: Tensor, gain: Tensor, epsilon: float
 ) -> None:
-    """Write the norms of x [rows, N, D], plus y, to `out`; and with y the sums to `total`."""
+    """Write the norms of x + y [rows, N, D] to `out`, and the sums to `total` unless y is None."""
     from kvcap.kernels.elementwise_triton import add_norm as kernel
 
     rows, heads, size = x.shape
@@ -76,16 +76,16 @@ def _norm(
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate halves of queries [B, H, T, D] and keys [B, K, T, D] by their positions' angles.
+    """Rotate halves of queries and keys by their positions' angles.
 
     Args:
-        query: any strides but of the last dimension.
-        key: likewise.
-        cos: [B or 1, T, D], of both halves.
-        sin: likewise.
+        query: [B, H, T, D]; the last stride is 1, others are free.
+        key: [B, K, T, D]; the last stride is 1, others are free.
+        cos: cosines [B or 1, T, D], of both halves.
+        sin: sines [B or 1, T, D], of both halves.
 
     Returns:
-        Copies, in which the heads of a token lie side by side.
+        Copies of query and key, in which the heads of a token lie side by side.
     """
     from kvcap.kernels.elementwise_triton import rotate as kernel
 
@@ -122,7 +122,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def gate(gates: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gates) · up, of [B, T, I] each with rows at equal distances."""
+    """Return `silu(gates) · up` [B, T, I], for [B, T, I] with one stride from row to row."""
     from kvcap.kernels.elementwise_triton import gate as kernel
 
     out = torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)

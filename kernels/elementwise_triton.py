@@ -12,8 +12,8 @@ import triton.language as tl
 def add_norm(
     x,  # [rows, N, D]
     y,  # [rows, N, D], contiguous, or None
-    total,  # likewise: x + y
-    out,  # likewise
+    total,  # [rows, N, D], contiguous, is written: x + y; or None
+    out,  # [rows, N, D], contiguous, is written
     gain,  # [N or 1, D]
     x_row,
     x_head,
@@ -22,9 +22,9 @@ def add_norm(
     epsilon,
     HEADS: tl.constexpr,  # N
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
+    OVERLAP: tl.constexpr,  # may be launched before `x` is written
 ):
-    """Write the norm of one head of one row, and the sum that comes before it."""
+    """Write the norm of one head of one row, and the sum before it."""
     i = tl.arange(0, BLOCK)
     inside = i < size
     row = tl.program_id(0).to(tl.int64)
@@ -73,7 +73,7 @@ def rotate(
     KV_HEADS: tl.constexpr,  # K
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launched before what makes its inputs has ended
+    OVERLAP: tl.constexpr,  # may be launched before its inputs are written
 ):
     """Rotate one head of one token's query or key."""
     i = tl.arange(0, HALF_PAD)
@@ -113,9 +113,9 @@ def gate(
     up_row,
     size,  # I
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launched before what makes its inputs has ended
+    OVERLAP: tl.constexpr,  # may be launched before its inputs are written
 ):
-    """Write some columns of one row."""
+    """Write some columns of `silu(gates) · up` for one row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
@@ -124,5 +124,5 @@ def gate(
         tl.extra.cuda.gdc_wait()
     x = tl.load(gates + row * gates_row + i, inside, 0.0).to(tl.float32)
     y = tl.load(up + row * up_row + i, inside, 0.0).to(tl.float32)
-    x = _rounded(x / (1 + tl.exp(tl.minimum(-x, 80.0))), out)  # no overflow
+    x = _rounded(x / (1 + tl.exp(tl.minimum(-x, 80.0))), out)  # the bound avoids overflow
     tl.store(out + row * size + i, (x * y).to(out.dtype.element_ty), inside)

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-# Triton has no annotations, and what it compiles can have none.
+# Triton has no annotations, and functions that it compiles can have none.
 """Computes KeyDiff's scores in two passes over the keys, or in one if their sum is known.
 
-`_sum` leaves a sum of each part of the slots; `_cosine` adds the parts up in its prologue and reads
-the keys once more, from the end, where the cache of the chip still holds them. Letters as in
-`Observation`, and `N` slots of a tile.
+`_sum` writes the sum of each part of the slots. `_cosine` first adds these up, then reads the keys
+again from the end, as the GPU's cache still holds those read last. Letters are those of
+`Observation`; `N` is the number of slots of a tile.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvcap.kernels.token import REGISTERS
 from kvcap.kernels.turn_triton import halves, turned_by
 from kvcap.policies.base import Rows
 
-MOST_FEW = 2**17  # rows of keys, below which shorter programs are faster
-EPSILON = tl.constexpr(1e-8)  # of torch's cosine_similarity
+MOST_FEW = 2**17  # with fewer rows of keys than this, shorter programs are faster
+EPSILON = tl.constexpr(1e-8)  # epsilon of torch's cosine_similarity
 
 
 @triton.jit
 def _tile(base, slots, begin, stop, stride, D: tl.constexpr, DP: tl.constexpr):
-    """Load keys of `slots` from `begin` to `stop` in float32, [N, DP]."""
+    """Load the keys of `slots` that lie from `begin` to `stop`, as float32 [N, DP]."""
     d = tl.arange(0, DP)
     at = base + slots.to(tl.int64)[:, None] * stride + d[None, :]
     there = ((slots >= begin) & (slots < stop))[:, None]
@@ -52,7 +52,7 @@ def _sum(
     N: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Write the sum of one part of a head's keys, each of length 1 if UNIT. [D]."""
+    """Write the sum [D] of one part of a head's keys, each scaled to length 1 if UNIT."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
     if starts is not None:
@@ -88,7 +88,7 @@ def _cosine(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write `-cos(k_j, μ)` of one part of a head's slots; `n·μ` is the sum of [B·K, parts, D]."""
+    """Write `-cos(k_j, μ)` of one part of a head's slots; `sum_ptr` has `n·μ` in parts."""
     part, row = tl.program_id(0), tl.program_id(1)
     base = k_ptr + (row // K).to(tl.int64) * k_b + (row % K).to(tl.int64) * k_h
     row_n = n  # from a row of scores to the next
@@ -97,7 +97,7 @@ def _cosine(
     begin, stop = part * chunk, tl.minimum(part * chunk + chunk, n)
     tiles = tl.cdiv(stop - begin, N)
     slots = begin + (tiles - 1) * N + tl.arange(0, N)
-    k = _tile(base, slots, begin, stop, k_n, D, DP)  # under way while the parts are added up
+    k = _tile(base, slots, begin, stop, k_n, D, DP)  # loads while the parts are added up
     d, i = tl.arange(0, DP), tl.arange(0, PARTS)
     at = sum_ptr + (row * parts + i)[:, None] * D + d[None, :]
     sums = tl.load(at, mask=(i < parts)[:, None] & (d < D)[None, :], other=0.0)
@@ -135,7 +135,7 @@ def _cosine_turned(
     PARTS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Write `_cosine` of keys that are rotated back as they are read, for `N` slots of a head."""
+    """Write `-cos(k_j, μ)` of `N` slots of a head, whose keys are rotated back as they are read."""
     row = tl.program_id(1)
     batch, head = (row // K).to(tl.int64), (row % K).to(tl.int64)
     k_ptr += batch * k_b + head * k_h
@@ -149,7 +149,7 @@ def _cosine_turned(
     HALF: tl.constexpr = D // 2
     slots = tl.program_id(0) * N + tl.arange(0, N)
     held = (slots < n)[:, None]
-    # All that waits for nothing is on its way before the first of it is there.
+    # All loads that depend on nothing are issued before the first result is used.
     a, b = halves(k_ptr + slots.to(tl.int64)[:, None] * k_n, held, HALF, HALF_PAD)
     back = tl.load(shift_ptr + slots, slots < n, 0)
     i = tl.arange(0, PARTS)
@@ -168,14 +168,14 @@ def _cosine_turned(
 def scores_turned(
     keys: Tensor, shift: Tensor, table: Tensor, key_sums: Tensor, rows: Rows | None = None
 ) -> Tensor:
-    """Return `scores` of keys that are rotated back as they are read. [B, K, n], float32.
+    """Return `scores` [B, K, n] float32 of keys that are rotated back as they are read.
 
     Args:
         keys: [B, K, n, D], as they are stored.
-        shift: [B, K, n] int32, how far each is rotated back; the last stride is 1.
-        table: [span, 2, D/2], contiguous, cosines and sines.
-        key_sums: of the rotated keys, as in `scores`.
-        rows: as in `scores`; shifts are [B, K, slots] views then, too.
+        shift: how far each is rotated back, [B, K, n] int32; the last stride is 1.
+        table: cosines and sines [span, 2, D/2], contiguous.
+        key_sums: sums of the rotated keys, see `scores`.
+        rows: see `scores`; shifts are [B, K, slots] views then, too.
     """
     B, K, n, D = keys.shape
     starts, lengths = None, None
@@ -217,15 +217,16 @@ def scores(
     key_sums: Tensor | None = None,
     rows: Rows | None = None,
 ) -> Tensor:
-    """Return `-cos(k_j, μ)`, `μ` the mean of the keys (KeyDiff, Eq. 8). [B, K, n], float32.
+    """Return `-cos(k_j, μ)` [B, K, n] float32, with `μ` the mean of the keys (KeyDiff, Eq. 8).
 
     Args:
-        keys: [B, K, n, D], whatever its strides but the last.
-        unit: `μ` is the mean of the keys' directions.
-        key_sums: float32 [B, K, P, D], contiguous: sums of P parts of these keys where they are
-            known, which spares the pass that makes them.
-        rows: where heads lie that hold unequally many slots; keys are [B, K, slots, D] views of a
-            pool then, and scores [B, K, longest], of which those behind a row are not written.
+        keys: [B, K, n, D]; the last stride is 1, others are free.
+        unit: whether `μ` is the mean of the keys' directions.
+        key_sums: sums of P parts of these keys, float32 [B, K, P, D], contiguous; if given, they
+            save the first pass.
+        rows: first slot and length of heads that hold unequally many slots. Keys are
+            [B, K, slots, D] views of a pool then, and scores are [B, K, longest]; those behind a
+            row are not written.
     """
     B, K, n, D = keys.shape
     starts, lengths = None, None
@@ -253,7 +254,7 @@ def scores(
     assert key_sums.is_contiguous()
     added = key_sums.shape[2]
     most = power_of_two(added)
-    # Of few, short programs begin with a tile in hand; of many, long ones fetch several ahead.
+    # For few rows, short programs load one tile early; for many, long ones fetch several ahead.
     share, stages = (4 * tile, 1) if few else (chunk, 4)
     launch(
         _cosine,

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Scores rows of slots by LagKV: how far a token's key and value stand out of the next partition.
+"""Scores rows of slots by LagKV: how far keys and values lie outside the next partition's range.
 
-Slots are put in time order as `pool.py` does it; then a program scores a partition. Knows tensors
-only; triton is imported when first needed.
+Slots are put in time order by `pool.py`; then each program scores a partition. Knows tensors only;
+triton is imported when first needed.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from kvcap.kernels.launch import run
 from kvcap.policies.base import Rows
 from kvcap.policies.lagkv import LagKV
 
-MOST_LAG = 128  # tokens of a partition, all of whose numbers a program holds at once
+MOST_LAG = 128  # most tokens of a partition, as a program holds all its numbers at once
 
 
 def covers(policy: LagKV) -> bool:
-    """Return whether the kernel knows a policy's options: none of its own sinks, a short lag."""
+    """Return whether the kernel covers a policy's options: no sinks of its own, and a short lag."""
     return policy.sinks == 0 and policy.lag <= MOST_LAG
 
 
 def scores(keys: Tensor, values: Tensor, positions: Tensor, rows: Rows, lag: int) -> Tensor:
-    """Score the slots of rows as `LagKV.score` does; arbitrary behind a row's slots.
+    """Score the slots of rows as `LagKV.score` does.
 
     Args:
-        keys: [slots, D], where the tokens count.
+        keys: [slots, D], rotated to the tokens' present positions.
         values: [slots, D].
-        positions: [B, K, n] int32 of the rows' slots, distinct, above all tokens' behind a row.
-        rows: where the B·K rows lie among keys and values.
+        positions: positions of the rows' slots, [B, K, n] int32; all of a row differ, and those
+            behind its slots are above all others.
+        rows: first slot and length of the B·K rows.
         lag: tokens of a partition.
 
     Returns:
-        [B, K, n] float32.
+        Scores [B, K, n] float32, arbitrary behind a row's slots.
     """
     from kvcap.kernels.lagkv_triton import score_partition
 

@@ -7,9 +7,9 @@ import triton.language as tl
 
 @triton.jit
 def _stand_out(x, mine, its, in_mine, in_its, d, inside, SIZE: tl.constexpr):
-    """Say how far tokens of a partition stand out of the next one's range, in shares of 1. [L].
+    """Return how far tokens lie outside the next partition's range, in shares of 1, [L].
 
-    `x` [slots, D]; `mine` and `its` [L] are slots of the partition and the next one.
+    `x` is [slots, D]; `mine` and `its` [L] are the slots of the partition and of the next one.
     """
     next_part = in_its[:, None] & inside
     its_at = x + its.to(tl.int64)[:, None] * SIZE + d
@@ -40,7 +40,7 @@ def score_partition(
     SIZE_PAD: tl.constexpr,
     LAG_PAD: tl.constexpr,
 ):
-    """Write the ranks of one partition's tokens in it, or 1 in the last whole one of a row."""
+    """Write the scores of one partition: ranks within it, or 1 in a row's last whole partition."""
     row = tl.program_id(1).to(tl.int64)
     held, begin = tl.load(lengths + row), tl.program_id(0) * lag
     i, d = tl.arange(0, LAG_PAD), tl.arange(0, SIZE_PAD)[None, :]

@@ -1,7 +1,7 @@
-"""Launches Triton kernels, and remembers what was compiled for a key.
+"""Launches Triton kernels, and remembers compiled ones by a key.
 
-Triton looks at every argument to find the compiled kernel, 20 µs of a host's time; scoring 16 K
-slots takes a GPU 40. `launch` saves it the second look. Knows no kernel; imports no triton.
+Triton examines every argument to find the compiled kernel, which takes the host 20 µs; scoring 16 K
+slots takes a GPU 40 µs. `launch` does so only once for a key. Knows no kernel; imports no triton.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
     """Run `kernel`, decorated with `triton.jit`, over a grid of programs.
 
     Args:
-        kernel: decorated with `triton.jit`.
-        grid: programs, in up to three dimensions.
-        args: of the kernel.
+        kernel: the function.
+        grid: numbers of programs, in up to three dimensions.
+        args: arguments of the kernel.
         options: arguments of the kernel by name, and options of the compiler.
 
     Returns:
-        What was compiled; None: it was interpreted.
+        The compiled kernel; None if it was interpreted.
     """
     return kernel[grid](*args, **options)
 
@@ -37,16 +37,16 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
 def launch(
     kernel: Any, grid: tuple[int, int, int], key: Hashable, args: Sequence[Any], **options: Any
 ) -> None:
-    """Run a kernel as `run` does, without what Triton's own launcher works out every time.
+    """Run a kernel as `run` does, but look up the compiled one by a key.
 
     Args:
-        kernel: decorated with `triton.jit`.
-        grid: programs.
-        key: distinguishes, together with `kernel`, whatever calls need different machine code:
-            constants, options, types, and of each argument that Triton specialises its value
-            (tensors: whether they start at a multiple of 16 bytes).
-        args: of the kernel, its constants too, in their order.
-        options: of the compiler.
+        kernel: a function decorated with `triton.jit`.
+        grid: numbers of programs.
+        key: must differ between calls of this kernel that need different machine code: it has
+            constants, options, types, and the value of each argument that Triton specialises (for
+            tensors, whether they start at a multiple of 16 bytes).
+        args: all arguments of the kernel in their order, constants too.
+        options: options of the compiler.
     """
     known = _compiled.get((kernel, key))
     if known is not None:
@@ -61,9 +61,9 @@ def launch(
 
 @cache
 def _remembers() -> bool:
-    """Return whether a compiled kernel can be launched by itself.
+    """Return whether a compiled kernel can be launched directly.
 
-    Before 3.3 it takes other arguments than the function it was made of.
+    Before Triton 3.3 it takes other arguments than its function.
     """
     return tuple(map(int, version("triton").split(".")[:2])) >= (3, 3)
 

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
 """Multiplies one row with a matrix, for decoding: weights are read once, at the speed of memory.
 
-Libraries' matrix products reach half of that with one row of few outputs (`kvcap bench parts`), and
-what lies between two of them (a norm, a gate, a sum) takes longer to launch than to compute: it is
-done on the way. Knows tensors only.
+Libraries' matrix products reach half of that speed for one row and few outputs (`kvcap bench
+parts`). The operations between two products (a norm, a gate, a sum) take longer to launch than to
+compute, so the kernel does them, too. Knows tensors only.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from kvcap.kernels.device import DTYPES, overlapping
 from kvcap.kernels.launch import run
 
 TILE, WIDE_TILE = (8, 1024), (4, 2048)  # rows, columns read at once: fastest of those tried
-WIDE = 4096  # a matrix of columns that are a multiple of it
+WIDE = 4096  # a matrix gets WIDE_TILE if its columns are a multiple of this
 
 
 def covers(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `matvec` takes these: one row, dense and alike."""
+    """Return whether `matvec` covers these: one row, contiguous, of the same type and device."""
     one = x.numel() == x.shape[-1] == weight.shape[-1]
     alike = weight.dtype == x.dtype and weight.device == x.device
     return one and alike and weight.dim() == 2 and weight.stride(1) == 1 and x.dtype in DTYPES
@@ -34,19 +34,19 @@ def matvec(
     gated: bool = False,
     plus: Tensor | None = None,
 ) -> Tensor:
-    """Return `W norm(x) + b`, summed in float32, then gated, then added to.
+    """Return `gate(W norm(x) + b) + plus`, with products summed in float32.
 
     Args:
         x: [..., I], all other sizes 1.
-        weight: [O, I].
-        bias: [O], or none.
-        gain: [I]: norm(x) = x · gain / sqrt(mean(x²) + epsilon); none: x.
-        epsilon: of the norm.
-        gated: the first O/2 rows' products y₁ are gates of the others' y₂: silu(y₁) · y₂.
-        plus: [..., O] (gated O/2), which is added.
+        weight: W, [O, I].
+        bias: b, [O]; None: 0.
+        gain: [I]; norm(x) = x · gain / sqrt(mean(x²) + epsilon). None: norm(x) = x.
+        epsilon: see `gain`.
+        gated: gate(y) = silu(y₁) · y₂ for the first and second half of y; else gate(y) = y.
+        plus: [..., O], if gated [..., O/2]; None: 0.
 
     Returns:
-        [..., O], gated [..., O/2]
+        [..., O], if gated [..., O/2].
     """
     from kvcap.kernels.linear_triton import dot
 

@@ -27,9 +27,9 @@ def _add(
     EVEN: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Add products and squares of some more columns.
+    """Add the products and squares of some more columns.
 
-    Summed over what a thread reads at once, as sums of every column would fill its registers.
+    Columns that a thread reads at once are summed, as a sum per column would fill its registers.
     """
     i = first + tl.arange(0, COLUMNS)
     v = (tl.load(x + i) if EVEN else tl.load(x + i, i < columns, 0.0)).to(tl.float32)
@@ -47,7 +47,7 @@ def dot(
     x,  # [I]
     out,  # [O]
     weight,  # [O, I]; GATED: [2·O, I], gates first
-    bias,  # of its rows, or None
+    bias,  # [O], or None
     gain,  # [I], or None
     plus,  # [O], or None
     rows,  # O
@@ -59,9 +59,9 @@ def dot(
     SHARE: tl.constexpr,  # columns that a thread reads at once
     EVEN: tl.constexpr,  # nothing to mask
     GATED: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
+    OVERLAP: tl.constexpr,  # may be launched before `x` is written
 ):
-    """Multiply some rows of a matrix by `x`, with what lies before and behind such products."""
+    """Multiply some rows of a matrix by the norm of `x`, then add a bias, gate, and add `plus`."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.arange(0, ROWS)
@@ -73,7 +73,7 @@ def dot(
         o = tl.program_id(0) * ROWS + row
         inside = o < rows
     base = weight + o.to(tl.int64)[:, None] * stride
-    # Weights do not wait for `x`: the first are on their way before it is there.
+    # Weights do not depend on `x`, so the first are loaded before it is written.
     w = _tile(base, 0, columns, inside, COLUMNS, EVEN)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()

@@ -2,9 +2,9 @@
 """Pools scores in time order on a GPU, without sorting whole rows.
 
 A slot's place in time is the number of slots of its row with a smaller position. Rows are cut into
-tiles: a slot is compared with each of its tile, and looked for by bisection in every tile thus
-sorted. No atomics: two runs are equal to the bit. Knows tensors only; triton is imported when first
-needed.
+tiles. Each tile is sorted by comparing all its slots; then each slot's place is found by bisection
+in every tile. Without atomics, two runs are equal to the bit. Knows tensors only; triton is
+imported when first needed.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 from kvcap.kernels.device import able, power_of_two, seen_and_clock
 
 LOG_TILE = 9
-"""Holds the logarithm of a tile's 512 slots.
+"""Holds the binary logarithm of a tile's slots, 512.
 
-Of 8 rows on an H200 it takes 11, 16, 30 and 62 µs to pool 2,049, 4,097, 8,193 and 16,384 slots;
-comparing each with each of its row 13, 30, 96 and more, torch's sort 36 to 85.
+On an H200 it takes 11, 16, 30 and 62 µs to pool 8 rows of 2,049, 4,097, 8,193 and 16,384 slots.
+Comparing all slots of a row takes 13, 30, 96 µs and more, and torch's sort 36 to 85 µs.
 """
-MOST_SLOTS = 32768  # of a row
+MOST_SLOTS = 32768  # most slots of a row
 MOST_KERNEL = 63
 MOST_GROUPS = 64
 
 
 def covers(scores: Tensor, positions: Tensor, kernel: int) -> bool:
-    """Return whether the kernels can do this here: on CUDA, or in triton's interpreter.
+    """Return whether the kernels cover these tensors, on CUDA or in Triton's interpreter.
 
     Args:
         scores: [B, K, n] or [B, K, G, n].
@@ -45,18 +45,18 @@ def covers(scores: Tensor, positions: Tensor, kernel: int) -> bool:
 def pool_in_time(
     scores: Tensor, positions: Tensor, kernel: int, pool: str, seen: int | Tensor, window: int
 ) -> Tensor:
-    """Pool over the slots in time order (1-D), as `policies.base.pool_in_time` does.
+    """Pool scores over neighbours in time order, as `policies.base.pool_in_time` does.
 
     Args:
         scores: [B, K, n] or [B, K, G, n] float32, any strides.
-        positions: [B, K, n] int32 or int64, those of a row distinct and contiguous.
+        positions: [B, K, n] int32 or int64; all of a row differ, and a row is contiguous.
         kernel: odd window length in tokens; 1 leaves the scores as they are.
-        pool: 'max' or 'avg' (borders average over what exists and is not left out).
+        pool: 'max' or 'avg'; at borders, 'avg' is the mean over neighbours that count.
         seen: tokens read so far, an int or one int64 on the device.
-        window: how many of the newest are left out.
+        window: how many of the newest tokens do not count as neighbours.
 
     Returns:
-        A contiguous copy, or `scores` themselves with a kernel of 1.
+        A contiguous copy, or `scores` itself with a kernel of 1.
     """
     if kernel == 1:
         return scores
@@ -83,7 +83,7 @@ def in_time(positions: Tensor) -> Tensor:
     """Return the slots of every row in time order, [B, K, n] float32, exact below 2^24.
 
     Args:
-        positions: [B, K, n] int32 or int64, those of a row distinct and contiguous.
+        positions: [B, K, n] int32 or int64; all of a row differ, and a row is contiguous.
     """
     places = torch.arange(positions.shape[-1], dtype=torch.float32, device=positions.device)
     wide = places.expand(*positions.shape[:2], 1, -1)
@@ -93,9 +93,9 @@ def in_time(positions: Tensor) -> Tensor:
 def _in_time(
     wide: Tensor, positions: Tensor, seen: int | Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each slot's place in time, who is not left out there, and scores [B, K, G, n] there.
+    """Return places in time [B·K, n], and in time order: marks of slots that count, and scores.
 
-    Arguments as of `pool_in_time`.
+    See `pool_in_time` for the arguments; `wide` are scores [B, K, G, n].
     """
     from kvcap.kernels.launch import empty, launch
     from kvcap.kernels.pool_triton import rank_slots, sort_tiles
@@ -103,7 +103,7 @@ def _in_time(
     batch, heads, groups, slots = wide.shape
     rows, device = batch * heads, wide.device
     log_tile = min(LOG_TILE, power_of_two(slots, 16).bit_length() - 1)
-    whole = -(-slots >> log_tile) << log_tile  # the last tile filled up
+    whole = -(-slots >> log_tile) << log_tile  # slots with the last tile filled up
     tiles = torch.empty((rows, whole), dtype=positions.dtype, device=device)
     whose = torch.empty((rows, whole), dtype=torch.int32, device=device)
     ranks = torch.empty((rows, slots), dtype=torch.int32, device=device)

@@ -2,8 +2,8 @@
 """Defines the Triton functions of `kernels/pool.py`: put scores in time order, and pool them.
 
 Importing this imports triton; `pool.py` does so when a kernel is first needed. No number and no
-pointer is specialised: whatever is replayed in a CUDA graph has been compiled by the same call
-outside of one, and a row that grows compiles nothing once it is longer than a tile.
+pointer is specialised. So a call in a CUDA graph needs no kernel that the same call outside did not
+compile, and a growing row compiles none once it is longer than a tile.
 """
 
 import triton
@@ -24,17 +24,17 @@ def _bisect(
     CHUNK: tl.constexpr,
     LOG_TILE: tl.constexpr,
 ):
-    """Count in `tiles`, each ascending, the positions smaller than each of `mine` [BLOCK]."""
+    """Count the positions in ascending `tiles` that are smaller than each of `mine` [BLOCK]."""
     earlier = tl.zeros([CHUNK, BLOCK], tl.int32)
     for begin in range(0, slots, CHUNK << LOG_TILE):
         first = begin + (tl.arange(0, CHUNK) << LOG_TILE)[:, None]
         exists = first < slots
-        place = first + tl.zeros([CHUNK, BLOCK], tl.int32)  # will be the last that is earlier
+        place = first + tl.zeros([CHUNK, BLOCK], tl.int32)  # becomes the last earlier one's place
         for halved in tl.static_range(1, LOG_TILE + 1):
             step = (1 << LOG_TILE) >> halved
             its = tl.load(tiles + place + step, exists, HIGHEST)
             place += tl.where(its < mine[None, :], step, 0)
-        its = tl.load(tiles + place, exists, HIGHEST)  # the first place was not compared yet
+        its = tl.load(tiles + place, exists, HIGHEST)  # the first place is still to be compared
         earlier += place - first + (its < mine[None, :]).to(tl.int32)
     return tl.sum(earlier, 0)
 
@@ -43,19 +43,19 @@ def _bisect(
     do_not_specialize=["positions", "tiles", "whose", *_SIZES[:2], "position_b", "position_h"]
 )
 def sort_tiles(
-    positions,  # [B, K, n], those of a row contiguous and distinct
-    tiles,  # [B·K, T, 2^LOG_TILE], each ascending, the last filled up with the highest number
-    whose,  # likewise, int32: the slots of these positions, no slots (n and more) of what fills up
+    positions,  # [B, K, n]; all of a row differ, and a row is contiguous
+    tiles,  # [B·K, T, 2^LOG_TILE], is written: ascending, the last filled up with HIGHEST
+    whose,  # [B·K, T, 2^LOG_TILE] int32, is written: slots of these positions; fillers: n and more
     slots,  # n
     heads,  # K
     position_b,
     position_h,
-    HIGHEST: tl.constexpr,  # of the type of positions
+    HIGHEST: tl.constexpr,  # the largest number of the type of positions
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     LOG_TILE: tl.constexpr,
 ):
-    """Move some slots of a tile to their places in time within it."""
+    """Write some slots of a tile to their places in time within it."""
     row = tl.program_id(1).to(tl.int64)
     positions += row // heads * position_b + row % heads * position_h
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -66,7 +66,7 @@ def sort_tiles(
     earlier = tl.zeros([BLOCK, CHUNK], tl.int32)
     for begin in range(first, end, CHUNK):
         other = begin + tl.arange(0, CHUNK)
-        its = tl.load(positions + other, other < end, HIGHEST)  # earlier than none
+        its = tl.load(positions + other, other < end, HIGHEST)  # a filler is earlier than none
         earlier += (its[None, :] < mine[:, None]).to(tl.int32)
     place = first + tl.sum(earlier, 1)
     place = tl.where(held, place, slot) + row * (tl.num_programs(0) * BLOCK)
@@ -77,11 +77,11 @@ def sort_tiles(
 @triton.jit(do_not_specialize=[*_TENSORS, "clock", *_SIZES, *_STRIDES, "seen", "window"])
 def rank_slots(
     scores,  # [B, K, G, n]
-    tiles,  # of `sort_tiles`
-    whose,  # likewise
-    ranks,  # [B·K, n] int32
-    counted,  # [B·K, n] int8, in time order: 1, or 0 for a token that is left out
-    in_time,  # [B·K, G, n] float32
+    tiles,  # result of `sort_tiles`
+    whose,  # result of `sort_tiles`
+    ranks,  # [B·K, n] int32, is written: each slot's place in time
+    counted,  # [B·K, n] int8, is written in time order: 0 for a token that does not count, else 1
+    in_time,  # [B·K, G, n] float32, is written: scores in time order
     slots,  # n
     heads,  # K
     groups,  # G
@@ -89,23 +89,23 @@ def rank_slots(
     score_h,
     score_g,
     score_n,
-    seen,  # -1: at `clock`
+    seen,  # -1: the number is at `clock`
     clock,  # [] int64
     window,
-    HIGHEST: tl.constexpr,  # of the type of positions
+    HIGHEST: tl.constexpr,  # the largest number of the type of positions
     GROUPS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,  # of tiles
+    CHUNK: tl.constexpr,  # tiles that are searched at once
     LOG_TILE: tl.constexpr,
 ):
-    """Write for some slots of a row how many are earlier, and their scores at that place."""
+    """Write the places in time of some slots of a row, and their scores at these places."""
     row = tl.program_id(1).to(tl.int64)
     batch, head = row // heads, row % heads
     at = row * (tl.num_programs(0) * BLOCK) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine, slot = tl.load(tiles + at), tl.load(whose + at)
     held = slot < slots
     tiles += row * (tl.num_programs(0) * BLOCK)
-    # Neighbours in time search nearly the same places.
+    # A tile's slots are neighbours in time, and search nearly the same places.
     rank = _bisect(mine, tiles, slots, HIGHEST, BLOCK, CHUNK, LOG_TILE)
     tl.store(ranks + row * slots + slot, rank, held)
     now = tl.where(seen < 0, tl.load(clock, seen < 0, 0), seen)
@@ -129,7 +129,7 @@ def pool_ranks(
     MAXIMUM: tl.constexpr,  # else the mean
     BLOCK: tl.constexpr,
 ):
-    """Write, for some slots of a row, the maximum or mean of neighbours that are not left out."""
+    """Write, for some slots of a row, the maximum or mean over neighbours that count."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = slot < slots
@@ -148,7 +148,7 @@ def pool_ranks(
         else:
             pooled += tl.load(in_time + place, counts, 0.0)
             neighbours += counts.to(tl.int32)
-    if not MAXIMUM:  # rounded as eager code does it
+    if not MAXIMUM:  # computed in the order of eager code, to round like it
         size = tl.full([BLOCK], KERNEL, tl.float32)
         share = tl.div_rn(tl.maximum(neighbours, 1).to(tl.float32), size)
         pooled = tl.div_rn(tl.div_rn(pooled, size), share)

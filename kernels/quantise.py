@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
 """Writes a block into slots of 8 or 4 bits: rotates keys to position 0 and quantises, in one pass.
 
-Eager code takes some forty launches for that. The format is that of
-`runtime/cache/slot_format.py`. Knows tensors only.
+Eager code takes some forty launches. The format is that of `runtime/cache/slot_format.py`. Knows
+tensors only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcap.kernels.device import power_of_two
 from kvcap.kernels.launch import run
 from kvcap.policies.base import Rows
 
-MOST_STATE = 2  # tensors of policies that have one number a slot
+MOST_STATE = 2  # most tensors of a policy's state, with one number per slot
 SIDES = ("key_scale", "key_low", "value_scale", "value_low")
 
 
@@ -36,20 +36,19 @@ def append(
     """Quantise a block and write it behind the slots of rows of a pool.
 
     Args:
-        keys: [B, K, T, D] as the model rotated them, any strides but of the last dimension.
-        values: [B, K, T, D] likewise.
+        keys: [B, K, T, D] as the model rotated them; the last stride is 1, others are free.
+        values: [B, K, T, D]; the last stride is 1, others are free.
         positions: [T] int32.
-        slots: the pool's buffers [slots, ...], by the names of `SlotFormat.shapes`, with
-            'positions' and where there is one 'shift', which becomes minus a token's rank among
-            those of its row. Every other becomes 0.
+        slots: the pool's buffers [slots, ...], by the names of `SlotFormat.shapes`, 'positions',
+            and maybe 'shift', which becomes minus a token's rank in its row. All others become 0.
         rows: first slot and length of each row, without the block.
         mean: [B, K, D] float32, contiguous, subtracted from keys before they are written. In a row
             without slots it is first set to the mean of the block's keys.
-        turn: where tokens are read first, [B] int32, and a table [span, 2, R/2], contiguous, of
-            cosines and sines, by which keys are rotated back to position 0; None: they are not.
-        count: how many tokens of the block are real and no fillers, int32 [] on the device; None:
-            all.
-        interleaved: neighbours (2i, 2i + 1) are pairs; else halves (i, i + R/2) are.
+        turn: position of each sequence's first token [B] int32, and a contiguous table
+            [span, 2, R/2] of cosines and sines, by which keys are rotated back to position 0;
+            None: keys are not rotated.
+        count: number of the block's tokens that are no fillers, int32 [] on the device; None: all.
+        interleaved: whether pairs are neighbours (2i, 2i + 1); else they are (i, i + R/2).
     """
     from kvcap.kernels.quantise_triton import write_slots
 
@@ -93,6 +92,6 @@ def append(
 
 
 def group_of(slots: Mapping[str, Tensor], name: str, size: int) -> int:
-    """Return how many numbers of a vector share a scale in 4 bits; 0: it has 8 bits."""
+    """Return how many numbers of a 4-bit vector share a scale; 0 for a vector of 8 bits."""
     low = slots.get(f"{name}_low")
     return 0 if low is None else size // low.shape[-1]

@@ -1,18 +1,18 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Defines the Triton functions of `kernels/quantise.py`, which imports it when first needed."""
+"""Defines the Triton functions of `kernels/quantise.py`, which imports this when first needed."""
 
 import triton
 import triton.language as tl
 
-NEAREST = tl.constexpr(12582912.0)  # 1.5 · 2²³: added and taken off, it rounds halves to even
+NEAREST = tl.constexpr(12582912.0)  # 1.5 · 2²³; adding and subtracting it rounds halves to even
 
 
 @triton.jit
 def _unrotated(x, turn, d, inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Return the numbers `d` [1, P] of some tokens, rotated back to position 0; float32 [N, P].
+    """Return the numbers of indices `d` [1, P] of some tokens, rotated back to position 0.
 
-    They are read where `inside` [N, P]. `x` points at the tokens [N, 1], `turn` at the cosines of
-    their positions, behind which the sines lie.
+    The result is float32 [N, P], read where `inside` [N, P]. `x` points at the tokens [N, 1],
+    `turn` at the cosines of their positions; the sines lie behind them.
     """
     own = tl.load(x + d, inside, 0.0).to(tl.float32)
     if HALF > 0:
@@ -43,17 +43,17 @@ def _mean(
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the mean of the numbers `d` [1, P] of keys at position 0, float32 [1, P].
+    """Return the mean over keys at position 0 of the numbers of indices `d` [1, P].
 
-    They are read where `inside` [1, P]. `keys` points at a KV head's first token, `key_t` says how
-    far the next one lies, `turn` points at the cosines of its position, `real` is how many there
-    are.
+    The result is float32 [1, P], read where `inside` [1, P]. `keys` points at the first of `real`
+    tokens of a KV head, `key_t` is the stride to the next, and `turn` points at the cosines of the
+    first token's position.
     """
     total = tl.zeros([BLOCK, d.shape[1]], tl.float32)
     for begin in range(0, real, BLOCK):
         t = (begin + tl.arange(0, BLOCK))[:, None]
         x = keys + t.to(tl.int64) * key_t
-        its = x  # read where HALF > 0 only
+        its = x  # a stand-in; it is read only if HALF > 0
         if HALF > 0:
             its = turn + t.to(tl.int64) * (2 * HALF)
         total += _unrotated(x, its, d, (t < real) & inside, HALF, INTERLEAVED)
@@ -62,22 +62,22 @@ def _mean(
 
 @triton.jit
 def _nearest(x):
-    """Return the nearest whole number; of two equally near ones, the even one."""
+    """Return the nearest whole number, the even one of two equally near."""
     return (x + NEAREST) - NEAREST
 
 
 @triton.jit
 def _divisor(scale):
-    """Return a scale that can be divided by: 1 for 0, where all that is divided is 0, too."""
+    """Return a scale to divide by: 1 in place of 0, which only zeros have."""
     return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
 def _store_groups(x, scale, low, first, inside, GROUP: tl.constexpr):
-    """Store the least number and the step of every group of x [N, P], to be held in 4 bits.
+    """Store the least number and the step of every group of x [N, P], for 4 bits.
 
-    `first` [N] says where a token's groups begin in `scale` and `low`. Both numbers are returned
-    for every number of x, too: [N, P] float32.
+    `first` [N] is where a token's groups begin in `scale` and `low`. Both are also returned for
+    every number of x, as float32 [N, P].
     """
     COUNT: tl.constexpr = x.shape[1] // GROUP
     each = tl.reshape(x, [x.shape[0], COUNT, GROUP])
@@ -96,7 +96,7 @@ def _store_groups(x, scale, low, first, inside, GROUP: tl.constexpr):
 def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.constexpr):
     """Quantise and store the numbers i and i + SIZE/2 of tokens, `a` and `b` [N, P].
 
-    Those of i < SIZE/2 are real. Where SIZE is odd, which needs 8 bits, `b` has one more than `a`.
+    Only i < SIZE/2 are real. If SIZE is odd, which needs 8 bits, `b` has one number more than `a`.
     """
     LOW: tl.constexpr = SIZE // 2
     in_a = inside[:, None] & (i < LOW)
@@ -113,7 +113,7 @@ def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.
         tl.store(at + LOW, b.to(tl.int8), in_b)
     else:
         GROUPS: tl.constexpr = SIZE // GROUP
-        if a.shape[1] == LOW and LOW % GROUP == 0:  # each lies in one half
+        if a.shape[1] == LOW and LOW % GROUP == 0:  # each group lies in one half
             first = slot * GROUPS
             lows_a, by_a = _store_groups(a, scale, low, first, inside, GROUP)
             lows_b, by_b = _store_groups(b, scale, low, first + LOW // GROUP, inside, GROUP)
@@ -149,7 +149,7 @@ def _store(a, b, to, scale, low, slot, inside, i, SIZE: tl.constexpr, GROUP: tl.
         tl.store(to + slot[:, None] * LOW + i, both.to(tl.uint8), in_a)
 
 
-# Where a block goes differs from layer to layer, which must not compile anew.
+# These arguments differ between layers; specialising them would compile the kernel for each.
 _PLACES = ["to_keys", "to_values", "key_scale", "key_low", "value_scale", "value_low",
            "to_positions", "shift", "state_0", "state_1", "length", "count", "starts", "lengths",
            "read_at"]  # fmt: skip
@@ -163,12 +163,12 @@ def write_slots(
     mean,  # [B, K, D], or None
     read_at,  # [B] int32, the position of the first token, or None
     table,  # [span, 2, HALF], or None
-    to_keys,  # [slots, ...], as what follows
+    to_keys,  # [slots, ...], like all buffers that follow
     to_values,
     key_scale,
-    key_low,
+    key_low,  # or None
     value_scale,
-    value_low,  # the lows: or None
+    value_low,  # or None
     to_positions,
     shift,  # or None
     state_0,
@@ -176,7 +176,7 @@ def write_slots(
     length,  # T
     count,  # [] int32, tokens that are no fillers, or None: all
     starts,
-    lengths,  # [B·K] int32, where rows lie, and their slots before the block
+    lengths,  # [B·K] int32, first slots of rows, and their slots before the block
     key_b,
     key_h,
     key_t,
@@ -204,7 +204,7 @@ def write_slots(
     in_a, in_b = inside[:, None] & (i < LOW), inside[:, None] & (i < SIZE - LOW)
     keys += batch * key_b + head * key_h
     x = keys + t.to(tl.int64)[:, None] * key_t
-    turn = x  # read where HALF > 0 only
+    turn = x  # a stand-in; it is read only if HALF > 0
     if HALF > 0:
         first = table + tl.load(read_at + batch).to(tl.int64) * (2 * HALF)
         turn = first + t.to(tl.int64)[:, None] * (2 * HALF)
@@ -214,7 +214,7 @@ def write_slots(
     b = _unrotated(x, turn, i + LOW, in_b, HALF, INTERLEAVED)
     if mean is not None:
         off = mean + row * SIZE + i
-        if before == 0:  # of this block's keys
+        if before == 0:  # the mean is then that of this block's keys
             real = length
             if count is not None:
                 real = tl.load(count)

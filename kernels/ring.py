@@ -1,7 +1,7 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
 """Appends a block's queries to the observation window and drops its oldest, in one launch.
 
-Eagerly it takes five small kernels a layer and block. Knows tensors only; triton is imported when
+Eager code takes five small kernels per layer and block. Knows tensors only; triton is imported when
 first needed.
 """
 
@@ -17,10 +17,7 @@ MOST_LENGTH, MOST_HEAD_SIZE = 64, 256  # a program holds a head's whole ring
 
 
 def covers(ring: Tensor, shift: Tensor, queries: Tensor) -> bool:
-    """Return whether the kernel can do this here: on CUDA, or in triton's interpreter.
-
-    Arguments as in `append`.
-    """
+    """Return whether the kernel covers these arguments of `append`, on CUDA or interpreted."""
     if not able(queries) or queries.dtype != ring.dtype or queries.device != ring.device:
         return False
     alike = queries.shape[:2] == ring.shape[:2] and queries.shape[3] == ring.shape[3]
@@ -30,13 +27,13 @@ def covers(ring: Tensor, shift: Tensor, queries: Tensor) -> bool:
 
 
 def append(ring: Tensor, shift: Tensor, queries: Tensor, count: Tensor | None = None) -> None:
-    """Drop the oldest queries and put a block's newest behind the others, which moved by nothing.
+    """Drop the oldest queries and append the block's newest, with shifts of 0.
 
     Args:
-        ring: [B, H, w, D] queries, oldest first, contiguous; changed in place.
-        shift: [B, K, w] int32, how far each has moved, contiguous; changed in place.
-        queries: [B, H, T, D], any strides but of the last dimension.
-        count: how many of the T are the block's, int32 [] on the device; None: all.
+        ring: queries [B, H, w, D], oldest first, contiguous; changed in place.
+        shift: their shifts [B, K, w] int32, contiguous; changed in place.
+        queries: [B, H, T, D]; the last stride is 1, others are free.
+        count: how many of the T are the block's and no fillers, int32 [] on the device; None: all.
     """
     from kvcap.kernels.ring_triton import push
 

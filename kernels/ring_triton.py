@@ -11,7 +11,7 @@ def push(
     shift,  # [B, K, LENGTH], contiguous
     queries,  # [B, H, T, SIZE] integers
     tokens,  # T
-    count,  # [] int32, those of them that count, or None: all
+    count,  # [] int32, tokens that are no fillers, or None: all
     query_b,
     query_h,
     query_t,
@@ -22,7 +22,7 @@ def push(
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
 ):
-    """Append to one query head, and to its KV head's shifts if it is the first of that."""
+    """Append to one query head's ring, and for the first of a group to its KV head's shifts."""
     row = tl.program_id(0).to(tl.int64)
     batch, head = row // HEADS, row % HEADS
     i, d = tl.arange(0, LENGTH_PAD), tl.arange(0, SIZE_PAD)[None, :]
@@ -30,7 +30,7 @@ def push(
     taken = tokens
     if count is not None:
         taken = tl.load(count)
-    old = i + taken  # where in the ring is what comes to place i, or where behind it
+    old = i + taken  # place in the ring, or in the block behind it, of the query that moves to i
     new = (old - LENGTH).to(tl.int64)
     wide = inside[:, None] & (d < SIZE)
     to = ring + row * (LENGTH * SIZE) + d
@@ -40,6 +40,6 @@ def push(
     shifts = shift + row // GROUP * LENGTH
     mine = i < tl.where(row % GROUP == 0, LENGTH, 0)
     moved = tl.load(shifts + old, mine & (old < LENGTH), 0)
-    tl.debug_barrier()  # all of the ring is read
+    tl.debug_barrier()  # all of the ring is read before any of it is written
     tl.store(to + i[:, None] * SIZE, tl.where((old < LENGTH)[:, None], before, arrived), wide)
     tl.store(shifts + i, moved, mine)

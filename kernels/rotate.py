@@ -17,10 +17,10 @@ def rotate_back(x: Tensor, shift: Tensor, table: Tensor, *, interleaved: bool = 
     """Rotate pairs of numbers of every row back by its shift, into a contiguous copy.
 
     Args:
-        x: [B, K, n, D], any strides but of the last dimension.
+        x: [B, K, n, D]; the last stride is 1, others are free.
         shift: [B, K, n] int32, below the table's span; any strides.
-        table: [span, 2, R/2] float32, contiguous, cosines and sines.
-        interleaved: neighbours (2i, 2i + 1) are pairs; else halves (i, i + R/2) are.
+        table: cosines and sines [span, 2, R/2] float32, contiguous.
+        interleaved: whether pairs are neighbours (2i, 2i + 1); else they are (i, i + R/2).
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -31,14 +31,14 @@ def rotate_back(x: Tensor, shift: Tensor, table: Tensor, *, interleaved: bool = 
 def rotate_rows(
     x: Tensor, shift: Tensor, table: Tensor, rows: Rows, *, interleaved: bool = False
 ) -> Tensor:
-    """Rotate back the slots in use of some rows of a pool, as a copy [rows · longest, D].
+    """Rotate back the slots in use of some rows of a pool, into a copy [rows · longest, D].
 
     Args:
         x: [slots, D].
-        shift: [slots].
-        table: as in `rotate_back`.
-        rows: where they lie; what is behind their slots is arbitrary.
-        interleaved: as in `rotate_back`.
+        shift: [slots] int32.
+        table: see `rotate_back`.
+        rows: first slot and length of each row; the copy is arbitrary behind a row's slots.
+        interleaved: see `rotate_back`.
     """
     count, size = len(rows.lengths), x.shape[1]
     out = torch.empty(1, count, rows.longest, size, dtype=x.dtype, device=x.device)
@@ -55,7 +55,7 @@ def _rotate(
     interleaved: bool,
     rows: Rows | None = None,
 ) -> None:
-    """Launch the kernel."""
+    """Launch the kernel, which writes `out`."""
     from kvcap.kernels.rotate_triton import rotate
 
     (batch, heads, slots, size), half = out.shape, table.shape[-1]
@@ -72,7 +72,7 @@ def _rotate(
             lengths,
             slots,
             *x.stride()[:3],
-            # Of one slot the last stride says nothing, and would ask for a kernel of its own.
+            # With one slot the last stride is arbitrary, and could compile another kernel.
             *shift.stride()[:2],
             0 if shift.shape[2] == 1 else shift.stride(2),
             HEADS=heads,

@@ -13,7 +13,7 @@ def rotate(
     out,  # [B, K, n, D], contiguous
     starts,
     lengths,  # [B·K] int32, where rows lie in `x` [n, D]; or None
-    slots,  # n of `out`
+    slots,  # n, slots of each row of `out`
     x_b,
     x_h,
     x_n,
@@ -29,7 +29,7 @@ def rotate(
     REST: tl.constexpr,  # dimensions behind the rotated ones
     REST_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launched before what makes `x` has ended
+    OVERLAP: tl.constexpr,  # may be launched before `x` is written
 ):
     """Rotate some slots of one KV head."""
     if OVERLAP:

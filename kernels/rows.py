@@ -1,11 +1,11 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Evicts slots of heads that hold unequally many, side by side in a pool, all in one launch each.
+"""Evicts slots of a pool's rows of unequal lengths, with one launch for all rows of a layer.
 
-Where each head's row lies, how many slots it has and how many it may have are numbers on the
-device, so that one CUDA graph serves while they change. After a token at most one slot of a row
-goes; after a block, as many as are too many. Eager code takes dozens of small kernels a layer for
-that, which is most of what generation costs besides matrix products. Knows tensors only; Triton is
-imported when first needed.
+A row is a KV head of a sequence. Its first slot, its length and the slots that it may have are
+numbers on the device, so that one CUDA graph serves while they change. A token evicts at most one
+slot of a row, a block all that are too many. Eager code takes dozens of small kernels per layer,
+the largest cost of generation besides matrix products. Knows tensors only; Triton is imported when
+first needed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from kvcap.kernels.launch import run
 from kvcap.kernels.rotate import rotate_rows
 from kvcap.policies.base import Rows
 
-MOST_AT_ONCE = 8192  # slots of a row that a program has in its registers
-MOST_COPIED = 64 << 20  # bytes of keys and values of which a copy is made at once
-MOST_AUX = 5  # auxiliary tensors: a number a slot, besides positions and shifts
+MOST_AT_ONCE = 8192  # most slots of a row that a program holds in registers
+MOST_COPIED = 64 << 20  # most bytes of keys and values that are copied at once
+MOST_AUX = 5  # most auxiliary tensors, which have a number per slot, besides positions and shifts
 
 
 class Pool(NamedTuple):
-    """A pool of slots that move: its buffers, where rows lie, what is pinned and what may stay."""
+    """A pool whose slots can move: its buffers, rows, pinned tokens and budgets."""
 
     buffers: Sequence[Tensor]  # [slots, D] keys and values, [slots] int32 positions and others
-    shift: Tensor | None  # int32, one of these
-    rows: Rows
-    pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each stay
-    targets: Tensor  # [B·K] int32, the slots that each may have
+    shift: Tensor | None  # the buffer of shifts, [slots] int32
+    rows: Rows  # first slot and length of each row
+    pins: Tensor  # [B·K, 2] int32, how many first and how many newest tokens of each row stay
+    targets: Tensor  # [B·K] int32, slots that each row may have
 
 
 def moving(named: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return a pool's buffers as kernels move them: keys and values of equally many columns first.
+    """Return a pool's buffers in the order and types in which kernels move them.
 
-    Scales of groups become one integer a slot, where there is one of that size.
+    Keys and values come first, with equal numbers of columns. A slot's scales of groups become one
+    integer, if there is an integer type of that size.
     """
     keys, values = named["keys"], named.get("values")
     rest = [_as_number(x) for name, x in named.items() if name not in ("keys", "values")]
@@ -54,7 +55,7 @@ def moving(named: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _as_number(x: Tensor) -> Tensor:
-    """View numbers of a slot [slots, n] as an integer of their size [slots], if there is one."""
+    """View the numbers of each slot [slots, n] as one integer [slots], if a type has that size."""
     size = x[0].numel() * x.element_size()
     return x.view(INTEGERS[size])[:, 0] if x.dim() == 2 and size in INTEGERS else x
 
@@ -63,8 +64,8 @@ def covers(buffers: Sequence[Tensor], spans: Spans = ()) -> bool:
     """Return whether the kernels cover these tensors, on CUDA or on a CPU in Triton's interpreter.
 
     Args:
-        buffers: as `moving` returns them.
-        spans: of tokens that are pinned.
+        buffers: the result of `moving`.
+        spans: pinned spans of positions.
     """
     dims = [x.dim() for x in buffers]
     alike = dims[:2] == [2, 2] and dims.count(2) == 2 and dims.count(1) <= MOST_AUX + 2
@@ -94,7 +95,7 @@ def padded_positions(positions: Tensor, rows: Rows, batch: int) -> Tensor:
 
 
 def padded(x: Tensor, rows: Rows, batch: int) -> Tensor:
-    """Copy one number a slot, `x` [slots], to [B, K, longest]; behind a row's slots it is 0."""
+    """Copy numbers of slots [slots] to [B, K, longest], with 0 behind a row's slots."""
     from kvcap.kernels.rows_triton import copy_rows
 
     count, block = len(rows.lengths), 512
@@ -127,9 +128,9 @@ def copied(
     Args:
         x: keys or values of a pool.
         rows: the rows of one layer.
-        shift: [slots] int32, by which keys are rotated back, as in `rotate.rotate_back`.
-        table: likewise.
-        interleaved: likewise.
+        shift: [slots] int32, how far keys are rotated back; None: not at all.
+        table: see `rotate.rotate_back`.
+        interleaved: see `rotate.rotate_back`.
     """
     from kvcap.kernels.rows_triton import copy_wide
 
@@ -155,13 +156,13 @@ def copied(
 
 
 def put(new: Tensor, x: Tensor, rows: Rows, before: Tensor | None = None) -> None:
-    """Write one number a slot into `x` [slots], of all slots of a row or of those behind `before`.
+    """Write numbers of slots into `x`: of all slots of each row, or of those behind `before`.
 
     Args:
-        new: [B, K, n] of the type of `x`, contiguous; what lies behind a row is left out.
-        x: is written.
-        rows: with the slots that are written.
-        before: [B·K] int32, how many slots of each row come before.
+        new: [B, K, n] of the type of `x`, contiguous; numbers behind a row's slots are ignored.
+        x: [slots], is written.
+        rows: first slot and length of each row, with the slots that are written.
+        before: slots of each row that come before the written ones, [B·K] int32; None: 0.
     """
     from kvcap.kernels.rows_triton import put_rows
 
@@ -186,24 +187,25 @@ def put(new: Tensor, x: Tensor, rows: Rows, before: Tensor | None = None) -> Non
 def give_up_one(
     scores: Tensor, pins: Pins, pool: Pool, left: Tensor, newer: Tensor | None = None
 ) -> None:
-    """Evict one slot of each row that has more than it may have, in place.
+    """Evict one slot of each row that has more slots than it may have, in place.
 
-    The slot of the lowest score goes, of those that are not pinned; of equal scores, the older
-    token. Scores are made finite as by `torch.nan_to_num`, NaN as the lowest. The shifts of newer
-    slots grow by one, and the row's last slot moves into the hole.
+    The unpinned slot with the lowest score goes, of equal scores that of the older token. Scores
+    are made finite as by `torch.nan_to_num`, NaN as the lowest. The shifts of newer slots grow by
+    one, and the row's last slot moves into the hole.
 
     Args:
-        scores: [B, K, longest], those of a row's slots first.
-        pins: `seen` and `spans`; how many first and newest tokens stay each row says for itself.
+        scores: [B, K, longest], arbitrary behind a row's slots.
+        pins: `seen` and `spans`; `pool.pins` takes the place of `sinks` and `recents`.
         pool: the rows.
-        left: [B·K] int32, is written: the slots that each has after this.
-        newer: [B, K, w] int32, the last stride 1: shifts that grow by as many as go, as those of
-            an observation window's queries: tokens newer than all that go, or pinned with them.
+        left: [B·K] int32, is written: slots of each row afterwards.
+        newer: further shifts [B, K, w] int32 with last stride 1, such as those of an observation
+            window's queries, which grow by the number of evicted slots. Their tokens are newer
+            than all that go, or pinned.
     """
     from kvcap.kernels.rows_triton import evict_one
 
     (batch, heads, slots), (keys, values, positions, *rest) = scores.shape, pool.buffers
-    # Few registers: other programs (kernels/linear.py) fill the device meanwhile.
+    # Few registers, so that programs of other kernels (kernels/linear.py) fit beside these.
     size, block = keys.shape[-1], min(2048, power_of_two(slots, 16))
     rest = [x for x in rest if x is not pool.shift]
     with torch.cuda.device_of(positions):
@@ -233,18 +235,18 @@ def give_up(
     newer: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> None:
-    """Evict as many slots of each row as it has more than it may have.
+    """Evict all slots of each row above the number that it may have.
 
-    Where rows stay in place, their last slots move into the holes of those that go.
+    If rows stay in place, their last slots move into the holes.
 
     Args:
-        scores: as in `give_up_one`, like the next four.
-        pins: likewise.
-        pool: likewise.
-        left: likewise.
-        newer: likewise.
-        starts: [B·K + 1] int32, where rows begin afterwards, and the last one ends; by default
-            they stay. Rows are neighbours, each with room for what it may have.
+        scores: see `give_up_one`.
+        pins: see `give_up_one`.
+        pool: see `give_up_one`.
+        left: see `give_up_one`.
+        newer: see `give_up_one`.
+        starts: [B·K + 1] int32, where rows begin afterwards, and where the last one ends; None:
+            they stay in place. Rows are neighbours, each with room for the slots it may have.
     """
     from kvcap.kernels.rows_triton import choose_rows, fill_holes, shift_rows
 
@@ -254,7 +256,7 @@ def give_up(
     source, holes = new(len(positions)), None
     if starts is None:
         holes = new(len(positions))
-    else:  # what lies beside these rows stays, as what other layers hold in the same pool
+    else:  # slots beside these rows stay, as other layers may hold them in the same pool
         torch.arange(len(positions), out=source)
     with torch.cuda.device_of(positions):
         run(
@@ -308,13 +310,13 @@ def give_up(
 
 
 def _gather(buffers: Sequence[Tensor], source: Tensor) -> None:
-    """Move to every slot of all buffers what is at its `source` [slots], by way of copies."""
+    """Move the slot `source` [slots] of all buffers to every slot, by way of copies."""
     from kvcap.kernels.rows_triton import carry
 
     keys, values, *rest = (bits(x) for x in buffers)
     assert keys.shape == values.shape
     (slots, size), block = keys.shape, 32
-    # Of many slots some columns at once, so that the copies of keys and values stay small.
+    # For many slots, only some columns are copied at once, so that the copies stay small.
     most = max(16, MOST_COPIED // max(1, 2 * slots * keys.element_size()))
     width = min(power_of_two(size, 16), power_of_two(most + 1) // 2)
     key_copy, value_copy = (x.new_empty(slots, width) for x in (keys, values))
@@ -346,7 +348,7 @@ def _gather(buffers: Sequence[Tensor], source: Tensor) -> None:
 
 
 def tile_of_row(slots: int) -> dict[str, Any]:
-    """Return how a program that chooses among a row's slots reads them: all at once if they fit.
+    """Return the kernel's options for reading a row's slots: all at once if they fit.
 
     Args:
         slots: slots of the longest row.
@@ -357,14 +359,14 @@ def tile_of_row(slots: int) -> dict[str, Any]:
 
 
 def _where(scores: Tensor, pins: Pins, newer: Tensor | None, pool: Pool) -> dict[str, Any]:
-    """Return where rows lie and what stays of them, as arguments of the kernels."""
+    """Return scores, pins, rows and budgets as arguments of the kernels."""
     rows = {"starts": pool.rows.starts, "lengths": pool.rows.lengths, "row_pins": pool.pins}
     given = {**pins.arguments(scores.device), **_newer_at(newer), **strides("bhn", score=scores)}
     return {"heads": scores.shape[1], **given, **rows, "targets": pool.targets}
 
 
 def _newer_at(newer: Tensor | None) -> dict[str, Any]:
-    """Return the shifts `newer` of `give_up_one` as arguments of the kernels, for `grow`."""
+    """Return the shifts `newer` of `give_up_one` as arguments of `grow`."""
     length = 0 if newer is None else newer.shape[-1]
     sizes = {"NEWER": length, "NEWER_PAD": power_of_two(length)}
     return {"newer": newer, **strides("bh", newer=newer), **sizes}

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Defines the Triton functions of `kernels/rows.py`, which imports it when one is first needed.
+"""Defines the Triton functions of `kernels/rows.py`, which imports this when first needed.
 
-A row is a head's slots in a pool. Programs loop over as many as it has, and where it has none they
-end at once.
+A row is a head's slots in a pool. Programs loop over as many slots as it has, and end at once if it
+has none.
 """
 
 import triton
@@ -34,7 +34,7 @@ def copy_positions(
     longest,
     BLOCK: tl.constexpr,
 ):
-    """Copy some of a row's positions; behind its slots, write numbers above all of them."""
+    """Copy some of a row's positions; behind its slots, write numbers above all positions."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = slot < tl.load(lengths + row)
@@ -136,9 +136,9 @@ def cut(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # no row has more slots than BLOCK
 ):
-    """Return a worth and a position such that a row's `count` lowest slots are below them.
+    """Return a worth and a position that bound the `count` lowest slots of a row.
 
-    Slots of less worth go, and of those of exactly that worth the ones before the position.
+    Slots below that worth go, and those of that worth before the position.
     """
     if WHOLE:
         x, position = _part(
@@ -171,7 +171,7 @@ def cut(
             BLOCK,
         )
         return cut_of(x, position, count)
-    # Up to `count` are below `low`; more than that, or all that is not pinned, below `high`.
+    # At most `count` are below `low`; more than that, or all that is not pinned, below `high`.
     low, high = tl.full([], PINNED, tl.int32), tl.full([], -0x7FFFFFFF, tl.int32)
     for begin in range(0, slots, BLOCK):
         x, _ = _part(
@@ -249,7 +249,7 @@ def cut(
         below = tl.where(
             below_two <= count, below_two, tl.where(below_one <= count, below_one, below)
         )
-    # Of those that are worth `low` the oldest go, as many as are wanting.
+    # Of the slots of worth `low` the oldest go, as many as are still missing.
     oldest, newest = tl.full([], 0, tl.int32), tl.full([], NO_SLOT, tl.int32)
     older = tl.full([], 0, tl.int32)
     while (below + older < count) & (oldest + 1 < newest):
@@ -292,7 +292,7 @@ def cut(
     return low, oldest
 
 
-# Long and branching, as it is one launch: branches on None and constants are gone once compiled.
+# One long kernel, as it is one launch; the compiler removes branches on None and constants.
 @triton.jit(
     do_not_specialize=[*PINS, *_AUX[:5], *NEWER_AT, *ROWS, "positions", "shift", "targets", "left"]
 )
@@ -313,7 +313,7 @@ def evict_one(
     score_n,
     sinks,
     recents,
-    seen,  # -1: at `clock`
+    seen,  # -1: the number is at `clock`
     clock,  # [] int64
     spans,  # how many of these
     start_0,
@@ -338,26 +338,26 @@ def evict_one(
     starts,
     lengths,  # [B·K] int32
     row_pins,  # as in `pins_of_row`
-    targets,  # [B·K] int32, the slots that each row may have: the others go, one at most
-    left,  # [B·K] int32, is written: the slots that it has after this
+    targets,  # [B·K] int32, slots that each row may have; a row above it loses one
+    left,  # [B·K] int32, is written: slots of each row afterwards
     NEWER: tl.constexpr,
     NEWER_PAD: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Evict the slot of least worth of a whole row, and put the row's last slot there."""
+    """Evict the slot of least worth of a whole row, and move the row's last slot there."""
     row = tl.program_id(0).to(tl.int64)
     first, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
     sinks, recents = pins_of_row(row_pins, row)
-    goes = (slots > tl.load(targets + row)).to(tl.int32)  # else its last slot stays in place
+    goes = (slots > tl.load(targets + row)).to(tl.int32)  # 0: the last slot stays in place
     tl.store(left + row, slots - goes)
     if newer is not None:
         grow(newer, row // heads, row % heads, newer_b, newer_h, goes, NEWER, NEWER_PAD)
     positions += first
     last = first + slots - 1
     d = tl.arange(0, SIZE_PAD)
-    # The last slot moves wherever it goes: read before that is known.
+    # The last slot moves in any case, so it is read before its new place is known.
     key = tl.load(keys + last * SIZE + d, d < SIZE)
     value = tl.load(values + last * SIZE + d, d < SIZE)
     position = tl.load(positions + slots - 1)
@@ -406,17 +406,17 @@ def evict_one(
             start_7,
             stop_7,
         )
-        worth = (ordered(x).to(tl.int64) << 32) | its  # of equal scores the older goes
+        worth = (ordered(x).to(tl.int64) << 32) | its  # the position decides among equal scores
         place = tl.where(worth < least, slot, place)
         least = tl.minimum(least, worth)
     lowest = tl.min(least, 0)
     target = tl.max(tl.where(least == lowest, place, 0), 0)
     gone = (lowest & 0xFFFFFFFF).to(tl.int32)
     target = tl.where(goes == 1, target, slots - 1)
-    gone = tl.where(goes == 1, gone, 0x7FFFFFFF)  # nothing is newer
+    gone = tl.where(goes == 1, gone, 0x7FFFFFFF)  # a position that nothing is newer than
     if shift is not None:
         shifted += (gone < position).to(tl.int32)
-        tl.debug_barrier()  # the last shift is read
+        tl.debug_barrier()  # the last shift is read before shifts are written
         for begin in range(0, slots, BLOCK):
             slot = begin + tl.arange(0, BLOCK)
             held = slot < slots
@@ -424,7 +424,7 @@ def evict_one(
             later = gone < tl.load(positions + slot, held, 0)
             moved = tl.load(at, held, 0) + later.to(tl.int32)
             tl.store(at, tl.where(slot == target, shifted, moved), held)
-    tl.debug_barrier()  # all positions are read
+    tl.debug_barrier()  # all positions are read before one is written
     tl.store(positions + target, position)
     at = first + target
     tl.store(keys + at * SIZE + d, key, d < SIZE)
@@ -443,13 +443,13 @@ def evict_one(
 
 @triton.jit
 def _rank(those):
-    """Return how many of `those` [BLOCK] come before each."""
+    """Return for each element how many of the marks `those` [BLOCK] come before it."""
     return tl.cumsum(those.to(tl.int32), 0) - 1
 
 
 @triton.jit
 def _moved(x, origin, hole, there):
-    """Move numbers of slots [BLOCK] into holes, where `there` are any; x may be None."""
+    """Move numbers of slots [BLOCK] from `origin` to `hole`, where `there`; x may be None."""
     if x is not None:
         tl.store(x + hole, tl.load(x + origin, there), there)
 
@@ -461,11 +461,11 @@ def _moved(x, origin, hole, there):
 def choose_rows(
     scores,  # [B, K, longest]
     positions,  # [slots]
-    source,  # [slots] int32, is written: which slot comes to a place, or fills a row's i-th hole
-    holes,  # [slots] int32, likewise, from each row's first on; None: rows move to `new_starts`
-    ages,  # [slots] int32, likewise from each row's first on: positions of slots that go
-    gone,  # [B·K] int32, likewise: how many these are
-    moves,  # [B·K] int32, likewise: how many of their holes are filled
+    source,  # [slots] int32, is written: which slot moves to a place, or fills a row's i-th hole
+    holes,  # [slots] int32, is written: each row's holes; None: rows move to `new_starts`
+    ages,  # [slots] int32, is written: positions of each row's slots that go
+    gone,  # [B·K] int32, is written: how many slots go
+    moves,  # [B·K] int32, is written: how many holes are filled
     heads,
     sinks,
     recents,
@@ -497,15 +497,15 @@ def choose_rows(
     starts,
     lengths,  # [B·K] int32
     row_pins,  # as in `pins_of_row`
-    targets,  # [B·K] int32, the slots that each row may have
-    left,  # [B·K] int32, is written: those that it has after this
+    targets,  # [B·K] int32, slots that each row may have
+    left,  # [B·K] int32, is written: slots of each row afterwards
     new_starts,  # [B·K + 1] int32, or None
     NEWER: tl.constexpr,
     NEWER_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # as in `cut`
 ):
-    """Choose which slots of a whole row go, of equal ones the older, and where the others move."""
+    """Choose which slots of a whole row go (of equal ones the older), and where others move."""
     row = tl.program_id(0).to(tl.int64)
     first, slots = tl.load(starts + row).to(tl.int64), tl.load(lengths + row)
     count = tl.maximum(slots - tl.load(targets + row), 0)
@@ -585,7 +585,7 @@ def choose_rows(
         stays = (slot < slots) & ((x > low) | ((x == low) & (position >= oldest)))
         tl.store(ages + first + went + _rank(goes), position, goes)
         if new_starts is None:
-            # As many of the first holes are filled as slots stay behind the row's new end.
+            # Slots that stay, but lie behind the row's new end, fill the first holes.
             tl.store(holes + first + went + _rank(goes), (first + slot).to(tl.int32), goes)
             is_last = stays & (slot >= slots - count)
             tl.store(source + first + moved + _rank(is_last), (first + slot).to(tl.int32), is_last)
@@ -599,9 +599,9 @@ def choose_rows(
 
 @triton.jit(do_not_specialize=[*_AUX, "source", "holes", "moves", "starts"])
 def fill_holes(
-    source,  # [slots] int32, from each row's first on: slots that move
-    holes,  # [slots] int32, likewise: where they move to
-    moves,  # [B·K] int32, how many
+    source,  # [slots] int32, each row's slots that move, from its first slot on
+    holes,  # [slots] int32, the slots that they move to
+    moves,  # [B·K] int32, how many slots of a row move
     starts,  # [B·K] int32
     keys,  # [slots, SIZE] integers
     values,  # likewise
@@ -639,8 +639,8 @@ def fill_holes(
 
 @triton.jit(do_not_specialize=[*_POINTERS, "ages", "gone", "shift"])
 def shift_rows(
-    ages,  # [slots] int32, from each row's first on: positions of slots that go
-    gone,  # [B·K] int32, how many these are
+    ages,  # [slots] int32, positions of each row's slots that go, from its first slot on
+    gone,  # [B·K] int32, how many slots of a row go
     positions,  # [slots]
     shift,  # [slots]
     starts,
@@ -656,7 +656,7 @@ def shift_rows(
     at = first.to(tl.int64) + slot
     position = tl.load(positions + at, held, 0)
     older = tl.zeros([BLOCK], tl.int32)
-    # Of a program behind all slots there is nothing to compare.
+    # A program behind all slots has nothing to compare.
     for begin in range(0, tl.where(tl.program_id(0) * BLOCK < slots, count, 0), CHUNK):
         i = begin + tl.arange(0, CHUNK)
         age = tl.load(ages + first + i, i < count, 0x7FFFFFFF)
@@ -673,7 +673,7 @@ def copy_rows(
     longest,
     BLOCK: tl.constexpr,
 ):
-    """Copy some of a row's numbers, one a slot; behind its slots, write 0."""
+    """Copy the numbers of some of a row's slots; write 0 behind them."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(x + tl.load(starts + row).to(tl.int64) + slot, slot < tl.load(lengths + row), 0)
@@ -691,7 +691,7 @@ def copy_wide(
     SIZE_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy some of a row's keys or values; nothing is written behind its slots."""
+    """Copy some of a row's keys or values; write nothing behind its slots."""
     row = tl.program_id(1).to(tl.int64)
     slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SIZE_PAD)[None, :]
     inside = (slot < tl.load(lengths + row))[:, None] & (d < SIZE)
@@ -702,7 +702,7 @@ def copy_wide(
 
 @triton.jit
 def _carried(x, copy, origin, slot, moves, BACK: tl.constexpr):
-    """Copy one number a slot [BLOCK] from its origin, or put the copies back; `x` may be None."""
+    """Copy numbers of slots [BLOCK] from `origin`, or if BACK write the copies; x may be None."""
     if x is not None:
         if BACK:
             tl.store(x + slot, tl.load(copy + slot, moves), moves)
@@ -715,12 +715,12 @@ _CARRIED = [*_AUX, *(f"copy_{i}" for i in range(7))]
 
 @triton.jit(do_not_specialize=[*_CARRIED, "source", "slots", "first"])
 def carry(
-    source,  # [slots] int32: which slot comes to this place
+    source,  # [slots] int32, which slot moves to each place
     slots,
-    first,  # column
+    first,  # the first column that is copied
     keys,  # [slots, SIZE] integers
-    values,  # likewise
-    key_copy,  # [slots, WIDTH] likewise
+    values,  # [slots, SIZE] integers
+    key_copy,  # [slots, WIDTH] integers
     value_copy,
     aux_0,
     aux_1,
@@ -741,7 +741,7 @@ def carry(
     BACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy slots that move, some columns of keys and values and all numbers; or put them `BACK`."""
+    """Copy some columns of keys and values, and all numbers, of slots that move; BACK puts them."""
     slot, d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)[None, :]
     there = slot < slots
     origin = tl.load(source + slot, there, 0)
@@ -771,12 +771,12 @@ def put_rows(
     new,  # [B·K, count]
     x,  # [slots], is written
     starts,  # [B·K] int32
-    before,  # [B·K] int32, slots of each row before those that are written, or None: none
-    lengths,  # [B·K] int32, slots of each row, those included
+    before,  # [B·K] int32, slots of each row before the written ones, or None: 0
+    lengths,  # [B·K] int32, all slots of each row
     count,
     BLOCK: tl.constexpr,
 ):
-    """Write one number a slot for some of a row's slots."""
+    """Write the numbers of some of a row's slots."""
     row = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = i

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Rotates one more token to its position, appends it and attends to all slots in one launch.
+"""Rotates one token to its position, appends it and attends to all slots in one launch.
 
-A GPU's memory would idle while the matrix product that makes the query runs. Held slots do not
-depend on the query, so their first block is read and rotated to its present positions meanwhile.
-Knows tensors only; Triton is imported when first needed.
+While the matrix product before it still computes the query, the kernel already reads the first
+block of slots and rotates its keys, as they do not depend on the query. Knows tensors only; Triton
+is imported when first needed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvcap.kernels.launch import run
 from kvcap.policies.base import Rows
 
 MOST_GROUP = 16
-ROOMY = 224 * 1024  # bytes of shared memory, of which a program with five stages takes 105 K
-# Registers of a thread, few enough for a multiprocessor to begin one of these programs beside five
-# of the product before it (kernels/linear.py): (65,536 - 5 · 128 threads · 64) / 128.
+ROOMY = 224 * 1024  # bytes of shared memory for two programs with five stages, 105 KiB each
+# Registers of a thread, so few that a multiprocessor can start one of these programs beside five of
+# the product before it (kernels/linear.py): (65,536 - 5 · 128 threads · 64) / 128.
 REGISTERS = 192
 
 
@@ -39,11 +39,11 @@ def covers(query: Tensor, key: Tensor, value: Tensor, buffers: Sequence[Tensor])
 
 
 def tile_of(row_bytes: int, device: torch.device) -> decode.Tile:
-    """Return how to read slots: with more blocks under way if two programs have memory for it.
+    """Return how to read slots: with more blocks in flight if two programs have memory for it.
 
     Args:
         row_bytes: bytes of one key.
-        device: where the slots are.
+        device: the device of the slots.
     """
     found, gpu = decode.tile_of(row_bytes), target(device)
     roomy = gpu is not None and gpu.shared_memory >= ROOMY
@@ -53,9 +53,10 @@ def tile_of(row_bytes: int, device: torch.device) -> decode.Tile:
 def blocks_of(
     slots: int, tiles: float, tile: decode.Tile, most_parts: int | None, device: torch.device
 ) -> int:
-    """Return how many blocks of slots a part of a row has, as `decode.blocks_in_part` chooses.
+    """Return how many blocks of slots a part of a row has.
 
-    With `most_parts`, as few blocks as cut a row's `slots` into at most so many parts.
+    By default `decode.blocks_in_part` chooses; with `most_parts`, it is the least number that cuts
+    a row's `slots` into at most so many parts.
     """
     blocks = -(-slots // tile.block)
     if most_parts is None:
@@ -81,40 +82,41 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write a token into the slot behind those in use, and attend to all of them.
 
-    Slots are read while what was launched just before may still run: that must not write them.
+    Slots are read while the kernel launched just before may still run; that must not write them.
 
     Args:
         query: [B, H, 1, D].
         key: [B, K, 1, D].
         value: [B, K, 1, D].
-        angles: cosines and sines [B or 1, 1, D], both halves alike, by which the halves of query
+        angles: cosines and sines [B or 1, 1, D], both halves equal, by which the halves of query
             and key are rotated.
-        time: [1] int32, which token it is.
-        buffers: the pool's: keys and values [slots, D], positions [slots] int32, and [slots] of
-            auxiliary tensors, which become 0.
+        time: the token's position [1] int32.
+        buffers: the pool's keys and values [slots, D], positions [slots] int32, and auxiliary
+            tensors [slots], which become 0.
         scaling: factor of the logits.
-        turn: one of the auxiliary tensors, int32: how far each key is rotated back, and a
-            contiguous table [span, 2, D/2] of cosines and sines; None: keys are used as they are.
+        turn: the auxiliary tensor of shifts, int32, by which keys are rotated back, and a
+            contiguous table [span, 2, D/2] of cosines and sines; None: keys are not rotated.
         rows: first slot and length of each of the B·K rows, without the token.
-        summed: the keys' sums are wanted.
-        read_at: with `turn`, integers on the device [B]: the position that a sequence's angles
-            stand for. In each row the token counts as the next one instead, so that its query and
-            key are rotated back by the difference.
-        tile: how slots are read; by default as `tile_of` says. `kvcap bench token` tries others.
-        most_parts: into how many parts the slots are cut at most, likewise; by default into as
-            many as are done the soonest.
+        summed: whether to return sums of the keys.
+        read_at: with `turn`, the position that a sequence's `angles` belong to, integers on the
+            device [B]. In each row the token's position is its length instead, so query and key
+            are rotated back by the difference.
+        tile: how slots are read, by default as `tile_of` chooses; `kvcap bench token` tries others.
+        most_parts: most parts that the slots are cut into; by default `blocks_of` chooses.
 
     Returns:
-        The attention's output [B, H, 1, D], the rotated query, likewise, and, if `summed`, sums of
-        the keys in each part as they are attended to, [B, K, parts, D] float32, else None. For
-        parts that a row does not have, sums are 0.
+        The attention's output [B, H, 1, D], the rotated query [B, H, 1, D] and, if `summed`, sums
+        of the keys of each part as they are attended to, [B, K, parts, D] float32, else None.
+        Parts that a row does not have sum to 0.
     """
     from kvcap.kernels.token_triton import attend_part
 
     (batch, heads, _, size), kv_heads = query.shape, key.shape[1]
     count, group = batch * kv_heads, heads // kv_heads
     slots = rows.longest
-    tiles = min(count, len(buffers[2]) / slots)  # rows, were all as long as the longest
+    tiles = min(
+        count, len(buffers[2]) / slots
+    )  # as many rows of the longest's length have the work
     tile = tile or tile_of(size * query.element_size(), query.device)
     blocks = blocks_of(slots, tiles, tile, most_parts, query.device)
     chunk = tile.block * blocks

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Defines the Triton function of `kernels/token.py`, which imports it when first needed."""
+"""Defines the Triton function of `kernels/token.py`, which imports this when first needed."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from kvcap.kernels.append_triton import clear
 from kvcap.kernels.decode_triton import dot
 from kvcap.kernels.turn_triton import halves, made, turned, turned_by
 
-# Where a token goes differs from layer to layer, which must not compile anew.
+# These arguments differ between layers; specialising them would compile the kernel for each.
 _PLACES = ["positions", *(f"aux_{i}" for i in range(6)), "shift", "time", "chunk"]
 _PLACES += ["starts", "lengths", "read_at"]
 
@@ -32,7 +32,7 @@ def _held(
     held = slot < end
     d = tl.arange(0, 2 * HALF_PAD)[None, :]
     at = keys + slot[:, None] * SIZE
-    # Keys come from far, and wait for nothing: they are on their way while shifts are read.
+    # Keys depend on nothing, so their loads are issued first, and shifts are read meanwhile.
     a, b = halves(at, held[:, None], HALF, HALF_PAD)
     if shift is None:
         a, b = made(a, WIDEN), made(b, WIDEN)
@@ -45,7 +45,7 @@ def _held(
 
 @triton.jit
 def added(k, BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Add keys [BLOCK, SIZE] up to 16 rows [16, SIZE] float32, each sum within a thread."""
+    """Sum keys [BLOCK, SIZE] to 16 rows [16, SIZE] float32, each sum within one thread."""
     return tl.sum(tl.reshape(k.to(tl.float32), [BLOCK // 16, 16, SIZE]), 0)
 
 
@@ -65,7 +65,7 @@ def _fold(
     BLOCK: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Attend to one block of slots more, of which those before `end` count."""
+    """Attend to one more block of slots, of which those before `end` count."""
     z = tl.zeros([top.shape[0], BLOCK], tl.float32)
     z = dot(q_b, k_b.T, dot(q_a, k_a.T, z, WIDEN), WIDEN) * factor
     z = tl.where((first + tl.arange(0, BLOCK) < end)[None, :], z, float("-inf"))
@@ -75,15 +75,15 @@ def _fold(
     return higher, total * fade + tl.sum(p, 1), acc
 
 
-# Long and branching, as it is one launch: branches on None and constants are gone once compiled.
+# One long kernel, as it is one launch; the compiler removes branches on None and constants.
 @triton.jit(do_not_specialize=_PLACES)
 def attend_part(
     query,  # [B, H, D]
     key,  # [B, K, D]
     value,  # likewise
     cos,
-    sin,  # [B, D] where the token is rotated to
-    time,  # [1], which token it is
+    sin,  # [B, D] of the position that the token is rotated to
+    time,  # [1], the token's position
     keys,
     values,  # [slots, D]
     positions,  # [slots]
@@ -93,17 +93,17 @@ def attend_part(
     aux_3,
     aux_4,
     aux_5,  # integers that become 0, or None
-    shift,  # one of these, by how much keys are rotated back, or None
+    shift,  # the auxiliary tensor by which keys are rotated back, or None
     table,  # [span, 2, D/2], or None
-    queries,  # [B, H, D], as they are attended with
-    sums,  # [B·K, S, D] float32, of keys as they are attended to, or None
+    queries,  # [B, H, D], is written: rotated queries
+    sums,  # [B·K, S, D] float32, is written: sums of keys as they are attended to, or None
     part_out,  # [B·K, S, GROUP, D] float32
     part_lse,  # [B·K, S, GROUP] float32, log-sum-exp in base 2
     starts,  # [B·K] int32, each row's first slot
     lengths,  # [B·K] int32, each row's slots before the token
-    read_at,  # [B], or None: the position that `cos` and `sin` turn to; it counts as its row's
+    read_at,  # [B], the position of `cos` and `sin`, which becomes the row's length; or None
     chunk,  # slots of a part, a multiple of BLOCK
-    factor,  # of the logits, in base 2
+    factor,  # factor of the logits, in base 2
     query_b,
     query_h,
     key_b,
@@ -120,7 +120,7 @@ def attend_part(
     BLOCK: tl.constexpr,
     MORE: tl.constexpr,  # a part has several blocks
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launched before the query is there, and what follows before it ends
+    OVERLAP: tl.constexpr,  # may start before the query is written, and the merge before its end
     WIDEN: tl.constexpr,  # dot products of float32, as triton's interpreter has none of bfloat16
 ):
     """Attend with a token's queries of one KV head to a part of its slots; part 0 is the token."""
@@ -179,7 +179,7 @@ def attend_part(
     values += first_slot * SIZE
     if shift is not None:
         shift += first_slot
-    # Slots do not wait for the query: the first are on their way before it is there.
+    # Slots do not depend on the query, so the first are loaded before it is written.
     k_a, k_b, v = _held(keys, values, shift, table, begin, end, SIZE, HALF, HALF_PAD, BLOCK, WIDEN)
     if sums is not None:
         sum_a, sum_b = added(k_a, BLOCK, HALF_PAD), added(k_b, BLOCK, HALF_PAD)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Load halves of rows at x [N, 1] that are `real`, two of [N, HALF_PAD]."""
+    """Load both halves [N, HALF_PAD] of the rows at x [N, 1] that are `real`."""
     place = tl.arange(0, HALF_PAD)[None, :]
     inside = real & (place < HALF)
     return tl.load(x + place, inside, 0.0), tl.load(x + HALF + place, inside, 0.0)
@@ -15,11 +15,11 @@ def halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
 
 @triton.jit
 def made(x, WIDEN: tl.constexpr = False):
-    """Return the 16-bit numbers x unchanged, but hide from the compiler how they were made.
+    """Return the 16-bit numbers x unchanged, but hide from the compiler how they were computed.
 
-    It would otherwise compute what a product and a sum both use twice, each time in the layout that
-    the use asks for, and read it twice from shared memory, with many conflicts. `WIDEN`: not in
-    triton's interpreter.
+    Otherwise it would compute numbers that a product and a sum both use twice, once in the layout
+    of each, and read them twice from shared memory, with many bank conflicts. `WIDEN` turns this
+    off, for Triton's interpreter.
     """
     if WIDEN or x.dtype.primitive_bitwidth != 16:
         return x
@@ -42,12 +42,12 @@ def turned_by(
     b,
     back,  # [N] integers
     table,  # [span, 2, HALF]
-    held,  # [N], which there are
+    held,  # [N], whether a row exists
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return halves of rows [N, HALF_PAD], rotated back by so many positions."""
+    """Return halves of rows [N, HALF_PAD], rotated back by `back` positions."""
     at = table + back.to(tl.int64)[:, None] * (2 * HALF)
     cos, sin = halves(at, held[:, None], HALF, HALF_PAD)
     a, b = turned(a, b, cos, -sin)

@@ -1,16 +1,16 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped"
-"""Scores slots by a window of queries, without holding a matrix of window times slots.
+"""Scores slots by a window of queries, without a matrix of window times slots in memory.
 
-Two passes over keys and values: `forward` splits the slots, and each part leaves its output, the
-largest logit and the sum of exponentials; `merge` puts the parts together; `score` reads keys and
-values once more, from the end, where the cache of the chip still holds them, and adds up over the
-window what one epilogue makes of every `p = A_tj`. No atomics: two runs are equal to the bit. Knows
-no policy; triton is imported when first needed.
+It takes two passes over keys and values. `forward` splits the slots into parts, and writes each
+part's output, largest logit and sum of exponentials; `merge` combines the parts. `score` reads keys
+and values again from the end, as the GPU's cache still holds those read last, and sums over the
+window what an epilogue computes of every attention weight `p = A_tj`. Without atomics, two runs are
+equal to the bit. Knows no policy; triton is imported when first needed.
 
-Letters as in `Observation`, and of a tile: `N` slots, `R = GP·WB` rows, the `WB` queries of a block
-in time of each of `GP` query heads (both padded to powers of two). Where the query heads are added
-up and there are many queries, all heads of a time are rows side by side instead, and none is
-padded. Where attention's output is at hand, the first pass makes none.
+Letters are those of `Observation`. A tile has `N` slots and `R = GP·WB` rows: the `WB` queries of a
+block in time of each of `GP` query heads, both padded to powers of two. If query heads are summed
+and there are many queries, the heads of a time are neighbouring rows instead, without padding. If
+attention's output is known, the first pass computes none.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from kvcap.policies.base import Group, Observation
 OF_HEADS = ("cake", "variance")
 """Names the epilogues that need all queries of a query head."""
 NEEDS_OUTPUT = ("dropkv", "andpro", "key", "joint")
-"""Names the epilogues that read `a`; `attention`, `value` and those that CAKE has do not."""
-MANY_ROWS = 512  # queries of a KV head; with more, reading them is most of what a program does
-MOST_ROWS = 128  # queries of a KV head that a program has at once, where `a` is not needed
-NARROW = 32  # those where it is, or where there are many
+"""Names the epilogues that read attention's output `a`; 'attention', 'value' and CAKE's do not."""
+MANY_ROWS = 512  # queries of a KV head; with more, a program mostly reads queries
+MOST_ROWS = 128  # queries of a KV head that a program has at once, if `a` is not needed
+NARROW = 32  # queries that it has at once if `a` is needed, or if there are many
 ROOMY = 128 * 1024  # bytes of shared memory for a program; with less, it has fewer queries
 
 
 class Cut(NamedTuple):
-    """A division of the work of one of the passes into programs."""
+    """A division of the work of one pass into programs."""
 
-    WB: int  # queries of a block in time, padded; rows of a block, where heads lie side by side
-    blocks: int  # of those
+    WB: int  # queries of a block in time, padded; rows of a block, if heads are neighbouring rows
+    blocks: int  # number of blocks in time
     N: int  # slots of a tile
     chunk: int  # slots of a part, a multiple of N
     parts: int
@@ -48,9 +48,9 @@ class Tiling(NamedTuple):
 
     DP: int  # head size, padded
     GP: int  # query heads of a group, padded
-    heads: int  # the same, where those of a time are rows side by side, none padded; else 0
+    heads: int  # query heads of a group, if those of a time are neighbouring rows; else 0
     forward: Cut
-    score: Cut  # its programs do all blocks in time
+    score: Cut  # its programs loop over all blocks in time
     warps: int
     stages: int
 
@@ -69,26 +69,26 @@ def tiling(
     gpu: Target | None = None,
     known: bool = False,
 ) -> Tiling:
-    """Return sizes by a few rules, measured on an H200 and an H100.
+    """Return sizes of tiles by a few rules, measured on an H200 and an H100.
 
-    On GPUs with less shared memory they are such that their compiler accepts them.
+    On GPUs with less shared memory the sizes are small enough to compile.
 
     Args:
-        rows: `B·K`, the KV heads there are.
+        rows: `B·K`, KV heads of all sequences.
         G: query heads of each.
         w: queries.
         n: slots.
         D: head size.
         itemsize: bytes of a key's element.
         kind: the epilogue.
-        group: as of `scores`.
+        group: see `scores`.
         sms: multiprocessors.
-        gpu: that of the tensors, if there is one.
-        known: whether attention's output is known, where that is needed.
+        gpu: the GPU of the tensors; None on a CPU.
+        known: whether attention's output is known, if the epilogue needs it.
     """
     DP, GP = power_of_two(D, 16), power_of_two(G)
     many, output = GP * w > MANY_ROWS, kind in NEEDS_OUTPUT
-    # Where the query heads are added up, no matter which is which, they are rows like any other.
+    # If query heads are summed, they may be rows in any order.
     added = group in ("sum", "mean") and kind not in OF_HEADS
     small = gpu is not None and gpu.shared_memory < ROOMY
     narrow = min(NARROW, max(16, 8192 // (DP * itemsize))) if small and output else NARROW
@@ -98,7 +98,7 @@ def tiling(
         chunk = -(-max(most * N, -(-n // max(1, at_once // programs))) // N) * N
         return Cut(width, blocks, N, chunk, -(-n // chunk))
 
-    # All programs start at once and end together: as many as fit on the multiprocessors.
+    # As many programs as fit on the multiprocessors, so that all start and end together.
     if many and added:
         wide = N if small else min(128, 2 * N)
         few = -(-G * w // narrow)
@@ -120,10 +120,10 @@ def tiling(
 
 
 def parts_of_output(kind: str, itemsize: int) -> int:
-    """Return how many numbers of `itemsize` bytes stand for one of `a`, whose sum it is.
+    """Return how many numbers of `itemsize` bytes represent a number of `a`, as their sum.
 
-    `|a - v|²` is a small difference of large numbers where a query looks at one slot, and three
-    numbers of 16 bits hold a float32 whole. In 'joint' it stands beside `|v|²`, for which two do.
+    `|a - v|²` is a small difference of large numbers if a query attends to one slot, and three
+    numbers of 16 bits represent a float32 exactly. In 'joint', where `|v|²` is added, two suffice.
     """
     if kind not in NEEDS_OUTPUT or itemsize == 4:
         return int(kind in NEEDS_OUTPUT)
@@ -131,7 +131,7 @@ def parts_of_output(kind: str, itemsize: int) -> int:
 
 
 def covers_cake(groups: int, queries: int) -> bool:
-    """Return whether a program has all queries of a KV head at once, as 'cake', 'variance' need."""
+    """Return whether a program can have all queries of a KV head at once, for `OF_HEADS`."""
     return (
         power_of_two(groups) * max(power_of_two(queries), 16 // power_of_two(groups)) <= MOST_ROWS
     )
@@ -145,16 +145,16 @@ def scores(
     epsilon: float = 0.0,
     rounded: bool = False,
 ) -> Tensor:
-    """Sum of an epilogue over the observed queries.
+    """Return the sum of an epilogue over the observed queries, for every slot.
 
     Args:
-        obs: queries, keys, values and positions, whatever their strides but the last. With `rows`
-            keys and values are [B, K, slots, D] views of a pool, and positions [B, K, longest].
+        obs: queries, keys, values and positions; their last stride is 1. With `rows`, keys and
+            values are [B, K, slots, D] views of a pool, and positions [B, K, longest].
         kind: the epilogue: 'dropkv', 'andpro', 'attention', 'value', 'key' or 'joint'; 'entropy',
-            `-p ln p`; where `covers_cake`, 'variance' over the queries of each query head times
-            `epsilon`, or 'cake', the mean besides.
-        group: how the query heads of a KV head are put together; None: not at all.
-        epsilon: of the ratio of 'dropkv'.
+            `-p ln p`; and if `covers_cake`, 'variance', `epsilon` times the variance over a query
+            head's queries, or 'cake', that plus the mean.
+        group: how the query heads of a KV head are combined; None: not at all.
+        epsilon: see 'variance'; for 'dropkv', the epsilon of its ratio.
         rounded: whether 'dropkv' rounds `p` to bfloat16.
 
     Returns:
@@ -173,7 +173,7 @@ def scores(
     )
     output = kind in NEEDS_OUTPUT and attended is None
     sms = multiprocessors(device)
-    if obs.rows is not None:  # rows share the pool's slots: as many programs as for equal rows
+    if obs.rows is not None:  # rows share the pool's slots, so programs are as for equal rows
         sms = min(sms * 4, -(-sms * B * K * n // k.shape[2]))
     known = attended is not None
     t = tiling(B * K, G, w, n, D, k.element_size(), kind, group, sms, target(device), known)

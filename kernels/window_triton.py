@@ -1,7 +1,7 @@
 # mypy: allow-untyped-calls, disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
 """Defines the Triton functions of `kernels/window.py`, which imports this when needed.
 
-Letters as there. Tiles lie slots by rows, so that the larger side is the one the matrix unit wants
+Letters are those of `window.py`. Tiles are [slots, rows], as the matrix unit wants its first side
 large. Padded rows see no slot: their `p` is 0.
 """
 
@@ -12,23 +12,25 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-LOWEST = tl.constexpr(-1e30)  # for -inf, whose differences would be NaN
-NOWHERE = tl.constexpr(2**31 - 1)  # the position of what no query sees
-NEVER = tl.constexpr(-(2**30))  # the time of a query that sees nothing; may be added to
+LOWEST = tl.constexpr(-1e30)  # in place of -inf, whose differences would be NaN
+NOWHERE = tl.constexpr(2**31 - 1)  # a position that no query sees
+NEVER = tl.constexpr(
+    -(2**30)
+)  # the time of a query that sees nothing; adding to it cannot overflow
 LOG2E = tl.constexpr(1 / math.log(2))
 
 
 @triton.jit
 def _dot(a, b):
-    """Return `a · b`, added up in float32."""
-    if INTERPRETED:  # its matrix product takes the bits of a bfloat16 for a number
+    """Return `a · b`, summed in float32."""
+    if INTERPRETED:  # the interpreter's product misreads the bits of a bfloat16
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
 def _dot_fine(a, b):
-    """Return `a · b` for a float32 `b`, taken as the sum of two numbers of the type of `a`."""
+    """Return `a · b` for a float32 `b`, as a sum of two products in the type of `a`."""
     if a.dtype == tl.float32:
         return _dot(a, b)
     high = b.to(a.dtype)
@@ -37,7 +39,7 @@ def _dot_fine(a, b):
 
 @triton.jit
 def _rows(block, G, w, GP: tl.constexpr, WB: tl.constexpr, HEADS: tl.constexpr):
-    """Return query head in its group, time in the window, and whether there is such a row. [R]."""
+    """Return each row's query head in its group, time in the window, and whether it exists, [R]."""
     r = tl.arange(0, GP * WB)
     if HEADS > 0:
         head, time = (block * WB + r) % HEADS, (block * WB + r) // HEADS
@@ -60,7 +62,7 @@ def _queries(
     WB: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Load the queries of a block in time, [R, DP], and their places in the window, [R]."""
+    """Load the queries of a block in time [R, DP], and their times in the window [R]."""
     head, time, there = _rows(block, G, w, GP, WB, HEADS)
     d = tl.arange(0, DP)
     at = base + head[:, None] * stride_h + time[:, None] * stride_t + d[None, :]
@@ -85,8 +87,8 @@ def _exp(x):
 
 @triton.jit
 def _tanh(x):
-    """Return `tanh x`, by its series where the quotient would cancel digits."""
-    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))  # at most 1: no overflow
+    """Return `tanh x`, by its series where the quotient would lose digits."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))  # at most 1, so nothing overflows
     large = (1 - e) / (1 + e)
     s = x * x
     small = x * (1 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835)))))
@@ -95,14 +97,14 @@ def _tanh(x):
 
 @triton.jit
 def _first(seen, clock, w):
-    """Return the position of the window's first query: of `seen` tokens or, if below 0, `clock`."""
+    """Return the position of the window's first query; a `seen` below 0 is read at `clock`."""
     now = tl.where(seen < 0, tl.load(clock, seen < 0, 0), seen)
     return (now - w).to(tl.int32)
 
 
 @triton.jit
 def _logits(q, k, scaling, softcap, CAPPED: tl.constexpr):
-    """Return `z = scaling · k·q`, softcapped. [N, R]."""
+    """Return the logits `z = scaling · k·q` [N, R], softcapped if CAPPED."""
     z = _dot(k, tl.trans(q)) * scaling
     if CAPPED:
         z = softcap * _tanh(z / softcap)
@@ -111,7 +113,7 @@ def _logits(q, k, scaling, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _placed(k_base, v_base, k_n, v_n, starts, lengths, row):
-    """Return keys, values and length of a row that lies at a place of its own in a pool."""
+    """Return pointers to keys and values, and the length, of a row of a pool."""
     first = tl.load(starts + row).to(tl.int64)
     return k_base + first * k_n, v_base + first * v_n, tl.load(lengths + row)
 
@@ -157,8 +159,8 @@ def forward(
 ):
     """Write attention of one part of the slots for one KV head and block in time.
 
-    That is `a` [R, DP], the largest logit and the sum of `exp(z - largest)` [R]. Where no slot of
-    the part is visible, the largest logit is so low that the arbitrary `a` counts for nothing.
+    It writes `a` [R, DP], the largest logit and the sum of `exp(z - largest)` [R]. If no slot of
+    the part is visible, the largest logit is so low that the arbitrary `a` has no weight.
     """
     R: tl.constexpr = GP * WB
     part, row = tl.program_id(0), tl.program_id(1)
@@ -172,7 +174,7 @@ def forward(
     top = tl.full([R], LOWEST, tl.float32)
     total = tl.full(
         [N, R], 0.0, tl.float32
-    )  # added up once, at the end: a sum here costs a barrier
+    )  # summed once at the end, as each sum here would cost a barrier
     a = tl.full([DP, R], 0.0, tl.float32)
     stop = tl.minimum(part * chunk + chunk, n)
     for start in range(part * chunk, stop, N):
@@ -197,7 +199,7 @@ def forward(
     tl.store(sum_ptr + rows * tl.num_programs(0) * R + at, each)
     if WITH_OUTPUT:
         d = tl.arange(0, DP)
-        each = tl.where(each == 0.0, 1.0, each)  # of a part behind all slots of its row
+        each = tl.where(each == 0.0, 1.0, each)  # 0: a part behind all slots of its row
         tl.store(part_ptr + at[None, :] * DP + d[:, None], a / each[None, :])
 
 
@@ -222,8 +224,8 @@ def merge(
 ):
     """Merge all parts of some rows: `a` [DP], largest logits and sums of exponentials.
 
-    `a` is left as `A_PARTS` numbers of the type of the keys, whose sum it is, and `|a|²`. A sink
-    logit, one of a query head [K·G], counts in both sums as that of a part without an output.
+    `a` is written as `A_PARTS` numbers of the keys' type that sum to it, and `|a|²`. A query head's
+    sink logit, of [K·G], counts as a part without an output.
     """
     row, rows = tl.program_id(0), tl.num_programs(0)
     r = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -232,7 +234,7 @@ def merge(
     tops = tl.load(sum_ptr + at, mask=there, other=LOWEST)
     top = tl.max(tops, 0)
     if sinks_ptr is not None:
-        # A padded row's result is not read.
+        # The result of a padded row is never read.
         head = (row % blocks * R + r) % HEADS if HEADS > 0 else tl.minimum(r // WB, G - 1)
         sink = tl.load(sinks_ptr + row // blocks % K * G + head)
         top = tl.maximum(top, sink)
@@ -256,10 +258,10 @@ def merge(
 
 @triton.jit
 def _merged(a_ptr, sum_ptr, at, held, DP: tl.constexpr, A_PARTS: tl.constexpr):
-    """Load what `merge` left of rows `at` [R], of all that are `held`.
+    """Load the results of `merge` for rows `at` [R], of `held` rows in all.
 
-    `a` in three parts [R, DP], `|a|²` [R], largest logits [R], sums [R]; parts that do not exist
-    are arbitrary.
+    They are `a` in three parts [R, DP], `|a|²` [R], largest logits [R] and sums [R]; parts that do
+    not exist are arbitrary.
     """
     top, total = tl.load(sum_ptr + at), tl.load(sum_ptr + held + at)
     high, low, lowest, squares = top, top, top, top
@@ -294,7 +296,7 @@ def _of_rows(
     A_PARTS: tl.constexpr,
     KNOWN: tl.constexpr,
 ):
-    """Merge the rows of a block by `_merged`, or take `a` from whoever knows it."""
+    """Load the merged rows of a block by `_merged`; if KNOWN, load `a` from attention's output."""
     high, low, lowest, squares, top, total = _merged(
         a_ptr, sum_ptr, at, held, DP, 0 if KNOWN else A_PARTS
     )
@@ -321,7 +323,7 @@ def _cost(
     ROUNDED: tl.constexpr,
     A_PARTS: tl.constexpr,
 ):
-    """Return the epilogue's value for every query and slot, 0 where masked. [N, R]."""
+    """Return the epilogue's value for every slot and query [N, R], 0 where masked."""
     high, low, lowest, lengths, top, total = merged
     z = _logits(q, k, scaling, softcap, CAPPED)
     visible = position[:, None] <= (first + time)[None, :]
@@ -343,9 +345,9 @@ def _cost(
                 along += _dot(v, tl.trans(lowest))
             distance = tl.maximum(lengths[None, :] + squares - 2 * along, 0.0)
             if KIND == "dropkv":
-                most = tl.where(p > 0.5, 1.0, 0.0)  # of one slot per query at most
-                if tl.max(most) > 0:  # there the distance is taken by differences
-                    own = _dot(tl.trans(most).to(v.dtype), v)  # its v, or 0. [R, DP]
+                most = tl.where(p > 0.5, 1.0, 0.0)  # 1 for at most one slot per query
+                if tl.max(most) > 0:  # for that slot the distance is computed from differences
+                    own = _dot(tl.trans(most).to(v.dtype), v)  # that slot's v, or 0. [R, DP]
                     a = high.to(tl.float32)
                     if A_PARTS > 1:
                         a += low.to(tl.float32)
@@ -373,8 +375,11 @@ def _cost(
 def _spread(
     p, time, w, gamma, N: tl.constexpr, GP: tl.constexpr, WB: tl.constexpr, MEAN: tl.constexpr
 ):
-    """Return shares [N, R] of `mean + gamma · variance` of p over each query head's window."""
-    there = (time >= 0)[None, :]  # padded rows are no queries
+    """Return `mean + gamma · variance` of p over a query head's window, split over its queries.
+
+    The shares [N, R] of a query head's queries sum to that number.
+    """
+    there = (time >= 0)[None, :]  # False for padded rows
     heads = tl.reshape(p, [N, GP, WB])
     mean = tl.sum(heads, 2) / w
     off = tl.reshape(heads - mean[:, :, None], [N, GP * WB])
@@ -382,7 +387,7 @@ def _spread(
     return (p + variance if MEAN else variance) / w
 
 
-# Branches on constants are gone once compiled.
+# The compiler removes branches on constants.
 @triton.jit(
     do_not_specialize=["starts", "lengths", "w", "n", "seen", "clock", "chunk", "blocks", "held"]
 )
@@ -438,8 +443,8 @@ def score(
 ):
     """Write the scores of one part of a KV head's slots: [n], or [G, n] of its query heads.
 
-    They are computed from what `merge` left of `held` rows of each KV head and, if attention's
-    output [B, H, w, D] is `KNOWN`, from that at `a_ptr`.
+    They are computed from the results of `merge` for `held` rows of each KV head and, if KNOWN,
+    from attention's output [B, H, w, D] at `a_ptr`.
     """
     R: tl.constexpr = GP * WB
     part, row, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -538,7 +543,7 @@ def score(
                     ROUNDED,
                     A_PARTS,
                 )
-        if KIND == "cake" or KIND == "variance":  # the queries of each query head are all here
+        if KIND == "cake" or KIND == "variance":  # this program has all queries of a query head
             cost = _spread(cost, time, w, epsilon, N, GP, WB, KIND == "cake")
         if GROUP == "sum" or GROUP == "mean":
             summed = tl.sum(cost, 1)
