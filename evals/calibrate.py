@@ -1,10 +1,10 @@
 """Measures how much every head retrieves: the table that headkv and duoattention need.
 
-A head that can retrieve looks back at what followed an earlier occurrence of the same text. So the
-model reads a text twice in a row, uncapped and block by block, and the score of a query head is
-the mean, over the tokens of the second copy, of the attention that a token puts on the token that
-followed its earlier occurrence: of `length` tokens, from position `t` on `t - length + 1`. Cf.
-retrieval heads (https://arxiv.org/abs/2404.15574) and HeadKV (https://arxiv.org/abs/2410.19258).
+A head that retrieves attends to what followed an earlier occurrence of the same text. So the model
+reads a text twice in a row, uncapped and block by block. The score of a query head is the mean,
+over the tokens of the second copy, of the attention to the token that followed the same token in
+the first copy: with `length` tokens, from position `t` to `t - length + 1`. Compare retrieval heads
+(https://arxiv.org/abs/2404.15574) and HeadKV (https://arxiv.org/abs/2410.19258).
 
 Attention is recomputed for one block of one layer at a time, so memory holds the text's keys and
 values and the workspace of a block, never a whole attention matrix.
@@ -29,16 +29,16 @@ from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 
-LEAST = 32  # tokens of a text
+LEAST = 32  # least tokens of a text
 
 
 @dataclass(frozen=True, eq=False)
 class RepetitionProbe(Policy):
-    """A policy that adds up the attention from a text's second copy to its first; never evicts."""
+    """A policy that sums the attention from a text's second copy to its first; never evicts."""
 
     length: int  # tokens of a copy
     before: int = 0  # tokens before the first copy
-    mass: dict[int, Tensor] = field(default_factory=dict)  # layer -> [H], summed over tokens
+    mass: dict[int, Tensor] = field(default_factory=dict)  # attention by layer, [H], summed
 
     observes: ClassVar = frozenset({"keys", "positions", "queries", "attention"})
     evicts: ClassVar = False
@@ -50,7 +50,7 @@ class RepetitionProbe(Policy):
         return
 
     def update(self, obs: Observation) -> dict[str, Tensor]:
-        """Add up the attention of the second copy's queries; the state stays as it is."""
+        """Add the attention of the second copy's queries; the state stays as it is."""
         read = int(obs.num_tokens)
         count = min(obs.new, read - self.before - self.length)
         if count > 0:
@@ -65,14 +65,14 @@ class RepetitionProbe(Policy):
 
 @dataclass(frozen=True)
 class Calibration:
-    """A table for `--policy-option table=FILE`, and where it comes from."""
+    """A table for `--policy-option table=FILE`, with the model and text that it was measured on."""
 
     model: str
-    tokens: int  # read twice
+    tokens: int  # tokens of a copy
     scores: list[list[float]]  # [L][H] of the capped layers
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of the file."""
+        """Return the content of the table's file."""
         return {
             "model": self.model,
             "kind": "heads",
@@ -82,7 +82,7 @@ class Calibration:
         }
 
     def strongest(self, count: int) -> list[tuple[float, int, int]]:
-        """Return the heads of the highest scores: score, layer, head."""
+        """Return score, layer and head of the `count` heads with the highest scores."""
         heads = [(x, i, h) for i, row in enumerate(self.scores) for h, x in enumerate(row)]
         return sorted(heads, key=lambda head: (-head[0], *head[1:]))[:count]
 
@@ -100,14 +100,14 @@ def calibrate(
 
     Args:
         model: 'pocket', a local directory, or a repository of the hub.
-        text: of at least 32 tokens.
-        tokens: the most that are read of it, twice; at most half the model's trained length.
-        dtype: what the checkpoint says by default.
-        device: the best there is by default.
-        report: called after each block with the tokens read and their number.
+        text: a text of at least 32 tokens.
+        tokens: most tokens that are read of it, twice; at most half the model's trained length.
+        dtype: the type of weights; the checkpoint's by default.
+        device: the device; the best there is by default.
+        report: called after each block with (tokens read, tokens in all).
 
     Raises:
-        ModelNotFound, UnsupportedModel: before weights are read.
+        ModelNotFound, UnsupportedModel: the model cannot be run; weights are not read.
         ValueError: the text is too short, or attention is not finite.
     """
     where = resolve(model)
@@ -127,7 +127,7 @@ def calibrate(
         budget_tokens=len(twice),
         dtype=dtype,
         device=device,
-        positions="true",  # without eviction the same as compact ones
+        positions="true",  # equal to compact ones without eviction
     )
     loop = BlockLoop(runtime.model, runtime.new_cache())
     on_block = None if report is None else lambda done: report(done, len(twice))

@@ -1,6 +1,6 @@
 """Captures queries, keys and values of every layer on a text, with nothing evicted.
 
-The checks of the papers' claims start here; what they do with it is in `bench/` and `analyze/`.
+Benchmarks and analyses (`bench/`, `analyze/`) check the papers' claims on these observations.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvcap.runtime.cache.cache import BudgetCache
 
 @dataclass(frozen=True)
 class Probe(Policy):
-    """Remembers what every layer observed, in order; never evicts."""
+    """A policy that records what every layer observes, and never evicts."""
 
-    found: list[Observation] = field(default_factory=list)
+    found: list[Observation] = field(default_factory=list)  # observations in the order of layers
 
     observes: ClassVar = frozenset({"keys", "values", "positions", "queries", "output_projection"})
     evicts: ClassVar = False
@@ -37,7 +37,7 @@ class Probe(Policy):
         return
 
     def update(self, obs: Observation) -> dict[str, Tensor]:
-        """Remember the observation, and change no state."""
+        """Record the observation, and change no state."""
         projection = obs.output_projection
         if projection is not None:
             obs = replace(obs, output_projection=projection.detach())
@@ -50,7 +50,7 @@ class Probe(Policy):
 
 
 class PlainProbe(Probe):
-    """A probe that reads no output projections, which quantised and adapted models do not show."""
+    """A probe without output projections, which quantised and adapted models do not have."""
 
     observes: ClassVar = Probe.observes - {"output_projection"}
 
@@ -59,16 +59,16 @@ def capture(model: Any, ids: Tensor, projections: bool = True) -> list[Observati
     """Read `ids` [B, n] in one block; return the n keys, values and queries of each capped layer.
 
     Raises:
-        UnsupportedModel: `projections` are asked for, and weights are quantised or adapted.
+        UnsupportedModel: `projections` are wanted, and weights are quantised or adapted.
     """
     probe, length = (Probe if projections else PlainProbe)(), ids.shape[1]
     cache = BudgetCache(model.config, length, length, Eviction(probe), positions="true")
-    BlockLoop(model, cache, graphs=False).read(ids)  # a graph would not ask the probe again
+    BlockLoop(model, cache, graphs=False).read(ids)  # a replayed graph would not call the probe
     return probe.found
 
 
 def pocket_layers(texts: int, tokens: int) -> Iterator[list[Observation]]:
-    """Yield pocket's layers in float32, for one filler text of `tokens` tokens after another."""
+    """Yield the observations of pocket's layers in float32, for each of `texts` filler texts."""
     runtime = Runtime.from_pretrained(dtype="float32", device="cpu")
     for seed in range(texts):
         sentences = filler(Random(f"captured/{seed}"))
@@ -80,12 +80,12 @@ def pocket_layers(texts: int, tokens: int) -> Iterator[list[Observation]]:
 def until(
     whole: Observation, tokens: int, window: int | None, budget: int | None = None
 ) -> Observation:
-    """Return the observation of a policy after the first `tokens` tokens, read in one block.
+    """Return what a policy observes after the first `tokens` tokens, read in one block.
 
     Args:
-        whole: as captured.
-        tokens: of the text.
-        window: how many of the last queries are seen; None: all.
+        whole: the captured observation.
+        tokens: number of tokens.
+        window: how many of the last queries are observed; None: all.
         budget: slots per KV head that are to stay; all by default.
     """
     assert whole.queries is not None
@@ -104,7 +104,7 @@ def until(
 
 
 def on_cpu(obs: Observation) -> Observation:
-    """Copy an observation to the CPU, without what a policy keeps."""
+    """Copy an observation to the CPU, without the policy's state."""
     names = ("keys", "values", "positions", "queries", "sinks", "output_projection")
     moved = {name: x.cpu() for name in names if (x := getattr(obs, name)) is not None}
     return replace(obs, **moved, state={})
@@ -115,8 +115,8 @@ def windows(
 ) -> Iterator[Observation]:
     """Yield observations of the last `window` queries of `tokens` tokens, `chunk` at a time.
 
-    So that no attention matrix is larger than `[B, H, chunk, tokens]`. Each piece has the slots
-    that its queries may see, and no more.
+    No attention matrix is larger than `[B, H, chunk, tokens]` then. Each observation has only the
+    slots that its queries may see.
     """
     first = 0 if window is None else max(0, tokens - window)
     for start in range(first, tokens, chunk):
@@ -125,9 +125,9 @@ def windows(
 
 
 def removal_error(obs: Observation) -> Tensor:
-    """Return `(A_tj / (1 - A_tj))² · ‖a_t - v_j‖²`: how far `a_t` moves when token j alone goes.
+    """Return `(A_tj / (1 - A_tj))² · ‖a_t - v_j‖²`, [B, K, G, w, n].
 
-    Squared; DropKV's Lemma 1. Shape [B, K, G, w, n].
+    It is the squared change of the output `a_t` if token j alone is evicted (DropKV's Lemma 1).
     """
     a, v = obs.output, obs.values.float()[:, :, None]  # [B, K, G, w, D], [B, K, 1, n, D]
     squares = a.square().sum(-1, keepdim=True) + v.square().sum(-1)[..., None, :]

@@ -1,4 +1,4 @@
-"""Options of the commands that measure: `kvcap eval`, `tune`, `analyze`, `bench` and others.
+"""Defines the commands that measure, such as `kvcap eval`, `tune`, `analyze` and `bench`.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -389,8 +389,8 @@ def eval_command(
         def report(done: int, total: int, cell: Cell | None) -> None:
             progress.update(meter, completed=done, total=total)
             if cell is not None:
-                said = f"{cell.score:.2f}  {describe(cell.setting)}  ({cell.seconds:.1f} s)"
-                progress.console.print(said, markup=False)
+                line = f"{cell.score:.2f}  {describe(cell.setting)}  ({cell.seconds:.1f} s)"
+                progress.console.print(line, markup=False)
 
         def note(text: str) -> None:
             progress.console.print(f"kvcap: {text}", markup=False)
@@ -1288,7 +1288,7 @@ def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
 
 
 def _policy_options(texts: list[str] | None, sink_tokens: int | None) -> dict[str, Any]:
-    """Return options for every policy that has them, from KEY=VALUE and --sink-tokens."""
+    """Return options for the policies that have them, from KEY=VALUE and --sink-tokens."""
     pins = {} if sink_tokens is None else {"sink_tokens": sink_tokens}
     return pins | options.pairs(texts or [])
 
@@ -1299,7 +1299,11 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _check_folder(option: str, path: Path) -> None:
-    """Refuse early what cannot be a folder."""
+    """Refuse a path that cannot be a folder, before anything is measured.
+
+    Raises:
+        ValueError: the path is another kind of file.
+    """
     above = next((part for part in (path, *path.parents) if part.exists()), path)
     if not above.is_dir():
         raise ValueError(f"{option} {str(path)!r}: {str(above)!r} is a file, not a folder")
@@ -1340,9 +1344,9 @@ def _figures(demo: Demo) -> str:
 
 
 def _question_line(q: Question) -> str:
-    said = "right" if q.right else "value found" if q.found else "wrong"
+    verdict = "right" if q.right else "value found" if q.found else "wrong"
     expected = "" if q.right else f"  expected: {q.expected!r}"
-    return f"{said:<11}  {q.question} {q.answer!r}{expected}"
+    return f"{verdict:<11}  {q.question} {q.answer!r}{expected}"
 
 
 def _summary(report: DemoReport) -> str:
@@ -1382,7 +1386,7 @@ def _matrix(
     budgets: str | None,
     lengths: str | None,
 ) -> Matrix:
-    """Return what was asked for, and the rest as it is known."""
+    """Return the matrix of the options, with `known` in place of those that are missing."""
     given: dict[str, Any] = {
         "model": model,
         "policies": policies and _names(policies),

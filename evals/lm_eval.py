@@ -1,12 +1,12 @@
 """Runs kvcap's models in lm-evaluation-harness: `kvcap lm-eval --model kvcap --model_args ...`.
 
-Log-likelihoods and answers are those of a model under its cap: a context is read in blocks, evicted
-down to the budget, and what follows it is read behind what was kept. Requests of a batch have equal
-lengths, as nothing is ever padded. Needs the extra `lm-eval`.
+Log-likelihoods and answers are those of a model under its cap: a context is read in blocks and
+evicted down to the budget, and its continuation is read after the kept tokens. Requests of a batch
+have equal lengths, as kvcap pads nothing. Needs the extra `lm-eval`.
 
-lm-eval has no entry point for models of other packages. Where kvcap is imported first, its name is
-in lm-eval's registry as soon as lm-eval fills that; `kvcap lm-eval` is lm-eval's own command line
-in such a process.
+lm-eval has no entry point for models of other packages, but if kvcap is imported first, the name is
+in lm-eval's registry once lm-eval fills it. `kvcap lm-eval` runs lm-eval's own command line in such
+a process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvcap.runtime.types import DEFAULT_POLICY, POCKET, Message
 NAME = "kvcap"
 OF_CACHE = {f.name for f in fields(CacheSettings)} - {"policy", "sink_tokens"}
 MAX_GEN_TOKS = 256  # lm-eval's own default
-LEAST = 128  # slots by which the cache of a policy that never evicts grows
+LEAST = 128  # the cache of a policy that never evicts has a multiple of so many slots
 
 Pair = tuple[Any, list[int], list[int]]  # a request's name, its context and its continuation
 
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
 else:
     try:
         from lm_eval.api.model import TemplateLM
-    except ImportError:  # named by `require`
+    except ImportError:  # `require` raises the error that names it
         TemplateLM = object
 
 
 def require() -> None:
-    """Refuse by name where lm-eval is not installed.
+    """Check for lm-eval.
 
     Raises:
-        ExtraMissing: it is not.
+        ExtraMissing: lm-eval is not installed.
     """
     if TemplateLM is object:
         raise ExtraMissing(
@@ -68,23 +68,24 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     Args:
         pretrained: 'pocket', a local directory, or a repository of the hub.
         policy: a name (see `kvcap policies`). One that never evicts, such as 'full', runs uncapped.
-        dtype: 'float32', 'bfloat16' or 'float16'; 'auto' and None are the checkpoint's.
+        dtype: 'float32', 'bfloat16' or 'float16'; 'auto' and None mean the checkpoint's.
         device: 'cpu', 'cuda' or 'mps'; the best there is by default.
         batch_size: requests of equal lengths that are read at once.
-        max_length: the most tokens of a request, of whose context the first are cut off; what the
-            model was trained on by default, as lm-eval's own models do.
-        max_gen_toks: the most tokens of an answer, where a task does not say.
-        add_bos_token: whether texts begin with the opening token; as the tokenizer does by default.
-        prefix_token_id: what a text without a context follows; the opening token, or the one that
-            ends a text, by default.
-        options: settings of a sequence's cache, as `CacheSettings` has them, but for its sinks; and
-            options of the policy, such as `sink_tokens=4`, which are none by default.
+        max_length: most tokens of a request; the first ones of its context are cut off. By default
+            the model's trained length, as in lm-eval's own models.
+        max_gen_toks: most tokens of an answer, if a task does not set it.
+        add_bos_token: whether texts begin with the opening token; the tokenizer decides by default.
+        prefix_token_id: the token before a text without a context; by default the opening token, or
+            else the one that ends a text.
+        options: settings of a sequence's cache by the names of `CacheSettings`, but for sinks; and
+            options of the policy, such as `sink_tokens=4` (0 by default).
 
     Raises:
         ExtraMissing: lm-eval is not installed.
-        ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: before
-            weights are read; an unknown argument is taken for an option of the policy.
-        ValueError: a value of no use, naming it.
+        ModelNotFound, ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: the model or
+            the policy cannot be used so; weights are not read. An unknown argument counts as an
+            option of the policy.
+        ValueError: naming a value that cannot be used.
     """
 
     backend = "causal"
@@ -127,12 +128,12 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         self._prefix = prefix_token_id
         self._name = str(pretrained)
         self._device = self.runtime.model.device
-        self._loop: BlockLoop | None = None  # the last batch's
+        self._loop: BlockLoop | None = None  # that of the last batch
         self._rng = self.runtime.rng(torch.initial_seed() % 2**63)  # lm-eval's --seed
-        self._cut = False  # a warning was given
+        self._cut = False  # whether the warning on cut contexts was given
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return the cap as it was in force, which lm-eval writes beside its arguments."""
+        """Return the cap, which lm-eval writes to its results."""
         plan, eviction = self.runtime.plan, self.runtime.settings.eviction
         options = {name: getattr(eviction, name) for name in PINS}
         for part in eviction.components:
@@ -145,7 +146,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
                 "policy": eviction.name,
                 "options": options,
                 "budget_tokens": plan.budget_tokens if self.capped else None,
-                "kv_bytes": plan.cache_bytes if self.capped else None,  # for one sequence
+                "kv_bytes": plan.cache_bytes if self.capped else None,  # bytes of one sequence
                 "block_size": plan.block_size,
                 "positions": plan.positions if self.capped else "true",
                 "kv_dtype": plan.kv_dtype,
@@ -164,10 +165,10 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that a text without a context follows.
+        """Return the token before a text without a context.
 
         Raises:
-            ValueError: the tokenizer has none, and none was given.
+            ValueError: the tokenizer has no such token, and none was set.
         """
         found = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         token = next((token for token in found if token is not None), None)
@@ -177,13 +178,13 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the name by which lm-eval recognises prompts that it keeps."""
+        """Return the tokenizer's name, by which lm-eval caches prompts."""
         return self._name.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return a text's token ids, with the tokenizer's opening token, but not twice."""
+        """Return a text's token ids, with the opening token once if the tokenizer adds it."""
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         opening = self.tokenizer.bos_token
         if add_special_tokens is None and opening and string.startswith(opening):
@@ -198,12 +199,12 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         """Return the conversation as the model's template writes it.
 
         Args:
-            chat_history: its messages.
-            add_generation_prompt: ends with what opens an answer; else the last message, of the
-                assistant, is left open to be continued.
+            chat_history: the messages.
+            add_generation_prompt: whether to end with the opening of an answer; else the last
+                message, of the assistant, is left open to be continued.
 
         Raises:
-            ChatTemplateMissing: there is none, or it fails on these messages.
+            ChatTemplateMissing: there is no template, or it fails on these messages.
         """
         try:
             return _rendered(self.tokenizer, chat_history, add_generation_prompt)
@@ -224,10 +225,10 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-probability, and whether greedy decoding would write it.
 
-        Those that differ in their last token alone, such as the letters of choices, are read once.
+        Requests that differ only in the last token, such as letters of choices, are read once.
         """
         pairs = [self._fitting(context, after) for _, context, after in requests]
-        alike: dict[tuple[Any, Any], list[int]] = {}  # tokens read: requests that they answer
+        alike: dict[tuple[Any, Any], list[int]] = {}  # requests by the tokens that are read
         for index, (context, after) in enumerate(pairs):
             alike.setdefault((tuple(context), tuple(after[:-1])), []).append(index)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
@@ -244,7 +245,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         return found
 
     def _fitting(self, context: list[int], after: list[int]) -> tuple[list[int], list[int]]:
-        """Return a pair within `max_length`, whose context may have lost its first tokens."""
+        """Return a pair that fits `max_length`, by cutting the first tokens of its context."""
         most = self.max_length + 1 - len(after)  # the last token is not read
         if most < 1:
             raise ValueError(
@@ -270,7 +271,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     def _score(
         self, rows: Sequence[Sequence[tuple[list[int], list[int]]]]
     ) -> list[list[tuple[float, bool]]]:
-        """Read a batch; each row holds pairs that differ in the last token alone."""
+        """Read a batch, and score it; the pairs of a row differ only in the last token."""
         contexts = self._ids([row[0][0] for row in rows])
         afters = self._ids([row[0][1] for row in rows])
         loop = self._empty_loop(len(rows), contexts.shape[1] + afters.shape[1])
@@ -332,7 +333,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         """Answer each prompt, up to the first of the texts that end it.
 
         Raises:
-            ValueError, UnsupportedModel: a setting of generation that cannot be had, by name.
+            ValueError, UnsupportedModel: naming a setting of generation that cannot be used.
         """
         prompts, groups = [], dict[tuple[int, str], list[int]]()
         for index, request in enumerate(requests):
@@ -376,7 +377,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
     def _write(
         self, prompts: Sequence[list[int]], config: Any, until: list[str], most: int
     ) -> list[str]:
-        """Return answers to prompts of one length."""
+        """Return answers to prompts of equal lengths."""
         history = self._ids(prompts)
         sampler = self.runtime.sampler(config, self._rng)
         loop = self._empty_loop(len(prompts), history.shape[1] + most)
@@ -405,7 +406,7 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         return torch.tensor(rows, device=self.runtime.model.device)
 
     def _empty_loop(self, batch: int, tokens: int) -> BlockLoop:
-        """Return a loop over an empty cache; one for `tokens` if the policy never evicts."""
+        """Return a loop over an empty cache, with room for `tokens` if the policy never evicts."""
         loop = self._loop
         if (
             loop is not None
@@ -430,10 +431,10 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
 
 
 def _count(name: str, value: Any) -> int:
-    """Return a whole number from 1, perhaps given as text.
+    """Return a setting as a whole number of at least 1; it may be a text.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is no such number.
     """
     try:
         count = int(value)
@@ -445,7 +446,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> str:
-    """Return messages as the template writes them; without a `prompt`, cut after the last one."""
+    """Return messages as the template writes them, up to the last message without a `prompt`."""
     text = render(tokenizer, messages, prompt=prompt)
     if prompt:
         return text
@@ -457,7 +458,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> str:
 
 
 def _groups(keys: Iterable[Any], shape: Any) -> list[list[Any]]:
-    """Group keys of one shape together, the longest first."""
+    """Group keys by shape, and sort the groups by length, the longest first."""
     found: dict[Any, list[Any]] = {}
     for key in keys:
         found.setdefault(shape(key), []).append(key)
@@ -477,7 +478,7 @@ def _progress(total: int, name: str, off: bool) -> Any:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run lm-eval's command line, which knows the model `kvcap`, and takes it if none is named.
+    """Run lm-eval's command line with the model `kvcap`, which is also the default.
 
     Raises:
         ExtraMissing: lm-eval is not installed.

@@ -1,4 +1,4 @@
-"""Measures for benchmarks: percentiles of times, peaks of memory, models of random weights."""
+"""Measures times for benchmarks, with percentiles, and makes models of random weights."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def quoted(times: Mapping[str, float], unit: str, prefix: str = "") -> dict[str,
     """Return percentiles as the columns of a row that has more than one series of times.
 
     Args:
-        times: what `percentiles` gives.
-        unit: of the times, which ends the names.
-        prefix: begins them.
+        times: the result of `percentiles`.
+        unit: the unit of the times, in which names end.
+        prefix: a text with which names begin.
 
     >>> quoted({"p20": 1.0, "p50": 2.0, "p80": 4.0}, "ms", "peer_")
     {'peer_median_ms': 2.0, 'peer_p20_ms': 1.0, 'peer_p80_ms': 4.0}
@@ -55,15 +55,15 @@ def eviction_ms(
 ) -> list[float]:
     """Return the milliseconds that eviction takes in each of `blocks` blocks, all layers together.
 
-    That is everything a layer does after its attention: its window, state, scores, selection and
-    compaction. The cache is full by then, so that every block evicts as many tokens as it brings.
-    What a corrector does inside attention is not counted.
+    Eviction is everything that a layer does after its attention: window, state, scores, selection
+    and compaction. The cache is full first, so that every block evicts as many tokens as it has. A
+    corrector's work inside attention is not counted.
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.
-        cache: empty.
-        ids: what is read, [1, any length], over and over.
-        blocks: how many are measured, after `WARM_UP_BLOCKS` more.
+        cache: an empty cache.
+        ids: tokens [1, any length], which are read over and over.
+        blocks: number of measured blocks, after `WARM_UP_BLOCKS` others.
     """
     spent: list[float] = []
     cache.allocate(1, model.dtype, model.device)
@@ -71,7 +71,7 @@ def eviction_ms(
         assert layer.engine is not None
         look = _timed(layer.engine.evict, spent, model.device)
         layer.engine.evict = look  # type: ignore[method-assign]
-    loop = BlockLoop(model, cache, graphs=False)  # eviction is timed by itself
+    loop = BlockLoop(model, cache, graphs=False)  # in a graph, eviction could not be timed alone
     size, budget = cache.block_size, cache.layout.budget_tokens
 
     def read() -> float:
@@ -81,7 +81,7 @@ def eviction_ms(
         return sum(spent) * 1000
 
     read()
-    # A head with far more slots than the others may never fill up; four budgets are enough.
+    # A head with far more slots than the others may never fill up, so four budgets must do.
     while cache.held < budget and cache.seen < 4 * budget:
         read()
     return [read() for _ in range(WARM_UP_BLOCKS + blocks)][WARM_UP_BLOCKS:]
@@ -125,14 +125,14 @@ def random_llama(options: BenchmarkOptions, attention: str) -> Any:
 
 
 def random_prompt(length: int) -> torch.Tensor:
-    """Return random token ids [1, length], the same for the same length."""
+    """Return random token ids [1, length], which are equal for equal lengths."""
     return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
 
 
 class Plain:
-    """A peer that runs transformers with sdpa and a growing cache, the prompt read at once.
+    """A peer that runs transformers with SDPA and a growing cache, and reads prompts at once.
 
-    `logits_to_keep=1` spares it the logits of the whole prompt, its best plain use.
+    `logits_to_keep=1` saves it the logits of the whole prompt, as a careful user would.
     """
 
     def __init__(self, model: Any) -> None:
@@ -141,7 +141,7 @@ class Plain:
 
     @torch.inference_mode()
     def read(self, ids: torch.Tensor) -> torch.Tensor:
-        """Read [1, T]; returns the last token's logits [1, V]."""
+        """Read tokens [1, T]; return the last one's logits [1, V]."""
         given = cache_argument(self.model, self.cache)
         out = self.model(ids, **given, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = out.logits[:, -1]

@@ -1,8 +1,8 @@
 """Measures the memory that reading a prompt takes, and compares it with the figures of a file.
 
-Bytes of the cache follow from its layout and must agree to the byte, everywhere. The allocator's
-peak also depends on what PyTorch's kernels take for a while, so it is measured on one thread and
-compared only where versions and the CPU's instruction set are those of the file.
+Bytes of the cache follow from its layout and must agree to the byte on every machine. The
+allocator's peak also depends on temporary memory of PyTorch's kernels, so it is measured on one
+thread, and compared only if versions and the CPU's instruction set are those of the file.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ TOLERANCE = 0.02
 
 
 class BaselineUnusable(ValueError):
-    """An error that says that the file of figures is missing, is none, or lacks a cell."""
+    """The file of figures is missing, malformed, or lacks a cell."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of policies, budgets and lengths, of which every combination is measured."""
+    """A matrix of policies, budgets and lengths; every combination is measured."""
 
     model: str = "pocket"
     policies: tuple[str, ...] = ("keydiff", "snapkv", "h2o", "adakv")
@@ -44,14 +44,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """A cell of the matrix that was measured, with its bytes."""
+    """A measured cell of the matrix, in bytes."""
 
     policy: str
-    budget: int
-    length: int
-    kv_bytes: int  # storage the cache holds after the prompt
-    planned_bytes: int
-    peak_bytes: int  # the allocator's peak while the prompt is read, cache included
+    budget: int  # slots per KV head
+    length: int  # tokens of the prompt
+    kv_bytes: int  # storage of the cache after the prompt
+    planned_bytes: int  # storage of the cache by the plan
+    peak_bytes: int  # the allocator's peak while the prompt is read, with the cache
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -88,7 +88,7 @@ class Baseline:
         """Read a file that `write` wrote.
 
         Raises:
-            BaselineUnusable: missing or malformed.
+            BaselineUnusable: the file is missing or malformed.
         """
         make = "`kvcap memory update` makes one"
         try:
@@ -115,10 +115,10 @@ def _figures(row: Any) -> MeasuredCell:
 
 
 def measure(matrix: Matrix, on_cell: Callable[[MeasuredCell], None] | None = None) -> Baseline:
-    """Measure every cell, on a CPU and one thread."""
+    """Measure every cell on one thread of a CPU."""
     runtime = Runtime.from_pretrained(matrix.model, device="cpu", block_size=matrix.block_size)
     threads, cells = torch.get_num_threads(), []
-    torch.set_num_threads(1)  # kernels take buffers per thread
+    torch.set_num_threads(1)  # kernels allocate buffers per thread
     try:
         for policy in matrix.policies:
             for budget in matrix.budgets:
@@ -143,7 +143,7 @@ def _measure(model: Any, policy: str, budget: int, length: int, block: int) -> M
         return cache
 
     with torch.inference_mode():
-        read()  # kernels allocate memory in their first call and keep it
+        read()  # in their first call, kernels allocate memory that they keep
     took = cpu_peak(read)
     planned = sum(took.result.layout.nbytes(1, model.dtype).values())
     return MeasuredCell(policy, budget, length, kv_bytes(took.result), planned, took.peak_bytes)
@@ -152,10 +152,15 @@ def _measure(model: Any, policy: str, budget: int, length: int, block: int) -> M
 def regressions(
     now: Baseline, before: Baseline, tolerance: float = TOLERANCE
 ) -> tuple[list[str], str]:
-    """Return a line for each figure that grew, and why peaks were not compared (or '').
+    """Return a line for each figure that grew, and the reason if peaks were not compared, or ''.
+
+    Args:
+        now: the new figures.
+        before: the baseline.
+        tolerance: share by which a peak may grow.
 
     Raises:
-        BaselineUnusable: it lacks a cell, or is of other settings.
+        BaselineUnusable: the baseline lacks a cell, or has other settings.
     """
     for name in ("model", "block_size"):
         if getattr(now.matrix, name) != getattr(before.matrix, name):
@@ -195,7 +200,7 @@ def _grown(cell: MeasuredCell, was: MeasuredCell, tolerance: float | None) -> li
 
 
 def table(cells: Sequence[MeasuredCell], before: Baseline | None = None) -> str:
-    """Return the figures as Markdown; with a baseline, its peaks too."""
+    """Return the figures as a Markdown table, with the baseline's peaks if there is one."""
     known = {cell.key: cell for cell in before.cells} if before else {}
     header = ["policy", "slots", "tokens", "KV bytes", "planned", "peak", "peak before"]
     rows = [

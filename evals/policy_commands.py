@@ -1,4 +1,4 @@
-"""Defines the group of commands `kvcap policies`, which list, show and calibrate policies."""
+"""Defines the group of commands `kvcap policies`, which list, describe and calibrate policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcap.runtime.cli.commands import policies_command, policy_command
 
 
 class _Named(TyperGroup):
-    """A group in which a word that is no command is the name of what to show."""
+    """A group of commands in which any other word is the name of a policy to describe."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         known = not args or args[0] in self.commands or args[0].startswith("-")

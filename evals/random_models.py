@@ -1,4 +1,4 @@
-"""Models of random weights in known shapes, made in a folder when they are asked for."""
+"""Makes models of random weights in known shapes, in a folder or in memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from kvcap.runtime.models.names import resolve
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "random-3b": {  # Llama-3.2-3B's
+    "random-3b": {  # the shape of Llama-3.2-3B
         "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192,
         "vocab_size": 128256, "max_position_embeddings": 262144, "rope_theta": 500000.0,
     },
-    "random-360m": {  # SmolLM2-360M's
+    "random-360m": {  # the shape of SmolLM2-360M
         "hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15,
         "num_key_value_heads": 5, "head_dim": 64, "intermediate_size": 2560,
         "vocab_size": 49152, "max_position_embeddings": 131072,
@@ -28,10 +28,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def directory(name: str, files: Path) -> str:
-    """Return the directory of a model; one of random weights is written below `files`, once.
+    """Return the directory of a model; a random model is written below `files`, once.
 
     Raises:
-        ValueError: no directory, and no name of `SHAPES`.
+        ValueError: `name` is neither a directory nor a name of `SHAPES`.
     """
     if name not in SHAPES:
         found = resolve(name)
@@ -42,13 +42,13 @@ def directory(name: str, files: Path) -> str:
             )
         return found
     folder = Path(files, name)
-    if not (folder / "tokenizer.json").exists():  # written last
+    if not (folder / "tokenizer.json").exists():  # the file that is written last
         _make(name, folder)
     return str(folder)
 
 
 def random_model(name: str, device: str) -> Any:
-    """Make a Llama in a shape of `SHAPES`, of random bfloat16 weights; its embeddings are tied."""
+    """Make a Llama in a shape of `SHAPES`, with random bfloat16 weights and tied embeddings."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,7 +60,7 @@ def random_model(name: str, device: str) -> Any:
 
 
 def _make(name: str, folder: Path) -> None:
-    """Write the files of such a model, and a tokenizer of as many words."""
+    """Write the files of a random model, and a tokenizer whose tokens are words."""
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -70,10 +70,10 @@ def _make(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
     del model
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # for other processes that load the model
+        torch.cuda.empty_cache()  # leaves the memory to processes that load the model
     words = {f"t{token}": token for token in range(SHAPES[name]["vocab_size"])}
-    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))

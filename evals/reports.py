@@ -14,7 +14,7 @@ import kvcap
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what computes."""
+    """Return the versions of kvcap and of the libraries that compute."""
     return {
         "kvcap": kvcap.__version__,
         "torch": torch.__version__,
@@ -43,7 +43,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
 
 
 def grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a Markdown table, columns aligned for reading as plain text."""
+    """Return the lines of a Markdown table, with aligned columns for reading as plain text."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     lines.insert(1, ["-" * width for width in widths])

@@ -22,19 +22,19 @@ from kvcap.runtime.models.files import encode
 from kvcap.runtime.types import Positions
 
 Kind = Literal["prose", "conversation"]
-LEAST = 64  # tokens of a text
+LEAST = 64  # least tokens of a text
 
 
 class Text:
-    """A text that one model has read.
+    """A text, with a model that reads it capped and uncapped.
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.
-        model_name: for people.
-        name: of the text, likewise.
-        ids: its tokens.
-        pieces: the text of each.
-        positions: of what policies keep; None: what the runtime would choose.
+        model_name: the model's name, for titles.
+        name: the text's name, for titles.
+        ids: the text's tokens.
+        pieces: the text of each token.
+        positions: positions of kept tokens; None: as the runtime would choose.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Text:
     def of(
         cls, runtime: Runtime, name: str, text: str, tokens: int, positions: Positions | None = None
     ) -> Text:
-        """Read the first `tokens` tokens of a text, but no more than the model was trained on.
+        """Tokenize a text, and take its first `tokens`, at most the model's trained length.
 
         Raises:
-            ValueError: it has fewer than `LEAST`.
+            ValueError: the text has fewer than `LEAST` tokens.
         """
         opening, ids = encode(runtime.tokenizer, text)
         ids = ids[: min(tokens, runtime.trained_length) - len(opening)]
@@ -82,12 +82,12 @@ class Text:
 
     @cached_property
     def layers(self) -> list[Observation]:
-        """Return all keys, values and queries of every capped layer, with nothing evicted."""
+        """Return keys, values and queries of every capped layer, with nothing evicted."""
         return capture(self.model, self.ids, self.projections)
 
     @cached_property
     def numbers(self) -> list[int]:
-        """Return the model's numbers of these layers."""
+        """Return the numbers of these layers in the model."""
         cache = BudgetCache(self.model.config, len(self), len(self), "full")
         return list(cache.layout.shape.capped)
 
@@ -99,18 +99,18 @@ class Text:
         options: Mapping[str, Any] | None = None,
         tokens: int | None = None,
     ) -> list[Tensor]:
-        """Return which tokens a cache holds in the end, by layer; bool [K, n] each.
+        """Return the tokens that a cache holds at the end, as bool [K, n] for each layer.
 
         Args:
             policy: a name, or a combination.
             budget: slots per KV head.
-            block: tokens read at once; all of the text: evict once, after it.
-            options: for the policy, where it has them.
-            tokens: of the text's first; None: all.
+            block: tokens read at once; with the whole text, eviction runs once, after it.
+            options: options of policies; those that the policy does not have are ignored.
+            tokens: read only so many first tokens; None: all.
 
         Raises:
             ValueError: nothing would be evicted.
-            PolicyError: no such policy, or its pins do not fit the budget.
+            PolicyError: there is no such policy, or its pins do not fit the budget.
         """
         ids = self.ids[:, :tokens]
         length = ids.shape[1]
@@ -150,9 +150,9 @@ class Text:
 
 
 def pieces(tokenizer: Any, text: str) -> list[str]:
-    """Return the text of each token, spaces included; put together they are the text.
+    """Return the text of each token, spaces included; joined, they are the whole text.
 
-    Of a character that takes several tokens the first has it, and the others have none.
+    A character of several tokens belongs to the first of them; the others are ''.
     """
     given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     found, last = [], 0
@@ -165,7 +165,7 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
 def generated(
     runtime: Runtime, kind: Kind, seed: int, tokens: int, positions: Positions | None = None
 ) -> Text:
-    """Make a text of pocket's corpus of at least `tokens` tokens, of which so many are read."""
+    """Make a text of pocket's corpus, with `tokens` tokens."""
     rng, tokens = Random(f"analyze/{kind}/{seed}"), min(tokens, runtime.trained_length)
     sentences, text = filler(rng), ""
     while len(runtime.tokenizer(text, add_special_tokens=False)["input_ids"]) < tokens:
@@ -186,7 +186,7 @@ def texts(
     seed: int,
     positions: Positions | None,
 ) -> list[Callable[[], Text]]:
-    """Return functions that make each text: of files, or `count` generated ones without files."""
+    """Return functions that make each text: those of files, or else `count` generated ones."""
     if files:
         return [
             partial(Text.of, runtime, name, text, tokens, positions) for name, text in files.items()

@@ -1,9 +1,9 @@
 """Runs the papers' own diagnostics of a model: one file per analysis, named as the analysis.
 
-An analysis measures one text after another, gathers what it found into figures that JSON can hold,
-draws them, and says in two sentences how to read the picture. To add one, add a file that defines
-what `Analysis` lists. Texts are read uncapped, so that an analysis sees the model's own queries,
-keys and values; what a policy keeps of a text is found by the cache itself.
+An analysis measures one text after another, joins the measurements into figures for a JSON file,
+draws them, and explains the picture in two sentences. To add one, add a file that defines all names
+of `Analysis`. Texts are read uncapped, so that an analysis sees the model's own queries, keys and
+values; a capped cache shows which tokens a policy keeps.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """A group of settings that every analysis gets; each reads those that its docstring names."""
+    """Settings of an analysis; each analysis reads those that its docstring names."""
 
     policies: tuple[str, ...] = ()
     budgets: tuple[int, ...] = ()  # slots per KV head
     block_size: int = 128
-    layer: int | None = None  # index in the model; None: as each analysis chooses
+    layer: int | None = None  # index in the model; None: each analysis chooses
     head: int | None = None  # KV head
     policy_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -51,31 +51,31 @@ class Analysis(Protocol):
 
     TITLE: str
     PAPER: str
-    """Names the paper whose figure it is; empty: nobody's."""
+    """Names the paper that has this figure; empty: none has."""
     POLICIES: tuple[str, ...]
-    """Lists the policies compared by default; none: it reads no policies."""
+    """Lists the policies compared by default; empty: the analysis reads no policies."""
     SHARES: tuple[float, ...]
-    """Lists budgets by default, as shares of a text; none: it reads no budgets."""
+    """Lists the default budgets as shares of a text; empty: the analysis reads no budgets."""
     PROJECTIONS: bool
-    """Says whether it reads output projections."""
+    """Says whether the analysis reads output projections."""
     TEXTS: int | None
-    """Says how many texts it looks at, at most; None: all."""
+    """Limits the texts that the analysis measures; None: all."""
 
     def check(self, options: AnalysisOptions) -> None:
-        """Refuse options that it cannot work with.
+        """Refuse options that the analysis cannot use.
 
         Raises:
             ValueError: naming the option.
         """
 
     def measure(self, text: Text, options: AnalysisOptions) -> Any:
-        """Measure one text; return figures that `gather` understands."""
+        """Measure one text; return the measurement, for `gather`."""
 
     def gather(self, found: Sequence[Any], options: AnalysisOptions) -> dict[str, Any]:
-        """Join the figures of all texts as lists and numbers; None where one is undefined."""
+        """Join the measurements of all texts into lists and numbers; an undefined one is None."""
 
     def explain(self, figures: dict[str, Any]) -> str:
-        """Explain the picture in two sentences: how to read it, and what it says here."""
+        """Explain the picture in two sentences: how to read it, and what it shows here."""
 
     def draw(self, figures: dict[str, Any], figure: Figure) -> None:
         """Draw into an empty figure."""
@@ -89,10 +89,10 @@ def analyses() -> dict[str, Analysis]:
 
 
 def named(names: Iterable[str]) -> list[str]:
-    """Return each name once; 'all' as the names it stands for.
+    """Return each name once, with 'all' replaced by the names of all analyses.
 
     Raises:
-        ValueError: no such analysis; the nearest one is named.
+        ValueError: there is no such analysis; the message names the nearest one.
     """
     parts = ([*analyses()] if name == ALL else [name] for name in names)
     found = list(dict.fromkeys(name for part in parts for name in part))
@@ -107,7 +107,7 @@ def named(names: Iterable[str]) -> list[str]:
 
 
 def require_matplotlib() -> None:
-    """Refuse before anything is measured.
+    """Check for matplotlib, before anything is measured.
 
     Raises:
         ExtraMissing: matplotlib is not installed.
@@ -126,15 +126,15 @@ def run(
     """Measure texts one after another; write a PNG and a JSON document per analysis.
 
     Args:
-        names: of analyses.
-        texts: each is made when its turn comes and dropped after it.
-        options: without policies or budgets, each analysis takes its own.
-        out: folder of the files.
+        names: names of analyses.
+        texts: functions that make a text; each text is dropped before the next one is made.
+        options: settings; without policies or budgets, each analysis uses its own.
+        out: the folder to write the files into.
         report: called with (measurements done, measurements in all).
 
     Raises:
-        ValueError, PolicyError: before anything is measured, where options cannot work; or a
-            budget holds a whole text, or is too small for what a policy pins.
+        ValueError, PolicyError: options cannot work, which is checked before anything is measured;
+            or a budget holds a whole text, or not even a policy's pins.
     """
     chosen = {name: analyses()[name] for name in named(names)}
     for analysis in chosen.values():
@@ -154,7 +154,7 @@ def run(
         text.projections = any(chosen[name].PROJECTIONS for name in due)
         lengths.append(len(text))
         for name in due:
-            if name not in settings:  # budgets are the first text's
+            if name not in settings:  # budgets are shares of the first text
                 settings[name] = _with_budgets(chosen[name], options, len(text))
             found[name].append(chosen[name].measure(text, settings[name]))
             done += 1
@@ -184,7 +184,7 @@ def run(
 
 
 def plain(value: Any) -> Any:
-    """Turn tensors into lists fit for JSON: of six digits, and None for what is not finite.
+    """Turn tensors into lists for JSON, with six digits, and None in place of NaN and infinity.
 
     >>> plain({"a": torch.tensor([0.5, float("nan")]), "b": (1, float("inf"))})
     {'a': [0.5, None], 'b': [1, None]}
@@ -201,7 +201,7 @@ def plain(value: Any) -> Any:
 
 
 def _check_options(chosen: Iterable[Analysis], options: AnalysisOptions) -> None:
-    """Refuse policies that are none, and options that no policy has."""
+    """Refuse names that are no policy's, and options that no policy has."""
     compared = {name for one in chosen for name in _with_policies(one, options).policies}
     known = {option for name in compared for option in options_of(name)}
     for option in options.policy_options:

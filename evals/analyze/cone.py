@@ -1,12 +1,12 @@
 """Tests DropKV's Tables 12 to 16: do Theorem 1's assumptions hold, and how good is its choice?
 
-For a query, the tokens that may be evicted are those before the newest 8 without the tenth that
-gets the most attention. `epsilon` is the most attention that any of these gets (Assumption 1,
-Table 12). `cone` is the cone constant `c*` of their residuals `a - v_j`, above 0 where all lie in
-one cone (Assumption 2, Tables 13 and 14). `bound` is the theorem's factor `1 / (c* (1 - ε)
-(1 - kε))` where it exists (Table 15), `k` the tokens above the budget. `ratio` is how much more
-the output moves by DropKV's choice of 10 or 18 of 20 tokens than by the best one, found by trying
-all (Table 16). A triple is a query head at a place of a text. Reads `budgets` (the first).
+For a query, tokens may be evicted if they are before the newest 8, and not in the tenth that gets
+the most attention. `epsilon` is the most attention that one of them gets (Assumption 1, Table 12).
+`cone` is the cone constant `c*` of their residuals `a - v_j`, above 0 if all lie in one cone
+(Assumption 2, Tables 13 and 14). `bound` is the theorem's factor `1 / (c* (1 - ε) (1 - kε))`, if it
+exists (Table 15); `k` is the number of tokens above the budget. `ratio` is the change of the output
+by DropKV's choice of 10 or 18 of 20 tokens, divided by that of the best choice of all (Table 16). A
+triple is a query head at a place of a text. Reads `budgets` (the first).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SHARES: tuple[float, ...] = (0.1,)
 PROJECTIONS = False
 TEXTS = None
 STEPS = 300  # steps of the search for a cone
-POOLS = 150  # triples of a text whose best set is searched for, in each stratum, as in Table 16
-FLOOR = 1e-9  # least attention that the picture shows
+POOLS = 150  # triples of a text, per stratum, whose best set is searched for, as in Table 16
+FLOOR = 1e-9  # least attention that the picture has
 QUANTILES = ("min", "p05", "p50", "p95", "max")
 LEVELS = (0.0, 0.05, 0.5, 0.95, 1.0)
 CONES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)  # Table 14's
@@ -45,10 +45,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Measure every layer and query head.
-
-    Returns constants [L, H], and ratios by stratum and number evicted.
-    """
+    """Measure every layer and query head: constants [L, H], and ratios by stratum and number."""
     tokens = len(text)
     cones, epsilons = [], []
     drawn: dict[str, list[proxy.Pools]] = {}
@@ -73,12 +70,12 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def ratios(drawn: dict[str, list[proxy.Pools]]) -> dict[tuple[str, int], Tensor]:
-    """Return `F(Ĵ) / F(J*)` by stratum and number evicted, [2, R]: by DropKV's costs, attention."""
+    """Return `F(Ĵ) / F(J*)` [2, R] by stratum and number evicted: by costs and by attention."""
     sizes = [sum(len(pools.cost) for pools in parts) for parts in drawn.values()]
     parts = [pools for several in drawn.values() for pools in several]
     every = proxy.Pools(*(torch.cat(part) for part in zip(*parts, strict=True)))
     found = {}
-    for count in proxy.EVICTED:  # all pools at once, as every set of tokens is tried in each
+    for count in proxy.EVICTED:  # all pools at once, as the same sets of tokens are tried in each
         best = proxy.optimum(every, count).sqrt()
         moved = [proxy.chosen(every, by, count).sqrt() for by in (every.cost, every.attention)]
         found[count] = (torch.stack(moved) / best).split(sizes, -1)
@@ -94,7 +91,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
     evicted = torch.tensor([one["evicted"] for one in found]).view(-1, 1, 1)
     left = 1 - evicted * epsilon
     bound = 1 / (cone * (1 - epsilon) * left)
-    said = (cone > 0) & (left > 0)
+    applies = (cone > 0) & (left > 0)
     table = []
     for name, count in found[0]["ratio"]:
         both = torch.cat([one["ratio"][name, count] for one in found], -1)
@@ -118,14 +115,14 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
         "epsilon": quantiles(epsilon.flatten()),
         "epsilon_by_layer": epsilon.transpose(0, 1).flatten(1).median(1).values,
         "evicted": [one["evicted"] for one in found],
-        "bound": quantiles(bound[said]),
-        "bound_finite": float(said.double().mean()),
+        "bound": quantiles(bound[applies]),
+        "bound_finite": float(applies.double().mean()),
         "ratio": table,
     }
 
 
 def candidates(seen: Any) -> Tensor:
-    """Return the attention [H, n'] of tokens that may be evicted, as `bench.proxy` draws them."""
+    """Return the attention [H, n'] of tokens that may be evicted, chosen as in `bench.proxy`."""
     last = seen.positions.shape[-1] - proxy.SPARED
     p = seen.attention[0, :, :, 0, :last].flatten(0, 1)  # [H, n]
     least: Tensor = p.topk(last - int(proxy.NEEDED * last), largest=False).values
@@ -133,7 +130,7 @@ def candidates(seen: Any) -> Tensor:
 
 
 def quantiles(values: Tensor) -> dict[str, float | None]:
-    """Return minimum, 5th, 50th and 95th percentile and maximum; None of no values."""
+    """Return minimum, 5th, 50th and 95th percentile and maximum; all None without values."""
     if not values.numel():
         return dict.fromkeys(QUANTILES)
     found = values.double().quantile(torch.tensor(LEVELS, dtype=torch.float64))
@@ -144,7 +141,7 @@ def explain(figures: dict[str, Any]) -> str:
     """Explain the picture in two sentences: how to read it, and what it says."""
     held, median = figures["cone_above"]["0.0"], figures["cone"]["p50"]
     random = figures["ratio"][0]["dropkv"]
-    said = (
+    factors = (
         "undefined" if random["p50"] is None else f"{random['p50']:.2f} (95 %: {random['p95']:.2f})"
     )
     return (
@@ -152,7 +149,7 @@ def explain(figures: dict[str, Any]) -> str:
         "choosing tokens one by one, as DropKV does, is nearly as good as the best choice of all "
         "of them together. Here all candidates lie in one cone in "
         f"{100 * held:.0f} % of {figures['triples']:,} triples (median constant {median:.2f}), and "
-        f"DropKV's choice from random pools moves the output {said} times as far as the best."
+        f"DropKV's choice from random pools moves the output {factors} times as far as the best."
     )
 
 

@@ -1,9 +1,9 @@
 """Tests KeyDiff's Table 3: do keys that differ most from all others get the most attention?
 
-Spearman's rank correlation, per layer, of KeyDiff's score `-cos(k_j, mean key)` and attention. The
-paper does not say whose attention; two are given. `window`: what the last queries pay, to tokens
-that all of them see. `all`: what a token gets on average of every query that sees it, itself
-included. Attention is summed over the query group. Reads no options.
+The figure is Spearman's rank correlation, per layer, of KeyDiff's score `-cos(k_j, mean key)` and
+attention. The paper does not say which queries' attention, so there are two: `window` is that of
+the last queries, for tokens that all of them see; `all` is a token's mean over all queries that see
+it, its own included. Attention is summed over the query group. Reads no options.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Return correlations by layer and KV head, [L][K]; NaN where all keys or weights are equal."""
+    """Return correlations by layer and KV head, [L][K]; NaN if all scores or weights are equal."""
     window, every = [], []
     for whole in text.layers:
         n = whole.keys.shape[2]
@@ -57,9 +57,9 @@ def received(whole: Observation, window: int | None) -> Tensor:
 
 
 def spearman(x: Tensor, y: Tensor) -> Tensor:
-    """Return Spearman's rank correlation of rows [R, n]; equal numbers share a rank. [R].
+    """Return Spearman's rank correlation [R] of rows [R, n]; equal numbers share a rank.
 
-    NaN for rows of equal numbers, or of fewer than two.
+    It is NaN for rows of equal numbers, or of fewer than two.
     """
     a, b = (ranks(part) for part in (x, y))
     a, b = (part - part.mean(-1, keepdim=True) for part in (a, b))
@@ -67,7 +67,7 @@ def spearman(x: Tensor, y: Tensor) -> Tensor:
 
 
 def ranks(x: Tensor) -> Tensor:
-    """Rank numbers within rows [R, n] from 1; equal ones have the mean of their ranks. float64."""
+    """Return the ranks from 1 of numbers within rows [R, n], float64; equal ones share the mean."""
     x = x.contiguous()
     ordered = x.sort(-1).values
     below = torch.searchsorted(ordered, x)
@@ -93,12 +93,13 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 def explain(figures: dict[str, Any]) -> str:
     """Explain the picture in two sentences: how to read it, and what it says."""
     mean = figures["window"]["over_layers"]
-    said = "is undefined" if mean is None else f"is {mean:.2f}"
+    result = "is undefined" if mean is None else f"is {mean:.2f}"
     return (
         "A bar near 1 means that the keys which differ most from the mean key get the most "
         "attention in that layer, so that KeyDiff can keep them without looking at attention; "
         "near 0 it knows nothing of attention. Over all layers the mean correlation with the "
-        f"attention of the last {WINDOW} queries {said} (the paper reports 0.94 for Llama 3.2 3B)."
+        f"attention of the last {WINDOW} queries {result} (the paper reports 0.94 for Llama 3.2 "
+        "3B)."
     )
 
 

@@ -1,7 +1,7 @@
 """Shows which tokens of a prompt each policy kept, by layer: the strip of `kvcap report`.
 
-The prompt is read block by block under the cap, as a chat reads it. `heads` says of every policy,
-budget and layer how many KV heads hold each token in the end. Reads `policies`, `budgets` and
+The prompt is read block by block under the cap, as in a chat. `heads` has, for every policy, budget
+and layer, how many KV heads hold each token at the end. Reads `policies`, `budgets` and
 `block_size`.
 """
 
@@ -29,7 +29,7 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Return the tokens and, for every run, how many heads hold each, [L][n]."""
+    """Return the tokens and, for every policy and budget, how many heads hold each, [L][n]."""
     runs = []
     for policy in options.policies:
         for budget in options.budgets:
@@ -53,15 +53,15 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 def explain(figures: dict[str, Any]) -> str:
     """Explain the picture in two sentences: how to read it, and what it says."""
     tokens, places = len(figures["pieces"]), len(figures["layers"]) * figures["kv_heads"]
-    said = []
+    listed = []
     for run in figures["runs"]:
         somewhere = sum(any(column) for column in zip(*run["heads"], strict=True))
-        said.append(f"{run['policy']} at {run['budget']} slots {100 * somewhere / tokens:.0f} %")
+        listed.append(f"{run['policy']} at {run['budget']} slots {100 * somewhere / tokens:.0f} %")
     return (
         f"Each row is a layer, each column a token from the first to the last of {tokens:,}, and "
         f"the darker it is, the more of the {figures['kv_heads']} KV heads still hold it. Of all "
         f"tokens, so many are held by at least one of {places} heads of the model: "
-        f"{', '.join(said)}."
+        f"{', '.join(listed)}."
     )
 
 

@@ -1,11 +1,11 @@
 """Draws OBCache's Figure 2: which scores find the tokens whose eviction moves the output most?
 
 The oracle is the true change of attention's output, for the token that follows the text, when one
-token alone is evicted. A score sees the text through its last queries, as many as the perturbation
-window has: `recall` is the share of the oracle's first `budget` tokens that are among the score's
-first, each KV head for itself; `reserved` is the same where the newest 20 tokens are kept whatever
-their score (Fig. 2b). `exact` is the oracle's own change summed over the window, which OBCache's
-three scores approximate. Reads `budgets` (the first; the paper's is 40).
+token alone is evicted. Scores use the last queries of the text, the perturbation window. `recall`
+is the share of the oracle's first `budget` tokens that are among the score's first, per KV head;
+`reserved` is the recall if the newest 20 tokens are always kept (Fig. 2b). `exact` is the oracle's
+own change summed over the window, which OBCache's three scores approximate. Reads `budgets` (the
+first; the paper's is 40).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 TITLE = "Recall of the tokens that matter"
 PAPER = "OBCache, Fig. 2"
 POLICIES: tuple[str, ...] = ()
-SHARES: tuple[float, ...] = (0.04,)  # 40 of the paper's 1,000
+SHARES: tuple[float, ...] = (0.04,)  # the paper's 40 of 1,000 tokens
 PROJECTIONS = False
 TEXTS = None
-RESERVED = 20  # newest tokens
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # queries of the window, and all
+RESERVED = 20  # newest tokens that are always kept
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # queries of the window, besides all queries
 
 
 def check(options: AnalysisOptions) -> None:
@@ -59,9 +59,9 @@ def growing(whole: Observation, tokens: int, sizes: Sequence[int]) -> Iterator[T
     """Yield every score [scores, B, K, tokens] over growing windows of last queries, and over all.
 
     Args:
-        whole: as captured.
-        tokens: that are scored.
-        sizes: of windows, rising, each below `tokens`.
+        whole: the captured observation.
+        tokens: number of tokens that are scored.
+        sizes: sizes of windows, rising, each below `tokens`.
     """
     total = torch.zeros(len(SCORES), *whole.keys.shape[:2], tokens, device=whole.keys.device)
     last = tokens
@@ -86,7 +86,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
         "budget": options.budgets[0],
         "texts": len(found),
         "scores": list(SCORES),
-        "windows": found[0]["windows"],  # the last is all of the text
+        "windows": found[0]["windows"],  # the last window is the whole text
         "recall": torch.stack([one["recall"] for one in found]).mean(0),
         "reserved": torch.stack([one["reserved"] for one in found]).mean(0),
     }
@@ -95,11 +95,11 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 def explain(figures: dict[str, Any]) -> str:
     """Explain the picture in two sentences: how to read it, and what it says."""
     best = [max(row[j] for row in figures["recall"]) for j in range(len(SCORES))]
-    said = ", ".join(f"{name} {x:.2f}" for name, x in zip(SCORES, best, strict=True))
+    listed = ", ".join(f"{name} {x:.2f}" for name, x in zip(SCORES, best, strict=True))
     return (
         "The higher a line, the more of the tokens whose eviction would move the next output most "
         "are among those the score keeps; to the right, scores add up more of the past queries. "
-        f"The best of all windows, {figures['budget']} slots: {said}."
+        f"The best of all windows, {figures['budget']} slots: {listed}."
     )
 
 
@@ -138,7 +138,7 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
     figure.suptitle(TITLE, fontsize=9, x=0.01, ha="left")
 
 
-# `exact` is wide and pale behind the lines that approximate it.
+# `exact` is a wide pale line, behind the lines that approximate it.
 STYLES = (
     ("#6b6f76", "o", "-", 1.2),
     ("#0b62a4", "s", "--", 1.2),

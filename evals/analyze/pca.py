@@ -1,10 +1,10 @@
 """Draws KeyDiff's Figure 5: kept and evicted keys in two dimensions.
 
-The keys of one KV head, as the uncapped model computes them, along the two directions in which
-they vary most; and which of their tokens each policy keeps, read block by block under its cap.
-`spread` is the mean squared distance of the kept keys from their own mean, over that of all keys:
-above 1 the kept ones are more varied than the text. Reads `policies`, `budgets` (the first),
-`block_size`, `layer` (the middle one) and `head` (the first).
+The picture has the keys of one KV head, as the uncapped model computes them, along the two
+directions in which they vary most, and marks those whose tokens a policy keeps when it reads the
+text block by block under its cap. `spread` is the mean squared distance of the kept keys from their
+own mean, divided by that of all keys: above 1 the kept ones vary more than the text. Reads
+`policies`, `budgets` (the first), `block_size`, `layer` (the middle one) and `head` (the first).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEPT, EVICTED = "#0b62a4", "#e8a33d"
 
 
 def check(options: AnalysisOptions) -> None:
-    """Accept all options; a layer or head that is not there is refused by the text."""
+    """Accept all options; `place` refuses a missing layer or head once the text is read."""
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
@@ -55,10 +55,10 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 
 def place(text: Text, options: AnalysisOptions) -> tuple[int, int]:
-    """Return the index of the layer asked for among the captured, and the KV head.
+    """Return the requested layer's index among the captured ones, and the KV head.
 
     Raises:
-        ValueError: there is no such layer or head, or no policy caps that layer.
+        ValueError: there is no such layer or head, or the layer is never capped.
     """
     numbers, heads = text.numbers, text.layers[0].keys.shape[1]
     layer = numbers[len(numbers) // 2] if options.layer is None else options.layer
@@ -74,8 +74,8 @@ def place(text: Text, options: AnalysisOptions) -> tuple[int, int]:
 def project(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return coordinates along the two main axes [n, 2], and the share of variance along each [2].
 
-    An axis points to where its largest number is positive, so that signs are the same everywhere.
-    Zeros where keys do not vary.
+    An axis points to where its largest number is positive, so that signs are the same on every
+    machine. All are 0 if keys do not vary.
     """
     centred = keys - keys.mean(0)
     _, sizes, axes = torch.linalg.svd(centred, full_matrices=False)
@@ -87,7 +87,7 @@ def project(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spread(keys: Tensor, kept: Tensor) -> float:
-    """Return the variance of the kept keys over that of all; NaN where all keys are equal."""
+    """Return the variance of the kept keys divided by that of all; NaN if all keys are equal."""
     variances = [x.var(0, correction=0).sum() for x in (keys[kept], keys)]
     return float(variances[0] / variances[1])
 
@@ -99,14 +99,14 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
 
 def explain(figures: dict[str, Any]) -> str:
     """Explain the picture in two sentences: how to read it, and what it says."""
-    said = ", ".join(
+    listed = ", ".join(
         f"{policy} {'undefined' if x is None else f'{x:.2f}'}"
         for policy, x in figures["spread"].items()
     )
     return (
         "Each dot is a token's key; a policy whose blue dots reach as far as the orange ones keeps "
         "keys of every kind, and one whose blue dots huddle keeps many alike. The variance of the "
-        f"kept keys over that of all keys is, by policy: {said}."
+        f"kept keys over that of all keys is, by policy: {listed}."
     )
 
 
@@ -134,8 +134,8 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
                 label=label,
             )
         x = figures["spread"][policy]
-        said = "" if x is None else f", spread {x:.2f}"
-        axis.set_title(f"{policy}{said}", fontsize=8)
+        suffix = "" if x is None else f", spread {x:.2f}"
+        axis.set_title(f"{policy}{suffix}", fontsize=8)
         axis.tick_params(labelsize=6)
     for axis in axes[len(policies) :]:
         axis.set_visible(False)

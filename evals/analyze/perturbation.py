@@ -1,11 +1,11 @@
 """Draws CriticalKV's Figures 4 to 6: how far attention's output moves under two policies.
 
-A policy reads a text but for its last token; then the output of attention for that token, behind
-the output projection, is compared with the uncapped one: `‖o - ô‖₁` by query head, where `ô` sees
-only what the policy kept, as the uncapped model computes it. Policies evict in two ways: `once`,
-after the whole text, as in the paper, and `blocks`, after every block, as in a chat. `growth` is
-`‖ô‖₁ / ‖o‖₁`: above 1 attention piles up on large values. Reads `policies` (two), `budgets` and
-`block_size`.
+A policy reads a text up to its last token. Then the output of attention for that token, behind the
+output projection, is compared with the uncapped output: `‖o - ô‖₁` by query head, where `ô` attends
+only to the tokens that the policy kept, with keys and values of the uncapped model. Policies evict
+in two ways: `once`, after the whole text, as in the paper, and `blocks`, after every block, as in a
+chat. `growth` is `‖ô‖₁ / ‖o‖₁`: above 1 attention concentrates on large values. Reads `policies`
+(two), `budgets` and `block_size`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ PROJECTIONS = True
 TEXTS = None
 WAYS = ("once", "blocks")
 SAID = {"once": "evicted once", "blocks": "after every block"}
-LEAST = 1e-4  # relative to ‖o‖₁: the change of heads that lose less is not compared
+LEAST = 1e-4  # relative to ‖o‖₁; heads that change less are not compared
 
 
 def check(options: AnalysisOptions) -> None:
-    """Refuse any number of policies but two."""
+    """Refuse options that do not name exactly two policies.
+
+    Raises:
+        ValueError: one, or more than two, are named.
+    """
     if len(options.policies) != 2:
         raise ValueError(
             f"perturbation compares two policies, and {len(options.policies)} were given; such "
@@ -75,8 +79,8 @@ def moves(after: Observation, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attention_to(after: Observation, kept: Tensor) -> Tensor:
-    """Return the last token's attention [K, G, n] to what is `kept` [K, n - 1] and to itself."""
-    own = kept.new_ones(kept.shape[0], 1)  # a token sees itself, whatever was evicted
+    """Return the last token's attention [K, G, n] to itself and to tokens in `kept` [K, n - 1]."""
+    own = kept.new_ones(kept.shape[0], 1)  # a token always sees itself
     logits = after.logits[0, :, :, 0]
     gone = ~torch.cat((kept, own), -1)[:, None].to(logits.device)
     logits = logits.masked_fill(gone, -torch.inf)
@@ -87,7 +91,7 @@ def attention_to(after: Observation, kept: Tensor) -> Tensor:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Return means over texts by way: of heads, layers, budgets; and the share of heads lowered."""
+    """Return means over texts for each way of evicting, and the share of heads that change less."""
     size = torch.stack([one["size"] for one in found]).mean(0)  # [L, H]
     change = torch.stack([one["change"] for one in found]).mean(0)  # [way, policy, budget, L, H]
     growth = torch.stack([one["growth"] for one in found]).mean(0)
@@ -119,15 +123,15 @@ def explain(figures: dict[str, Any]) -> str:
     first, second = figures["policies"]
     middle = len(figures["budgets"]) // 2
     shares = [figures[way]["lower"][middle] for way in WAYS]
-    said = ["undefined" if x is None else f"{100 * x:.0f} %" for x in shares]
+    texts = ["undefined" if x is None else f"{100 * x:.0f} %" for x in shares]
     grown = [f"{figures['blocks']['growth'][i][middle]:.2f}" for i in (0, 1)]
     return (
         f"Purple cells are heads whose output moves less under {second} than under {first}, orange "
         "ones more, grey ones lose nothing; the lines show by how much of its size the output "
         "moves, solid where each policy evicts once after the text, dashed where it evicts after "
         "every block. At "
-        f"{figures['budgets'][middle]} slots {second} moves {said[0]} of the heads less when it "
-        f"evicts once and {said[1]} in blocks, where the output has {grown[1]} times its uncapped "
+        f"{figures['budgets'][middle]} slots {second} moves {texts[0]} of the heads less when it "
+        f"evicts once and {texts[1]} in blocks, where the output has {grown[1]} times its uncapped "
         f"size under {second} and {grown[0]} under {first}."
     )
 
@@ -152,8 +156,8 @@ def draw(figures: dict[str, Any], figure: Figure) -> None:
         )
         axis.set_facecolor("#c3c8cd")
         lower = figures[way]["lower"][middle]
-        said = "" if lower is None else f": lower in {100 * lower:.0f} % of heads"
-        axis.set_title(f"{SAID[way]}, {slots} slots{said}", fontsize=8)
+        suffix = "" if lower is None else f": lower in {100 * lower:.0f} % of heads"
+        axis.set_title(f"{SAID[way]}, {slots} slots{suffix}", fontsize=8)
         axis.set_xlabel("query head", fontsize=8)
         axis.set_ylabel("layer", fontsize=8)
         numbers = figures["layers"]

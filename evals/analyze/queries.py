@@ -1,13 +1,13 @@
 """Draws CaliDrop's Figures 1 and 3b: how alike neighbouring queries are, how often it recomputes.
 
-`heatmap` is the cosine of every pair of the last 64 queries of one query head; `similarity` the
-mean cosine of two queries by how many tokens lie between them. `recomputed` is the share of steps
-in which CaliDrop attends to the evicted tokens anew, were the second half of the text generated: a
-step whose query has a cosine below θ1 with the one remembered recomputes, and is remembered. It
-depends on queries alone. `loss` is `‖o - ô‖₁ / ‖o‖₁` of the last token, where a policy evicted once
-before it, without calibration and with what an earlier query, 1 to 10 tokens before, got from the
-evicted tokens. Queries are rotated to their places in the text. Reads `policies` (the first),
-`budgets` (the first), `layer` (the middle one) and `head` (the first, a KV head).
+`heatmap` is the cosine of every pair of the last 64 queries of one query head. `similarity` is the
+mean cosine of two queries by their distance in tokens. `recomputed` is the share of steps in which
+CaliDrop would attend to the evicted tokens again, if the second half of the text were generated: it
+does so, and remembers the query, if the cosine with the remembered query is below θ1. It depends on
+queries alone. `loss` is `‖o - ô‖₁ / ‖o‖₁` of the last token after a policy evicted once, without
+calibration, and with the output that a query 1 to 10 tokens earlier got from the evicted tokens.
+Queries are rotated to their places in the text. Reads `policies` (the first), `budgets` (the
+first), `layer` (the middle one) and `head` (the first, a KV head).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEXTS = None
 SHOWN = 64  # queries of the heatmap
 APART = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 THETAS = (0.5, 0.6, 0.7, 0.8, 0.9)
-EARLIER = 10  # tokens, the most that the remembered query lies before the last one
+EARLIER = 10  # most tokens between the remembered query and the last one
 
 
 def check(options: AnalysisOptions) -> None:
@@ -46,12 +46,9 @@ def check(options: AnalysisOptions) -> None:
 
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
-    """Measure every layer, one of them as a heatmap, too.
-
-    Returns similarity [L, distances], recomputed [θ1, L] and losses [2, L].
-    """
+    """Measure similarity [L, distances], recomputed [θ1, L] and losses [2, L], and one heatmap."""
     tokens = len(text)
-    apart = [d for d in APART if d < tokens // 2]
+    distances = [d for d in APART if d < tokens // 2]
     layer, head = place(text, options)
     sets = text.kept(
         options.policies[0], options.budgets[0], tokens, options.policy_options, tokens - 1
@@ -61,17 +58,19 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     for whole, kept in zip(text.layers, sets, strict=True):
         assert whole.queries is not None
         unit = normalize(whole.queries[0].float(), dim=-1)  # [H, n, D]
-        similar.append(torch.stack([(unit[:, d:] * unit[:, :-d]).sum(-1).mean() for d in apart]))
+        similar.append(
+            torch.stack([(unit[:, d:] * unit[:, :-d]).sum(-1).mean() for d in distances])
+        )
         steps = unit[:, tokens // 2 :]
         recomputed.append(torch.stack([recompute_share(steps, theta).mean() for theta in THETAS]))
         losses.append(loss(whole, kept.to(unit.device), tokens, earlier))
-    shown = text.layers[layer]
-    assert shown.queries is not None
-    last = normalize(shown.queries[0, head * shown.groups, -SHOWN:].float(), dim=-1)
+    drawn = text.layers[layer]
+    assert drawn.queries is not None
+    last = normalize(drawn.queries[0, head * drawn.groups, -SHOWN:].float(), dim=-1)
     return {
         "layers": text.numbers,
-        "shown": (text.numbers[layer], head * shown.groups),
-        "apart": apart,
+        "shown": (text.numbers[layer], head * drawn.groups),
+        "apart": distances,
         "heatmap": (last @ last.T).cpu(),
         "similarity": torch.stack(similar).cpu(),
         "recomputed": torch.stack(recomputed, 1).cpu(),
@@ -84,29 +83,29 @@ def recompute_share(unit: Tensor, theta: float) -> Tensor:
 
     Args:
         unit: queries of unit length [H, steps, D]; the first is remembered at the start.
-        theta: recompute where the cosine with the query remembered is below that.
+        theta: a step recomputes if the cosine with the remembered query is below this.
     """
     remembered = unit[:, 0]
     count = torch.zeros(unit.shape[0], device=unit.device)
     for query in unit[:, 1:].unbind(1):
-        anew = (query * remembered).sum(-1) < theta  # [H]
-        remembered = torch.where(anew[:, None], query, remembered)
-        count += anew
+        recomputes = (query * remembered).sum(-1) < theta  # [H]
+        remembered = torch.where(recomputes[:, None], query, remembered)
+        count += recomputes
     return count / max(1, unit.shape[1] - 1)
 
 
 def loss(whole: Observation, kept: Tensor, tokens: int, earlier: int) -> Tensor:
-    """Return `‖o - ô‖₁ / ‖o‖₁` of the last token without and with calibration, mean of heads. [2].
+    """Return the mean over heads of `‖o - ô‖₁ / ‖o‖₁`, without and with calibration, [2].
 
     Args:
-        whole: as captured.
-        kept: bool [K, tokens - 1].
-        tokens: of the text.
-        earlier: how many tokens before the last the query stands that is remembered.
+        whole: the captured observation.
+        kept: tokens that were kept, bool [K, tokens - 1].
+        tokens: number of tokens of the text.
+        earlier: tokens from the remembered query to the last one.
     """
     last, before = until(whole, tokens, 1), until(whole, tokens - earlier, 1)
     assert before.queries is not None
-    # The earlier query, as if it stood last: it may see every evicted token.
+    # The earlier query takes the last place, so that it sees every evicted token.
     old = until(whole, tokens, 1)
     old.queries = before.queries
     own = kept.new_ones(kept.shape[0], 1)
@@ -116,7 +115,7 @@ def loss(whole: Observation, kept: Tensor, tokens: int, earlier: int) -> Tensor:
     missing, missing_lse = attend(old, ~held)
     share = torch.sigmoid(missing_lse - capped_lse)[..., None]
     calibrated = capped + share * (missing - capped)
-    if last.sinks is not None:  # sinks take their share once, of kept and evicted tokens together
+    if last.sinks is not None:  # sink logits count once for kept and evicted tokens together
         sinks = last.sinks.float().view(total.shape)
         both = torch.logaddexp(capped_lse, missing_lse)
         parts = ((true, total), (capped, capped_lse), (calibrated, both))
@@ -127,9 +126,9 @@ def loss(whole: Observation, kept: Tensor, tokens: int, earlier: int) -> Tensor:
 
 
 def attend(obs: Observation, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend by one query to the slots `seen` [K, 1, n]: [K, G, D] and log-sum-exp [K, G].
+    """Attend by one query to the slots `seen` [K, 1, n]; return [K, G, D] and log-sum-exp [K, G].
 
-    Of no slots 0, and -inf.
+    Without any slot they are 0 and -inf.
     """
     logits = obs.logits[0, :, :, 0].masked_fill(~seen, -torch.inf)
     lse = logits.logsumexp(-1)
@@ -138,7 +137,7 @@ def attend(obs: Observation, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Return the means over texts; the heatmap is of the first."""
+    """Return the means over texts, and the heatmap of the first text."""
     shortest = min(len(one["apart"]) for one in found)
     layer, head = found[0]["shown"]
     return {

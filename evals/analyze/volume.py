@@ -1,10 +1,10 @@
 """Draws KeyDiff's Figure 12: the volume that kept keys span, `log det` of their Gram matrix.
 
-For `K` [N, D], the kept keys of one KV head as the uncapped model computes them, `log det(K Kᵀ)`
-is the sum of the logarithms of the squared singular values. Of more keys than numbers, `N > D`,
-that determinant is 0 and `log det(Kᵀ K)`, which has the same values but for the zeros, is taken:
-`min(N, D)` singular values are summed in both cases. Keys that span fewer directions than that
-have no volume and are counted as `flat`. Reads `policies`, `budgets` (the first) and `block_size`.
+For the kept keys `K` [N, D] of one KV head, as the uncapped model computes them, `log det(K Kᵀ)` is
+the sum of the logarithms of the squared singular values. For `N > D` that determinant is 0, so
+`log det(Kᵀ K)` is used, which has the same singular values without the zeros: in both cases
+`min(N, D)` of them are summed. Keys that span fewer directions have no volume and are counted as
+`flat`. Reads `policies`, `budgets` (the first) and `block_size`.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
 
 def log_volume(keys: Tensor) -> float:
     """Return `log det(K Kᵀ)`, or `log det(Kᵀ K)` of more rows than columns; -inf for flat keys."""
-    sizes = torch.linalg.svdvals(keys.double())  # min(N, D), the largest first
+    sizes = torch.linalg.svdvals(keys.double())  # [min(N, D)], descending
     if not len(sizes) or sizes[-1] <= sizes[0] * max(keys.shape) * torch.finfo(sizes.dtype).eps:
         return -torch.inf
     return float(2 * sizes.log().sum())
 
 
 def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
-    """Join each policy's volumes [texts, L, K] in a row, with quantiles, and medians by layer."""
+    """Join each policy's volumes [texts, L, K] into a list, with quantiles and medians by layer."""
     figures: dict[str, Any] = {
         "layers": found[0]["layers"],
         "budget": options.budgets[0],
@@ -79,13 +79,13 @@ def explain(figures: dict[str, Any]) -> str:
     medians = {name: one["quantiles"][2] for name, one in figures["policies"].items()}
     known = {name: x for name, x in medians.items() if x is not None}
     best = max(known, key=lambda name: known[name]) if known else "none"
-    said = ", ".join(
+    listed = ", ".join(
         f"{name} {'no volume' if x is None else f'{x:.0f}'}" for name, x in medians.items()
     )
     return (
         "The further right a policy's box, the more of the key space its kept keys span, the same "
         "number of keys for each; one unit is a factor of e in the squared volume. The largest "
-        f"median here is that of {best} ({said})."
+        f"median here is that of {best} ({listed})."
     )
 
 

@@ -1,8 +1,8 @@
-"""Benchmarks: one file per benchmark, and the file's name is the benchmark's name.
+"""Loads and runs benchmarks: one file per benchmark, named as the benchmark.
 
-Each file defines `run(options) -> Result`: a table to read, and one JSON object; and `DEFAULTS`
-where sizes of its own suit it better than those of `BenchmarkOptions`. What is compared is measured
-side by side in the same run. Timing asserts nothing; correctness is for the tests.
+Each file defines `run(options) -> Result`, a table to read and one JSON object, and may define
+`DEFAULTS` in place of those of `BenchmarkOptions`. Variants that are compared are measured in the
+same run. A benchmark asserts nothing; correctness is checked by the tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcap.evals.reports import environment, grid
 
 @dataclass(frozen=True)
 class BenchmarkOptions:
-    """A group of settings that every benchmark gets; each reads those that its docstring names."""
+    """Settings of a benchmark; each benchmark reads those that its docstring names."""
 
     lengths: Sequence[int] = (8192, 32768)  # tokens of a prompt
     budgets: Sequence[int] = (1024,)
@@ -34,23 +34,23 @@ class BenchmarkOptions:
     evictions: int = 10_000
     layers: int = 8
     hidden: int = 512
-    starts: Sequence[int] = ()  # words of the prompts that new processes read
-    depths: Sequence[int] = (0,)  # tokens read before those that are decoded
+    starts: Sequence[int] = ()  # words of prompts for new processes
+    depths: Sequence[int] = (0,)  # tokens read before decoding
     threads: Sequence[int] = (1,)
     clients: int = 64
     conversations: int = 1000
     kills: int = 100
     model: str = "random-360m"
     weights: Sequence[str] = ("int8",)
-    backend: str | None = None  # the one that runs the weights
-    vs: Sequence[str] = ()  # peers
+    backend: str | None = None  # pytorch or onnxruntime; None: as suits the weights
+    vs: Sequence[str] = ()  # programs that run beside kvcap
     peer_pythons: Mapping[str, str] = field(default_factory=dict)  # interpreters by peer
     files: Path = Path("out/cpu")  # folder of models, exports and GGUF files
 
 
 @dataclass(frozen=True)
 class Result:
-    """A table that has rows of one shape, the columns a reader sees, and derived figures."""
+    """The result of a benchmark: rows, the columns that a table prints, and derived figures."""
 
     name: str
     columns: Sequence[str]
@@ -63,7 +63,7 @@ class Result:
         return "\n".join(grid(self.columns, rows))
 
     def csv(self) -> str:
-        """Write all rows as CSV with a header; a cell that is no number or word is JSON."""
+        """Return all rows as CSV with a header; a cell that is no number or word is JSON."""
         text = StringIO()
         writer = csv.DictWriter(text, list(self.rows[0]) if self.rows else self.columns)
         writer.writeheader()
@@ -91,7 +91,7 @@ def load(name: str) -> Callable[[BenchmarkOptions], Result]:
     """Import the benchmark of that name; return its `run`.
 
     Raises:
-        ValueError: no such benchmark.
+        ValueError: there is no such benchmark.
     """
     if name not in benchmarks():
         raise ValueError(f"no benchmark is called {name!r}; known: {', '.join(benchmarks())}")
@@ -100,7 +100,7 @@ def load(name: str) -> Callable[[BenchmarkOptions], Result]:
 
 
 def options_for(name: str, given: Mapping[str, Any]) -> BenchmarkOptions:
-    """Return the options `given`, and for the rest the defaults of the benchmark of that name."""
+    """Return the options `given`, with the benchmark's defaults for all others."""
     return BenchmarkOptions(**{**getattr(_module(name), "DEFAULTS", {}), **given})
 
 

@@ -1,23 +1,22 @@
 """Times many long conversations at one server, beside `transformers serve` with batching.
 
-`clients` at once send a prompt of `lengths` random tokens each to `kvcap serve`, a process of its
-own, in plain HTTP. Each reads its answer until all of them have had `steps` tokens since the last
-one began: `tok_s` and the times between tokens (`p50_ms`, `p95_ms`) are of that time, in which all
-are answering. `alone_tok_s` is one client's, without its prompt; `gain` is how many times that all
-have together. While the others' prompts are read, `read_s` seconds, times between tokens are
-`reading_p95_ms`.
+`clients` at once send a prompt of `lengths` random tokens each to a process of `kvcap serve`, over
+plain HTTP. They read their answers until each has had `steps` tokens since the last answer began.
+`tok_s` and the times between tokens (`p50_ms`, `p95_ms`) are of that span, in which all are
+answered. `alone_tok_s` is that of a single client, without its prompt; `gain` is `tok_s` divided by
+it. `read_s` are the seconds in which prompts were read, and `reading_p95_ms` is of the times
+between tokens in that span.
 
-The peer then has the same weights, prompts, and tokens of answers. It keeps all of a prompt, so
-that it may hold fewer clients: as many as fit into the memory that is free, with what its attention
-copies of them on SDPA, which is what it comes with. Their prompts are read before, one after the
-other, for `READ_S` seconds at the most, and then found in its cache of prefixes: else it would
-attend to all sequences with every token that it reads. `why` says why it has fewer, or nothing.
-`ratio` is kvcap's `tok_s` by a server's.
+The peer gets the same weights and prompts, and writes as many tokens. It keeps whole prompts, so it
+may hold fewer clients: as many as fit into free memory, with the copies that its default attention,
+SDPA, makes. Their prompts are read one by one before, for at most `READ_S` seconds, and come from
+its prefix cache then; otherwise it would attend to all sequences with every token that it reads.
+`why` explains fewer clients or missing figures. `ratio` is kvcap's `tok_s` divided by the row's.
 
-kvcap's server is killed after `LIMIT_S` seconds, a peer's after `PEER_S`; a row without figures
-says so, and how far its clients had come. Until all have begun, lines of progress say how many
-have. Reads `lengths`, `budgets`, `block_size`, `policies`, `clients`, `steps`, `repeats` (of the
-client alone), `model` (of random weights, whose tokens are words), `vs` and `peer_pythons`.
+kvcap's server is killed after `LIMIT_S` seconds, a peer's after `PEER_S`; `why` then tells how far
+its clients had come. Until all answers have begun, progress is printed. Reads `lengths`, `budgets`,
+`block_size`, `policies`, `clients`, `steps`, `repeats` (of the single client), `model` (of random
+weights, whose tokens are words), `vs` and `peer_pythons`.
 """
 
 from __future__ import annotations
@@ -62,14 +61,14 @@ DEFAULTS = {
     "vs": ("transformers",),
 }
 COLUMNS = ("server", "clients", "n", "tok_s", "alone_tok_s", "gain", "p95_ms", "ratio", "why")
-LIMIT_S = 400.0  # seconds for kvcap's server, the loading of its model included
-PEER_S = 200.0  # seconds for the peer's
-TELL_S = 10.0  # seconds between two lines of progress while prompts are read
-ENDLESS = 32_000  # tokens of an answer that is left as soon as it was long enough
+LIMIT_S = 400.0  # seconds for kvcap's server, with the loading of its model
+PEER_S = 200.0  # seconds for the peer's server
+PROGRESS_S = 10.0  # seconds between two lines of progress while prompts are read
+ENDLESS = 32_000  # most tokens of an answer, which a client leaves once it has enough
 READ_S = 60.0  # seconds for prompts that the peer reads before it answers
 PAGE = 256  # tokens of a block of the peer's cache
 PASS = 1024  # tokens that the peer reads at once
-FREE = 0.25  # of the peer's cache: with less than 0.15 it reads no other prompt, or forgets some
+FREE = 0.25  # free share of the peer's cache; below 0.15 it reads no prompt, or forgets some
 FAILURES = (PeerFailed, OSError, http.client.HTTPException)
 
 
@@ -77,7 +76,7 @@ def run(options: BenchmarkOptions) -> Result:
     """Return a row of kvcap and one of each peer, for every length and budget.
 
     Raises:
-        ValueError: a model whose tokens are no words, or a peer that is not known.
+        ValueError: the model's tokens are no words, or a peer is unknown.
     """
     if options.model not in SHAPES:
         raise ValueError(f"--model {options.model}: give one of {', '.join(SHAPES)}")
@@ -95,8 +94,8 @@ def run(options: BenchmarkOptions) -> Result:
                 model, length, options.clients, options.steps, options.repeats, options.block_size
             )
             policy, budgets = options.policies[0], options.budgets
-            own = [_told(_kvcap(work, budget, policy)) for budget in budgets]
-            peers = [_told(_peer(work, options.peer_pythons.get(name))) for name in options.vs]
+            own = [_printed(_kvcap(work, budget, policy)) for budget in budgets]
+            peers = [_printed(_peer(work, options.peer_pythons.get(name))) for name in options.vs]
             for budget, mine in zip(budgets, own, strict=True):
                 for row in (mine, *peers):
                     both = row["tok_s"] and mine["tok_s"]
@@ -110,8 +109,8 @@ def run(options: BenchmarkOptions) -> Result:
     )
 
 
-def _told(row: dict[str, Any]) -> dict[str, Any]:
-    """Print a row as soon as it is there, and return it."""
+def _printed(row: dict[str, Any]) -> dict[str, Any]:
+    """Print a row as soon as it is measured, and return it."""
     shown = ", ".join(f"{name} {row[name]}" for name in COLUMNS if row.get(name) not in ("", None))
     print(f"kvcap: {shown}", file=sys.stderr, flush=True)
     return row
@@ -119,12 +118,12 @@ def _told(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class ClientLoad:
-    """A load that clients put on a server: how many they are, and how much each asks for."""
+    """The load that clients put on a server: their number, and the tokens of each."""
 
     model: str  # a directory
     length: int  # tokens of a prompt
     clients: int
-    steps: int  # tokens of each, while all are answering
+    steps: int  # tokens of each answer while all are answered
     repeats: int
     block: int  # tokens of a prompt that kvcap reads between two tokens of an answer
     prompts: list[str] = field(init=False, repr=False)  # random words for each client
@@ -144,19 +143,19 @@ class ClientLoad:
 
     @property
     def most(self) -> int:
-        """Return the tokens for which the peer keeps room in each answer."""
+        """Return the most tokens of an answer, for which the peer reserves memory."""
         return self.clients * (math.ceil(self.length / self.block) + 2) + 2 * self.steps + 256
 
 
 class Gate:
-    """Opens once so many have come."""
+    """A gate that opens once `many` clients have come."""
 
     def __init__(self, many: int) -> None:
         self.many, self.come_so_far = many, 0
         self._lock, self._open = threading.Lock(), threading.Event()
 
     def come(self) -> None:
-        """Count one more that has come."""
+        """Count one more client."""
         with self._lock:
             self.come_so_far += 1
             if self.come_so_far == self.many:
@@ -164,18 +163,18 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Return whether all have come."""
+        """Return whether all clients have come."""
         return self._open.is_set()
 
 
 class Clients:
-    """Clients at one server at once, each with a thread and a prompt of its own.
+    """A group of clients that ask one server at once, each with a thread and a prompt of its own.
 
     Args:
-        server: that they ask.
-        prompts: one for each client.
-        tokens: that an answer may have.
-        steps: tokens that each reads once all have begun.
+        server: the server that they ask.
+        prompts: one prompt for each client.
+        tokens: most tokens of an answer.
+        steps: tokens that each reads once all answers have begun.
     """
 
     def __init__(self, server: PeerServer, prompts: Sequence[str], tokens: int, steps: int) -> None:
@@ -194,13 +193,13 @@ class Clients:
         )
 
     def read(self) -> None:
-        """Have all of them read; until all have begun, print how many have every `TELL_S` seconds.
+        """Run all clients; print every `PROGRESS_S` seconds how many answers have begun.
 
         Raises:
-            PeerFailed: one of them failed, and how far all had come by then.
+            PeerFailed: a client failed; the message tells how far all had come.
         """
         with ThreadPoolExecutor(len(self.prompts) + 1) as threads:
-            threads.submit(self._tell)
+            threads.submit(self._print_progress)
             try:
                 each = zip(self.prompts, self.times, strict=True)
                 wait([threads.submit(self._answer, prompt, times) for prompt, times in each])
@@ -209,8 +208,8 @@ class Clients:
         if self.failure is not None:
             raise self.failure
 
-    def _tell(self) -> None:
-        while not (self.ended.wait(TELL_S) or self.began.is_open):
+    def _print_progress(self) -> None:
+        while not (self.ended.wait(PROGRESS_S) or self.began.is_open):
             print(f"kvcap: {self}", file=sys.stderr, flush=True)
 
     def _answer(self, prompt: str, times: list[float]) -> None:
@@ -219,7 +218,7 @@ class Clients:
         except Exception as error:
             if self.failure is None:
                 self.failure = PeerFailed(f"{str(error) or type(error).__name__}; {self}")
-                self.server.process.kill()  # the others would wait for answers of no use
+                self.server.process.kill()  # the other answers are of no use any more
 
     def _follow(self, response: http.client.HTTPResponse, times: list[float]) -> None:
         together = 0
@@ -244,7 +243,7 @@ def _ask(server: PeerServer, prompt: str, tokens: int) -> http.client.HTTPRespon
 
 
 def _alone(server: PeerServer, work: ClientLoad) -> float:
-    """Return tokens a second of one client, once a server has made what its first answers need."""
+    """Return the tokens per second of one client, after answers that warm the server up."""
     rates = list[float]()
     for _ in range(work.repeats + 1):
         stream = pieces(_ask(server, work.prompts[0], work.steps + 1))
@@ -254,10 +253,10 @@ def _alone(server: PeerServer, work: ClientLoad) -> float:
 
 
 def _together(server: PeerServer, work: ClientLoad, clients: int, tokens: int) -> dict[str, Any]:
-    """Return figures of so many clients at once, whose answers may have so many tokens.
+    """Return the figures of `clients` at once, whose answers have at most `tokens` tokens.
 
     Raises:
-        PeerFailed: one of them failed, or its answer ended before all had answered together.
+        PeerFailed: a client failed, or its answer ended too early.
     """
     at_once = Clients(server, work.prompts[:clients], tokens, work.steps)
     at_once.read()
@@ -277,7 +276,7 @@ def _together(server: PeerServer, work: ClientLoad, clients: int, tokens: int) -
 
 
 def _gaps(series: Sequence[Sequence[float]]) -> list[float]:
-    """Return milliseconds between the times of each series."""
+    """Return the milliseconds between neighbouring times of each series, in one list."""
     return [(later - sooner) * 1e3 for times in series for sooner, later in pairwise(times)]
 
 
@@ -286,7 +285,7 @@ def _p95(values: Sequence[float]) -> float:
 
 
 def _row(work: ClientLoad, server: str) -> dict[str, Any]:
-    """Return a row that has no figures yet."""
+    """Return a row without figures."""
     blank = dict.fromkeys(
         (
             "tok_s",
@@ -366,9 +365,10 @@ def _peer_figures(
         limit_s=max(1.0, until - time.monotonic()),
     ) as server:
         alone = _alone(server, work)
-        began, ready = time.monotonic(), 1  # the first prompt is read
+        began, ready = time.monotonic(), 1  # `_alone` has read the first prompt
         while ready < clients and time.monotonic() < began + READ_S:
-            list(pieces(_ask(server, work.prompts[ready], 2)))  # its end is kept with the second
+            # With a second token, the last block of the prompt is cached, too.
+            list(pieces(_ask(server, work.prompts[ready], 2)))
             ready += 1
         if ready < clients:
             whys.append(f"{ready} of {clients} prompts were read in {READ_S:.0f} s")
@@ -379,8 +379,8 @@ def _peer_figures(
 def _fitting(work: ClientLoad) -> int:
     """Return how many clients' prompts and answers transformers can hold in free memory.
 
-    Beside keys and values in 16 bits there is, for one layer at a time, a copy of those that are
-    attended to and one that is repeated for every query head; and the mask.
+    It needs keys and values in 16 bits, and for one layer at a time a copy of them and another one
+    repeated for every query head, and the mask.
     """
     config = work.config
     heads, queries = config["num_key_value_heads"], config["num_attention_heads"]

@@ -1,15 +1,15 @@
-"""Times tokens a second on a CPU, alternating with what users would otherwise run.
+"""Times tokens per second on a CPU, alternating with other programs that users could run.
 
-Everyone, kvcap too, is a process of its own that loads once, on the same cores, and works while the
-others wait. `prefill` reads `lengths` tokens from an empty cache until the first token of the
-answer is known; `decode` writes `steps` tokens after `depths`. kvcap keeps the first of `budgets`
-slots and reads blocks of `block_size`; peers hold what they would. Before decoding, caches are
-filled with what takes as long as the real tokens: kvcap reads as many as fill it, llama.cpp reads
-them all once, others hold random numbers. `start` times a new process each turn, until the first
-piece of text after a prompt of `starts` words is printed: `kvcap generate` itself, and of llama.cpp
-a program of its library that does no more. Reads also `repeats` (turns), `threads`, `model` (a GGUF
-file too, which llama.cpp then runs itself), `weights`, `backend`, `vs`, `peer_pythons`, `files` and
-the first of `policies`.
+Every program, kvcap too, is a process of its own that loads once and uses the same cores, and runs
+while the others wait. `prefill` reads `lengths` tokens from an empty cache until the first token of
+the answer is known; `decode` writes `steps` tokens after `depths`. kvcap keeps as many slots as the
+first of `budgets` and reads blocks of `block_size`; peers keep everything as they usually do.
+Before decoding, caches are filled in ways that leave the time of a token the same: kvcap reads as
+many tokens as fill its slots, llama.cpp reads the prompt once, others hold random numbers. `start`
+times a new process in each turn, until it prints the first piece of text after a prompt of `starts`
+words: `kvcap generate`, or a program that does the same with llama.cpp's library. Reads also
+`repeats` (turns), `threads`, `model` (a GGUF file too, which llama.cpp then runs itself),
+`weights`, `backend`, `vs`, `peer_pythons`, `files` and the first of `policies`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ COLUMNS = (
     "work", "backend", "weights", "threads", "n", "budget", "tok_s", "p50_ms", "p90_ms",
     "peak_bytes", "peer", "peer_weights", "peer_tok_s", "ratio", "peer_peak_bytes",
 )  # fmt: skip
-# What each peer runs where kvcap's weights are these; others run bfloat16.
+# llama.cpp's type of weights for kvcap's; other peers always run bfloat16.
 GGUF = {"int4": "Q4_0", "int8": "Q8_0"}
-AS_STORED = "gguf"  # a GGUF file's weights in their bits
+AS_STORED = "gguf"  # the name for a GGUF file's weights in the bits that they have
 FLOATS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 WARM_UP = 256  # tokens read before the first turn
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Return a row for every work, weights, count of threads and peer, or one without a peer.
+    """Return a row for every work, type of weights, number of threads and peer.
 
-    `tok_s` is the median over turns, `p50_ms` and `p90_ms` are of a token (decode) or of the time
-    to the first token (prefill); `ratio` is the median of the turns' ratios, `ratio_least` and
-    `ratio_most` the outermost. `eviction_share` is that of kvcap's time, from a turn of its own,
-    where it can be separated.
+    `tok_s` is the median over turns; `p50_ms` and `p90_ms` are of a token (decode) or of the time
+    to the first token (prefill). `ratio` is the median of the turns' ratios, `ratio_least` and
+    `ratio_most` are the least and the largest. `eviction_share` is eviction's share of kvcap's
+    time, from a turn of its own, if it can be measured.
 
     Raises:
         ValueError: unknown names, or too many threads.
@@ -78,7 +78,7 @@ def run(options: BenchmarkOptions) -> Result:
                     )
                     for name, settings in asked.items()
                 }
-                if work == "start":  # those that are loaded give the versions alone
+                if work == "start":  # the loaded programs only report their versions
                     stack.close()
                     turns, share = _starts(asked, shared, options, n), None
                 else:
@@ -105,9 +105,9 @@ def run(options: BenchmarkOptions) -> Result:
                     "peer_weights": name and asked[name]["weights"],
                     **_beside(turns, name, work, n),
                 }
-                told: dict[str, Any] = {"versions": {**versions(), **all_["kvcap"].versions}}
-                told["peer_versions"] = name and all_[name].versions
-                rows.append({**row, **other, "device": _device(threads), **told})
+                about: dict[str, Any] = {"versions": {**versions(), **all_["kvcap"].versions}}
+                about["peer_versions"] = name and all_[name].versions
+                rows.append({**row, **other, "device": _device(threads), **about})
                 print(f"kvcap: {_line(rows[-1])}", file=sys.stderr, flush=True)
     return Result("cpu", COLUMNS, rows, {"model": options.model})
 
@@ -133,7 +133,7 @@ def _check(options: BenchmarkOptions) -> None:
 def _by_turns(
     all_: Mapping[str, Process], work: str, n: int, tokens: int, repeats: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run every program's turns, each one before the next begins; return them."""
+    """Run the programs one after another, `repeats` times; return the turns by program."""
     for process in all_.values():
         process.turn("prefill", min(n or 1, WARM_UP), 0, 0)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in all_}
@@ -149,8 +149,8 @@ def _starts(
     options: BenchmarkOptions,
     words: int,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Start every program in turn, after once untimed; return the turns."""
-    random = options.model in SHAPES  # of a word for each token
+    """Start the programs one after another, first once untimed; return the turns by program."""
+    random = options.model in SHAPES  # a random model's tokens are words
     text = " ".join(f"t{3 + i}" if random else "the" for i in range(words))
     prompt = {"text": text, "ids": list(range(3, 3 + words))}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
@@ -164,7 +164,7 @@ def _starts(
 
 
 def _speeds(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> list[float]:
-    """Return tokens a second of each turn."""
+    """Return the tokens per second of each turn."""
     done = [len(turn["seconds"]) if work == "decode" else n for turn in turns]
     return [count / sum(turn["seconds"]) for count, turn in zip(done, turns, strict=True)]
 
@@ -183,7 +183,7 @@ def _figures(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> dict[str,
 def _beside(
     turns: Mapping[str, Sequence[Mapping[str, Any]]], name: str | None, work: str, n: int
 ) -> dict[str, Any]:
-    """Return the peer's figures, and how many times as fast kvcap is; None without a peer."""
+    """Return the peer's figures, and kvcap's speed divided by its; all None without a peer."""
     if name is None:
         empty = ("tok_s", "p50_ms", "p90_ms", "peak_bytes", "kv_bytes")
         return {f"peer_{key}": None for key in empty} | dict.fromkeys(
@@ -199,16 +199,16 @@ def _beside(
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    said = f"{row['work']} {row['n']}, {row['weights']}, {row['threads']} threads: "
-    said += f"{row['tok_s']:.1f} tok/s"
+    line = f"{row['work']} {row['n']}, {row['weights']}, {row['threads']} threads: "
+    line += f"{row['tok_s']:.1f} tok/s"
     if row["peer"] is None:
-        return said
+        return line
     peer = f"{row['peer']} {row['peer_weights']} {row['peer_tok_s']:.1f}"
-    return f"{said}; {peer}; {row['ratio']:.2f} ×"
+    return f"{line}; {peer}; {row['ratio']:.2f} ×"
 
 
 def _device(threads: int) -> str:
-    """Return the CPU, with the threads of the row in place of this process's own."""
+    """Return the name of the CPU, with the row's number of threads."""
     return f"{device_name('cpu').rpartition(', ')[0]}, {threads} threads"
 
 
@@ -220,7 +220,7 @@ def _peer(options: BenchmarkOptions, model: str, name: str, weights: str) -> dic
 
 
 def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> dict[str, Any]:
-    """Return settings of kvcap itself; a decoder is exported for ONNX Runtime, once."""
+    """Return the settings of kvcap's own process; export a decoder for ONNX Runtime, once."""
     budget, block, policy = options.budgets[0], options.block_size, options.policies[0]
     found = {"backend": backend, "budget": budget, "block_size": block, "policy": policy}
     if backend == "pytorch":
@@ -241,16 +241,20 @@ def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> 
 
 
 def check_backend(name: str | None) -> None:
-    """Refuse a backend that there is not; None is whichever suits."""
+    """Refuse an unknown backend; None means the one that suits the weights.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
     if name not in (None, "pytorch", "onnxruntime"):
         raise ValueError(f"no backend is called {name!r}: pytorch or onnxruntime")
 
 
 def exported(model: str, files: Path, settings: Mapping[str, str]) -> Path:
-    """Make the model's export in `files`, once, with these options of `kvcap export decoder`.
+    """Return the model's export in `files`; make it by `kvcap export decoder` if it is missing.
 
     Raises:
-        PeerFailed: it cannot be exported.
+        PeerFailed: the model cannot be exported with these options.
     """
     out = Path(files, "-".join((Path(model).name, *settings.values())))
     if not out.exists():
@@ -265,6 +269,6 @@ def exported(model: str, files: Path, settings: Mapping[str, str]) -> Path:
             check=False,
         )
         if done.returncode:
-            said = done.stderr.strip().removeprefix("kvcap: ") or f"code {done.returncode}"
-            raise PeerFailed(f"{out.name} cannot be exported: {said}")
+            reason = done.stderr.strip().removeprefix("kvcap: ") or f"code {done.returncode}"
+            raise PeerFailed(f"{out.name} cannot be exported: {reason}")
     return out

@@ -1,4 +1,4 @@
-"""Times one token after another: policies, budgets, positions, steps beside a growing cache.
+"""Times decoding under every policy, budget and mode of positions, beside a growing cache.
 
 Reads `policies`, `budgets`, `block_size`, `steps`, `repeats`.
 """
@@ -23,11 +23,11 @@ from kvcap.runtime.types import Positions
 
 COLUMNS = ("runs", "budget", "positions", "evict_every", "decode_ms", "ratio")
 EVICT_EVERY = (1, 16, 64)
-MODES: tuple[Positions, ...] = ("compact", "true")  # 'auto' is one of them at a time
+MODES: tuple[Positions, ...] = ("compact", "true")  # 'auto' is always one of them
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Time a token over a full cache, in ms; `ratio` is against transformers at equal slots."""
+    """Time a token over a full cache, in ms; `ratio` is to transformers with equally many slots."""
     capped, plain = random_llama(options, "kvcap"), random_llama(options, "sdpa")
     rows: list[dict[str, Any]] = []
     for budget in options.budgets:
@@ -49,7 +49,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def _times(loop: Any, options: BenchmarkOptions) -> list[float]:
-    """Time chunks as long as the rarest eviction, so that all pay for the same evictions."""
+    """Time chunks as long as the rarest eviction's interval, so that all have equal evictions."""
     chunk = min(max(EVICT_EVERY), options.steps)
     return decode_ms(loop.read, options.steps * options.repeats, chunk)
 

@@ -1,9 +1,9 @@
-"""Times making a text into tokens, beside the tokenizer's own call, which uses one core.
+"""Times tokenizing a text, beside the tokenizer's own call, which uses one core.
 
-Both take the same text by turns; `same` says whether their tokens are. `ratio` is the tokenizer's
-time over kvcap's, the median of the turns', and `ratio_least` and `ratio_most` are the outermost.
-How much is gained depends on the tokenizer and on the cores. Reads `lengths`, `repeats` (times ten
-turns), `model`.
+Both get the same text in alternation; `same` says whether their tokens are equal. `ratio` is the
+tokenizer's time divided by kvcap's, the median over turns; `ratio_least` and `ratio_most` are the
+least and the largest. The gain depends on the tokenizer and on the cores. Reads `lengths`,
+`repeats` (times ten turns), `model`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _row(tokenizer: Any, length: int, turns: int) -> dict[str, Any]:
 
 
 def _text(tokenizer: Any, length: int) -> Iterator[str]:
-    """Yield sentences of the corpus, of about so many tokens."""
+    """Yield sentences of the corpus, with about `length` tokens in all."""
     sentences, tokens = filler(Random("encoding")), 0
     while tokens < length:
         sentence = next(sentences) + " "

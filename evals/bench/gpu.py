@@ -1,13 +1,13 @@
 """Times a whole model on a GPU: Llama-3.2-3B's shape, random bfloat16 weights, with peers.
 
 `prefill` is the time from a prompt to its last token's logits, `decode` that of one more token,
-`decode_16` where 16 tokens are evicted at once (`--evict-every 16`; transformers evicts none).
-Peers: `transformers` reads the prompt at once into its growing cache, by SDPA; `streaming_llm` is
-kvcap under the policy that scores nothing; `materialised` under h2o, eagerly, whose attention
-weights are written out. The floor of a token is one read of the weights and of all slots, at the
-bandwidth that a sum over 4 GiB reaches; a prompt has none given. `scratch_bytes` is the allocator's
-peak over weights and what was held before. Reads `lengths`, `budgets`, `policies`, `repeats`,
-`steps`.
+`decode_16` the same if 16 tokens are evicted at once (`--evict-every 16`; transformers evicts
+none). Peers: `transformers` reads the prompt at once into its growing cache, by SDPA;
+`streaming_llm` is kvcap under the policy that scores nothing; `materialised` is kvcap under h2o,
+eagerly, with attention weights in memory. The floor of a token is the time to read the weights and
+all slots once, at the bandwidth that a sum over 4 GiB reaches; a prompt has no floor.
+`scratch_bytes` is the allocator's peak above the weights and the memory in use before. Reads
+`lengths`, `budgets`, `policies`, `repeats`, `steps`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(options: BenchmarkOptions) -> Result:
         for budget, block in product(options.budgets, BLOCKS):
             peers = {"transformers": plain}
             for name in PEERS[1:]:
-                often = 1 if name == "materialised" else repeats  # it is slow
+                often = 1 if name == "materialised" else repeats  # the materialised peer is slow
                 peers[name] = _measured(name, model, ids, often, options, budget, block)
             for policy in options.policies:
                 mine = _measured(policy, model, ids, repeats, options, budget, block)
@@ -72,7 +72,11 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def require_cuda() -> None:
-    """Refuse to run without a GPU."""
+    """Refuse to run without a GPU.
+
+    Raises:
+        ValueError: there is no CUDA device.
+    """
     if not torch.cuda.is_available():
         raise ValueError("this benchmark needs a CUDA device; this machine has none")
 
@@ -91,7 +95,7 @@ def _measured(
     policy = "h2o" if what == "materialised" else what
     eagerly = kernels.use("eager") if what == "materialised" else nullcontext()
     token = ids[:, :1]
-    gc.collect()  # graphs of what was measured before, whose memory would count as held
+    gc.collect()  # frees CUDA graphs of earlier measurements, whose memory would count
     with eagerly:
         if what == "transformers":
 
@@ -107,9 +111,11 @@ def _measured(
 
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        for _ in range(2):  # a graph of the last pass, whose logits are wanted, comes second
+        for _ in range(2):  # the last pass, which needs logits, is captured the second time
             warm = begin()
-            warm.prefill(ids[:, : (budget or 2048) + 8 * PASS])  # ends as the whole does
+            warm.prefill(
+                ids[:, : (budget or 2048) + 8 * PASS]
+            )  # with passes like the whole prompt's
             for _ in range(4):
                 warm.read(token)
             del warm
@@ -136,7 +142,7 @@ def _measured(
 def _rarely_evicting(
     model: Any, ids: Tensor, policy: str, budget: int, options: BenchmarkOptions
 ) -> list[float]:
-    """Return milliseconds per token over as many as are evicted at once, whatever the blocks."""
+    """Return milliseconds per token, averaged over as many tokens as are evicted at once."""
     cache = BudgetCache(model.config, budget, BLOCKS[0], policy, evict_every=EVERY)
     loop = BlockLoop(model, cache.allocate(1, torch.bfloat16, "cuda"))
     loop.prefill(ids[:, : budget + 8 * PASS])
@@ -145,7 +151,7 @@ def _rarely_evicting(
         for _ in range(EVERY):
             loop.read(ids[:, :1])
 
-    for _ in range(4):  # each has a graph of its own
+    for _ in range(4):  # warms up: each span has a graph of its own
         tokens()
     return [milliseconds(tokens) / EVERY for _ in range(max(1, options.steps // 4))]
 

@@ -1,13 +1,13 @@
 """Times a score on a GPU: Triton's twin beside eager, `torch.compile` and a naive formula.
 
-One layer of a Llama of 8 B: 32 query and 8 KV heads of 128, bfloat16, as views into a pool. Times
-are by CUDA events around every call, one call right after another, so that the host's launches
-count where they take longer than the device; `graph_ms` replays a CUDA graph, where they do not.
-Inputs rotate through 512 MiB and more, so that no call finds its own in the chip's cache. The floor
-is the bytes that must be read over the bandwidth that a sum over 4 GiB reached in the same run.
-Nothing is pooled in time, unless the name of the work says so. Peers: `eager` is the policy itself,
-in float32; `expanded` is DropKV in 16-bit matrix products without repetition, `naive` as it is
-written down. Reads `lengths` and `repeats`.
+The shape is one layer of an 8 B Llama: 32 query and 8 KV heads of 128, bfloat16, as views into a
+pool. Times are by CUDA events around every call, one call right after another, so that the host's
+launches count if they take longer than the device; `graph_ms` replays a CUDA graph, without
+launches. Inputs rotate through at least 512 MiB, so that none is in the GPU's cache. The floor is
+the bytes that must be read, divided by the bandwidth that a sum over 4 GiB reached in the same run.
+Scores are pooled in time only if the name of the work says so. Peers: `eager` is the policy itself,
+in float32; `expanded` is DropKV in 16-bit matrix products without repetition; `naive` follows
+DropKV's formula literally. Reads `lengths` and `repeats`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvcap.policies.saliencies.obcache import OBCache
 from kvcap.policies.snapkv import SnapKV
 
 HEADS, KV_HEADS, SIZE, DTYPE = 32, 8, 128, torch.bfloat16
-ROTATED = 512 * 2**20  # bytes of keys and values, several times the cache of the chip
+ROTATED = 512 * 2**20  # bytes of keys and values, several times the GPU's cache
 DEFAULTS = {"lengths": (4096, 16384, 65536, 131072), "repeats": 3}
 COLUMNS = (
     "work", "n", "median_ms", "graph_ms", "floor_ms", "of_read", "peer", "peer_median_ms", "ratio",
@@ -45,24 +45,24 @@ Input = TypeVar("Input")
 
 @dataclass
 class Inputs(Observation):
-    """An observation that is scored, with the sum of its keys [B, K, 1, D] where that is known."""
+    """An observation with the sum of its keys [B, K, 1, D], if that is known."""
 
     key_sums: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Work:
-    """A score, what it must read, and which peers it has besides eager."""
+    """A score, the data that it must read, and its peers besides eager."""
 
     name: str
     policy: Policy
-    keys_read: int  # passes
-    values_read: int = 0
+    keys_read: int  # passes over the keys
+    values_read: int = 0  # passes over the values
     queries: int = 1
     saliency: OBCache | None = None
-    known_sum: bool = False
-    compiled: bool = False
-    naive: bool = False
+    known_sum: bool = False  # whether attention has summed the keys
+    compiled: bool = False  # whether torch.compile is a peer
+    naive: bool = False  # whether `naive` and `expanded` are peers
 
     def twin(self, obs: Observation) -> Tensor:
         """Score by the kernels."""
@@ -76,7 +76,7 @@ class Work:
         return kernels.score(self.policy, obs)
 
     def eager(self, obs: Observation) -> Tensor:
-        """Score by the policy itself, from nothing computed before."""
+        """Score by the policy itself, without results of earlier calls."""
         obs = replace(obs)
         if isinstance(self.policy, H2O):
             return self.policy.update(obs)["accumulated"]
@@ -96,7 +96,7 @@ WORKS = (
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Time every score and its peers, in ms, with the share of the read bandwidth it reaches.
+    """Time every score and its peers, in ms, with the share of the read bandwidth that they reach.
 
     Raises:
         ValueError: there is no CUDA device.
@@ -155,7 +155,7 @@ def _measure(
 
 
 def observe(n: int, work: Work) -> Observation:
-    """Make random tensors of `n` slots in no order, none newer than the first query."""
+    """Make random tensors of `n` slots in random order, none newer than the first query."""
 
     def pool() -> Tensor:
         whole = torch.randn(1, KV_HEADS, n + 128, SIZE, device="cuda", dtype=DTYPE)
@@ -181,7 +181,7 @@ def observe(n: int, work: Work) -> Observation:
 
 
 def naive(obs: Observation) -> Tensor:
-    """Score DropKV as written down: keys and values repeated, every difference materialised."""
+    """Score DropKV by its formula: keys and values are repeated, all differences are in memory."""
     assert obs.queries is not None
     k = obs.keys.repeat_interleave(HEADS // KV_HEADS, 1)  # [B, H, n, D]
     v = obs.values.repeat_interleave(HEADS // KV_HEADS, 1)
@@ -194,7 +194,7 @@ def naive(obs: Observation) -> Tensor:
 
 
 def expanded(obs: Observation) -> Tensor:
-    """Score DropKV by `|a - v|² = |a|² + |v|² - 2 a·v` in 16-bit products, nothing repeated."""
+    """Score DropKV by `|a - v|² = |a|² + |v|² - 2 a·v` in 16-bit products, without repetition."""
     assert obs.queries is not None
     k, v = obs.keys, obs.values
     q = obs.queries.unflatten(1, (KV_HEADS, -1)).flatten(2, 3)  # [B, K, G·w, D]
@@ -228,7 +228,7 @@ def compiled(score: Callable[[Observation], Tensor], like: Observation) -> Call:
 
 
 def timed(call: Callable[[Input], Any], inputs: list[Input], repeats: int) -> list[float]:
-    """Return the milliseconds of each call, one right after another."""
+    """Return the milliseconds of each of `repeats` calls, one right after another."""
     for obs in inputs[:3]:
         call(obs)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -239,13 +239,13 @@ def timed(call: Callable[[Input], Any], inputs: list[Input], repeats: int) -> li
         event.record()
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in pairwise(events)]
-    return times[1:]  # the first waits for the host alone
+    return times[1:]  # during the first call the device waits for the host
 
 
 def replayed(call: Callable[[Input], Any], inputs: list[Input], replays: int = 20) -> float:
-    """Return the median milliseconds of a call within a CUDA graph, where its launch counts little.
+    """Return the median milliseconds of a call within a CUDA graph, nearly without launches.
 
-    The graph calls it on the inputs one after the other, again and again.
+    The graph calls it on one input after another, over and over.
     """
     graph, calls = torch.cuda.CUDAGraph(), max(64, len(inputs))
     with torch.cuda.graph(graph):
@@ -256,7 +256,7 @@ def replayed(call: Callable[[Input], Any], inputs: list[Input], replays: int = 2
 
 
 def scratch(call: Call, obs: Observation) -> int:
-    """Return the bytes that one call allocates at its peak, besides what it returns."""
+    """Return the bytes that one call allocates at its peak, besides its result."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -266,7 +266,7 @@ def scratch(call: Call, obs: Observation) -> int:
 
 
 def read_bandwidth() -> float:
-    """Return the bytes a second that a sum over 4 GiB reads."""
+    """Return the bytes per second that a sum over 4 GiB reads."""
     x = torch.randn(2**30, device="cuda")
     obs = Observation(x, x, x, 0, 0)
     return x.nbytes / percentiles(timed(lambda s: s.keys.sum(), [obs], 20))["p50"] * 1e3

@@ -1,11 +1,11 @@
 """Times the parts of a layer's step on a GPU: kvcap's kernels beside torch's, in CUDA graphs.
 
-The shape is a layer of Llama-3.2-3B's: 24 query and 8 KV heads of 128, hidden 3,072, bfloat16, one
-sequence, whose heads are rows of a pool. `n` is the slots held, or of a product the matrix's rows.
-Inputs rotate through 256 MiB, so that none is found in the chip's cache. The floor is one read of
-what must be read at the bandwidth of a sum over 4 GiB, where reading is what bounds it. Peers:
-`sdpa` is torch's FlashAttention with grouped heads; `eager` kvcap's own code without kernels;
-`cublas` torch's product. Reads `budgets` and `repeats`.
+The shape is one layer of Llama-3.2-3B: 24 query and 8 KV heads of 128, hidden 3,072, bfloat16, one
+sequence whose heads are rows of a pool. `n` is the number of slots, or of a product's matrix rows.
+Inputs rotate through 256 MiB, so that none is in the GPU's cache. The floor is the time to read all
+inputs once at the bandwidth of a sum over 4 GiB, for parts that reading bounds. Peers: `sdpa` is
+torch's FlashAttention with grouped heads; `eager` is kvcap's own code without kernels; `cublas` is
+torch's matrix product. Reads `budgets` and `repeats`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COLUMNS = ("work", "n", "tokens", "median_us", "floor_us", "peer", "peer_median_
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step that kvcap and a peer can do; `inputs` makes one set of tensors."""
+    """A part of a step, done by kvcap (`mine`) and a peer (`theirs`) on tensors of `inputs`."""
 
     work: str
     n: int
@@ -58,7 +58,7 @@ class Part:
     mine: Callable[[Any], Any]
     peer: str
     theirs: Callable[[Any], Any]
-    bytes_read: int = 0  # 0: reading is not what bounds it
+    bytes_read: int = 0  # 0: the part is not bounded by reading
 
 
 def run(options: BenchmarkOptions) -> Result:
@@ -175,7 +175,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def _rows(slots: int, room: int) -> Rows:
-    """Make heads that hold so many slots each, with room for more behind."""
+    """Make rows for heads that hold `slots` each, with `room` for more behind them."""
     new = partial(torch.full, dtype=torch.int32, device="cuda")
     starts = torch.arange(KV_HEADS + 1, dtype=torch.int32, device="cuda") * (slots + room)
     longest = -(-slots // STEP) * STEP + ALIGNED
@@ -183,7 +183,7 @@ def _rows(slots: int, room: int) -> Rows:
 
 
 class _Attention:
-    """Queries of a block, and heads that hold it."""
+    """The queries of a block, and heads whose slots hold it."""
 
     def __init__(self, slots: int, tokens: int) -> None:
         self.query = _random(1, tokens, HEADS, SIZE).transpose(1, 2)
@@ -194,11 +194,11 @@ class _Attention:
         self.segment.held, self.rows = slots, _rows(slots, 9)
 
     def by_rows(self) -> Tensor:
-        """Do it as the runtime does."""
+        """Attend as the runtime does."""
         return attend_rows(self.query, self.pool.keys, self.pool.values, self.rows, SIZE**-0.5)
 
     def sdpa(self) -> Tensor:
-        """Do it by torch's own operator."""
+        """Attend by torch's own operator."""
         return _sdpa(self.query, self.segment.keys, self.segment.values)
 
 
@@ -230,7 +230,7 @@ def _rotated(choice: str) -> Callable[[tuple[Rotation, Tensor, Tensor]], Tensor]
 
 
 def _scores(slots: int) -> tuple[Tensor, Tensor]:
-    """Make scores, and positions in no order."""
+    """Make scores, and positions in random order."""
     places = torch.stack([torch.randperm(slots, device="cuda") for _ in range(KV_HEADS)])
     return torch.randn(1, KV_HEADS, slots, device="cuda"), places[None].int()
 
@@ -241,7 +241,7 @@ def _pooled(by: Callable[..., Tensor]) -> Callable[[tuple[Tensor, Tensor]], Tens
 
 
 class _Slots:
-    """A full layer with a block behind, which evicts as many slots by its scores."""
+    """A full layer with a block behind its slots, which evicts as many slots by scores."""
 
     def __init__(self, slots: int, count: int) -> None:
         side = {"shift": torch.int32}
@@ -263,12 +263,12 @@ class _Slots:
         )
 
     def by_kernels(self) -> None:
-        """Do it as `RowSlots` does."""
+        """Evict as `RowSlots` does."""
         give_up = row_kernels.give_up_one if self.count == 1 else row_kernels.give_up
         give_up(self.padded, Pins(0, 0, self.slots, ()), self.moved, self.left)
 
     def eagerly(self) -> None:
-        """Evict likewise, without kernels."""
+        """Evict the same slots without kernels."""
         self.segment.held = self.slots
         segment = self.segment
         obs = Observation(
@@ -283,7 +283,7 @@ class _Slots:
 
 
 class _Token:
-    """A full layer whose keys have moved, and a token that is yet to be rotated."""
+    """A full layer whose keys have shifts, and a token that is not rotated yet."""
 
     def __init__(self, slots: int) -> None:
         self.rotation, keys, shift = _rotation(slots)
@@ -300,7 +300,7 @@ class _Token:
         self.time = torch.zeros(1, dtype=torch.int32, device="cuda")
 
     def by_kernels(self, rotated: bool = True) -> Tensor:
-        """Do it as `RowSlots` does."""
+        """Rotate, append and attend as `RowSlots` does."""
         turn = (self.pool.aux["shift"], self.rotation.table) if rotated else None
         return token.attend(
             self.query,
@@ -315,11 +315,11 @@ class _Token:
         )[0]
 
     def unrotated(self) -> Tensor:
-        """Attend by kernels with held keys as they are."""
+        """Attend by kernels, without rotating the held keys."""
         return self.by_kernels(rotated=False)
 
     def eagerly(self) -> Tensor:
-        """Rotate, append, rotate what is held and attend, as models do without kernels."""
+        """Rotate and append the token, rotate the held keys and attend, without kernels."""
         self.segment.held = self.slots
         with kernels.use("eager"):
             query, key = apply_rotary_pos_emb(self.query, self.key, *self.angles)

@@ -1,23 +1,24 @@
-"""Ways to rank a text's passages by a question: by words, and by what the model makes of tokens.
+"""Compares ways to rank a text's passages by a question: by words, and by vectors of the model.
 
-`words` is the index that recall uses. The others compare vectors of the question, which is read by
-itself, with vectors of the passages, as the model made them when it read the text: hidden states
-behind `layer` layers (0: the embedding table) or a layer's keys before rotation, all relative to
-their mean over the text, by their angle:
+`words` is the index that recall uses. The other ways compare vectors of the question, which is read
+on its own, with vectors of the passages, from when the model read the text: hidden states behind
+`layer` layers (0: the embedding table), or a layer's keys before rotation. Vectors are taken
+relative to their mean over the text, and compared by their angle:
 
-- `mean`: mean hidden states; `last`: of the question its last token's.
-- `tokens`: for each token of the question the nearest of the passage, rare tokens above all.
-- `bits`: the same of the signs of `BITS` random projections, so many bits a token.
-- `keys`: mean keys; `queries`: of the question its mean query.
+- `mean`: mean hidden states; `last`: that of the question's last token, with the passage's mean.
+- `tokens`: for each token of the question the nearest of the passage; rare tokens weigh more.
+- `bits`: as `tokens`, with the signs of `BITS` random projections, so many bits per token.
+- `keys`: mean keys; `queries`: the question's mean query, with the passage's mean key.
 
-A text of `lengths` (the first) tokens hides ten facts of `paraphrases.txt`, which are asked for in
-their `own` words and in `other` words, or is one of the tasks `needle` (`niah_single_2`) and
-`facts` (`multi_turn_facts`). Such a column is the share of questions whose passage comes first;
-with `_two` first or second; with `_fused` first by the ranks of words and of the way together; with
-`_else` first by words, or by the way where recall finds nothing by words. `bytes` are a passage's,
-vectors in 16 bits; `ms` is for a question, with the time to read it. In the JSON line `recalled` is
-the share of messages that recall finds a passage for, also of statements that no text holds. Reads
-`lengths`, `repeats` (rounds of all pairs and of `DRAWN` texts a task), `model`.
+A text of `lengths` (the first) tokens hides ten facts of `paraphrases.txt`, which questions ask for
+in their `own` words and in `other` words; or it is one of the tasks `needle` (`niah_single_2`) and
+`facts` (`multi_turn_facts`). These columns are the share of questions whose passage comes first;
+with `_two`, first or second; with `_fused`, first by the ranks of words and of the way together;
+with `_else`, first by words, or by the way if recall finds nothing by words. `bytes` is the size of
+a passage's vectors in 16 bits; `ms` is the time for a question, reading it included. In the JSON
+line `recalled` is the share of messages for which recall finds a passage, among them statements
+that no text has. Reads `lengths`, `repeats` (rounds of all pairs, and of `DRAWN` texts per task),
+`model`.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ from kvcap.runtime.recall.store import Found, PassageStore
 from kvcap.runtime.types import Span
 
 DEFAULTS = {"lengths": (2048,), "repeats": 1, "model": "pocket"}
-PAIRS = Path(__file__).parent / "paraphrases.txt"  # a fact, asked for in own and in other words
+PAIRS = Path(__file__).parent / "paraphrases.txt"  # facts with questions in own and other words
 KINDS = ("own", "other")
 TASKS = {"needle": "niah_single_2", "facts": "multi_turn_facts"}
 COLUMNS = (
     "way", "layer", "bytes", "ms", "own", "own_else", "other", "other_two", "other_fused",
     "other_else", "needle", "needle_fused", "facts", "facts_fused",
 )  # fmt: skip
-TOLD, DRAWN = 10, 6  # facts in a text; texts of a task
+FACTS, DRAWN = 10, 6  # facts in a text; texts of a task
 BITS = 256
-FUSE = 10  # added to ranks, so that the first few of either way count most
-Text = tuple[str, list[tuple[str, str, str]]]  # with messages: kind, question, its fact or ""
+FUSE = 10  # added to ranks before 1 / rank, so that the first few ranks are nearly equal
+Text = tuple[str, list[tuple[str, str, str]]]  # a text, and messages: kind, question, fact or ""
 Way = tuple[str, int | str]  # a way's name, and its layer
 
 
 def run(options: BenchmarkOptions) -> Result:
     """Return a row per way and layer."""
     runtime = Runtime.from_pretrained(options.model, "streaming_llm", budget_tokens=512)
-    runtime.model.set_attn_implementation("sdpa")  # nothing is to be evicted
+    runtime.model.set_attn_implementation("sdpa")  # so that nothing is evicted
     figures = defaultdict[Way, Any](lambda: defaultdict[str, list[float]](list))
     recalled = defaultdict[str, list[bool]](list)
     with torch.inference_mode():
@@ -87,14 +88,14 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def texts(tokenizer: Any, length: int, repeats: int) -> Iterator[Text]:
-    """Yield texts of about `length` tokens, and what is asked of each."""
+    """Yield texts of about `length` tokens, each with messages to ask."""
     lines = PAIRS.read_text(encoding="utf-8").splitlines()
     pairs = [[part.strip() for part in line.split("|")] for line in lines]
     for index in range(repeats):
         rng = Random(f"passages/{index}")
         rng.shuffle(pairs)
-        for at in range(0, len(pairs), TOLD):
-            some, others = pairs[at : at + TOLD], [*pairs, *pairs][at + TOLD : at + 2 * TOLD]
+        for at in range(0, len(pairs), FACTS):
+            some, others = pairs[at : at + FACTS], [*pairs, *pairs][at + FACTS : at + 2 * FACTS]
             facts, sentences, source = [fact for fact, _, _ in some], list[str](), filler(rng)
             while len(tokenizer(" ".join([*facts, *sentences]))["input_ids"]) < length:
                 sentences += [next(source) for _ in range(8)]
@@ -118,7 +119,7 @@ class Passages(PassageStore):
         self.recall = Recall(self.tokenizer, self.encode, 512)
         self.recall.store = self
         self.recall.index(self.ids)
-        # Vectors of the token that begins a text are like no other token's.
+        # The token that begins a text is left out, as its vectors are unlike all others.
         self.begin = self.ids[: self.ids[0] == self.tokenizer.bos_token_id]
         self.read = hidden_states(self.base, self.ids, len(self.begin))
 
@@ -134,11 +135,11 @@ class Passages(PassageStore):
         self.texts.append(" ".join(text.split()))
 
     def places(self, found: Iterable[Found | Passage]) -> list[int]:
-        """Return which passages were found."""
+        """Return the indices of these passages."""
         return [self.spans.index(one.span) for one in found]
 
     def rank(self, question: str) -> Iterator[tuple[Way, list[int], float, float]]:
-        """Yield each way, all passages in its order, the seconds it took, and bytes of each."""
+        """Yield each way, all passages in its order, the seconds it took, and bytes per passage."""
         words, count = self.places(self.search(question, len(self.spans))), len(self.spans)
         yield ("words", ""), words, seconds(lambda: self.search(question)), self.nbytes / count
         asked, skipped = self.encode(question), len(self.begin)
@@ -161,10 +162,10 @@ class Passages(PassageStore):
         return list(order[:1])
 
     def count(self, kind: str, question: str, fact: str, figures: dict[Way, Any]) -> None:
-        """Add to `figures` how well each way finds a fact that a question is about."""
+        """Add to `figures` how well each way finds the fact that a question asks for."""
         right = [fact in text for text in self.texts]
         if not any(right):
-            return  # the fact stands at the end, which is not indexed yet
+            return  # the fact is at the end of the text, which is not indexed yet
         found = self.places(self.recall.find(question, self.ids))
         words = self.places(self.search(question, len(self.spans)))
         for way, order, took, size in self.rank(question):
@@ -183,14 +184,14 @@ class Passages(PassageStore):
 def ways(
     base: Any, text: list[Tensor], question: list[Tensor], spans: Sequence[Span], rare: Tensor
 ) -> Iterator[tuple[Way, Callable[[], Tensor], float]]:
-    """Yield each way, what gives all passages' scores by it, and the bytes of a passage.
+    """Yield each way, a function that scores all passages by it, and the bytes of a passage.
 
     Args:
         base: the model, without its head.
-        text: the hidden states of its tokens, [T, d] behind every layer.
-        question: those of its tokens.
-        spans: of the passages.
-        rare: how much each token of the question weighs.
+        text: hidden states of the text's tokens, [T, d] behind every layer.
+        question: hidden states of the question's tokens, [T, d] behind every layer.
+        spans: first token and end of each passage.
+        rare: weight of each token of the question.
     """
     length, count, depth = len(text[0]), len(spans), len(base.layers)
 
@@ -201,7 +202,7 @@ def ways(
         return (normalize(x, dim=-1) * normalize(y, dim=-1)).flatten(1).sum(-1)
 
     def nearest(x: Tensor, y: Tensor) -> Tensor:
-        like = normalize(x, dim=-1) @ normalize(y, dim=-1).T  # [tokens, of the question]
+        like = normalize(x, dim=-1) @ normalize(y, dim=-1).T  # [text tokens, question tokens]
         return torch.stack([like[a:b].amax(0) @ rare for a, b in spans])
 
     for layer in sorted({round(depth * part / 4) for part in range(5)}):
@@ -226,17 +227,17 @@ def ways(
 
 
 def hidden_states(base: Any, ids: Sequence[int], skipped: int) -> list[Tensor]:
-    """Return a model's states of all tokens but the first `skipped`, [T, d] behind every layer."""
+    """Return hidden states of all tokens but the first `skipped`, [T, d] behind every layer."""
     given = torch.tensor([ids], device=base.device)
     made = base(given, use_cache=False, output_hidden_states=True).hidden_states
     return [x[0, skipped:].float() for x in made]
 
 
 def heads(layer: Any, name: str, hidden: Tensor) -> Tensor:
-    """Return a layer's keys ('k') or queries ('q') of what comes in, unrotated: [T, heads, D].
+    """Return a layer's unrotated keys ('k') or queries ('q') of hidden states, [T, heads, D].
 
     Raises:
-        ValueError: the layer has none that are made of what comes in alone.
+        ValueError: the layer does not compute them by one projection of its input.
     """
     attention = layer.self_attn
     if not (hasattr(attention, f"{name}_proj") and hasattr(layer, "input_layernorm")):

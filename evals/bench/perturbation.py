@@ -1,10 +1,10 @@
 """Draws CriticalKV's Figure 4: how far the next token's attention moves, with and without it.
 
-Every policy keeps `budget` of a text's tokens, once as it is and once with `+criticalkv`. For each
+Every policy keeps `budget` of a text's tokens, once alone and once with `+criticalkv`. For each
 query head, `‖o - ô‖₁` behind that head's slice of `W_O` is averaged over the texts, for the query
-of the token that follows, which no policy has seen. `mass` is the paper's σ, the attention that
-query pays to its top `α · budget` tokens: Theorem 3.5 asks for more than half (Assumption 3.4).
-Reads `lengths` (the first), `budgets`, `policies`, `repeats` (texts).
+of the next token, which no policy has observed. `mass` is the paper's σ, the attention of that
+query to its top `α · budget` tokens: Theorem 3.5 needs more than half (Assumption 3.4). Reads
+`lengths` (the first), `budgets`, `policies`, `repeats` (texts).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ DEFAULTS = {"lengths": (1024,), "budgets": (256,), "policies": ("snapkv", "h2o")
 WHERE = ("policy", "budget", "layer", "heads", "mass")
 COLUMNS = (*WHERE, "base", "critical", "ratio", "spread", "better")
 ALPHA = 0.5  # criticalkv's own default
-LEAST = 1e-4  # relative to ‖o‖₁: the error of heads that lose less is not compared
+LEAST = 1e-4  # relative to ‖o‖₁; heads with a smaller error are not compared
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Return the errors of both: mean and percentiles of critical/base, and the share of better.
+    """Return both errors, mean and percentiles of their ratio, and the share of better heads.
 
-    Only `heads` that lose something count; `better`: criticalkv's error is at most the base's.
+    Only heads with an error count, `heads` of them. A head is `better` if its error with criticalkv
+    is at most the base policy's.
     """
     tokens = options.lengths[0]
     cases = list(product(options.policies, options.budgets))
@@ -52,7 +53,8 @@ def run(options: BenchmarkOptions) -> Result:
 def measure(whole: Observation, policy: str, tokens: int, budget: int) -> Tensor:
     """Measure one layer and the token after `tokens`, by query head [4, H].
 
-    The error of the policy, that with criticalkv, `‖o‖₁`, and the mass of the top `α · budget`.
+    The rows are the error of the policy, its error with criticalkv, `‖o‖₁`, and the mass of the top
+    `α · budget` tokens.
     """
     base = load_policy(policy)
     critical = load_policy(f"{policy}+criticalkv", alpha=ALPHA)
@@ -68,14 +70,14 @@ def measure(whole: Observation, policy: str, tokens: int, budget: int) -> Tensor
 
 
 def kept(obs: Observation, eviction: Eviction) -> Tensor:
-    """Return the slots that stay. Bool [1, K, n]."""
+    """Return the slots that stay, bool [1, K, n]."""
     evicted = eviction.select(obs, obs.positions.shape[-1] - obs.budget)
     return torch.ones_like(obs.positions, dtype=torch.bool).scatter(-1, evicted, False)
 
 
 def error(after: Observation, kept: Tensor) -> Tensor:
     """Return `‖(A - A') V W_O‖₁` of the last token by query head [H]; `kept` [1, K, n - 1] stay."""
-    own = kept.new_ones(*kept.shape[:2], 1)  # the token sees itself, whatever was evicted
+    own = kept.new_ones(*kept.shape[:2], 1)  # a token always sees itself
     attention = after.attention[0, :, :, 0]  # [K, G, n]
     left = attention * torch.cat((kept, own), -1)[0, :, None]
     return projected(after, attention - left / left.sum(-1, keepdim=True))
@@ -92,7 +94,7 @@ def projected(after: Observation, weights: Tensor) -> Tensor:
 
 
 def _row(policy: str, budget: int, layer: int | str, mean: Tensor) -> dict[str, Any]:
-    """Return a row of what `measure` found [4, heads]."""
+    """Return the row of measurements [4, heads]."""
     base, critical, _, mass = mean[:, mean[0] > LEAST * mean[2]]
     row: dict[str, Any] = {"policy": policy, "budget": budget, "layer": layer, "heads": len(base)}
     if not len(base):

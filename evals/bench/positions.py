@@ -1,13 +1,12 @@
-"""Compares three ways to move keys to compact positions, and says why the runtime takes the first.
+"""Compares three ways to move keys to compact positions; the runtime uses the first, 'by shift'.
 
-'by shift': a key stays rotated as the model made it, with the shift its position has moved down
-since; attention rotates a copy, once, whatever happened before. 'by rank': a key is stored without
-rotation, with its rank among the held ones; transformers' models rotate keys before a cache sees
-them, so that the rotation is taken off on arrival, and put on again at every attention: it is
-rounded twice. 'in place': every eviction rotates the stored keys a little further and rounds them
-each time; in bfloat16 the rotation of a slow frequency is smaller than the rounding, so that such a
-pair never moves at all. On the CPU, and on CUDA where there is a device. Reads `budgets`,
-`evictions`, `repeats`.
+'by shift': a key stays rotated as the model made it, with the number of positions that it has moved
+down since; attention rotates a copy, once. 'by rank': a key is stored without rotation, with its
+rank among the held ones. Models of transformers rotate keys before a cache gets them, so the
+rotation is undone on arrival and done again at every attention: keys are rounded twice. 'in place':
+every eviction rotates the stored keys a little further and rounds them; in bfloat16 the rotation of
+a slow frequency is smaller than the rounding, so that such a pair never moves at all. Runs on the
+CPU, and on a CUDA device if there is one. Reads `budgets`, `evictions`, `repeats`.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ WAYS = ("by shift", "by rank", "in place")
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Return the error of the keys attention sees after `evictions`, and a decode step's time.
+    """Return the error of the keys that attention sees after `evictions`, and a step's time.
 
-    Every step reads a key and evicts one at random. The error is against a float64 rotation of the
-    key as it was made; `error_relative` is the largest error of a key as a vector over its norm.
+    Every step reads a key and evicts one at random. The error is relative to a rotation of the
+    original key in float64; `error_relative` is the largest error of a key divided by its norm.
     """
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     dtypes = torch.float32, torch.bfloat16
@@ -65,7 +64,7 @@ class KeyCache:
         self.forth = Rotation(-frequencies, budget + 1, device, table)
         self.made = self.random_normal(KV_HEADS, budget).to(dtype)
         ranks = torch.arange(budget, device=device).expand(1, KV_HEADS, -1)
-        self.born = ranks.clone()  # when a slot was read
+        self.born = ranks.clone()  # the step in which a slot was read
         self.shift = torch.zeros(1, KV_HEADS, budget, dtype=torch.int32, device=device)
         self.rank = ranks.int()
         self.keys = self.made.clone()
@@ -81,7 +80,7 @@ class KeyCache:
         return torch.randn(1, heads, tokens, SIZE, generator=self.random, device=self.random.device)
 
     def step(self) -> Tensor:
-        """Evict a random slot of every head, read a key into it, attend. Returns [1, H, 1, D]."""
+        """Evict a random slot of every head, read a key into it, attend; return [1, H, 1, D]."""
         device = self.random.device
         evicted = torch.randint(self.budget, (1, KV_HEADS, 1), generator=self.random, device=device)
         moved = (self.born > self.born.gather(-1, evicted)).int()  # newer slots move by one
@@ -111,7 +110,7 @@ class KeyCache:
         return self.rotation.back(self.keys, self.shift)
 
     def reference(self) -> Tensor:
-        """Return the keys as they should be, [1, K, N, D] in float64."""
+        """Return the exact keys, [1, K, N, D] in float64."""
         frequencies = THETA ** -(torch.arange(0, SIZE, 2).float() / SIZE)
         angles = self.shift.double().cpu()[..., None] * frequencies.double()
         rotated = torch.complex(*self.made.double().cpu().chunk(2, dim=-1)) * torch.polar(

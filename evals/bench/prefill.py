@@ -31,8 +31,8 @@ COLUMNS = ("runs", "tokens", "prefill_s", "peak_mib", "decode_ms")
 def run(options: BenchmarkOptions) -> Result:
     """Measure prefill seconds, peak memory over the weights, and milliseconds per token after it.
 
-    Both models take turns, so that a machine that slows down slows both. Memory is measured in
-    passes of its own, since the profiler takes time.
+    Both models alternate, so that a machine that slows down slows both. Memory is measured in
+    separate passes, as the profiler takes time.
     """
     capped, plain = random_llama(options, "kvcap"), random_llama(options, "sdpa")
     makers: dict[str, Callable[[], Any]] = {
@@ -70,7 +70,7 @@ def _capped(model: Any, options: BenchmarkOptions) -> BlockLoop:
 
 
 def _prefill(make: Callable[[], Any], ids: torch.Tensor) -> Any:
-    """Return the loop after it has read the prompt: its cache counts."""
+    """Return the loop after it has read the prompt, so that its cache counts as memory."""
     loop = make()
     loop.prefill(ids)
     return loop

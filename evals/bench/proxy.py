@@ -1,12 +1,12 @@
 """Tests DropKV's Table 16 and Theorem 1: the cheapest tokens one by one, and the cheapest set.
 
-From the tokens that attention needs least, pools of 20 are drawn, of which some are to be evicted.
-DropKV takes those with the smallest costs; trying every subset finds the best. `ratio` is between
-the changes of attention's output that the two make, `F(Ĵ) / F(J*)`; over a window, `F²` is summed.
-Theorem 1 bounds it by `1 / (c (1 - ε) (1 - kε))`, where `c` is the cone constant of the pool.
-What leaves is a set `J`, and attention without it is renormalised: the output moves by
-`Σ_J p_i (a - v_i) / (1 - Σ_J p_i)` (Lemma 1). `R` pools, `m` tokens each, `w` queries.
-Reads `lengths` (the first), `repeats` (texts; each gives a pool per layer and query head).
+Pools of 20 tokens are drawn from those with little attention, and some of each are evicted. DropKV
+evicts those with the smallest costs; trying every subset finds the best set. `ratio` is the change
+of attention's output by DropKV's set divided by that of the best, `F(Ĵ) / F(J*)`; over a window,
+`F²` is summed. Theorem 1 bounds it by `1 / (c (1 - ε) (1 - kε))`, where `c` is the pool's cone
+constant. If a set `J` is evicted, attention without it is renormalised, and the output moves by
+`Σ_J p_i (a - v_i) / (1 - Σ_J p_i)` (Lemma 1). Letters: `R` pools, `m` tokens of a pool, `w`
+queries. Reads `lengths` (the first), `repeats` (texts; each gives a pool per layer and query head).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvcap.evals.measure import percentiles
 from kvcap.policies import Observation, load_policy
 
 DEFAULTS = {"lengths": (1024,), "repeats": 4}
-WINDOWS = (1, 8)  # queries: the theorem's one, and DropKV's window
+WINDOWS = (1, 8)  # queries: the theorem's single one, and DropKV's window
 EVICTED = (10, 18)  # how many of a pool's 20 tokens are evicted, as in Table 16
-MINIMUM = 64  # a half must hold a pool, the spared tokens and those that are no candidates
+MINIMUM = 64  # least tokens of a text, so that half of its candidates hold a pool
 SIZE = 20  # tokens of a pool
 SPARED = 8  # the newest tokens, DropKV's window, are never evicted
-NEEDED = 0.1  # share of other tokens, those of most attention, that are no candidates
-LEAST = 1e-15  # attention whose square float32 still tells from 0, with room for the values
+NEEDED = 0.1  # share of the other tokens, those of most attention, that are no candidates
+LEAST = 1e-15  # attention whose square is still above 0 in float32, with room for the values
 CHUNK = 1024  # subsets tried at once
 WHAT = ("pools", "window", "evicted", "records")
 COLUMNS = (*WHAT, "ratio", "worst", "attention", "cone", "bound", "holds")
@@ -41,7 +41,7 @@ COLUMNS = (*WHAT, "ratio", "worst", "attention", "cone", "bound", "holds")
 def run(options: BenchmarkOptions) -> Result:
     """Return a row for each kind of pools, window and number evicted.
 
-    `attention` evicts by `A` alone.
+    The column `attention` is the ratio if tokens are evicted by attention alone.
     """
     rows: list[dict[str, Any]] = []
     tokens = options.lengths[0]
@@ -83,22 +83,22 @@ def _row(name: str, window: int, count: int, pools: Pools) -> dict[str, Any]:
         "worst": float(ratio.max()),
         "squared": percentiles(ratio.square().tolist()),
         "attention": percentiles(attention.tolist()),
-        "cone": "",  # the theorem is about one query
+        "cone": "",  # the theorem holds for one query
         "bound": "",
         "holds": "",
     }
     if window == 1:
         constant, most = cone(pools.residuals[:, 0]), pools.weights.amax((1, 2))
         bound = 1 / (constant * (1 - most) * (1 - count * most))
-        said = (constant > 0) & (count * most < 1)  # elsewhere the theorem says nothing
+        applies = (constant > 0) & (count * most < 1)  # the theorem's conditions
         row["cone"] = percentiles(constant.tolist())
-        row["bound"] = percentiles(bound[said].tolist())
-        row["holds"] = float((ratio <= bound * (1 + 1e-9))[said].double().mean())
+        row["bound"] = percentiles(bound[applies].tolist())
+        row["holds"] = float((ratio <= bound * (1 + 1e-9))[applies].double().mean())
     return row
 
 
 def chosen(pools: Pools, score: Tensor, count: int) -> Tensor:
-    """Return the squared change where the `count` lowest of `score` [R, m] are evicted. [R]."""
+    """Return the squared change [R] if the `count` lowest of `score` [R, m] are evicted."""
     lowest = score.topk(count, largest=False).indices
     subset = torch.zeros_like(score).scatter(-1, lowest, 1.0)  # [R, m]
     return torch.cat(
@@ -107,11 +107,11 @@ def chosen(pools: Pools, score: Tensor, count: int) -> Tensor:
 
 
 class Pools(NamedTuple):
-    """A batch of pools in float64, since the best set may be small beside its parts."""
+    """A batch of pools in float64, as the best set's change may be far smaller than its parts."""
 
     weights: Tensor  # p, [R, w, m]
     residuals: Tensor  # a - v, [R, w, m, D]
-    cost: Tensor  # DropKV's, [R, m]
+    cost: Tensor  # DropKV's costs, [R, m]
     attention: Tensor  # mean over the window, [R, m]
 
     def row(self, i: int) -> Pools:
@@ -123,10 +123,7 @@ class Pools(NamedTuple):
         return Pools(*(part[chosen] for part in self))
 
     def noticed(self) -> Pools:
-        """Return the pools whose attention is no rounding error.
-
-        Below, costs are 0 in float32, all alike.
-        """
+        """Return the pools with attention above `LEAST`; below, all costs are 0 in float32."""
         seen = self.weights.amin((1, 2)) > LEAST
         return Pools(*(part[seen] for part in self))
 
@@ -165,7 +162,7 @@ def draw(seen: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
 
 
 def squared_change(pools: Pools, subsets: Tensor) -> Tensor:
-    """Sum `F²` over the window, for sets given as rows of 0 and 1 [S, m]. [S, R]."""
+    """Return `F²` summed over the window [S, R], for sets as rows of 0 and 1 [S, m]."""
     scaled = pools.weights[..., None] * pools.residuals  # [R, w, m, D]
     gram = torch.matmul(scaled, scaled.mT)  # [R, w, m, m]
     i, j = torch.triu_indices(*gram.shape[-2:])
@@ -179,7 +176,7 @@ def squared_change(pools: Pools, subsets: Tensor) -> Tensor:
 
 
 def optimum(pools: Pools, count: int) -> Tensor:
-    """Return the least `F²` of all sets of `count` tokens. [R]."""
+    """Return the least `F²` [R] of all sets of `count` tokens."""
     size = pools.weights.shape[-1]
     sets = torch.from_numpy(
         np.fromiter(combinations(range(size), count), np.dtype((np.int64, count)))
@@ -192,11 +189,11 @@ def optimum(pools: Pools, count: int) -> Tensor:
 
 
 def cone(residuals: Tensor, steps: int = 2000) -> Tensor:
-    """Return `c* = max_u min_i u·r_i / ‖r_i‖`, |u| = 1; above 0 where one cone holds all. [R].
+    """Return `c* = max_u min_i u·r_i / ‖r_i‖` [R], |u| = 1; it is above 0 if one cone holds all.
 
-    The nearest point to 0 of the hull of the unit residuals [R, m, D] is the best u, approached by
-    shifting weight from the farthest point to the nearest (Mitchell, Demyanov and Malozemov 1974).
-    Every u proves a lower bound, of which the largest is returned; it is exact where above 0.
+    The best u is the point nearest to 0 of the hull of the unit residuals [R, m, D]. It is
+    approached by moving weight from the farthest point to the nearest (Mitchell, Demyanov and
+    Malozemov 1974). Every u gives a lower bound; the largest is returned, and is exact if above 0.
     """
     unit = torch.nn.functional.normalize(residuals.double(), dim=-1)
     share = torch.full(unit.shape[:2], 1 / unit.shape[1], dtype=torch.float64)  # [R, m]
@@ -218,7 +215,7 @@ def cone(residuals: Tensor, steps: int = 2000) -> Tensor:
 
 
 def _by_query_head(seen: Observation) -> Observation:
-    """Return an equal observation with a KV head of its own for every query head."""
+    """Return the observation with keys and values repeated for every query head."""
     groups = seen.groups
     parts = {
         name: getattr(seen, name).repeat_interleave(groups, 1)
@@ -228,7 +225,7 @@ def _by_query_head(seen: Observation) -> Observation:
 
 
 def _residuals(seen: Observation, place: Tensor) -> Tensor:
-    """Return `a_t - v_j` of the tokens at `place` [H, m], [H, w, m, D]."""
+    """Return `a_t - v_j` [H, w, m, D] of the tokens at `place` [H, m]."""
     values = seen.values[0].double()  # [H, n, D]
     chosen = values.gather(1, place[..., None].expand(-1, -1, values.shape[-1]))
     output = seen.output[0, :, 0].double()  # [H, w, D]

@@ -1,10 +1,10 @@
 """Times attention over heads that hold unequally many tokens, to find the fastest way.
 
-'uniform': equal lengths, one call; what raggedness costs is measured against it. 'heads': one call
-a head over its true length. 'rows': kvcap's kernel, which reads all heads where they lie in one
-launch (CUDA). 'padded': all heads copied to the length of the longest and the rest masked, which no
-cache of fixed bytes could hold. The runtime goes by rows where it can, else head by head. Reads
-`budgets`, `block_size`, `repeats`.
+'uniform': one call over heads of equal lengths, as the baseline. 'heads': one call per head over
+its true length. 'rows': kvcap's kernel, which reads all heads in place with one launch (CUDA).
+'padded': all heads are copied to the length of the longest and masked, which would need more than
+the cache's fixed bytes. The runtime uses rows if it can, else heads. Reads `budgets`, `block_size`,
+`repeats`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcap.runtime.cache.pool import Segment, SlotPool
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 SCALING = SIZE**-0.5
-SHARES = (0.3, 0.3, 0.5, 0.6, 0.8, 1.2, 1.8, 2.5)  # of the budget, as AdaKV has them on pocket
+SHARES = (0.3, 0.3, 0.5, 0.6, 0.8, 1.2, 1.8, 2.5)  # shares of the budget by AdaKV on pocket
 DEFAULTS = {"budgets": (1024, 4096)}
 COLUMNS = ("way", "device", "dtype", "budget", "block", "ms", "ratio", "error")
 
@@ -95,7 +95,7 @@ def _measure(
 
 
 def rows_of(segments: list[Segment]) -> Rows:
-    """Return where the heads lie, and where the last ends, as kernels take it."""
+    """Return first slots and lengths of the heads, for kernels."""
     starts = [*(s.start for s in segments), segments[-1].start + segments[-1].slots]
     held = [s.held for s in segments]
     device = segments[0].pool.keys.device
@@ -106,7 +106,7 @@ def rows_of(segments: list[Segment]) -> Rows:
 def _segments(
     held: list[int], length: int, device: str, dtype: torch.dtype, block: int
 ) -> list[Segment]:
-    """Make heads that hold so many tokens each, `length` of a block of theirs among them."""
+    """Make heads with `held` tokens each, of which the last `length` are those of a block."""
     pool = SlotPool(sum(held) + KV_HEADS * block, SIZE, dtype, device)
     found, start = [], 0
     for head, budget in enumerate(held):
@@ -126,7 +126,7 @@ def _uniform(query: Tensor, segments: list[Segment]) -> Tensor:
 
 
 def heads(query: Tensor, segments: list[Segment]) -> Tensor:
-    """Attend by one call a head."""
+    """Attend by one call per head."""
     out = torch.empty_like(query)
     for s in segments:
         s.rows_of(out).copy_(attend(s.rows_of(query), s.keys, s.values, SCALING))
@@ -134,7 +134,7 @@ def heads(query: Tensor, segments: list[Segment]) -> Tensor:
 
 
 def padded(query: Tensor, segments: list[Segment]) -> Tensor:
-    """Attend with all heads copied to the length of the longest, and the rest masked."""
+    """Attend with all heads copied to the length of the longest, and masked."""
     length, longest = query.shape[2], max(s.held for s in segments)
     keys = query.new_zeros(1, KV_HEADS, longest, SIZE)
     values = torch.zeros_like(keys)

@@ -1,11 +1,11 @@
-"""Times recall of evicted text: to index a history, to search it, and a turn with it.
+"""Times recall of evicted text: indexing a history, searching it, and a turn with recall.
 
-`index_us` is for a token of the history, once; `search_ms` for a question of a few words. A turn
-reads a message of `message` tokens and a question in a conversation that has read the history, and
-writes one token, by turns without and with recall: `turn` is the time with over the time without,
-the median of the pairs, and `turn_least` and `turn_most` are the outermost. The history is the
-corpus, whose words are few: other texts are searched faster. Reads `lengths`, `repeats`, `model`,
-`budgets` (the first).
+`index_us` is the time per token of the history, `search_ms` that of a question of a few words. A
+turn reads a message of `message` tokens and a question in a conversation that has read the history,
+and writes one token, alternately without and with recall. `turn` is the time with recall divided by
+that without, the median of the pairs; `turn_least` and `turn_most` are the least and the largest.
+The history is the corpus, which has few different words; other texts are searched faster. Reads
+`lengths`, `repeats`, `model`, `budgets` (the first).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _row(runtime: Runtime, length: int, repeats: int) -> dict[str, Any]:
 
 
 def _text(session: Session, tokens: int) -> str:
-    """Return sentences of the corpus, of about so many tokens or a few more."""
+    """Return sentences of the corpus, with at least `tokens` tokens or a few more."""
     sentences = filler(Random(f"recall/{tokens}"))
     some = " ".join(islice(sentences, 100))
     each = len(session.encode(some)) / 100

@@ -1,10 +1,10 @@
 """Draws OBCache's Figure 2: which scores find tokens whose eviction moves the next output most.
 
-The oracle is the true eviction error: how far the attention output of the token that follows moves
-when one token alone is evicted. A score sees the text before it, through its last `window` queries.
-`recall` is the share of the oracle's first `budget` tokens among the score's first `budget`, each
-KV head for itself. `exact` is the same error summed over the window: what OBCache approximates.
-Reads `lengths` (the first), `budgets`, `repeats` (texts).
+The oracle is the true eviction error: how far the attention output of the next token moves when one
+token alone is evicted. Scores use the last `window` queries of the text before it. `recall` is the
+share of the oracle's first `budget` tokens among the score's first `budget`, per KV head. `exact`
+is the eviction error summed over the window, which OBCache approximates. Reads `lengths` (the
+first), `budgets`, `repeats` (texts).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def oracle(whole: Observation, tokens: int) -> Tensor:
-    """Return the output's squared change after `tokens` tokens when one goes. [B, K, tokens]."""
+    """Return the squared change [B, K, tokens] of the output after `tokens` if one of them goes."""
     return removal_error(until(whole, tokens + 1, 1)).sum((2, 3))[..., :tokens]
 
 
 def scores(obs: Observation) -> dict[str, Tensor]:
-    """Sum every score over the window and the group: [B, K, n], in the order of `SCORES`."""
+    """Return every score summed over the window and the query group, [B, K, n] by name."""
     found = {"attention": obs.attention}
     for mode in MODES:
         saliency = load_policy("h2o+obcache", mode=mode).saliency
@@ -58,7 +58,7 @@ def scores(obs: Observation) -> dict[str, Tensor]:
 
 
 def recall(score: Tensor, truth: Tensor, count: int) -> float:
-    """Share of the first `count` of `truth` [B, K, n] among the first `count` of `score`."""
+    """Return the share of the first `count` of `truth` [B, K, n] among those of `score`."""
     marks = [torch.zeros_like(x).scatter(-1, x.topk(count).indices, 1.0) for x in (score, truth)]
     return float((marks[0] * marks[1]).sum(-1).mean() / count)
 

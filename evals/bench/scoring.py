@@ -1,7 +1,7 @@
 """Times eviction for a block: state, scores, selection and compaction of every policy.
 
-Over a full cache, all layers together, as `kvcap eval` measures it too. Policies that need a table
-of heads get one of random numbers. Reads `policies`, `budgets`, `block_size`, `repeats`.
+Times are of all layers together over a full cache, as in `kvcap eval`. Policies that need a table
+of heads get one of arbitrary numbers. Reads `policies`, `budgets`, `block_size`, `repeats`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvcap.runtime.cache.cache import BudgetCache
 DEFAULTS = {"policies": ("all",)}
 COLUMNS = ("policy", "budget", "scoring_ms", "ratio", "extra_bytes")
 PEER = "keydiff"
-BLOCKS = 4  # measured, for each of the repeats
+BLOCKS = 4  # blocks that are measured in each repeat
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Time a block of every policy, in ms, with its ratio to keydiff and what the cache holds."""
+    """Time a block of every policy, in ms, with its ratio to keydiff and its extra bytes."""
     model = random_llama(options, "kvcap")
     names = [n for n in spelled_out(options.policies) if load_policy(n).policy.evicts]
     with TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def _measure(
 
 
 def _importances(config: Any) -> list[list[float]]:
-    """Return a number for every KV head of every layer."""
+    """Return an arbitrary importance for every KV head of every layer."""
     rng = Random(0)
     heads = range(config.num_key_value_heads)
     return [[rng.random() for _ in heads] for _ in range(config.num_hidden_layers)]

@@ -1,20 +1,20 @@
 """Times a server under load: HTTP's cost per token, clients at once, and hostile clients.
 
-Every row is measured against `kvcap serve` in a process of its own, by clients that speak plain
-HTTP. `row` says what it is:
+Every row is measured at a process of `kvcap serve`, by clients that speak plain HTTP. The column
+`row` names the kind:
 
-- `overhead`: one client that reads a stream, beside a session of its own process, by turns.
-  `loop_us` is the processor's time of the thread that serves HTTP, `work_us` that of all others,
-  for each token; the goal of 3 % is of a token, `loop_share`.
-- `together`: tokens a second of `clients` at once beside those of clients one after the other, at
-  a server that answers one at a time; `repeats` turns of both, `ratio` is the median of theirs. For
-  this and `overhead` the model never ends an answer by itself, so that each has `steps` tokens.
-- `load`: `conversations` of random length, up to 200 at once under a cap of memory: a tenth of the
-  answers is left midway, a tenth of the requests is hostile. `lost` are requests without their
-  answer, `foreign` answers that have what was told to another, `peak_mib` is the process's most.
-- `killed`: the server is ended by SIGKILL at a random moment, `kills` times, and started again;
-  `dropped` are saved conversations that could not be taken, `restored` those that went on, with
-  `reused` tokens that need not be read again; the last two of lives that came to their idle end.
+- `overhead`: one client that reads a stream, alternating with a session in this process.
+  `loop_us` is the processor time of the thread that serves HTTP, `work_us` that of all other
+  threads, both per token. `loop_share` is the ratio of both, which should be at most 3 %.
+- `together`: tokens per second of `clients` at once, and of clients one after another at a server
+  that answers one at a time, in `repeats` turns; `ratio` is the median of the turns' ratios. For
+  this row and `overhead` the model never ends an answer, so that each has `steps` tokens.
+- `load`: `conversations` of random length, up to 200 at once, under a memory cap. A tenth of the
+  answers is left midway, and a tenth of the requests is hostile. `lost` counts requests without an
+  answer, `foreign` answers with facts of another conversation; `peak_mib` is the process's peak.
+- `killed`: the server is ended by SIGKILL at a random moment and started again, `kills` times.
+  `dropped` counts saved conversations that could not be loaded, `restored` those that went on, with
+  `reused` tokens that need not be read again; the last two are of servers that became idle.
 
 Reads `budgets`, `steps`, `repeats` (turns of `overhead` and `together`), `conversations`, `kills`,
 `model`.
@@ -64,7 +64,7 @@ def run(options: BenchmarkOptions) -> Result:
     """Return one row of each kind.
 
     Raises:
-        PeerFailed: the server did not start, or ended.
+        PeerFailed: a server did not start, or ended.
     """
     model, budget = directory(options.model, options.files), options.budgets[0]
     with TemporaryDirectory() as folder:
@@ -113,7 +113,7 @@ def _overhead(
         (begun, _), before = next(stream), server.processor()
         *_, (ended, _) = stream
         spent = {k: v - before.get(k, 0) for k, v in server.processor().items()}
-        if number:  # the first answers make what later ones find
+        if number:  # the first turn warms up
             own.append(turn.decode_s / (steps - 1) * 1e3)
             through.append((ended - begun) / (steps - 1) * 1e3)
             loops.append(spent.pop(str(server.process.pid)) / (steps - 1) / 1e3)
@@ -134,7 +134,7 @@ def _overhead(
 
 
 def _seconds(server: PeerServer, steps: int, at_once: int) -> float:
-    """Return how long `CLIENTS` answers take, so many at once."""
+    """Return the seconds that `CLIENTS` answers take, `at_once` of them at a time."""
 
     def answer(number: int) -> None:
         for _ in pieces(server.post(_asked(400, steps, number))):
@@ -168,7 +168,7 @@ def _together(one: PeerServer, several: PeerServer, steps: int, repeats: int) ->
 
 @dataclass
 class Count:
-    """Counts of what became of the requests of a load."""
+    """Counts of the requests of a load, by their results."""
 
     requests: int = 0
     lost: int = 0
@@ -182,14 +182,14 @@ class Count:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, **more: int) -> None:
-        """Add numbers to the counts of these names."""
+        """Add to the counts of these names."""
         with self.lock:
             for name, by in more.items():
                 setattr(self, name, getattr(self, name) + by)
 
 
 def _answered(server: PeerServer, messages: Sequence[Any], count: Count, stop: int | None) -> str:
-    """Return the answer to messages, asking again while busy; leave after `stop` pieces."""
+    """Return the answer to messages; retry while the server is busy; leave after `stop` pieces."""
     while True:
         response = server.post({"messages": messages, "stream": True, "temperature": 0})
         if response.status != 429:
@@ -198,14 +198,14 @@ def _answered(server: PeerServer, messages: Sequence[Any], count: Count, stop: i
         time.sleep(float(response.headers["Retry-After"]) * random.uniform(0.2, 1))
     if response.status != 200:
         raise PeerFailed(response.read().decode()[:200])
-    said = ""
+    answer = ""
     for number, (_, text) in enumerate(pieces(response)):
-        said += text
+        answer += text
         if number == stop:
             response.close()
             count.add(left=1)
             break
-    return said
+    return answer
 
 
 def _converse(server: PeerServer, code: int, codes: frozenset[str], count: Count) -> None:
@@ -223,9 +223,9 @@ def _converse(server: PeerServer, code: int, codes: frozenset[str], count: Count
             messages.append({"role": "user", "content": text})
             last = number == len(turns) - 1
             stop = draw.randint(0, 4) if draw.random() < 0.1 and not last else None
-            said = _answered(server, messages, count, stop)
-            messages.append({"role": "assistant", "content": said or "Yes."})
-            others = (codes - {str(code)}) & set(re.findall(r"\d{4}", said))
+            answer = _answered(server, messages, count, stop)
+            messages.append({"role": "assistant", "content": answer or "Yes."})
+            others = (codes - {str(code)}) & set(re.findall(r"\d{4}", answer))
             count.add(requests=1, foreign=int(bool(others)))
         count.add(asked=1, recalled=int(str(code) in messages[-1]["content"]))
     except Exception as error:
@@ -287,11 +287,11 @@ def _killed(model: str, budget: int, kills: int, kept: Path) -> dict[str, Any]:
                     first = f"Please remember: the code for the blue door is {codes[who]}."
                     text = "What is the code for the blue door?" if chats[who] else first
                     messages = [*chats[who], {"role": "user", "content": text}]
-                    said = _answered(server, messages, count, None)
-                    chats[who] = [*messages, {"role": "assistant", "content": said}]
-                    others = (known - {str(codes[who])}) & set(re.findall(r"\d{4}", said))
+                    answer = _answered(server, messages, count, None)
+                    chats[who] = [*messages, {"role": "assistant", "content": answer}]
+                    others = (known - {str(codes[who])}) & set(re.findall(r"\d{4}", answer))
                     count.add(requests=1, foreign=int(bool(others)))
-                while True:  # conversations are saved while no request comes
+                while True:  # waits until conversations are saved, as an idle server does
                     figures = server.figures()
                     time.sleep(0.2)
             except (OSError, http.client.HTTPException, PeerFailed):

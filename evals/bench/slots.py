@@ -1,18 +1,18 @@
-"""Times slots of fewer bits and what they hold, beside slots of the model's own floats.
+"""Times slots of fewer bits, and counts what they hold, beside slots of the model's own floats.
 
-Each row is a cache under one `--kv-dtype`: over as many slots as the floats have (`equal` is
-'slots'), and over as many as fit the floats' bytes ('bytes'). All caches are filled first. A turn
-reads `lengths` tokens more and then `steps` tokens one by one, and every cache has a turn before
-the next turn begins, so that slots are full, and rows do equal work, whatever they hold. `token_ms`
-and `prefill_tok_s` are of the turns; each ratio is of the column before it, the median of the
-turns' ratios to the floats.
+Each row is a cache with one `--kv-dtype`: with as many slots as the floats have (`equal` is
+'slots'), or as many as fit into the floats' bytes ('bytes'). All caches are filled first. A turn
+reads `lengths` more tokens and then `steps` tokens one by one; all caches have a turn before the
+next one begins. So slots are always full, and all rows do equal work. `token_ms` and
+`prefill_tok_s` are of the turns; each ratio is that of the column before it to the floats, the
+median over turns.
 
-PyTorch runs on a GPU where there is one. On a CPU times are those of the process, on one thread:
-what others do with the machine counts little. With `--backend onnxruntime` rows are of exports with
-the first of `weights`, whose slots of int8 have compact and true positions; they evict 64 tokens at
-a time, and `steps` is rounded up to whole rounds of that. Reads `budgets`, `block_size`, `repeats`
-(turns), `steps`, `model`, `backend`, `weights`, `files` (for exports) and the first of `lengths`
-and of `policies`.
+PyTorch runs on a GPU if there is one. On a CPU, times are processor time on one thread, so that
+other processes matter little. With `--backend onnxruntime` rows are of exports with the first of
+`weights`, with int8 slots at compact and at true positions; they evict 64 tokens at a time, and
+`steps` is rounded up to a multiple of that. Reads `budgets`, `block_size`, `repeats` (turns),
+`steps`, `model`, `backend`, `weights`, `files` (for exports) and the first of `lengths` and of
+`policies`.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ COLUMNS = (
     "kv_dtype", "positions", "equal", "slots", "cache_bytes", "token_ms", "token_ratio",
     "prefill_tok_s", "prefill_ratio",
 )  # fmt: skip
-COMPACT: Positions = "compact"  # positions that slots of every type can have
-WARM_UPS, WARM_TOKENS = 2, 4  # prompts over full slots, tokens after each: graphs are made then
+COMPACT: Positions = "compact"  # the only positions that slots of every type support
+WARM_UPS, WARM_TOKENS = 2, 4  # prompts over full slots, and tokens after each, to capture graphs
 
 
 @dataclass(frozen=True)
 class TimedCache:
-    """A cache with slots of one `kv_dtype`, timed by the loop that reads into it."""
+    """A cache with slots of one `kv_dtype`, and the loop that reads into it."""
 
     kv_dtype: str
     positions: str
-    equal: str  # what equals that of float slots: 'slots' or 'bytes'
+    equal: str  # 'slots' or 'bytes', of which it has as many as float slots
     slots: int
     block: int
     loop: Any
@@ -76,7 +76,7 @@ class TimedCache:
     every: int = 1  # tokens that are evicted at once
 
     def fill(self) -> None:
-        """Read until every slot is in use, and until what is timed is warm."""
+        """Read until every slot is in use, and warm up."""
         print(f"kvcap: filling {self.slots:,} {self.kv_dtype} slots ...", file=sys.stderr)
         while self.loop.cache.seen < self.slots + 2 * self.block:
             self.loop.prefill(self.prompt)
@@ -86,7 +86,8 @@ class TimedCache:
     def turn(self, steps: int) -> dict[str, float]:
         """Time a prompt and `steps` tokens.
 
-        Returns the milliseconds of a token, and the tokens a second of the prompt.
+        Returns:
+            Milliseconds per token, and tokens per second of the prompt, by column.
         """
         length, token = self.prompt.shape[1], self.prompt[:, :1]
         took = self.clock(partial(self.loop.prefill, self.prompt))
@@ -102,7 +103,7 @@ def run(options: BenchmarkOptions) -> Result:
     """Return a row for the floats of every budget, and two for every other type of slots.
 
     Raises:
-        ValueError: unknown names, or sizes below 1.
+        ValueError: a name is unknown, or a size is below 1.
         PeerFailed: the model cannot be exported.
     """
     check_backend(options.backend)
@@ -137,7 +138,7 @@ def run(options: BenchmarkOptions) -> Result:
 def _rows(
     all_: Sequence[TimedCache], turns: Sequence[Sequence[Mapping[str, float]]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each of `all_`, the first of which are floats; `turns` has a turn of each."""
+    """Yield a row for each cache of `all_`, floats first; `turns` has one figure per cache."""
     for i, slots in enumerate(all_):
         figures: dict[str, Any] = {}
         for name in ("token_ms", "prefill_tok_s"):
@@ -197,7 +198,7 @@ def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCa
 
 
 def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
-    """Yield for every budget exports of one model: a graph has its number of slots inside."""
+    """Yield for every budget exports of one model, as a graph has a fixed number of slots."""
     model, block = directory(options.model, options.files), options.block_size
 
     def made(
@@ -240,7 +241,7 @@ def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
 def _slots_within(nbytes: int, runtime: OrtRuntime) -> int:
     """Return how many slots of an export of the same kind take `nbytes`."""
     plan = runtime.plan
-    # A block's slots are as all others.
+    # Slots for a block take as many bytes as others, so two plans give the bytes of one.
     fewer = Sizes(CacheSettings(block_size=plan.block_size // 2))
     less = plan_of(runtime.manifest, plan.policy, fewer)
     step = (plan.cache_bytes - less.cache_bytes) // (plan.block_size - less.block_size)
@@ -248,7 +249,7 @@ def _slots_within(nbytes: int, runtime: OrtRuntime) -> int:
 
 
 def process_milliseconds(work: Callable[[], Any]) -> float:
-    """Return the milliseconds of processor time that work takes, waiting for a core excepted."""
+    """Return the milliseconds of processor time that work takes."""
     start = time.process_time()
     work()
     return (time.process_time() - start) * 1e3

@@ -1,7 +1,7 @@
-"""Reads a very long text under a cap: bytes of the cache and of the process on the way.
+"""Reads a very long text under a cap, and measures bytes of the cache and of the process.
 
-`growth` is that of the process's peak since the first row. Reads `lengths` (the last), the first of
-`budgets` and of `policies`, `block_size`; on pocket.
+`growth` is how much the process's peak grew since the first row. Reads `lengths` (the last), the
+first of `budgets` and of `policies`, `block_size`; runs pocket.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvcap.runtime.testing.process_peak import peak
 DEFAULTS = {"lengths": (1_000_000,), "budgets": (256,)}
 COLUMNS = ("tokens", "kv_bytes", "held", "process_peak", "growth", "tok_s")
 SHARES = (0.01, 0.1, 0.25, 0.5, 0.75, 1.0)  # shares of the text after which a row is written
-SENTENCES = 64  # made into tokens at once
+SENTENCES = 64  # sentences that are tokenized at once
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Return a row at each of `SHARES`; the process's peak includes everything, weights too."""
+    """Return a row at each of `SHARES` of the text; the process's peak includes the weights."""
     tokens = options.lengths[-1]
     runtime = Runtime.from_pretrained(
         policy=options.policies[0],

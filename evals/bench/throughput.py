@@ -1,11 +1,11 @@
-"""Times tokens a second at each method's largest batch: Llama-3.2-3B's shape, random weights.
+"""Times tokens per second at each method's largest batch: Llama-3.2-3B's shape, random weights.
 
-Every sequence has read a prompt of `lengths` tokens and goes on one token at a time, all together.
-`transformers` keeps all of it in its growing cache, on SDPA; kvcap under `policies` keeps 5 % of
-it. The batch is the largest that the device's memory holds: cut to a multiple of 8, and by a
-sixteenth where a step is refused memory. Only generation is timed. Prompts are not read: the
-growing cache is filled with random keys and values, and kvcap's with as many random tokens as fill
-it, after which neither does anything that depends on them. Reads `lengths`, `policies`, `steps`.
+All sequences have a prompt of `lengths` tokens in the cache and generate together, token by token.
+`transformers` keeps the whole prompt in its growing cache, on SDPA; kvcap under `policies` keeps
+5 % of it. The batch is the largest that the device's memory holds: a multiple of 8, lowered by a
+sixteenth whenever a step runs out of memory. Only generation is timed. Prompts are not read:
+transformers' cache is filled with random keys and values, and kvcap reads as many random tokens as
+fill its slots, as times do not depend on what caches hold. Reads `lengths`, `policies`, `steps`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kvcap.runtime.models.arguments import cache_argument
 
 DEFAULTS = {"lengths": (32768,), "steps": 16}
 SHARE = 0.05  # share of a prompt that is kept
-BLOCK = 16  # tokens of every sequence, whose activations are held beside all caches
-MOST = 1024  # sequences
+BLOCK = 16  # tokens of every sequence that are read at once, for the activations' memory
+MOST = 1024  # most sequences
 ROOM = 12 << 30  # bytes left to activations and logits
 COLUMNS = (
     "work", "n", "budget", "policy", "batch", "median_ms", "tokens_per_s", "peer",
@@ -73,7 +73,7 @@ def run(options: BenchmarkOptions) -> Result:
     return Result("throughput", COLUMNS, rows, machine)
 
 
-Begin = Callable[[int], Callable[[Tensor], Any]]  # for a batch, returns what reads a token [B, 1]
+Begin = Callable[[int], Callable[[Tensor], Any]]  # takes a batch size, returns a reader of [B, 1]
 
 
 def _growing(model: Any, length: int) -> Begin:
@@ -123,7 +123,7 @@ def _largest(
         except (torch.OutOfMemoryError, MemoryCapExceeded):
             if batch == 1:
                 raise
-        gc.collect()  # not in the handler, whose traceback holds the cache and its graphs
+        gc.collect()  # after the handler, as its traceback holds the cache and its graphs
         torch.cuda.empty_cache()
         batch = max(1, batch - max(1, batch // 16))
 
@@ -137,6 +137,6 @@ def _timed(model: Any, batch: int, read: Callable[[Tensor], Any], steps: int) ->
 
 
 def _slot_bytes(model: Any) -> int:
-    """Return the bytes of keys and values of a token in all layers."""
+    """Return the bytes of a token's keys and values in all layers."""
     config = model.config
     return int(4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim)

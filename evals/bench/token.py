@@ -1,13 +1,12 @@
 """Times a token's attention and eviction on a GPU, by every variant of the kernel.
 
-Layers of Llama-3.2-3B's shape, bfloat16, whose slots are full: a token is rotated, appended and
-attended to (`kernels/token.py`), and KeyDiff gives up a slot. Variants read `block` slots at once,
-have `stages` of such blocks under way, and cut a head's slots into `parts`; the first row of each
-batch is as the runtime has it. `median_ms` is one layer's attention
-within a CUDA graph, `evicting_ms` that and the eviction; inputs rotate through 512 MiB, so that
-none is found in the chip's cache. The floor is one read of all slots, at the bandwidth that a sum
-over 4 GiB reached in the same run. Variants that take more shared memory than there is are left
-out. Reads `budgets`.
+The layers have Llama-3.2-3B's shape, bfloat16, and full slots: a token is rotated, appended and
+attended to (`kernels/token.py`), and KeyDiff evicts a slot. Variants read `block` slots at once,
+have `stages` such blocks in flight, and cut a head's slots into `parts`; the first row of each
+batch is the runtime's own choice. `median_ms` is one layer's attention within a CUDA graph,
+`evicting_ms` that with the eviction. Inputs rotate through 512 MiB, so that none is in the GPU's
+cache. The floor is the time to read all slots once, at the bandwidth that a sum over 4 GiB reached
+in the same run. Variants that need more shared memory than there is are left out. Reads `budgets`.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from kvcap.runtime.models.rope import Rotation, table_dtype
 
 HEADS, KV_HEADS, SIZE, DTYPE, THETA = 24, 8, 128, torch.bfloat16, 500_000.0
 BATCHES = (1, 16)
-SPARE = 512  # slots of a block, behind those that stay
-MOVED = 2048  # the most that keys may move while they are timed
+SPARE = 512  # slots for a block, behind those that stay
+MOVED = 2048  # most positions that keys may move while they are timed
 DEFAULTS = {"budgets": (2048,)}
 COLUMNS = (
     "batch", "slots", "block", "stages", "warps", "parts", "median_ms", "evicting_ms",
@@ -47,16 +46,16 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A way in which the kernel reads slots; `parts` None: as many as the runtime chooses."""
+    """A way in which the kernel reads slots."""
 
-    block: int
-    stages: int
+    block: int  # slots read at once
+    stages: int  # blocks in flight
     warps: int
-    parts: int | None = None
+    parts: int | None = None  # parts of a head's slots; None: as the runtime chooses
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Return a row for every batch and variant, the fastest of each batch in `derived`.
+    """Return a row for every batch and variant; `derived` has the fastest of each batch.
 
     Raises:
         ValueError: there is no CUDA device.
@@ -81,7 +80,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def variants(device: str = "cuda") -> list[Variant]:
-    """Return the runtime's variant first, then those that differ from it in one or two respects."""
+    """Return the runtime's variant first, then variants that differ in one or two settings."""
     tile = token.tile_of(SIZE * DTYPE.itemsize, torch.device(device))
     usual = Variant(tile.block, tile.stages, tile.warps)
     found = [usual]
@@ -92,7 +91,7 @@ def variants(device: str = "cuda") -> list[Variant]:
 
 
 class Layer:
-    """A layer of random full slots, with a token that comes."""
+    """A layer with random full slots, and a token to read."""
 
     def __init__(
         self,
@@ -131,7 +130,7 @@ class Layer:
         self.angles = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def attend(self, variant: Variant) -> tuple[Tensor, Tensor]:
-        """Rotate, append and attend a token; return the output, and the sums of keys' parts."""
+        """Rotate, append and attend a token; return the output, and sums of the keys in parts."""
         tile = decode.Tile(variant.block, variant.stages, variant.warps, programs=2)
         (query, key, value), scaling = self.token, self.segment.pool.size**-0.5
         pool = self.segment.pool
@@ -153,7 +152,7 @@ class Layer:
         return out, sums
 
     def evict(self, sums: Tensor) -> None:
-        """Give up a slot of every head by KeyDiff, as the runtime does after a token."""
+        """Evict a slot of every head by KeyDiff, as the runtime does after a token."""
         pool, seen, (batch, heads) = self.segment.pool, self.slots + 1, sums.shape[:2]
         keys, values = (x.expand(batch, heads, -1, -1) for x in (pool.keys, pool.values))
         places = row_kernels.padded_positions(pool.positions, self.moved.rows, batch)
@@ -163,19 +162,19 @@ class Layer:
         row_kernels.give_up_one(scores, Pins(0, 0, seen, ()), self.moved, self.left)
 
     def reset(self) -> None:
-        """Have keys be moved as at first."""
+        """Set the keys' shifts back to their first values."""
         self.segment.aux(SHIFT).copy_(self.before)
 
 
 def _measured(batch: int, slots: int, bandwidth: float) -> Iterator[dict[str, Any]]:
-    """Yield a row for every variant that the device has the shared memory for."""
+    """Yield a row for every variant that the device has enough shared memory for."""
     must_read = batch * KV_HEADS * slots * 2 * SIZE * DTYPE.itemsize  # bytes, without positions
     layers = [Layer(batch, slots) for _ in range(max(2, ROTATED // must_read))]
     for variant in variants():
         try:
             sums = layers[0].attend(variant)[1]
         except Exception as error:
-            if type(error).__name__ != "OutOfResources":  # Triton's, which is not imported here
+            if type(error).__name__ != "OutOfResources":  # by name, as Triton is not imported here
                 raise
             continue
         layers[0].evict(sums)

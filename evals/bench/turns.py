@@ -1,8 +1,8 @@
 """Runs a conversation of many random turns: messages long and short, saves, loads, pins, Ctrl-C.
 
-After each turn everything that must hold is looked at; what does not is an error. `growth` is that
-of the process's peak since the first row. Reads `steps` (turns), the first of `budgets` and of
-`policies`, `block_size`; on pocket.
+After each turn all invariants are checked; a broken one is an error. `growth` is how much the
+process's peak grew since the first row. Reads `steps` (turns), the first of `budgets` and of
+`policies`, `block_size`; runs pocket.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from kvcap.runtime.session.session import Session
 from kvcap.runtime.testing.process_peak import peak
 
 DEFAULTS = {"budgets": (256,), "steps": 1000}
-# How often each comes, of 100.
+# Shares of the actions in per cent.
 ACTIONS = {"send": 70, "save": 12, "load": 8, "again": 6, "pin": 2, "clear": 2}
 COLUMNS = ("turns", *ACTIONS, "interrupts", "tokens", "kv_bytes", "process_peak", "growth")
-LONGEST = 2000  # words of a message; most are far shorter
-ANSWER = 24  # tokens at most
+LONGEST = 2000  # most words of a message; most messages are far shorter
+ANSWER = 24  # most tokens of an answer
 INTERRUPTED = 0.3  # share of turns that are interrupted
 ROWS = 10
 
 
 class Broken(AssertionError):
-    """An error that says that something that must hold after every turn does not."""
+    """An error that says which invariant does not hold after a turn."""
 
 
 def run(options: BenchmarkOptions) -> Result:
@@ -65,12 +65,12 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 class Walk:
-    """A random walk that takes turns over one session.
+    """A random walk of turns in one session.
 
     Args:
         runtime: the model and its cap.
-        folder: where the session is saved; nothing else may be in it.
-        seed: of everything random; what a Ctrl-C hits depends on the machine's speed, too.
+        folder: the folder that the session is saved in; nothing else may be in it.
+        seed: seed of everything random, but for the moment of a Ctrl-C, which depends on speed.
     """
 
     def __init__(self, runtime: Runtime, folder: Path, seed: int = 0) -> None:
@@ -79,7 +79,7 @@ class Walk:
         self.session = runtime.session(seed=seed)
         self.session.set_generation(max_new_tokens=ANSWER)
         self.done: Counter[str] = Counter()
-        self.read = 0  # tokens, those that were forgotten since included
+        self.read = 0  # tokens read so far, with those that were forgotten since
         self._bytes = self.session.cache.nbytes
         self._text = filler(self.rng)
         self._saved: dict[str, Any] | None = None
@@ -89,7 +89,7 @@ class Walk:
         """Take one turn, which a Ctrl-C may cut short at any moment.
 
         Raises:
-            Broken: what must hold does not.
+            Broken: an invariant does not hold.
         """
         action = self.rng.choices(list(ACTIONS), list(ACTIONS.values()))[0]
         interrupted = self.rng.random() < INTERRUPTED
@@ -118,7 +118,7 @@ class Walk:
             pass
 
     def pin(self) -> None:
-        """Send a message that stays, if enough room is left for others."""
+        """Send a pinned message, if enough unpinned slots are left."""
         pinned = sum(stop - start for start, stop in self.session.cache.pinned_spans)
         self.send(pin=pinned < self.runtime.plan.budget_tokens // 4)
 
@@ -133,7 +133,7 @@ class Walk:
         self.session.clear()
 
     def save(self) -> None:
-        """Save; cut short, the file is the old one or the new one."""
+        """Save the session; if cut short, the file must be the old one or the new one."""
         before, now = self._inode(), state(self.session)
         try:
             self.session.save(self.file)
@@ -142,7 +142,7 @@ class Walk:
                 self._saved = now
 
     def load(self) -> None:
-        """Go on from the file; cut short, the session is what it was or what was saved."""
+        """Load the file; if cut short, the session must be the old one or the saved one."""
         if self._saved is None:
             return
         before = state(self.session)
@@ -160,23 +160,23 @@ class Walk:
 
 
 def state(session: Session) -> dict[str, Any]:
-    """Return the parts of a session that loading must bring back, if they are quick to compare."""
+    """Return the parts of a session that loading must restore and that are quick to compare."""
     positions = [
         s.positions.tolist() for layer in session.cache.capped_layers[:1] for s in layer.segments
     ]
-    said = copy.deepcopy(session.conversation)
-    return {**said, "seen": session.cache.seen, "positions": positions}
+    parts = copy.deepcopy(session.conversation)
+    return {**parts, "seen": session.cache.seen, "positions": positions}
 
 
 def check(session: Session, nbytes: int) -> None:
-    """Check everything that holds between two turns.
+    """Check all invariants that hold between two turns.
 
     Args:
-        session: after a turn.
-        nbytes: what its cache held when it was new.
+        session: the session after a turn.
+        nbytes: bytes of its cache when it was new.
 
     Raises:
-        Broken: saying what does not hold.
+        Broken: naming the broken invariant.
     """
     cache, stats = session.cache, session.stats
     roles = [message["role"] for message in session.messages]
@@ -211,11 +211,11 @@ def check(session: Session, nbytes: int) -> None:
 
 @contextmanager
 def interrupt_after(seconds: float | None) -> Iterator[None]:
-    """Press Ctrl-C after that time, unless the work is done by then; None: never."""
+    """Interrupt the `with` block by SIGINT after that time, unless it is done; None: never."""
     if seconds is None:
         yield
         return
-    # A shell's background jobs are started with SIGINT ignored.
+    # A shell starts background jobs with SIGINT ignored.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:

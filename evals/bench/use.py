@@ -3,23 +3,23 @@
 Every process is started for its row, loads the model as `kvcap generate` does, and answers three
 sessions: each reads a text of `lengths` words, which are `prompt_tokens` tokens, and writes
 `steps`. `ttft` is the time from making the session to the first piece of text, `decode` the tokens
-a second from then on. `run` says which it is:
+per second from then on. The column `run` names the case:
 
 - `first`: a process on a machine where no kernel was compiled; `warmed`: after `kvcap warm`.
 - `process`: the next process on that machine; `session`: its second session; `again`: its third.
-- `slowly`: that process answers who takes 1 ms for every piece of text, as a server or a terminal
-  may; `sampled`: with temperature 0.7, top_k 50 and top_p 0.9. Of these there is `decode` only,
-  after short texts, as only what is held matters.
-- `together`: 16 sessions of unequal history answered at once by that process (`runtime.batch`), and
-  the tokens a second of all of them; `together-sampled`: likewise with those settings.
+- `slowly`: that process, for a reader that takes 1 ms for every piece of text, as a server or a
+  terminal may; `sampled`: with temperature 0.7, top_k 50 and top_p 0.9. These rows have `decode`
+  only, after short texts, as only the number of held tokens matters.
+- `together`: 16 sessions of unequal history answered at once by that process (`runtime.batch`),
+  with the tokens per second of all; `together-sampled`: the same with those sampling settings.
 
-`load_ms` is from the start of the process until the model can be asked. Of `policies` only the
-first has machines and processes of its own; the others are answered one after the other by one
-process, three sessions each once their kernels are compiled, of which the second and the third are
-told; one that fails is left out, and the reason is printed. Where a policy needs a table of heads,
-it is one of arbitrary numbers. An answer ends early after 30 seconds; Ctrl-C ends the benchmark
-with the rows that are there. Reads `lengths`, `budgets`, `policies`, `block_size`, `steps`,
-`repeats`, `model`, `files`.
+`load_ms` is from the start of the process until the model is loaded. Only the first of `policies`
+has machines and processes of its own. One process answers the others one after another, in three
+sessions each once their kernels are compiled; the second and the third have rows. A policy that
+fails is left out, and the reason is printed. A policy that needs a table of heads gets one of
+arbitrary numbers. An answer ends early after 30 seconds; Ctrl-C ends the benchmark with the rows
+measured so far. Reads `lengths`, `budgets`, `policies`, `block_size`, `steps`, `repeats`, `model`,
+`files`.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ DRAWN = {
     "eos_token_id": None,
 }
 MOST_SECONDS = 30
-KERNELS = "TRITON_CACHE_DIR"  # the variable that says where Triton keeps compiled kernels
+KERNELS = "TRITON_CACHE_DIR"  # the environment variable of Triton's folder of compiled kernels
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Return two rows, `ttft` and `decode`, for every policy, setting and run; and one for all.
+    """Return rows of `ttft` and `decode` for every policy, setting and run.
 
     Raises:
-        ValueError: a model that is no directory.
+        ValueError: the model is no directory.
         PeerFailed: a process ended before it had answered.
     """
     model = directory(options.model, options.files)
@@ -99,7 +99,7 @@ def run(options: BenchmarkOptions) -> Result:
 
 
 def _machine(asked: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield runs and answers on a machine where nothing was compiled before."""
+    """Yield the name of a run and an answer, on a machine where no kernel was compiled."""
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
         yield from zip(("first",), _answers(asked, empty, sessions=1), strict=True)
         yield from zip(LATER, _answers(asked, empty, sessions=3, together=TOGETHER), strict=True)
@@ -114,7 +114,7 @@ def _machine(asked: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _of_others(
     asked: Mapping[str, Any], policies: Sequence[str]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield policies, runs and answers of a process whose sessions take policies in turn."""
+    """Yield policy, run and answer, of one process that answers under one policy after another."""
     if not policies:
         return
     with TemporaryDirectory(prefix="kvcap-use-") as empty:
@@ -123,7 +123,7 @@ def _of_others(
             if why := answer.get("failed"):
                 print(f"kvcap: {policy} gave no answer: {why}", file=sys.stderr, flush=True)
             else:
-                yield from ((policy, *told) for told in zip(WARM, later, strict=True))
+                yield from ((policy, *measured) for measured in zip(WARM, later, strict=True))
 
 
 def _answers(
@@ -133,9 +133,9 @@ def _answers(
     together: int = 0,
     others: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures that a process prints of its sessions, and of so many `together`.
+    """Yield the figures that a process prints of its `sessions`, and of `together` at once.
 
-    With `others` its sessions have these policies, so many each.
+    With `others`, it has so many sessions under each of these policies instead.
     """
     code = "from kvcap.evals.bench.use import answer; answer()"
     given = {**asked, "sessions": sessions, "together": together, "others": list(others)}
@@ -144,7 +144,7 @@ def _answers(
 
 
 def _process(code: str, arguments: list[str], kernels: str) -> Iterator[str]:
-    """Yield the lines that Python prints, with these modules and that folder of kernels."""
+    """Yield the lines that a Python process prints for `code`, with that folder of kernels."""
     path = [place for place in sys.path if place]
     with (
         TemporaryFile("w+") as errors,
@@ -164,12 +164,12 @@ def _process(code: str, arguments: list[str], kernels: str) -> Iterator[str]:
             raise
         if process.wait():
             errors.seek(0)
-            said = errors.read().strip().splitlines()[-1:] or ["it said nothing"]
-            raise PeerFailed(f"a process ended with code {process.returncode}: {said[0]}")
+            last = errors.read().strip().splitlines()[-1:] or ["it said nothing"]
+            raise PeerFailed(f"a process ended with code {process.returncode}: {last[0]}")
 
 
 def answer() -> None:
-    """Answer as many sessions as the argument asks for, and print what each took."""
+    """Answer the sessions that the process's argument asks for, and print the time of each."""
     from kvcap.evals.reports import device_name, versions
     from kvcap.runtime.backends.pytorch.runtime import Runtime
     from kvcap.runtime.session.settings import copied
@@ -184,11 +184,15 @@ def answer() -> None:
     load_ms = 1000 * (time.time() - asked["started"])
     runtime.generation.do_sample, runtime.generation.max_new_tokens = False, asked["steps"]
     words = runtime.tokenizer.convert_ids_to_tokens(range(runtime.vocabulary))[3:]
-    told = {"load_ms": load_ms, "device": device_name(runtime.model.device), "versions": versions()}
+    about = {
+        "load_ms": load_ms,
+        "device": device_name(runtime.model.device),
+        "versions": versions(),
+    }
 
     def say(answers: list[dict[str, Any]]) -> None:
         for one in answers:
-            print(json.dumps(one | told), flush=True)
+            print(json.dumps(one | about), flush=True)
 
     def of(policy: str) -> list[dict[str, Any]]:
         its = runtime if policy == asked["policy"] else _under(runtime, policy)
@@ -242,9 +246,15 @@ def _answered(
     generation: Any,
     pause: float = 0.0,
 ) -> dict[str, Any]:
-    """Return how fast a session answers the text of that number, which has `n` words.
+    """Return how fast a session answers a random text.
 
-    With `generation`'s settings, to a reader who pauses so many seconds after every piece of text.
+    Args:
+        runtime: the model and its cap.
+        words: the model's tokens that are words.
+        number: seed of the text.
+        n: words of the text.
+        generation: settings of the answer.
+        pause: seconds that the reader takes after every piece of text.
     """
     from random import Random
 
@@ -271,14 +281,14 @@ def _answered(
 
 
 def _short(asked: Mapping[str, Any]) -> int:
-    """Return the words of a text after which all slots are full."""
+    """Return how many words fill all slots."""
     return int(asked["budget"] + 2 * asked["block_size"])
 
 
 def _together(
     runtime: Any, words: list[str], asked: Mapping[str, Any], generation: Any
 ) -> dict[str, Any]:
-    """Return tokens a second of all sessions, from when each has begun its answer."""
+    """Return the tokens per second of all sessions together, once all answers have begun."""
     from random import Random
 
     batch = runtime.batch(asked["together"])
@@ -289,7 +299,7 @@ def _together(
         pieces = session.complete(text)
         next(pieces)  # reads the prompt
         batch.add(session, pieces)
-    for _ in range(asked["together"]):  # with every step one more answer is written
+    for _ in range(asked["together"]):  # every step begins one more answer
         batch.step()
     begun, tokens, going = time.perf_counter(), 0, True
     while going and time.perf_counter() - begun < MOST_SECONDS:
@@ -305,7 +315,7 @@ def _rows(
     asked: Mapping[str, Any], run: str, answers: list[dict[str, Any]], model: str
 ) -> Iterator[dict[str, Any]]:
     shared = {name: asked[name] for name in ("policy", "n", "budget", "block_size")}
-    told = {name: answers[0][name] for name in ("execution", "device", "versions")}
+    about = {name: answers[0][name] for name in ("execution", "device", "versions")}
     works = [("ttft", "ttft_ms"), ("decode", "tok_s")]
     shared["sessions"] = TOGETHER if run.startswith("together") else 1
     for work, name in works[run in DECODED :]:
@@ -319,7 +329,7 @@ def _rows(
             figures["tok_s"] = median(values)
             figures["tokens"] = answers[0]["tokens"]
         spread = {"least": min(values), "most": max(values), "turns": len(values)}
-        yield {"work": work, "run": run, **shared, **figures, **spread, "model": model, **told}
+        yield {"work": work, "run": run, **shared, **figures, **spread, "model": model, **about}
 
 
 def _line(answer: Mapping[str, Any], policy: str, run: str) -> str:

@@ -1,10 +1,10 @@
-"""Measures what weights and slots of fewer bits cost on pocket: predictions and recall.
+"""Measures how weights and slots of fewer bits change pocket's predictions and recall.
 
-Every type of weights reads the same texts token by token, without evictions: perplexity, and how
-near its predictions are to float32's. Then it answers questions about facts in texts longer than
-the budget. Integers are run by ONNX Runtime, from the cache folder of `--weights`, or by PyTorch,
-which is said; what is calibrated, by another text of the same kind than those that are read.
-Reads `lengths`, `budgets`, `repeats`.
+Every type of weights reads the same texts token by token, without evictions, for perplexity and for
+the difference of predictions from float32's. Then it answers questions about facts in texts longer
+than the budget. Integers are run by ONNX Runtime, from the cache folder of `--weights`, or by
+PyTorch, as the row's name says. Calibration uses a text that is not among those measured. Reads
+`lengths`, `budgets`, `repeats`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DEFAULTS = {"lengths": (2048,), "budgets": (256,), "repeats": 20}
 COLUMNS = ("n", "budget", "weights", "bytes", "perplexity", "kl", "same_token", "recall")
 TASK = "niah_single"
 TEXTS = 6
-SENTENCES = 1600  # sentences of the text to calibrate on; a fact stands behind every eighth
-CLEAR = 0.1  # the lead in probability from which a first choice counts as clear
+SENTENCES = 1600  # sentences of the text to calibrate on; a fact follows every eighth
+CLEAR = 0.1  # least lead in probability of a clear first choice
 
 
 class Kind(NamedTuple):
@@ -64,9 +64,9 @@ KINDS = (
 
 
 def run(options: BenchmarkOptions) -> Result:
-    """Return the perplexity and, beside float32, mean KL divergence (nats) and equal first choices.
+    """Return perplexity and recall, and KL divergence (nats) and equal choices beside float32.
 
-    Of first choices those count that lead by `CLEAR`. `recall` is the share of right answers.
+    Only first choices that lead by `CLEAR` are compared. `recall` is the share of right answers.
     """
     rows = list[dict[str, Any]]()
     for budget in options.budgets:
@@ -81,12 +81,12 @@ def run(options: BenchmarkOptions) -> Result:
                 right = _right_answers(engine, length, options.repeats)
                 recall = right / options.repeats
                 rows.append({"n": length, "budget": budget, **found, "recall": recall})
-    said = {"model": "pocket", "task": TASK, "samples": options.repeats, "texts": TEXTS}
-    return Result("weights", COLUMNS, rows, said)
+    derived = {"model": "pocket", "task": TASK, "samples": options.repeats, "texts": TEXTS}
+    return Result("weights", COLUMNS, rows, derived)
 
 
 def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
-    """Return an engine that runs these weights, and their bytes."""
+    """Return an engine that runs these weights, and the bytes of the weights."""
     if kind.dtype is not None:
         found = Runtime.from_pretrained(
             budget_tokens=budget, dtype=kind.dtype, device="cpu", weights=kind.weights
@@ -110,7 +110,7 @@ def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
 
 
 def _calibration() -> str:
-    """Return a text with facts that is none of those that are read."""
+    """Return a text with facts that is not among the measured texts."""
     rng, found = Random("weights/calibration"), list[str]()
     stated = iter(facts(rng, SENTENCES // 8))
     for i, sentence in enumerate(islice(filler(rng), SENTENCES), 1):
@@ -138,7 +138,7 @@ def _log_probabilities(engine: Engine, ids: list[int]) -> Tensor:
 
 
 def _beside(logits: list[Tensor], truth: list[Tensor], texts: list[list[int]]) -> dict[str, float]:
-    """Return how well texts are predicted, and how far predictions are from the true ones."""
+    """Return how well texts are predicted, and how far predictions are from float32's."""
     mine, theirs = torch.cat(logits), torch.cat(truth)
     after = torch.tensor([token for ids in texts for token in ids[1:]])
     first, second = theirs.exp().topk(2, -1).values.T
@@ -152,7 +152,7 @@ def _beside(logits: list[Tensor], truth: list[Tensor], texts: list[list[int]]) -
 
 
 def _right_answers(engine: Engine, length: int, count: int) -> int:
-    """Count questions about a fact in a text that are answered rightly."""
+    """Return how many of `count` questions about a fact in a text are answered rightly."""
     task, right = load_task(TASK), 0.0
     for sample in make_samples(TASK, engine.tokenizer, length, count, seed=0):
         session = engine.session()

@@ -27,14 +27,14 @@ CONFIGS = ("config.json", "generation_config.json")
 
 @dataclass
 class PeerServer:
-    """A server that runs in a process of its own, and that clients measure over HTTP."""
+    """A server in a process of its own, which clients measure over HTTP."""
 
     process: subprocess.Popen[str]
     port: int = 0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))  # the last lines of stderr
 
     def post(self, body: Any, path: str = "chat/completions") -> http.client.HTTPResponse:
-        """Send a body, an object or bytes as they are, and return the server's answer."""
+        """Send a body, as JSON unless it is bytes, and return the server's response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -42,7 +42,7 @@ class PeerServer:
         return connection.getresponse()
 
     def figures(self) -> dict[str, float]:
-        """Read the server's own figures from `/metrics`, by name."""
+        """Return the server's own figures from `/metrics`, by name."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         connection.request("GET", "/metrics", headers={"Connection": "close"})
         lines = connection.getresponse().read().decode().splitlines()
@@ -50,14 +50,14 @@ class PeerServer:
         return {name: float(value) for name, value in found}
 
     def processor(self) -> dict[str, int]:
-        """Return the processor time of each thread by name, in ns; the first thread serves HTTP."""
+        """Return the processor time of each thread in ns, by id; the first thread serves HTTP."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         if not tasks.is_dir():
             raise PeerFailed("threads are timed by /proc, which this system has not")
         return {t.name: int((t / "schedstat").read_text().split()[0]) for t in tasks.iterdir()}
 
     def memory(self, name: str) -> int:
-        """Return the bytes that the process holds (`VmRSS`), or held at most (`VmHWM`)."""
+        """Return the process's resident bytes (`VmRSS`), or their peak (`VmHWM`)."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(rf"{name}:\s+(\d+)", status)[0]) * 1024
 
@@ -69,16 +69,16 @@ def running(
     folder: str | None = None,
     limit_s: float | None = None,
 ) -> Iterator[PeerServer]:
-    """Run a server that says its address of this machine on stderr; end it afterwards.
+    """Run a server that prints its address on stderr; end it after the `with` block.
 
     Args:
-        command: what starts it.
-        environment: of its process; None: ours.
-        folder: that it is started in; None: ours.
-        limit_s: seconds after which it is killed, whatever it does.
+        command: the command that starts the server.
+        environment: environment of its process; None: this process's.
+        folder: folder that it is started in; None: this process's.
+        limit_s: seconds after which it is killed in any case.
 
     Raises:
-        PeerFailed: it did not start, or was killed.
+        PeerFailed: the server did not start, or was killed.
     """
     with subprocess.Popen(
         command,
@@ -103,8 +103,8 @@ def running(
             yield server
         except Exception as error:
             if overdue.is_set():
-                said = f"it was killed, as it was not done after {limit_s:.0f} s"
-                raise PeerFailed(f"{said}: {error}") from error
+                reason = f"it was killed, as it was not done after {limit_s:.0f} s"
+                raise PeerFailed(f"{reason}: {error}") from error
             raise
         finally:
             watchdog.cancel()
@@ -133,10 +133,10 @@ def _await_address(server: PeerServer) -> None:
 def kvcap_server(
     model: str, budget: int, *options: str, limit_s: float | None = None
 ) -> Iterator[PeerServer]:
-    """Run `kvcap serve`, which calls its model 'model'.
+    """Run `kvcap serve`, with 'model' as the model's name.
 
     Raises:
-        PeerFailed: it did not start, or was killed.
+        PeerFailed: the server did not start, or was killed.
     """
     command = [
         sys.executable,
@@ -164,12 +164,12 @@ def transformers_server(
 
     Args:
         model: a directory.
-        options: further ones of the command.
-        python: the interpreter that has `transformers[serving]`; by default ours.
+        options: further options of the command.
+        python: the interpreter with `transformers[serving]`; by default this one.
         limit_s: seconds after which it is killed.
 
     Raises:
-        PeerFailed: it did not start, or was killed.
+        PeerFailed: the server did not start, or was killed.
     """
     model = str(Path(model).resolve())
     environment = {
@@ -193,18 +193,18 @@ def transformers_server(
         "0",
         *options,
     ]
-    # Not in a checkout, whose folder `kernels` it would take for the package of that name.
+    # Not in a checkout, where it would import the folder `kernels` as the package of that name.
     with running(command, environment, model, limit_s) as server:
         yield server
 
 
 def endless(model: str, folder: Path) -> str:
-    """Make a model that never ends an answer by itself: links to another's files in a folder."""
+    """Make a model that never ends an answer, from links to the files of `model`; return it."""
     folder.mkdir()
     for file in Path(model).iterdir():
         if file.name in CONFIGS:
-            said = {**json.loads(file.read_text()), "eos_token_id": []}
-            (folder / file.name).write_text(json.dumps(said))
+            settings = {**json.loads(file.read_text()), "eos_token_id": []}
+            (folder / file.name).write_text(json.dumps(settings))
         elif file.is_file():
             (folder / file.name).symlink_to(file.resolve())
         else:
@@ -213,10 +213,10 @@ def endless(model: str, folder: Path) -> str:
 
 
 def pieces(response: http.client.HTTPResponse) -> Iterator[tuple[float, str]]:
-    """Yield the texts of a stream, with the times at which they came.
+    """Yield the texts of a stream, with the times at which they arrived.
 
     Raises:
-        PeerFailed: the request was refused, or the stream ended before its end.
+        PeerFailed: the request was refused, or the stream ended too early.
     """
     if response.status != 200:
         raise PeerFailed(f"status {response.status}: {response.read().decode()[:300]}")
@@ -227,12 +227,12 @@ def pieces(response: http.client.HTTPResponse) -> Iterator[tuple[float, str]]:
             break
         if line.startswith(b"data: "):
             try:
-                said = json.loads(line[6:])
-            except ValueError as error:  # transformers quotes no message of an error
+                message = json.loads(line[6:])
+            except ValueError as error:  # transformers writes errors that are no JSON
                 raise PeerFailed(line[6:300].decode(errors="replace").strip()) from error
-            if (wrong := said.get("error")) is not None:
+            if (wrong := message.get("error")) is not None:
                 raise PeerFailed(wrong["message"] if isinstance(wrong, dict) else str(wrong))
-            for choice in said["choices"]:
+            for choice in message["choices"]:
                 ended = ended or choice.get("finish_reason") is not None
                 text = choice["delta"].get("content") if "delta" in choice else choice["text"]
                 yield time.perf_counter(), text or ""

@@ -1,7 +1,7 @@
-"""Finds a build of llama.cpp's library, and calls it without a package of Python around it.
+"""Finds a build of llama.cpp's library, and calls it by ctypes.
 
-Of structures that differ between versions only what stays in place is read or written, so that
-builds of different ages serve. Knows no benchmark.
+Structures differ between versions; only fields that are in the same place in all of them are read
+or written, so that builds of different ages work. Knows no benchmark.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 
 from .serve import Unusable
 
-VARIABLE = "LLAMA_CPP_LIB_PATH"  # as llama-cpp-python has it
+VARIABLE = "LLAMA_CPP_LIB_PATH"  # llama-cpp-python reads the same variable
 LIBRARY = re.compile(r"(lib)?llama(\.v[\d.]+)?\.(so|dylib|dll)(\.[\d.]+)?")
 GGML = re.compile(r"(lib)?ggml(\.v[\d.]+)?\.(so|dylib|dll)(\.[\d.]+)?")
 SYSTEMS = {"linux": "linux", "darwin": "mac", "win32": "win"}
 MACHINES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
-SPARE = 1024  # bytes: more than any version's structure of settings
-# How every version orders the last settings of a context, by their defaults: embeddings,
+SPARE = 1024  # bytes, more than any version's structure of settings has
+# Defaults of the last settings of a context, which every version has in this order: embeddings,
 # offload_kqv, no_perf, op_offload, swa_full, kv_unified.
 SWITCHES, SLIDING_WHOLE = bytes((0, 1, 1, 1, 1, 0)), 4
 FTYPES = {"Q4_0": 2, "Q8_0": 7}
@@ -34,13 +34,13 @@ NO_TOKENIZER = 0
 
 
 class LlamaSettings(ctypes.Structure):
-    """A structure of settings of which the first numbers are known, and room for the rest."""
+    """A structure of settings with known first numbers, and room for the rest."""
 
     _fields_ = (("numbers", c_uint32 * 6), ("rest", ctypes.c_ubyte * (SPARE - 24)))
 
 
 class LlamaBatch(ctypes.Structure):
-    """A structure of tokens to read."""
+    """llama.cpp's structure of tokens to read."""
 
     _fields_ = (
         ("n_tokens", c_int32), ("token", c_void_p), ("embd", c_void_p), ("pos", c_void_p),
@@ -82,10 +82,10 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def found() -> Path:
-    """Return llama.cpp's library: of the environment, of llama-cpp-python, or of npm's build.
+    """Return llama.cpp's library: that of `VARIABLE`, of llama-cpp-python, or of npm's build.
 
     Raises:
-        Unusable: there is none; saying where it was looked for.
+        Unusable: there is none; the message lists the places.
     """
     given = os.environ.get(VARIABLE)
     places = (Path(given),) if given else tuple(_places())
@@ -115,7 +115,7 @@ def _places() -> Iterator[Path]:
 
 
 def _folders(place: Path) -> Iterator[Path]:
-    """Yield where a library can lie below a folder: beside it, in packages of Python or npm."""
+    """Yield folders in which a library can lie below a place, as packages of Python or npm do."""
     name = _npm_name()
     yield place
     yield place / "lib"
@@ -129,13 +129,13 @@ def _folders(place: Path) -> Iterator[Path]:
 
 
 def _npm_name() -> str:
-    """Return how npm's packages call this machine without a GPU: linux-x64."""
+    """Return npm's name for this kind of machine without a GPU, such as 'linux-x64'."""
     machine = platform.machine().lower()
     return f"{SYSTEMS.get(sys.platform, sys.platform)}-{MACHINES.get(machine, machine)}"
 
 
 def described(file: Path) -> dict[str, str]:
-    """Return the version of the package that a library came with, and llama.cpp's where known."""
+    """Return the version of the library's package, and llama.cpp's own if it is known."""
     for folder in file.parents[:3]:
         about = folder / "package.json"
         if about.exists():
@@ -155,13 +155,13 @@ def described(file: Path) -> dict[str, str]:
 
 
 class Library:
-    """A library of llama.cpp that is loaded, with the fastest code it has for this CPU.
+    """The loaded library of llama.cpp, with its fastest code for this CPU.
 
     Args:
-        file: of the library; by default what `found` finds.
+        file: the library; by default the result of `found`.
 
     Raises:
-        Unusable: there is none, or it is of another interface.
+        Unusable: there is no library, or it has another interface.
     """
 
     def __init__(self, file: Path | None = None) -> None:
@@ -178,7 +178,7 @@ class Library:
                 function.restype, function.argtypes = result, arguments
         except (OSError, AttributeError) as error:
             raise Unusable(f"{self.file} cannot be used: {error}; give another build") from error
-        for library in ggml:  # npm's build has a library for each kind of CPU, and chooses
+        for library in ggml:  # npm's build has a library for each kind of CPU
             load = getattr(library, "ggml_backend_load_all_from_path", None)
             if load is not None:
                 load.restype, load.argtypes = None, (c_char_p,)
@@ -194,7 +194,7 @@ class Library:
         return {**described(self.file), **({"ggml-cpu": chosen[1]} if chosen else {})}
 
     def quantise(self, whole: Path, out: Path, kind: str) -> None:
-        """Write a file of other weights; `kind` is one of `FTYPES`."""
+        """Write the GGUF file `whole` to `out` with weights of another type, one of `FTYPES`."""
         settings = self.calls.llama_model_quantize_default_params()
         settings.numbers[1] = FTYPES[kind]
         if self.calls.llama_model_quantize(str(whole).encode(), str(out).encode(), byref(settings)):
@@ -202,12 +202,12 @@ class Library:
 
 
 class Context:
-    """A model that is loaded for the CPU, and room for so many tokens of one sequence."""
+    """A model loaded for the CPU, with room for `tokens` tokens of one sequence."""
 
     def __init__(self, library: Library, file: Path, tokens: int, threads: int) -> None:
         self.calls = calls = library.calls
         model = calls.llama_model_default_params()
-        model.numbers[4] = 0  # layers on a GPU: after two pointers
+        model.numbers[4] = 0  # the number of layers on a GPU, which follows two pointers
         self.model = calls.llama_model_load_from_file(str(file).encode(), model)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {file.name}")
@@ -220,7 +220,7 @@ class Context:
         self.batch = calls.llama_n_batch(self.context)
 
     def _settings(self, tokens: int) -> LlamaSettings:
-        """Return settings of a context whose sliding layers keep their windows alone."""
+        """Return settings of a context whose sliding layers keep only their windows."""
         settings: LlamaSettings = self.calls.llama_context_default_params()
         raw = bytes(settings)
         if (*settings.numbers[:4],) != (512, 2048, 512, 1) or raw.count(SWITCHES) != 1:
@@ -252,7 +252,7 @@ class Context:
             raise RuntimeError(f"llama.cpp does not hold {tokens} tokens")
 
     def tokens(self, text: str) -> list[int] | None:
-        """Return the tokens of a text; None where the file has no tokenizer."""
+        """Return the tokens of a text; None if the file has no tokenizer."""
         if self.calls.llama_vocab_type(self.vocabulary) == NO_TOKENIZER:
             return None
         raw = text.encode()

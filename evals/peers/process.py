@@ -1,4 +1,4 @@
-"""Starts a program in an interpreter of its own, and asks it for turns."""
+"""Starts the programs of this folder, each in an interpreter of its own, and asks for turns."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvcap.evals.peers.serve import peak
 from kvcap.runtime.errors import ExtraMissing, PeerFailed
 from kvcap.runtime.models.packed import PACKED
 
-# A peer's name, the file that runs it, and what its interpreter must have.
+# By name of a program, the file that runs it, and the package that its interpreter needs.
 PROGRAMS = {
     "kvcap": ("run_kvcap", ""),
     "llama.cpp": ("run_llama_cpp", "gguf numpy"),
     "transformers": ("run_transformers", "torch transformers"),
     "kvpress": ("run_kvpress", "torch kvpress"),
 }
-STARTERS = ("kvcap", "llama.cpp")  # whose starts can be timed
+STARTERS = ("kvcap", "llama.cpp")  # programs whose starts can be timed
 PEERS = tuple(name for name in PROGRAMS if name != "kvcap")
 FOLDER = Path(__file__).parent
 START = (
@@ -33,19 +33,19 @@ START = (
 )
 PINNED = "import os; hasattr(os, 'sched_setaffinity') and os.sched_setaffinity(0, {cpus!r}); "
 COMMAND = "import sys; sys.path[:] = {path!r}; from kvcap.cli import main; main()"
-PIECES = 8  # tokens that a started command writes, so that it still runs when the first is read
+PIECES = 8  # tokens that a started command writes, so that it still runs after the first one
 
 
 class Process:
-    """A program that has loaded its model.
+    """A process of a program that has loaded its model.
 
     Args:
-        name: of a program in `PROGRAMS`.
+        name: a program of `PROGRAMS`.
         python: the interpreter; by default the one that runs this.
-        settings: what the program is to load; with `threads`.
+        settings: settings of the program, and `threads`.
 
     Raises:
-        ExtraMissing: its interpreter lacks a package, or it lacks a library.
+        ExtraMissing: the interpreter lacks a package, or the program a library.
         PeerFailed: there is no such interpreter, or the program ended.
     """
 
@@ -86,7 +86,7 @@ class Process:
         self.versions: dict[str, str] = found["versions"]
 
     def turn(self, work: str, n: int, tokens: int, seed: int, **more: Any) -> dict[str, Any]:
-        """Have the program do a turn, and return what it gives: see `turn` in `serve.py`.
+        """Ask the program for a turn; return its figures, see `turn` in `serve.py`.
 
         Raises:
             PeerFailed: the program ended.
@@ -129,19 +129,19 @@ class Process:
 def first_piece(name: str, python: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Start a program of `STARTERS`, and end it once it has printed the first piece of its answer.
 
-    kvcap is the command itself, `kvcap generate`, with the tokenizer and the printing.
+    kvcap runs as the command `kvcap generate`, with tokenizing and printing.
 
     Args:
-        name: of the program.
+        name: a program of `STARTERS`.
         python: the interpreter; by default the one that runs this.
-        settings: those of a `Process`, besides the prompt: `text`, and `ids`, its tokens where the
-            model has no tokenizer.
+        settings: settings of a `Process`, and the prompt: `text`, and its tokens `ids` if the model
+            has no tokenizer.
 
     Returns:
         The seconds from the start to the piece, and the peak of resident bytes until then.
 
     Raises:
-        PeerFailed: the program ended before.
+        PeerFailed: the program ended before that.
     """
     threads = settings["threads"]
     if name == "kvcap":
@@ -150,19 +150,19 @@ def first_piece(name: str, python: str | None, settings: Mapping[str, Any]) -> d
     else:
         code, arguments = _code(name, python, "start"), [json.dumps(settings)]
     command = [python or sys.executable, "-c", PINNED.format(cpus=cores(threads)) + code]
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as stderr:
         began = time.perf_counter()
         with subprocess.Popen(
             [*command, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr,
             env=_environment(python, threads),
         ) as child:
             assert child.stdout is not None
             try:
                 if not child.stdout.read(1):
-                    raise _ended(name, command[0], child, said)
+                    raise _ended(name, command[0], child, stderr)
                 took = time.perf_counter() - began
                 peak_bytes = peak(child.pid)
             finally:
@@ -171,7 +171,7 @@ def first_piece(name: str, python: str | None, settings: Mapping[str, Any]) -> d
 
 
 def _generate(settings: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of `kvcap generate` that load what `run_kvcap` loads."""
+    """Return the arguments of `kvcap generate` that load the same model as `run_kvcap`."""
     given = {
         "--budget-tokens": settings["budget"],
         "--block-size": settings["block_size"],
@@ -188,7 +188,7 @@ def _generate(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _environment(python: str | None, threads: int) -> dict[str, str]:
-    """Return the environment of a program; another interpreter finds its own packages alone."""
+    """Return the environment of a program; another interpreter only finds its own packages."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
     if python is not None:
         environment.pop("PYTHONPATH", None)
@@ -197,17 +197,17 @@ def _environment(python: str | None, threads: int) -> dict[str, str]:
 
 def _code(name: str, python: str | None, function: str) -> str:
     """Return the code that runs a function of a program's module."""
-    # Ours has what this process can import; of a peer's, only its own packages are wanted.
+    # The same interpreter can import what this process can; another one only its own packages.
     path = [str(FOLDER.parent), *(place for place in sys.path if place and python is None)]
     module = PROGRAMS[name][0]
     return START.format(path=path, package=FOLDER.name, module=module, function=function)
 
 
-def _ended(name: str, python: str, child: subprocess.Popen[Any], said: Any) -> PeerFailed:
+def _ended(name: str, python: str, child: subprocess.Popen[Any], stderr: Any) -> PeerFailed:
     """Return the error of a program that ended before it answered."""
     code = child.wait()
-    said.seek(0)
-    lines = said.read().decode(errors="replace").strip().splitlines()
+    stderr.seek(0)
+    lines = stderr.read().decode(errors="replace").strip().splitlines()
     last = lines[-1].strip() if lines else "it said nothing"
     return PeerFailed(f"{name}, run by {python}, ended with code {code}: {last}")
 
@@ -220,7 +220,7 @@ def free_cores() -> list[int]:
 
 
 def cores(threads: int) -> list[int]:
-    """Return the cores that so many threads use.
+    """Return the cores for so many threads.
 
     Raises:
         ValueError: this process may not use as many.

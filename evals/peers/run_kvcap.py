@@ -10,7 +10,7 @@ from .serve import serve
 
 
 class Capped:
-    """A loop that reads into a cache of a fixed size."""
+    """kvcap's model, with a loop that reads into a cache of fixed size."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.runtime, self.packages = _runtime(settings)
@@ -19,12 +19,12 @@ class Capped:
         known = getattr(self.runtime, "vocabulary", None)
         self.vocabulary = int(known or self.runtime.manifest.model["vocabulary"])
         self.kv_bytes = int(self.cache.nbytes)
-        # So many tokens fill every slot; nothing depends on how many more were read before.
+        # So many tokens fill every slot, after which times do not depend on more tokens.
         self.enough = settings["budget"] + 2 * settings["block_size"]
         self.token = 0
 
     def fill(self, ids: list[int]) -> None:
-        """Read the prompt, or as much of it as fills the cache; once, if it is full after it."""
+        """Read as much of the prompt as fills the cache, unless the cache is full already."""
         if len(ids) < self.enough or self.cache.seen < self.enough:
             self.prefill(ids[: self.enough] or [0])
 
@@ -39,7 +39,7 @@ class Capped:
         self.token = int(logits[0].argmax())
 
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """Time what PyTorch's layers do after attention; None for a graph, which is one piece."""
+        """Return the seconds that layers spend after attention; None for a decoder's graph."""
         layers = getattr(self.cache, "capped_layers", None)
         if layers is None:
             return None
@@ -63,7 +63,7 @@ def _timed(function: Callable[..., Any], spent: list[float]) -> Callable[..., An
 
 
 def _runtime(settings: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """Return the runtime, and the packages whose versions matter."""
+    """Return the runtime, and the names of packages whose versions are reported."""
     sizes = {"budget_tokens": settings["budget"], "block_size": settings["block_size"]}
     if settings["backend"] == "onnxruntime":
         from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime

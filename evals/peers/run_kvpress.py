@@ -1,6 +1,6 @@
-"""Runs kvpress: the whole prompt by full attention, then each layer pruned by KeyDiff.
+"""Runs kvpress: reads the whole prompt with full attention, then prunes each layer by KeyDiff.
 
-What is decoded after is never evicted, as kvpress prunes prompts.
+Decoded tokens are never evicted, as kvpress only prunes prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .serve import serve
 
 
 class Pressed(Growing):
-    """A model of transformers that is pruned once."""
+    """A model of transformers whose cache is pruned once, after the prompt."""
 
     packages: tuple[str, ...] = ("kvpress", "torch", "transformers")
 
@@ -23,7 +23,7 @@ class Pressed(Growing):
         self.press, self.budget = KeyDiffPress, settings["budget"]
 
     def fill(self, ids: list[int]) -> None:
-        """Hold as many random keys and values as would stay."""
+        """Fill the cache with as many random keys and values as would stay of the prompt."""
         self._hold(min(len(ids), self.budget))
         self.seen = len(ids)
 

@@ -1,4 +1,4 @@
-"""Runs llama.cpp by its library: flash attention where it suits, keys and values in float16."""
+"""Runs llama.cpp by its library, with its default attention, and keys and values in float16."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from .llama_library import Context, Library
 from .serve import serve
 
-PIECE = 256  # tokens: a context has a multiple
+PIECE = 256  # a context has room for a multiple of so many tokens
 
 
 class Native:
-    """A GGUF file, and a context for what it will read."""
+    """A GGUF file, and a context for the tokens of a turn."""
 
     packages: tuple[str, ...] = ()
 
@@ -31,11 +31,11 @@ class Native:
         self.vocabulary = int(calls.llama_vocab_n_tokens(self.context.vocabulary))
         size = calls.llama_model_n_embd(model) // calls.llama_model_n_head(model)
         slot = 2 * 2 * calls.llama_model_n_head_kv(model) * size * calls.llama_model_n_layer(model)
-        self.kv_bytes = slot * places  # fewer where layers slide
+        self.kv_bytes = slot * places  # an upper bound if layers slide
         self.filled = self.token = 0
 
     def fill(self, ids: list[int]) -> None:
-        """Read the prompt once, and go back to its end for every further turn."""
+        """Read the prompt once; for later turns, cut the context back to its end."""
         if self.filled != len(ids):
             self.prefill(ids)
         self.context.cut(len(ids))
@@ -57,12 +57,12 @@ class Native:
         self.token = int(view.argmax())
 
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """Return None: it evicts nothing."""
+        """Return None, as llama.cpp evicts nothing."""
         return None
 
 
 def _file(library: Library, settings: dict[str, Any]) -> Path:
-    """Return the model's own file, or one written from the same weights."""
+    """Return the model if it is a GGUF file, or else one written from its weights."""
     model = Path(settings["model"])
     if model.suffix == ".gguf":
         return model
@@ -72,9 +72,9 @@ def _file(library: Library, settings: dict[str, Any]) -> Path:
 
 
 def start() -> None:
-    """Read one prompt as a program that was just started does; print the token after it.
+    """Load the model, read one prompt, and print the token after it, as a command would.
 
-    The settings are the command's only argument. Ends when the input does.
+    The settings are the process's only argument. It ends when its input does.
     """
     settings = json.loads(sys.argv[1])
     library = Library()

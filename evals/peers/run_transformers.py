@@ -1,6 +1,6 @@
-"""Runs transformers as it comes: SDPA, a growing cache, the prompt read at once, bfloat16.
+"""Runs transformers with its defaults: SDPA, a growing cache, the prompt read at once, bfloat16.
 
-`logits_to_keep=1` spares it the logits of the whole prompt, its best plain use.
+`logits_to_keep=1` saves it the logits of the whole prompt, as a careful user would.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Growing:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of the keys and values held at this moment."""
+        """Return the bytes of the keys and values that are held now."""
         held = [(layer.keys, layer.values) for layer in self.cache.layers]
         return sum(int(x.nbytes) for pair in held for x in pair)
 
     def fill(self, ids: list[int]) -> None:
-        """Hold random keys and values, which take as long as others."""
+        """Fill the cache with random keys and values, which take as long as real ones."""
         self._hold(len(ids))
         self.seen = len(ids)
 
@@ -80,7 +80,7 @@ class Growing:
         self.token = int(out.logits[0, -1].argmax())
 
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """Return None: it evicts nothing."""
+        """Return None, as transformers evicts nothing."""
         return None
 
 

@@ -1,7 +1,6 @@
-"""Answers requests for timed work, one JSON object a line, until its input ends.
+"""Answers requests for timed work, one JSON object per line, until its input ends.
 
-A program loads its model once; what is timed is done when it is asked for, so that programs can
-take turns.
+A program loads its model once, and works only when it is asked, so that programs can alternate.
 """
 
 from __future__ import annotations
@@ -21,26 +20,23 @@ STATUS = Path("/proc/self/status")
 
 
 class Unusable(Exception):
-    """A program cannot be run here; its text says why, and what would help."""
+    """An error that says why a program cannot run here, and what would help."""
 
 
 class Program(Protocol):
-    """A protocol of a loaded model that reads one sequence.
-
-    Where a token is chosen, it is the likeliest.
-    """
+    """A loaded model that reads one sequence, and always chooses the likeliest token."""
 
     vocabulary: int
-    packages: tuple[str, ...]  # whose versions are reported
+    packages: tuple[str, ...]  # packages whose versions are reported
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of the cache that it has allocated."""
+        """Return the bytes that are allocated for the cache."""
 
     def fill(self, ids: list[int]) -> None:
-        """Hold what is held after these tokens; the untimed beginning of a turn.
+        """Fill the cache as after these tokens, at the untimed beginning of a turn.
 
-        Where time does not depend on what keys and values are, they need not be those of `ids`.
+        Keys and values need not be those of `ids` if times do not depend on them.
         """
 
     def prefill(self, ids: list[int]) -> None:
@@ -50,16 +46,16 @@ class Program(Protocol):
         """Read the last token, until the next one is known."""
 
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
-        """Return the seconds of `turn` that eviction took; None where it cannot be measured."""
+        """Return the seconds of `turn` that eviction took; None if they cannot be measured."""
 
 
 def serve(load: Callable[[dict[str, Any]], Program]) -> None:
-    """Load by the first line's settings, then answer the others.
+    """Load the program with the settings of the first line, then answer all other lines.
 
-    Settings are the program's own, besides `cpus`: the numbers of the cores that it may use.
+    The settings `cpus` has the numbers of the cores to use; all others are the program's own.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # so that output of libraries does not mix with answers
 
     def answer(found: dict[str, Any]) -> None:
         print(json.dumps(found), file=answers, flush=True)
@@ -76,7 +72,7 @@ def serve(load: Callable[[dict[str, Any]], Program]) -> None:
         answer({"unusable": str(error)})
         return
     versions = {name: version(name) for name in program.packages}
-    versions |= getattr(program, "libraries", {})  # of what is no package of Python
+    versions |= getattr(program, "libraries", {})  # versions of libraries outside of Python
     answer({"versions": {**versions, "python": platform.python_version()}})
     for line in sys.stdin:
         answer(turn(program, **json.loads(line)))
@@ -85,15 +81,15 @@ def serve(load: Callable[[dict[str, Any]], Program]) -> None:
 def turn(
     program: Program, work: str, n: int, tokens: int, seed: int, evictions: bool = False
 ) -> dict[str, Any]:
-    """Do one turn; return its seconds by work, the process's most bytes, and the cache's.
+    """Do one turn; return its times in seconds, and the bytes of process and cache.
 
     Args:
-        program: the model.
+        program: the loaded model.
         work: 'prefill' reads `n` tokens once; 'decode' writes `tokens` after `n`.
         n: tokens of the prompt.
-        tokens: that are decoded.
-        seed: of the prompt's tokens.
-        evictions: tell the eviction's share of the time in place of times.
+        tokens: tokens to decode.
+        seed: seed of the prompt's tokens.
+        evictions: return eviction's share of the time in place of times.
     """
     ids = Random(seed).choices(range(program.vocabulary), k=n)
     seconds: list[float] = []
@@ -112,7 +108,7 @@ def turn(
 
     if work == "decode":
         program.fill(ids)
-        program.step()  # the first one's memory and code are warm then
+        program.step()  # warms up memory and code
     if evictions:
         spent = program.eviction_seconds(all_timed)
         return {"share": None if spent is None else spent / sum(seconds)}
@@ -121,9 +117,10 @@ def turn(
 
 
 def peak(process: int | None = None) -> int | None:
-    """Return a process's peak of resident bytes, as `runtime/testing/process_peak.py` does.
+    """Return the peak of resident bytes of this process, or of another one by its number.
 
-    By default this one's; another's is None where the system does not tell it.
+    It is None for another process if the system does not report it. As in
+    `runtime/testing/process_peak.py`, which programs cannot import.
     """
     status = Path("/proc", str(process), "status") if process else STATUS
     if status.exists():

@@ -1,6 +1,6 @@
 """Writes the GGUF file of a Llama from its checkpoint, quantised by llama.cpp itself.
 
-The file holds no tokenizer: tokens are given as numbers.
+The file has no tokenizer, as benchmarks pass tokens as numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDS = {
 
 
 def written(library: Library, model: Path, files: Path, kind: str) -> Path:
-    """Return the file of that type, one of `TYPES`; write it if it is not there.
+    """Return the model's file with weights of a type of `TYPES`; write it if it is missing.
 
     Raises:
         ValueError: the model is no plain Llama, or there is no such type.
@@ -100,7 +100,7 @@ def _renamed(name: str) -> str:
 
 
 def _neighbours(rows: Any, heads: int) -> Any:
-    """Return a projection's rows so that RoPE turns neighbours, not halves."""
+    """Return a projection's rows in the order in which RoPE rotates neighbours, not halves."""
     size = rows.shape[0] // heads
     halves = rows.reshape(heads, 2, size // 2, rows.shape[1])
     return halves.swapaxes(1, 2).reshape(rows.shape)
@@ -118,7 +118,7 @@ def _tensors(model: Path) -> Iterator[tuple[str, Any]]:
                 continue
             start, stop = entry["data_offsets"]
             raw = data[8 + length + start : 8 + length + stop]
-            if entry["dtype"] == "BF16":  # the upper half of a float32
+            if entry["dtype"] == "BF16":  # bfloat16 is the upper half of a float32
                 array = (raw.view(numpy.uint16).astype(numpy.uint32) << 16).view(numpy.float32)
             else:
                 kinds = {"F32": numpy.float32, "F16": numpy.float16}

@@ -1,9 +1,8 @@
 """Writes one HTML page of a folder that `kvcap eval` and `kvcap analyze` filled.
 
-The page is a single file without any outside request: pictures are data URLs, and a content
-security policy lets only the page's own style and script run, by their hashes. What stands in the
-folder is data and never markup: the template escapes it, tables come from cells, and the token
-strip reads JSON.
+The page is a single file that requests nothing else: pictures are data URLs, and a content security
+policy lets only the page's own style and script run, by their hashes. The folder's content is data,
+never markup: the template escapes it, tables come from cells, and the token strip reads JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvcap.evals.quality.cells import CELLS, Cell, read_folder
 from kvcap.evals.quality.table import results
 from kvcap.runtime.files import read_json, read_plain
 
-PICTURE = 16 << 20  # the most bytes of one
+PICTURE = 16 << 20  # most bytes of a picture
 PNG = b"\x89PNG\r\n\x1a\n"
 STRIP = "kept"
 NEEDED = {
@@ -42,8 +41,8 @@ def write(folder: Path, target: Path) -> None:
     """Write the page of `folder` to the file `target`.
 
     Raises:
-        ValueError: no folder, nothing to report in it, a file in it that is broken, or a target
-            that cannot be written.
+        ValueError: there is no folder, it has nothing to report or a broken file, or the target
+            cannot be written.
     """
     html = page(folder)
     if target.is_dir() or not target.parent.is_dir():
@@ -55,10 +54,10 @@ def write(folder: Path, target: Path) -> None:
 
 
 def page(folder: Path) -> str:
-    """Write the page of a folder.
+    """Return the page of a folder, as HTML.
 
     Raises:
-        ValueError: no folder, nothing to report in it, or a file in it that is broken.
+        ValueError: there is no folder, or it has nothing to report or a broken file.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}; kvcap eval --out DIR makes one")
@@ -100,11 +99,8 @@ def page(folder: Path) -> str:
 def regions(figures: dict[str, Any], recent: int = 32) -> list[dict[str, Any]]:
     """Return a strip's numbers: for each run, the mean share of heads that hold a token.
 
-    They are of the first 4 tokens, of the newest `recent` and of those between; and the share of
-    all tokens that no head of any layer holds.
-
-    Of the first 4 tokens, of the newest `recent` and of those between; and the share of all tokens
-    that no head of any layer holds.
+    There is one for the first 4 tokens, for the newest `recent` and for those between; and the
+    share of all tokens that no head of any layer holds.
     """
     places = figures["kv_heads"] * len(figures["layers"])
     found = []
@@ -119,7 +115,7 @@ def regions(figures: dict[str, Any], recent: int = 32) -> list[dict[str, Any]]:
 
 
 def _analyses(folder: Path) -> list[dict[str, Any]]:
-    """Return the documents of `kvcap analyze` in a folder; leave other JSON files alone."""
+    """Return the documents of `kvcap analyze` in a folder, and ignore other JSON files."""
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -138,7 +134,11 @@ def _analyses(folder: Path) -> list[dict[str, Any]]:
 
 
 def _check_strip(document: dict[str, Any] | None) -> None:
-    """Refuse a strip whose rows and tokens do not fit each other."""
+    """Refuse a strip whose rows have other lengths than its tokens.
+
+    Raises:
+        ValueError: the document does not fit.
+    """
     if document is None:
         return
     try:
@@ -157,7 +157,7 @@ def _check_strip(document: dict[str, Any] | None) -> None:
 
 
 def _tables(cells: list[Cell]) -> Markup:
-    """Return the tables of `results.md` as HTML; what cells say stays text."""
+    """Return the tables of `results.md` as HTML, in which the content of cells stays text."""
     if not cells:
         return Markup()
     body = results(cells).split("\n", 1)[1]  # without its heading
@@ -169,10 +169,10 @@ def _tables(cells: list[Cell]) -> Markup:
 
 
 def _picture(path: Path) -> str:
-    """Return a PNG as a data URL; nothing where there is no file.
+    """Return a PNG as a data URL, '' if there is no file.
 
     Raises:
-        ValueError: it is no PNG, or too large.
+        ValueError: the file is no PNG, or too large.
     """
     if not path.exists():
         return ""
@@ -192,7 +192,7 @@ def _title(folder: Path, cells: list[Cell], analyses: list[dict[str, Any]]) -> s
 
 
 def _source(loader: Environment, name: str) -> Markup:
-    """Return a file of ours to put into the page as it is; its hash is in the page's policy."""
+    """Return kvcap's own style or script, which the page contains unescaped."""
     assert loader.loader is not None
     return Markup(loader.loader.get_source(loader, name)[0].strip())
 

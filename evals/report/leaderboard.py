@@ -1,7 +1,7 @@
 """Writes a page of Markdown that ranks policies by the cells of one or several sweeps.
 
-A section per model and task, in it a table per length and position mode: policies down, the best
-mean first, and budgets across. What an author wrote between two marks of the page stays.
+The page has a section per model and task, with a table per length and position mode: policies down,
+the best mean first, and budgets across. A text that an author wrote between two marks stays.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def write(folders: Sequence[Path], target: Path, plot: bool = False) -> list[Pat
     """Write the page of all cells in `folders`, and with `plot` a picture of every section.
 
     Returns:
-        The files that were written: pictures, in the folder `pictures` beside the page, and it.
+        The written files: pictures, in the folder `pictures` beside the page, and the page.
 
     Raises:
-        ValueError: a folder without cells, cells of different samples, no matplotlib, or a target
-            that cannot be written or is a page without the marks of this one.
+        ValueError: a folder has no cells, cells have different samples, matplotlib is missing, or
+            the target cannot be written or is another page, without the marks.
     """
     from kvcap.evals.quality.plots import leaderboard
     from kvcap.evals.quality.plots.style import require_matplotlib
@@ -96,7 +96,7 @@ def author_text(target: Path) -> str:
     """Return the text between the marks of a page; a placeholder if there is no page yet.
 
     Raises:
-        ValueError: the page has not both marks once.
+        ValueError: the page does not have each mark exactly once.
     """
     if not target.exists():
         return PLACEHOLDER
@@ -114,11 +114,11 @@ def author_text(target: Path) -> str:
 
 
 def sections(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Sort cells by model, task and way of asking; those of several depths are one, of all samples.
+    """Group cells by model, task and way of asking; pool those of several depths into one.
 
     Models come in the order of their first cells.
     """
-    ordered = sorted(cells, key=lambda cell: cell.setting.depth or 0.0)  # pooled in this order
+    ordered = sorted(cells, key=lambda cell: cell.setting.depth or 0.0)  # the order of pooling
     models = [*dict.fromkeys(cell.setting.model for cell in ordered)]
     place = {model: number for number, model in enumerate(models)}
     found = sorted(
@@ -134,7 +134,7 @@ def _section(s: Setting) -> tuple[Any, ...]:
 
 
 def headings(parts: Sequence[Sequence[Cell]]) -> list[str]:
-    """Return each section's heading: model, task and, where sections share both, their lengths."""
+    """Return each section's heading: model, task and, if sections share both, their lengths."""
     of = [_heading(part[0].setting) for part in parts]
     return [
         name if of.count(name) == 1 else f"{name}, {_lengths(part)} tokens"
@@ -147,12 +147,12 @@ def _lengths(part: Sequence[Cell]) -> str:
 
 
 def page(parts: Sequence[Sequence[Cell]], text: str, pictures: Mapping[int, str]) -> str:
-    """Write the page, up to the commands that measure its cells.
+    """Return the page, up to the commands that measure its cells.
 
     Args:
-        parts: of the cells, as `sections` gives them.
-        text: of the author, put between the marks.
-        pictures: of a section's place among them, the path from the page to its picture.
+        parts: the cells of each section, from `sections`.
+        text: the author's text, for between the marks.
+        pictures: paths from the page to pictures, by the index of a section.
     """
     lines = ["# Leaderboard", "", INTRODUCTION, "", OPEN, "", text, "", CLOSE, "", LEGEND, ""]
     for number, (part, heading) in enumerate(zip(parts, headings(parts), strict=True)):
@@ -195,13 +195,13 @@ def _table(table: RankingTable) -> list[str]:
 
 
 def _column(cells: Sequence[Cell | None]) -> list[str]:
-    """Return the scores of a column, the best and what equals it in bold."""
+    """Return the scores of a column, with the best and those that tie with it in bold."""
     best = tied_with_best(cells)
     return [_score(cell, bold=place in best) for place, cell in enumerate(cells)]
 
 
 def _score(cell: Cell | None, bold: bool = False) -> str:
-    """Return a score and how far its interval reaches, in one line in any column."""
+    """Return a score, and how far its interval reaches, with a space that does not break."""
     if cell is None:
         return ""
     reach = max(cell.score - cell.ci_low, cell.ci_high - cell.score, 0.0)
@@ -217,7 +217,7 @@ def _number(x: float, most: float) -> str:
 
 
 def _code(name: str) -> str:
-    """Return text of a cells file as code, in which nothing is markup."""
+    """Return text of a cells file as Markdown code, so that it is no markup."""
     return f"`{name.replace('`', '').replace('|', '')}`"
 
 
@@ -226,7 +226,7 @@ def _heading(s: Setting) -> str:
 
 
 def _shown(path: str) -> str:
-    """Return a model or file as it is shown: only the name of an absolute path."""
+    """Return a model or file for the page: only the last name of an absolute path."""
     return Path(path).name if Path(path).is_absolute() else path
 
 
@@ -240,7 +240,7 @@ def _file_name(heading: str) -> str:
 
 
 def measured_by(cells: Sequence[Cell], target: Path, plot: bool) -> str:
-    """Write a page's end: commands that measure its cells and write it, versions and devices."""
+    """Return the page's end: commands that measure its cells and write it, versions and devices."""
     used = dict.fromkeys(
         f"{', '.join(' '.join(pair) for pair in cell.versions.items())}; {cell.device}"
         for cell in cells
@@ -263,7 +263,7 @@ def measured_by(cells: Sequence[Cell], target: Path, plot: bool) -> str:
 
 
 def commands(cells: Iterable[Cell]) -> list[str]:
-    """Return the commands that measure exactly these cells, as few as `_merged` finds."""
+    """Return commands that measure exactly these cells; `_merged` keeps them few."""
     boxes: list[tuple[tuple[Any, ...], Box]] = []
     for cell in cells:
         s = cell.setting

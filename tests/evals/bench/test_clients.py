@@ -166,7 +166,7 @@ def test_clients_that_fail_say_how_far_all_had_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At once, though others wait for their first token yet."""
-    monkeypatch.setattr(clients, "TELL_S", 0.01)
+    monkeypatch.setattr(clients, "PROGRESS_S", 0.01)
     server = Halting(7, 0)
     at_once = Clients(server, ["0", "1"], 100, 4)  # type: ignore[arg-type]
     with pytest.raises(PeerFailed, match=r"an answer ended before .*; 1 of 2 clients .* 7 tokens"):

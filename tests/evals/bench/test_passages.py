@@ -60,7 +60,7 @@ def test_a_row_has_the_share_of_each_kind_of_question(
     (tmp_path / "few.txt").write_text("\n".join(lines[:4]), encoding="utf-8")
     monkeypatch.setattr(passages, "PAIRS", tmp_path / "few.txt")
     monkeypatch.setattr(passages, "DRAWN", 1)
-    monkeypatch.setattr(passages, "TOLD", 2)
+    monkeypatch.setattr(passages, "FACTS", 2)
     result = load("passages")(options_for("passages", {"lengths": (400,)}))
     row = json.loads(json.dumps(result.as_dict()))["rows"][0]
     assert (row["way"], row["own"], row["facts"]) == ("words", 1, 1)
