@@ -1,9 +1,9 @@
 """Measures how far a cap moves a model's predictions on a text: first choices and KL divergence.
 
 The text is cut into passages, each read from an empty cache. The uncapped model and every setting
-of policy, budget and positions read a passage side by side, a block at a time: the uncapped
-model's predictions are computed once, and no more than a block's are ever held. A setting's
-predictions before its first eviction are counted separately from those after it.
+of policy, budget and positions read a passage in parallel, block by block. So the uncapped model's
+predictions are computed once, and memory holds those of one block. Predictions before a setting's
+first eviction are counted separately from those after it.
 
 Intervals are bootstrapped over the blocks of the text, as neighbouring tokens are alike.
 """
@@ -32,11 +32,11 @@ from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 
 STRETCHES = 4  # parts of a passage that have figures of their own
-ROWS = 64  # predictions compared at once
+ROWS = 64  # predictions that are compared at once
 
 
 def compare(mine: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare predictions with the true ones, each given as log-probabilities [T, V].
+    """Compare predictions with the uncapped model's, both as log-probabilities [T, V].
 
     Returns:
         KL(truth ‖ mine) in nats [T], and whether the first choice is the same, bool [T].
@@ -47,12 +47,12 @@ def compare(mine: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PartAgreement:
-    """A part of a setting's predictions, compared with the uncapped model's. Intervals are of 95 %.
+    """The agreement of some predictions with the uncapped model's, with 95 % intervals.
 
-    Without predictions, figures are None; with those of one block, intervals are.
+    Without predictions, all figures are None; with predictions of one block, intervals are None.
     """
 
-    tokens: int
+    tokens: int  # number of predictions
     same: float | None = None  # share of equal first choices
     same_interval: tuple[float, float] | None = None
     kl: float | None = None  # mean KL divergence from the uncapped model's prediction, nats
@@ -61,7 +61,7 @@ class PartAgreement:
 
 @dataclass(frozen=True)
 class SettingAgreement:
-    """A setting of the cache, with how far its predictions agree with the uncapped model's."""
+    """A setting of the cache, and how its predictions agree with the uncapped model's."""
 
     setting: Setting
     kv_bytes: int  # bytes of a cache for one sequence
@@ -87,12 +87,12 @@ class SettingAgreement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """A measurement of how far capped settings agree with the uncapped model."""
+    """A measurement of how capped settings agree with the uncapped model on a text."""
 
     model: str
     dtype: str
     block_size: int
-    tokens: int  # read in all
+    tokens: int  # tokens of all passages
     passages: int
     length: int  # tokens of the longest passage
     rows: tuple[SettingAgreement, ...]
@@ -105,18 +105,18 @@ class Agreement:
 
 @dataclass
 class _Counts:
-    """Sums over a block's predictions: how many, equal first choices, KL."""
+    """Sums over a block's predictions."""
 
     stretch: int  # index of the passage's stretch, by the block's first token
-    evicted: bool
-    tokens: int
-    same: float
-    kl: float
+    evicted: bool  # whether anything was evicted before the block
+    tokens: int  # number of predictions
+    same: float  # number of equal first choices
+    kl: float  # sum of KL divergences
 
 
 @dataclass
 class _Side:
-    """A setting that reads a passage."""
+    """A setting that reads a passage, with its counts so far."""
 
     setting: Setting
     loop: BlockLoop
@@ -127,18 +127,18 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
     """Read `text` under every setting of a sweep and without a cap.
 
     Args:
-        sweep: its policies, budgets, positions, options, first of its lengths (the most tokens of a
-            passage), samples (the most passages) and how the model is loaded. Passages are
-            no longer than what the model was trained on.
-        text: what is read.
-        report: called after each block with the tokens read and their number.
+        sweep: the settings; read are policies, budgets, positions, options, the first of lengths
+            (most tokens of a passage), samples (most passages) and how the model is loaded.
+            Passages are at most as long as the model's trained length.
+        text: the text to read.
+        report: called after each block with (tokens read, tokens in all).
 
     Raises:
-        ValueError: no text, or so little that a budget would evict nothing that shows.
-        PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ModelFilesBroken: before
-            weights are read.
+        ValueError: there is no text, or so little that a budget's evictions would change nothing.
+        PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ModelFilesBroken: the model
+            or a policy cannot be used so; weights are not read.
     """
-    # Settings that distinguish tasks are not read.
+    # The sweep's settings of tasks are not used, and get any valid value.
     sweep = replace(sweep, tasks=("niah_single",), questions=("aware",), depths=(None,))
     sweep.check()
     if not text.strip():
@@ -162,7 +162,7 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
         block_size=sweep.block_size,
         dtype=sweep.dtype,
         device=sweep.device,
-        weights="unpacked",  # as numbers, which every policy may read
+        weights="unpacked",  # policies that read weights need them as numbers
     )
     model, device = runtime.model, runtime.model.device
     truth = BlockLoop(model, _new_cache(model.config, None, longest, sweep.block_size))
@@ -192,15 +192,15 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
 
 
 def _check_length(setting: Setting, longest: int) -> None:
-    """Refuse a budget whose evictions no prediction would show.
+    """Refuse a budget whose evictions come too late to change a prediction.
 
     Raises:
-        ValueError: naming what would do.
+        ValueError: naming a length and a budget that would work.
     """
     if setting.budget is None:
         return
     size = setting.block_size
-    first = (setting.budget // size + 1) * size  # tokens read when the first is evicted
+    first = (setting.budget // size + 1) * size  # tokens read before the first eviction
     if longest <= first:
         raise ValueError(
             f"{longest:,} tokens are read at once, and under a budget of {setting.budget:,} slots, "
@@ -212,14 +212,14 @@ def _check_length(setting: Setting, longest: int) -> None:
 def _new_cache(
     config: Any, setting: Setting | None, longest: int, block_size: int = 0
 ) -> BudgetCache:
-    """Return a cache of one setting; without one, or a budget, one that holds a whole passage."""
+    """Return a cache for a setting, or for a whole passage without a setting or a budget."""
     if setting is None:
         return BudgetCache(config, longest, block_size, "full", positions="true")
     return new_cache(config, replace(setting, budget=setting.budget or longest))
 
 
 def _logits(loop: BlockLoop, block: Tensor) -> Tensor:
-    """Return logits [T, V] of every token of a block [1, T], which may not fit at once."""
+    """Return logits [T, V] of a block [1, T], which is read in parts if it does not fit."""
     found = []
     while block.shape[1]:
         room = loop.cache.room
@@ -229,7 +229,7 @@ def _logits(loop: BlockLoop, block: Tensor) -> Tensor:
 
 
 def _add(side: _Side, block: Tensor, expected: Tensor, stretch: int) -> None:
-    """Read a block under a setting, and count how its predictions compare."""
+    """Read a block under a setting, and count how its predictions agree with `expected`."""
     evicted = any(count < seen for seen, held in side.loop.cache.counters for count in held)
     same = kl = 0.0
     logits = _logits(side.loop, block)
@@ -251,7 +251,7 @@ def _row(side: _Side) -> SettingAgreement:
 
 
 def _part(counts: Sequence[_Counts]) -> PartAgreement:
-    """Return shares and means over blocks, with their intervals."""
+    """Return shares and means over blocks, with intervals."""
     if not counts:
         return PartAgreement(0)
     sizes = [c.tokens for c in counts]
@@ -266,7 +266,7 @@ def _part(counts: Sequence[_Counts]) -> PartAgreement:
 
 
 def table(found: Agreement) -> str:
-    """Return the figures as one Markdown text."""
+    """Return the figures as a Markdown text."""
     edges = [found.length * i // STRETCHES for i in range(STRETCHES + 1)]
     spans = [f"{a + 1:,} to {b:,}" for a, b in pairwise(edges)]
     head = ["policy", "positions", "budget"]

@@ -1,4 +1,4 @@
-"""Measures one cell: reads its prompts under the cap, answers them, and scores the replies."""
+"""Measures one cell of a sweep: reads its prompts under the cap, answers them, scores replies."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session.encoding import encode_behind
 from kvcap.runtime.session.settings import end_tokens
 
-# What every cache holds, whatever its policy is.
+# Parts of the plan that every cache has, whatever its policy.
 COMMON = ("keys_values", "slot_positions", "rotation_table", "sliding_layers", "state_layers")
-# A sample and its token ids, in parts (`prompt_parts`).
+# A sample and its token ids, in the parts of `prompt_parts`.
 Prompt = tuple[Sample, tuple[Sequence[int] | np.ndarray[Any, Any], ...]]
 
 
 def new_cache(config: Any, setting: Setting, evict_every: int = 1) -> BudgetCache:
     """Make a cache for one cell, not yet allocated; one that never evicts holds prompt and answer.
 
-    Sinks are pinned by the policy itself, or by `sink_tokens` among the options, and by none else.
+    Only the policy itself pins sinks, or `sink_tokens` among the options, as in the papers.
     """
     return BudgetCache(
         config,
@@ -56,18 +56,18 @@ def new_cache(config: Any, setting: Setting, evict_every: int = 1) -> BudgetCach
 
 
 def answer_tokens(setting: Setting) -> int:
-    """Return how many tokens an answer may take."""
+    """Return the most tokens of an answer, by the setting or the task."""
     return setting.max_new_tokens or load_task(setting.task).MAX_NEW_TOKENS
 
 
 def answer_limit(tokenizer: Any, setting: Setting, samples: Iterable[Sample]) -> int:
-    """Return the tokens after which the answers of a cell are cut.
+    """Return the number of tokens after which the answers of a cell are cut.
 
-    They are no more than naming the answers takes where a base model is asked for what stands in
-    the text, as it would go on to the end.
+    A base model does not end its answer. For kvcap's own tasks, its limit is therefore what naming
+    the answers takes.
     """
     limit = answer_tokens(setting)
-    written = setting.task in tasks()  # here, and not read from a file whose metric may differ
+    written = setting.task in tasks()  # a file's task may score all of a reply
     if setting.max_new_tokens is not None or has_template(tokenizer) or not written:
         return limit
     return min(limit, max(tokens_to_say(tokenizer, sample) for sample in samples))
@@ -80,11 +80,10 @@ def measure(
 
     Args:
         runtime: the model; its own cache is not used.
-        setting: of the cell.
-        prompts: its samples, in order, and how each is read.
-        batch: prompts read at once, at most.
-        timed: also measure how long eviction takes, which says nothing where others compute on the
-            same GPU.
+        setting: the cell's setting.
+        prompts: samples in order, with their token ids.
+        batch: most prompts that are read at once.
+        timed: also time evictions; times mean nothing if others compute on the same GPU.
     """
     model, task = runtime.model, load_task(setting.task)
     ends = end_tokens(runtime.generation)
@@ -99,11 +98,11 @@ def measure(
         parts = [ids.to(model.device).long() for ids in read]  # [B, T] each
         cache = new_cache(model.config, setting)
         if not task.MAX_NEW_TOKENS:
-            before = sum(part.shape[1] for part in parts[:-1])  # read without logits
+            before = sum(part.shape[1] for part in parts[:-1])  # tokens that are not scored
             found = losses(model, cache, torch.cat(parts, dim=1), before).mean(-1).tolist()
         else:
-            said = answer(model, cache, parts, limit, ends, recall)
-            texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in said]
+            replies = answer(model, cache, parts, limit, ends, recall)
+            texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in replies]
             found = [task.score(prompts[i][0], t) for i, t in zip(places, texts, strict=True)]
         for i, score in zip(places, found, strict=True):
             scores[i] = score
@@ -130,7 +129,7 @@ def measure(
 
 
 def batches(prompts: Sequence[tuple[Sized, ...]], size: int) -> Iterator[list[int]]:
-    """Yield places of prompts read at once: at most `size`, with parts of equal lengths."""
+    """Yield the indices of prompts to read at once: at most `size`, with parts of equal lengths."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for i, parts in enumerate(prompts):
         alike.setdefault(tuple(map(len, parts)), []).append(i)
@@ -159,27 +158,27 @@ def answer(
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.
-        cache: empty.
-        parts: of the prompts [B, T] each. After one is read, the cache is evicted down to its
-            budget, as after a block, before the next is.
-        limit: tokens of an answer.
-        stops: tokens that end one.
-        recall: reads evicted text of a prompt, which is the only one then, before its question.
+        cache: an empty cache.
+        parts: parts of the prompts, [B, T] each. After each part, the cache is evicted down to its
+            budget.
+        limit: most tokens of an answer.
+        stops: tokens that end an answer.
+        recall: finds evicted text to read again before the question; needs a single prompt.
     """
     ends = torch.tensor(list(stops), device=parts[0].device)
     loop = BlockLoop(model, cache)
     if recall is not None:
         parts = with_recalled(loop, recall, parts)
     logits = [loop.prefill(ids) for ids in parts][-1]
-    said = [logits.argmax(-1)]  # [B] each
-    while len(said) < limit and not _ended(said, ends).all():
-        said.append(loop.read(said[-1][:, None]).argmax(-1))
-    rows: list[list[int]] = torch.stack(said, dim=1).tolist()
+    tokens = [logits.argmax(-1)]  # [B] each
+    while len(tokens) < limit and not _ended(tokens, ends).all():
+        tokens.append(loop.read(tokens[-1][:, None]).argmax(-1))
+    rows: list[list[int]] = torch.stack(tokens, dim=1).tolist()
     return [_cut(row, stops) for row in rows]
 
 
 def recall_of(runtime: Runtime, setting: Setting) -> Recall | None:
-    """Return a finder of evicted text for questions, as conversations have it, or None."""
+    """Return a finder of evicted text, as in conversations; None if the setting has no recall."""
     if not setting.recall:
         return None
     backend = runtime.tokenizer.backend_tokenizer
@@ -189,7 +188,7 @@ def recall_of(runtime: Runtime, setting: Setting) -> Recall | None:
 
 
 def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Read a prompt up to its question; return what is to be read then, [1, T]."""
+    """Read a prompt up to its question; return the parts to read then, recalled text first."""
     whole, cache = torch.cat(list(parts), dim=1), loop.cache
     ids = whole[0].tolist()
     place = len(ids) - parts[-1].shape[1] if len(parts) > 1 else recall.place(ids, 0, len(ids))
@@ -203,18 +202,16 @@ def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> l
 
 @torch.inference_mode()
 def losses(model: Any, cache: BudgetCache, ids: Tensor, start: int = 0) -> Tensor:
-    """Return the loss of every token but the first of texts [B, T], in nats: [B, T - 1], float32.
+    """Return the losses in nats of all tokens but the first, float32 [B, T - 1 - start].
 
-    With `start`, those of the tokens behind it alone, but the first: [B, T - 1 - start].
-
-    Tokens are read block by block: each sees what the cache held before its block, and the block up
-    to itself.
+    Tokens are read block by block: each sees the slots held before its block, and the block up to
+    itself.
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.
-        cache: empty.
-        ids: of the texts.
-        start: tokens that are only read, as a prompt is, before the text that is scored.
+        cache: an empty cache.
+        ids: tokens of the texts [B, T].
+        start: number of first tokens that are read like a prompt, and not scored.
     """
     loop, found, done = BlockLoop(model, cache), list[Tensor](), start
     if start:
@@ -223,17 +220,17 @@ def losses(model: Any, cache: BudgetCache, ids: Tensor, start: int = 0) -> Tenso
         block = ids[:, done : done + cache.room]
         after = ids[:, done + 1 : done + 1 + block.shape[1]]
         logits = loop.read_every(block)[:, : after.shape[1]]  # [B, T, V] in the model's numbers
-        # Row by row, as float32 of a large vocabulary takes much memory; with V innermost, as a
-        # softmax over another dimension is many times slower.
+        # Row by row, as float32 logits of a large vocabulary take much memory; and over the last
+        # dimension, as a softmax over another one is many times slower.
         rows = zip(logits, after, strict=True)
         found.append(torch.stack([cross_entropy(x.float(), y, reduction="none") for x, y in rows]))
         done += block.shape[1]
     return torch.cat(found, dim=1)
 
 
-def _ended(said: list[Tensor], ends: Tensor) -> Tensor:
-    """Return which rows hold an ending token. Bool [B]."""
-    return torch.isin(torch.stack(said, dim=1), ends).any(-1)
+def _ended(tokens: list[Tensor], ends: Tensor) -> Tensor:
+    """Return which rows have an ending token, bool [B]."""
+    return torch.isin(torch.stack(tokens, dim=1), ends).any(-1)
 
 
 def _cut(row: list[int], stops: Collection[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Describes one measured cell of a sweep: what was asked, what came out, and its file."""
+"""Describes one measured cell of a sweep, its setting and its result, and the file of cells."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ CELLS = "cells.jsonl"  # a file in a sweep's folder
 
 Options = tuple[tuple[str, Any], ...]
 Question = Literal["aware", "after"]
-# How the model is asked, in the words of tables and plots.
+# Names of the ways of asking, for tables and plots.
 ASKED: dict[Question, str] = {"aware": "question-aware", "after": "context-only"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that a cell's score depends on; two cells of one setting are the same cell."""
+    """Everything that a cell's score depends on; two cells with one setting are the same cell."""
 
     model: str
     dtype: str
     task: str
-    length: int  # tokens of a prompt, at most
+    length: int  # most tokens of a prompt
     policy: str
     positions: Positions
     budget: int | None  # slots per KV head and layer; None: `full`, which is never capped
     samples: int
     seed: int
     block_size: int
-    options: Options = ()  # given to the policy, sorted by name
+    options: Options = ()  # options of the policy, sorted by name
     kv_dtype: KvDtype | None = None  # type of slots; None: `dtype`
     question: Question | None = "aware"
-    """Says when the question is read: with the context, or after its eviction; None: none is."""
+    """Says when the question is read, with the context or after its eviction; None: no question."""
     depth: float | None = None
-    """Says where in the text the answer stands, 0 (start) to 1; None: samples are spread out."""
-    max_new_tokens: int | None = None  # an answer may take; None: as many as the task says
+    """Says where in the text the answer is, 0 (start) to 1; None: samples are spread out."""
+    max_new_tokens: int | None = None  # most tokens of an answer; None: by the task
     data: str | None = None  # digest of the file that the task reads, if it reads one
-    recall: int = 0  # tokens of evicted text that are read again before a question, at most
+    recall: int = 0  # most tokens of evicted text that are read again before a question
 
     @property
     def asked(self) -> str:
-        """Say how the model is asked, for labels: 'question-aware', 'context-only', or ''."""
+        """Return a label of how the model is asked: 'question-aware', 'context-only', or ''."""
         return ASKED[self.question] if self.question else ""
 
     @property
     def slots(self) -> str:
-        """Say what slots hold, for labels: 'int8 slots', or '' for the model's own numbers."""
+        """Return a label of the slots' type, such as 'int8 slots'; '' for the model's own."""
         return f"{self.kv_dtype} slots" if self.kv_dtype else ""
 
 
@@ -62,7 +62,7 @@ class Setting:
 class Cell:
     """A setting with its result.
 
-    What has a default is missing in cells of earlier versions.
+    Fields with a default are missing in cells of earlier versions.
     """
 
     setting: Setting
@@ -75,9 +75,9 @@ class Cell:
     versions: dict[str, str]
     scoring_ms: dict[str, float] | None = None  # percentiles per block, all layers; None: no run
     extra_bytes: int | None = None  # the part of `kv_bytes` that only this policy needs
-    scores: tuple[float, ...] | None = None  # every sample's in order; None: they were not kept
+    scores: tuple[float, ...] | None = None  # scores of all samples in order; None: not kept
     unit: str = "share"  # a name in `UNITS`
-    plain: bool = False  # asked in plain text, as the model has no chat template
+    plain: bool = False  # whether the model was asked in plain text, without a chat template
 
     @property
     def of(self) -> Unit:
@@ -102,14 +102,14 @@ class Cell:
 
 
 def label(s: Setting) -> str:
-    """Name the policy, its options, slots of other numbers than the model's, and recall."""
+    """Return a label with the policy, its options, the type of slots, and recall."""
     given = [*(f"{name}={value}" for name, value in s.options), *([s.slots] if s.slots else [])]
     given += [f"recall {s.recall}"] if s.recall else []
     return ", ".join([s.policy, *given])
 
 
 def as_options(given: Mapping[str, Any]) -> Options:
-    """Make a policy's options hashable, and the same after a trip through JSON.
+    """Return a policy's options as a hashable value that stays equal when read from JSON.
 
     >>> as_options({"window": 16, "layers": [0, 1]})
     (('layers', (0, 1)), ('window', 16))
@@ -126,12 +126,12 @@ def _frozen(name: str, value: Any) -> Any:
 
 
 def read_cells(path: Path) -> list[Cell]:
-    """Read the cells of a `cells.jsonl`, none where there is no file.
+    """Read the cells of a `cells.jsonl`; [] if there is no file.
 
-    A last line that is being written, or was when its sweep was killed, is left out.
+    An unfinished last line is left out: a sweep is writing it, or was killed then.
 
     Raises:
-        ValueError: a line that is no cell.
+        ValueError: a line is no cell.
     """
     lines = path.read_text(errors="replace").split("\n") if path.exists() else [""]
     if _unfinished(lines[-1]):
@@ -140,10 +140,10 @@ def read_cells(path: Path) -> list[Cell]:
 
 
 def cells_of(folders: Sequence[Path]) -> list[Cell]:
-    """Read the cells in folders of sweeps; of one that was measured twice, keep the later.
+    """Read the cells in folders of sweeps; of cells with one setting, keep the last.
 
     Raises:
-        ValueError: no folder, one without cells, or a line that is no cell.
+        ValueError: there is no folder, a folder has no cells, or a line is no cell.
     """
     found: dict[Setting, Cell] = {}
     for folder in folders:
@@ -157,10 +157,10 @@ def cells_of(folders: Sequence[Path]) -> list[Cell]:
 
 
 def read_folder(folder: Path) -> list[Cell]:
-    """Read the cells of a sweep's folder, none where there is no file; of one setting, the last.
+    """Read the cells of a sweep's folder, the last of each setting; [] if there is no file.
 
     Raises:
-        ValueError: a line that is no cell, or a file that is too large.
+        ValueError: a line is no cell, or the file is too large.
     """
     path = folder / CELLS
     if not path.exists():
@@ -170,9 +170,9 @@ def read_folder(folder: Path) -> list[Cell]:
 
 
 def mend(path: Path) -> bool:
-    """End a file's last line, or cut it off where it is half a cell, as after a power cut.
+    """End a file's last line, or cut it off if it is half a cell, as after a power cut.
 
-    Only whoever writes the file may do so. Returns whether a part of a cell was cut off.
+    Only the sweep that writes the file may do so. Return whether half a cell was cut off.
     """
     last = path.read_bytes().rpartition(b"\n")[2] if path.exists() else b""
     if not last:
@@ -187,7 +187,7 @@ def mend(path: Path) -> bool:
 
 
 def _unfinished(last: str) -> bool:
-    """Return whether what follows the last newline is nothing, or no whole JSON."""
+    """Return whether the text after the last newline is empty, or no whole JSON."""
     try:
         json.loads(last)
     except ValueError:
@@ -199,7 +199,7 @@ def current_cells(path: Path) -> list[Cell]:
     """Read the cells of a file that were measured with this version of kvcap.
 
     Raises:
-        ValueError: a line that is no cell.
+        ValueError: a line is no cell.
     """
     current = versions()["kvcap"]
     return [cell for cell in read_cells(path) if cell.versions["kvcap"] == current]
@@ -215,7 +215,7 @@ def _cell(line: str, where: str) -> Cell:
 
 
 def add_cell(path: Path, cell: Cell) -> None:
-    """Append one line, so that an interrupted sweep keeps its finished cells."""
+    """Append a cell as one line, so that an interrupted sweep keeps its finished cells."""
     with path.open("a") as file:
         file.write(json.dumps(cell.as_dict()) + "\n")
         file.flush()

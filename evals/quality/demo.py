@@ -1,7 +1,7 @@
-"""Runs the demo: says facts in a chat, reads a long text in fixed memory, and asks questions.
+"""Runs the demo: states facts in a chat, reads a long text in fixed memory, and asks for the facts.
 
-Everything goes through `Session.send`, as a user's turns would: the model acknowledges what the
-user says, and every question and answer takes slots of its own.
+Everything goes through `Session.send`, like a user's turns: the model acknowledges each message,
+and questions and answers take slots, too.
 """
 
 from __future__ import annotations
@@ -18,31 +18,28 @@ from kvcap.pocket.corpus import Fact, filler
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
 TURN_TOKENS = 1000  # filler tokens of one message
-REPLY_TOKENS = 12  # the most tokens of the model's acknowledgements
+REPLY_TOKENS = 12  # most tokens of the model's acknowledgements
 ANSWER_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question that is put at the end, with what came back."""
+    """A question that is asked at the end, with its answer."""
 
     question: str
     expected: str
     answer: str
-    found: bool  # the expected value stands in the answer
-    right: bool  # the value is there, and no other fact's in that sentence
+    found: bool  # whether the expected value is in the answer
+    right: bool  # whether it is, and its sentence names no other fact
 
 
 @dataclass(frozen=True)
 class DemoReport:
-    """A report that holds what the demo measured.
-
-    Tokens are counted per KV head and layer, bytes over all layers.
-    """
+    """The result of a demo; tokens are counted per KV head and layer, bytes over all layers."""
 
     model: str
     recall: float  # share of right answers
-    tokens: int  # read and written in all
+    tokens: int  # tokens read and written in all
     filler_tokens: int  # tokens between the facts and the questions
     seconds: float
     positions: str
@@ -59,13 +56,13 @@ class DemoReport:
 
 
 class Demo:
-    """A demonstration that says facts, reads and asks over one session.
+    """A demonstration in one session: states facts, reads a text, and asks for the facts.
 
     Args:
         runtime: the model and its cap.
-        tokens: of filler to read.
-        facts: how many to tell and ask for.
-        seed: of facts and text.
+        tokens: tokens of filler to read.
+        facts: number of facts.
+        seed: seed of facts and text.
     """
 
     def __init__(self, runtime: Runtime, *, tokens: int, facts: int = 16, seed: int = 0) -> None:
@@ -77,8 +74,8 @@ class Demo:
         self._sentences = filler(rng)
         self._order = rng.sample(self.facts, facts)
         self.runtime, self.session = runtime, runtime.session(seed=seed)
-        self.session.recall.limit = 0  # the demo shows what the cache itself still knows
-        self.read = 0  # filler tokens so far, turn marks and acknowledgements included
+        self.session.recall.limit = 0  # so that answers come from the cache alone
+        self.read = 0  # filler tokens so far, with turn marks and acknowledgements
         self._reading_since = 0.0
 
     @property
@@ -91,7 +88,7 @@ class Demo:
         on_progress: Callable[[Demo], None] = lambda _: None,
         on_answer: Callable[[Question], None] = lambda _: None,
     ) -> DemoReport:
-        """Do all three parts.
+        """Run all three parts.
 
         Args:
             on_progress: called after every block of filler.
@@ -119,7 +116,7 @@ class Demo:
         session.on_block = count
         while (left := self.tokens - self.read) > 0:
             self._say(" ".join(self._turn(min(left, TURN_TOKENS))), REPLY_TOKENS)
-            session.messages.clear()  # the text is not kept: memory stays the same at any length
+            session.messages.clear()  # the text itself would make memory grow
             count()
         session.on_block = None
 

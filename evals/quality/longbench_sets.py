@@ -2,7 +2,7 @@
 
 Bai et al., 2024, https://arxiv.org/abs/2308.14508: `config/dataset2prompt.json`,
 `config/dataset2maxlen.json`, `eval.py` and `pred.py` of https://github.com/THUDM/LongBench (MIT).
-The texts are part of the measurement: a letter more or less is another benchmark.
+Prompts must stay equal to the letter, as figures could not be compared otherwise.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Set:
-    """A set of LongBench's, with how its rows are asked and scored."""
+    """A set of LongBench: how its rows are asked and scored."""
 
     template: str  # has {context}, and {input} if the set has a question
     max_new_tokens: int
     metric: str  # a name in `metrics.METRICS`
-    chat: bool = True  # asked in the model's chat template; else as plain text, as it goes on
-    first_line: bool = False  # only the reply's first line is scored
+    chat: bool = True  # whether to ask in the chat template; else as plain text to continue
+    first_line: bool = False  # whether only the reply's first line is scored
 
 
-_BRIEF = (  # "asconcisely" is how it is published
+_BRIEF = (  # "asconcisely" is a misprint of the benchmark
     "asconcisely as you can, using a single phrase if possible. Do not provide any explanation."
 )
 _STORY = (
@@ -137,7 +137,7 @@ SETS = {
     "lcc": Set(_CODE, 64, "code_similarity", chat=False),
     "repobench-p": Set(_REPOSITORY, 64, "code_similarity", chat=False),
 }
-# Also published with lengths spread evenly (LongBench-E), under these names with `_e`.
+# Sets that LongBench-E has with evenly spread lengths, under these names with `_e`.
 EVEN = (
     "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec",
     "triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p",

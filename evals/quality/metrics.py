@@ -1,9 +1,9 @@
-"""Scores of one reply against the answers that a sample accepts, each in [0, 1], higher is better.
+"""Scores a reply against the answers that a sample accepts, in [0, 1]; higher is better.
 
-`METRICS` has them by name. They give what the benchmarks' own scripts give, so that figures can be
-set beside published ones; where a script depends on a package that is installed or not, the
-docstring says which of its results this is. Packages that only some metrics need are imported
-when one of these is loaded.
+`METRICS` has the metrics by name. Their values equal those of the benchmarks' own scripts, so that
+figures can be compared with published ones. If a script's result depends on an optional package,
+the docstring says which result is meant. Packages that only some metrics need are imported when one
+of these is loaded.
 
 LongBench: Bai et al., 2024, https://arxiv.org/abs/2308.14508, https://github.com/THUDM/LongBench.
 LongBench v2: Bai et al., 2025, https://arxiv.org/abs/2412.15204.
@@ -27,15 +27,15 @@ from kvcap.runtime.errors import ExtraMissing, how_to_install
 
 Answers = Sequence[str]
 Metric = Callable[[str, Answers, Sequence[str]], float]
-"""Names a function `metric(reply, answers, classes)` that scores a reply.
+"""Stands for a function `metric(reply, answers, classes)` that scores a reply.
 
-`answers` are those accepted, at least one; `classes` all labels a classification may give, which
-other metrics do not read.
+`answers` has the accepted answers, at least one. `classes` has all labels of a classification, and
+is ignored by other metrics.
 """
 Pair = Callable[[str, str], float]
 
 NUMBER = re.compile(r"\d+")
-# Punctuation of Chinese text that LongBench removes, besides ASCII's: the list of the package zhon.
+# Chinese punctuation that LongBench removes, besides ASCII's: the list of the package zhon.
 CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗"
     "〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -43,58 +43,58 @@ CHINESE_PUNCTUATION = (
 
 
 def contains(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float:
-    """Return 1 where any answer stands in the reply, in any case (RULER's `string_match_part`)."""
+    """Return 1 if the reply has any of the answers, in any case (RULER's `string_match_part`)."""
     return float(any(answer.lower() in reply.lower() for answer in answers))
 
 
 def contains_all(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float:
-    """Return the share of the answers that stand in the reply (RULER's `string_match_all`)."""
+    """Return the share of the answers that the reply has (RULER's `string_match_all`)."""
     return fmean(float(answer.lower() in reply.lower()) for answer in answers)
 
 
 def exact_match(reply: str, answer: str) -> float:
-    """Return 1 where both are the same, but for case, punctuation and articles (SQuAD)."""
+    """Return 1 if both are equal but for case, punctuation and articles (SQuAD)."""
     return float(normalized(reply) == normalized(answer))
 
 
 def f1(reply: str, answer: str) -> float:
-    """Return F1 of the words in common, normalised (SQuAD; LongBench's `qa_f1_score`)."""
+    """Return F1 of the common words of normalised texts (SQuAD; LongBench's `qa_f1_score`)."""
     return _f1(normalized(reply).split(), normalized(answer).split())
 
 
 def f1_zh(reply: str, answer: str) -> float:
-    """Return F1 of the words in common of Chinese texts (LongBench's `qa_f1_zh_score`)."""
+    """Return F1 of the common words of Chinese texts (LongBench's `qa_f1_zh_score`)."""
     return _f1(_chinese_words(reply), _chinese_words(answer))
 
 
 def rouge_l(reply: str, answer: str) -> float:
     """Return ROUGE-L's F1 as LongBench does, by `rouge-score`'s longest common subsequences.
 
-    LongBench takes the package `rouge`, whose ROUGE-L is of the summary as a whole: texts are cut
-    into sentences at every full stop, and the words of the longest common subsequences of all
-    pairs of sentences are put together. Every word counts once: recall is over the distinct words
-    of the answer, precision over those of the reply. Case and punctuation count. `rouge-score`'s
-    own `rougeLsum` lowers case, drops what is not `a-z0-9`, cuts at line ends and counts
-    repetitions, so its values differ, and for Chinese text they are 0. Of several longest
-    subsequences the one that `rouge` takes is chosen. Texts on which `rouge` ends in Python's
-    recursion limit, which LongBench counts as 0, get their score here.
+    LongBench uses the package `rouge`, whose ROUGE-L is of the whole summary: texts are cut into
+    sentences at every full stop, and the words of the longest common subsequences of all pairs of
+    sentences are joined. Every word counts once: recall is over the distinct words of the answer,
+    precision over those of the reply. Case and punctuation count. `rouge-score`'s own `rougeLsum`
+    lowers case, drops characters other than `a-z0-9`, cuts at line ends and counts repetitions, so
+    its values differ, and are 0 for Chinese text. Among several longest subsequences, the one that
+    `rouge` chooses counts. LongBench counts texts on which `rouge` reaches Python's recursion limit
+    as 0; here they get their score.
 
     Lin, 2004, https://aclanthology.org/W04-1013.
     """
     from rouge_score.rouge_scorer import lcs_ind
 
-    said, expected = _sentences(reply), _sentences(answer)
+    got, expected = _sentences(reply), _sentences(answer)
     common = {
         words[place]
         for reference in expected
-        for words in said
+        for words in got
         for place in lcs_ind(words, reference)
     }
     if not common:
         return 0.0
-    precision = len(common) / len({word for words in said for word in words})
+    precision = len(common) / len({word for words in got for word in words})
     recall = len(common) / len({word for words in expected for word in words})
-    return 2 * (precision * recall / (precision + recall + 1e-8))  # `rouge` adds this, too
+    return 2 * (precision * recall / (precision + recall + 1e-8))  # with the epsilon of `rouge`
 
 
 def rouge_l_zh(reply: str, answer: str) -> float:
@@ -105,10 +105,10 @@ def rouge_l_zh(reply: str, answer: str) -> float:
 def code_similarity(reply: str, answer: str) -> float:
     """Return the edit similarity of the reply's first line of code (LongBench's `code_sim_score`).
 
-    `2 * common / (length of both)`, rounded to hundredths, where `common` is the length of the
-    longest common subsequence of characters. LongBench calls fuzzywuzzy's `ratio`: this is what it
-    gives beside python-Levenshtein, as it asks to be installed; without that package it takes
-    difflib's matching blocks, whose values are the same or lower.
+    It is `2 * common / (length of both)`, rounded to hundredths, where `common` is the length of
+    the longest common subsequence of characters. LongBench calls fuzzywuzzy's `ratio`; this is its
+    result with python-Levenshtein installed, as LongBench requires. Without that package fuzzywuzzy
+    uses difflib's matching blocks, whose values are equal or lower.
     """
     from rapidfuzz.fuzz import ratio
 
@@ -118,10 +118,10 @@ def code_similarity(reply: str, answer: str) -> float:
 
 
 def classification(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float:
-    """Return 1 / n where the reply names n of the classes, the right one among them (LongBench).
+    """Return 1 / n if the reply names n of the classes, with the right one (LongBench), else 0.
 
-    A class whose name is part of the right one's is not counted. The official script removes these
-    from the list that it is going through, which spares the name after each of them; so does this.
+    A class whose name is part of the right one's does not count. The official script removes such
+    classes from the list that it iterates over, and so skips the name after each; so does this.
     """
     return max(_classification(reply, answer, classes) for answer in answers)
 
@@ -136,7 +136,7 @@ def _classification(reply: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def count(reply: str, answer: str) -> float:
-    """Return the share of the reply's numbers that are the answer (LongBench's `count_score`)."""
+    """Return the share of the reply's numbers that equal the answer (LongBench's `count_score`)."""
     numbers = NUMBER.findall(reply)
     return numbers.count(answer) / len(numbers) if numbers else 0.0
 
@@ -152,28 +152,28 @@ def retrieval_zh(reply: str, answer: str) -> float:
 
 
 def accuracy(reply: str, answer: str) -> float:
-    """Return 1 where 'The correct answer is (B)' names the answer's letter (LongBench v2)."""
-    said = reply.replace("*", "")
-    found = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(
-        r"The correct answer is ([A-D])", said
+    """Return 1 if 'The correct answer is (B)' has the answer's letter (LongBench v2)."""
+    plain = reply.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", plain) or re.search(
+        r"The correct answer is ([A-D])", plain
     )
     return float(found is not None and found[1] == answer)
 
 
 def math(reply: str, answer: str) -> float:
-    r"""Return 1 where the reply's last `\boxed{}` is the answer, normalised (MATH's `is_equiv`)."""
-    said = last_boxed(reply)
-    if said is None:
+    r"""Return 1 if the reply's last `\boxed{}` is the answer, normalised (MATH's `is_equiv`)."""
+    got = last_boxed(reply)
+    if got is None:
         return 0.0
     expected = last_boxed(answer) or answer
     try:
-        return float(_plain_math(said) == _plain_math(expected))
-    except (ValueError, IndexError):  # a cut formula, such as '\sqrt' at the end
-        return float(said == expected)
+        return float(_plain_math(got) == _plain_math(expected))
+    except (ValueError, IndexError):  # the formula is cut off, such as at '\sqrt'
+        return float(got == expected)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of a text's last `\boxed{}`; None where there is no closed one.
+    r"""Return the content of a text's last `\boxed{}`; None if none is closed.
 
     >>> last_boxed(r"So \boxed{1}, no, \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -199,31 +199,31 @@ def normalized(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
 
-def _f1(said: list[str], expected: list[str]) -> float:
-    common = sum((Counter(said) & Counter(expected)).values())
+def _f1(got: list[str], expected: list[str]) -> float:
+    common = sum((Counter(got) & Counter(expected)).values())
     if common == 0:
         return 0.0
-    precision, recall = common / len(said), common / len(expected)
+    precision, recall = common / len(got), common / len(expected)
     return 2 * precision * recall / (precision + recall)
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Return words of every sentence, as `rouge` finds them; an empty one has one empty word."""
+    """Return the words of every sentence as `rouge` does; an empty sentence has one empty word."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
 def _cut(text: str) -> list[str]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # jieba is older than what Python warns of
+        warnings.simplefilter("ignore")  # jieba uses syntax that newer Pythons warn of
         import jieba
 
-        jieba.setLogLevel("WARNING")  # it writes about its dictionary otherwise
+        jieba.setLogLevel("WARNING")  # without its messages on loading the dictionary
         words: list[str] = jieba.lcut(text)
     return words
 
 
 def _chinese_words(text: str) -> list[str]:
-    """Return words of a Chinese text without case, punctuation and spaces (LongBench)."""
+    """Return the words of a Chinese text without case, punctuation and spaces (LongBench)."""
     drop = str.maketrans("", "", string.punctuation + CHINESE_PUNCTUATION)
     words = ("".join(word.lower().translate(drop).split()) for word in _cut(text))
     return [word for word in words if word]
@@ -237,10 +237,10 @@ def _paragraph(answer: str, pattern: str) -> str:
 
 
 def _plain_math(text: str) -> str:
-    r"""Return a formula in one form, by the rules of MATH's `_strip_string`, in their order.
+    r"""Return a formula in a normal form, by the rules of MATH's `_strip_string` in their order.
 
     Raises:
-        ValueError, IndexError: a unit comes twice, or a root or fraction is cut off.
+        ValueError, IndexError: there are two units, or a root or fraction is cut off.
     """
     for old, new in (
         ("\n", ""),
@@ -255,14 +255,14 @@ def _plain_math(text: str) -> str:
         (r"\$", ""),
     ):
         text = text.replace(old, new)
-    if r"\text{ " in text:  # begins a unit
+    if r"\text{ " in text:  # the beginning of a unit
         text, _ = text.split(r"\text{ ")
     for old, new in ((r"\%", ""), (" .", " 0."), ("{.", "{0.")):
         text = text.replace(old, new)
     if text.startswith("."):
         text = f"0{text}"
     name, is_equal, value = text.partition("=")
-    if is_equal and "=" not in value and len(name) <= 2:  # 'x = 3'
+    if is_equal and "=" not in value and len(name) <= 2:  # such as 'x = 3'
         text = value
     text = _with_braces(text, r"\sqrt", 1).replace(" ", "")
     text = _with_braces(text, r"\frac", 2)
@@ -273,7 +273,7 @@ def _plain_math(text: str) -> str:
 
 
 def _with_braces(text: str, command: str, arguments: int) -> str:
-    r"""Put braces about the letters that a command takes, as in `\sqrt3`, `\frac12`.
+    r"""Return a formula with braces around a command's arguments, such as in `\sqrt3`, `\frac12`.
 
     Raises:
         IndexError: nothing follows the command.
@@ -293,7 +293,7 @@ def _with_braces(text: str, command: str, arguments: int) -> str:
 
 
 def _best(pair: Pair) -> Metric:
-    """Return a metric: the best score over all answers, as every script with several counts."""
+    """Return a metric that takes the best score over all answers, as the scripts do."""
 
     def metric(reply: str, answers: Answers, classes: Sequence[str] = ()) -> float:
         return max(pair(reply, answer) for answer in answers)
@@ -317,13 +317,13 @@ METRICS: dict[str, Metric] = {
     "accuracy": _best(accuracy),
     "math": _best(math),
 }
-# What a cell's score is (`scores.UNITS`) where samples are not just right or wrong.
+# Units (`scores.UNITS`) of metrics whose scores are not just right or wrong.
 PARTIAL = {
     "contains_all": "score", "classification": "score", "count": "score", "retrieval": "score",
     "retrieval_zh": "score", "f1": "f1", "f1_zh": "f1", "rouge_l": "rouge_l",
     "rouge_l_zh": "rouge_l", "code_similarity": "similarity",
 }  # fmt: skip
-NEEDS = {  # packages of a metric, by the name they are imported by
+NEEDS = {  # packages that a metric imports
     "f1_zh": ("jieba",),
     "rouge_l": ("rouge_score",),
     "rouge_l_zh": ("rouge_score", "jieba"),
@@ -336,7 +336,7 @@ def load_metric(name: str) -> Metric:
     """Return the metric of that name.
 
     Raises:
-        ValueError: no such metric; the nearest one is named.
+        ValueError: there is no such metric; the message names the nearest one.
         ExtraMissing: a package that it needs is not installed.
     """
     if name not in METRICS:

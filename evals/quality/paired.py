@@ -1,8 +1,7 @@
-"""Compares two cells on the same samples, which takes far fewer than comparing two means.
+"""Compares two cells on the same samples, which needs far fewer than comparing two means.
 
-Every sample gives a difference of its two scores, so that what makes a sample hard or easy for both
-cancels. Scores that are all 0 or 1 have an exact test and an interval for shares; others have a
-bootstrap over samples.
+Every sample gives a difference of two scores, in which its difficulty cancels. Scores that are all
+0 or 1 have an exact test and an interval for shares; others have a bootstrap over samples.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from kvcap.evals.quality.scores import Unit, bootstrap, wilson
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison that says how far one cell is above another, over the samples of both."""
+    """The difference of two cells over their common samples."""
 
-    difference: float  # between the samples' means, as the unit's `of_mean` gives it
+    difference: float  # difference of the samples' means, converted by the unit's `of_mean`
     ci_low: float  # 95 % interval
     ci_high: float
-    p_value: float | None  # exact and two-sided, of no difference; None: scores are not 0 or 1
+    p_value: float | None  # of no difference, exact, two-sided; None: scores are not all 0 or 1
     samples: int
-    first_higher: int  # samples whose score is higher in the first
-    second_higher: int
+    first_higher: int  # samples whose score is higher in the first cell
+    second_higher: int  # samples whose score is higher in the second cell
 
 
 def compare(first: Sequence[float], second: Sequence[float], unit: Unit) -> Comparison:
     """Compare the scores of two cells, sample by sample.
 
     Args:
-        first: scores, one per sample.
-        second: those of the same samples, in the same order.
-        unit: of the cells' scores. A difference of shares is one; of losses, it is turned into the
-            ratio of perplexities.
+        first: scores of the first cell, one per sample.
+        second: scores of the second cell, for the same samples in the same order.
+        unit: unit of the cells' scores. A difference of shares is a share; one of losses becomes
+            the ratio of perplexities.
 
     Raises:
-        ValueError: not equally many, or none.
+        ValueError: there are no scores, or unequally many.
     """
     if len(first) != len(second) or not first:
         raise ValueError(
@@ -59,7 +58,7 @@ def compare(first: Sequence[float], second: Sequence[float], unit: Unit) -> Comp
 
 
 def mcnemar(more: int, fewer: int) -> float:
-    """Return the exact two-sided p-value of paired shares: a sign test on samples that differ.
+    """Return the exact two-sided p-value of paired shares, a sign test on samples that differ.
 
     Q. McNemar, 1947, https://doi.org/10.1007/BF02295996.
 
@@ -67,27 +66,29 @@ def mcnemar(more: int, fewer: int) -> float:
     0.03125
     """
     n, least = more + fewer, min(more, fewer)
-    ways = sum(comb(n, k) for k in range(least + 1))  # outcomes of 2^n
+    ways = sum(comb(n, k) for k in range(least + 1))  # of 2^n outcomes
     return min(1.0, float(2 * ways / 2**n))
 
 
 def newcombe(both: int, first: int, second: int, neither: int) -> tuple[float, float]:
-    """Return the 95 % score interval of the difference of two paired shares; sensible without any.
+    """Return the 95 % score interval of the difference of two paired shares.
+
+    It is sensible even if no samples differ.
 
     R. G. Newcombe, 1998, method 10,
     https://doi.org/10.1002/(SICI)1097-0258(19981130)17:22<2635::AID-SIM954>3.0.CO;2-C.
 
     Args:
-        both: samples that both have right.
-        first: that only the first has right.
-        second: that only the second has right.
-        neither: that none has right.
+        both: samples that both cells have right.
+        first: samples that only the first has right.
+        second: samples that only the second has right.
+        neither: samples that neither has right.
     """
     n = both + first + second + neither
     p, q = (both + first) / n, (both + second) / n
     (p_low, p_high), (q_low, q_high) = wilson(both + first, n), wilson(both + second, n)
     product = float(both * neither - first * second)
-    if product > 0:  # corrected for continuity, where shares go together
+    if product > 0:  # shares are positively correlated: a correction for continuity
         product = max(product - n / 2, 0.0)
     margins = (both + first) * (second + neither) * (both + second) * (first + neither)
     phi = product / sqrt(margins) if margins else 0.0

@@ -1,4 +1,4 @@
-"""Ranks policies by cells on the same samples, and says which do not differ from the best."""
+"""Ranks policies by cells on the same samples, and finds those that tie with the best."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from kvcap.evals.quality.cells import Cell, Setting, label
 from kvcap.evals.quality.paired import compare
 from kvcap.evals.quality.scores import cell_score, interval
 
-LEVEL = 0.05  # level of the test for a difference of two policies
+LEVEL = 0.05  # level of significance of a difference of two policies
 
 
 @dataclass(frozen=True)
 class RankedPolicy:
-    """A policy that has a row in a ranking: its cells in the table's columns, and their mean."""
+    """A policy's row of a ranking: its cells in the table's columns, and their mean."""
 
     name: str
     cells: tuple[Cell | None, ...]
-    mean: Cell | None  # over the cells that exist
-    whole: bool  # whether all are
+    mean: Cell | None  # mean of the cells that exist
+    whole: bool  # whether all cells exist
 
     @classmethod
     def of(cls, name: str, cells: Sequence[Cell | None]) -> RankedPolicy:
-        """Return the row of a policy that has these cells, of which None was not measured."""
+        """Return the row of a policy with these cells; None stands for one not measured."""
         there = [cell for cell in cells if cell is not None]
         return cls(name, tuple(cells), mean_of(there) if there else None, len(there) == len(cells))
 
 
 @dataclass(frozen=True)
 class RankingTable:
-    """A table that ranks policies on the prompts of one task and length, at one position mode."""
+    """A table that ranks policies on the prompts of one task and length, in one position mode."""
 
     length: int  # tokens of a prompt
     positions: str
@@ -41,9 +41,9 @@ class RankingTable:
 
 
 def tables(cells: Iterable[Cell]) -> list[RankingTable]:
-    """Return the tables of cells that differ in length, positions, budget and policy alone.
+    """Return tables of cells that differ only in length, positions, budget and policy.
 
-    By length, and in it by position mode.
+    They are sorted by length, then by position mode.
     """
     lengths: dict[int, list[Cell]] = {}
     for cell in cells:
@@ -67,17 +67,17 @@ def _table(length: int, mode: str, cells: Sequence[Cell]) -> RankingTable:
 
 
 def overview(found: Sequence[RankingTable]) -> list[RankedPolicy]:
-    """Rank policies by their means in several tables, of which each is a column."""
+    """Rank policies by their means in several tables, each of which becomes a column."""
     means = [{row.name: row.mean for row in table.rows if row.whole} for table in found]
     names = dict.fromkeys(row.name for table in found for row in table.rows)
     return ranked({name: [mean.get(name) for mean in means] for name in names})
 
 
 def ranked(columns: Mapping[str, Sequence[Cell | None]]) -> list[RankedPolicy]:
-    """Sort rows, the best mean first; those that lack a column come last, as their means say less.
+    """Return rows sorted by mean, the best first; rows that lack a cell come last.
 
     Args:
-        columns: of each name, a cell or None for every column.
+        columns: for each name, a cell or None for every column.
     """
 
     def place(row: RankedPolicy) -> tuple[bool, float, str]:
@@ -90,11 +90,10 @@ def ranked(columns: Mapping[str, Sequence[Cell | None]]) -> list[RankedPolicy]:
 
 
 def mean_of(cells: Sequence[Cell]) -> Cell:
-    """Return the mean of cells as one cell: each sample's score is its mean over them.
+    """Return the mean of cells as one cell, in which each sample's score is its mean over them.
 
-    Where scores of samples were not kept, or cells have different numbers of them, the cells'
-    scores and the ends of their intervals are averaged, which makes the interval too wide rather
-    than too narrow.
+    If scores of samples were not kept, or cells have different numbers of them, the cells' scores
+    and the ends of their intervals are averaged, which makes the interval rather too wide.
     """
     first, unit = cells[0], cells[0].of
     kept = [cell.scores for cell in cells if cell.scores]
@@ -114,7 +113,7 @@ def mean_of(cells: Sequence[Cell]) -> Cell:
 
 
 def tied_with_best(column: Sequence[Cell | None]) -> set[int]:
-    """Return the places of a column's best cell and of those that do not differ from it."""
+    """Return the indices of a column's best cell and of those that do not differ from it."""
     there = {place: cell for place, cell in enumerate(column) if cell is not None}
     if not there:
         return set()
@@ -123,11 +122,11 @@ def tied_with_best(column: Sequence[Cell | None]) -> set[int]:
 
 
 def differ(a: Cell, b: Cell) -> bool:
-    """Return whether two cells differ, at the level of 5 %.
+    """Return whether two cells differ significantly, at the level of 5 %.
 
-    By McNemar's exact test where every sample is right or wrong, and otherwise by whether the
-    interval of their difference leaves out none; of cells without the scores of samples, by whether
-    their intervals overlap.
+    If every sample is right or wrong, McNemar's exact test decides; else, whether the interval of
+    the difference excludes no difference. Cells without scores of samples differ if their intervals
+    do not overlap.
     """
     if not (a.scores and b.scores):
         return a.ci_low > b.ci_high or b.ci_low > a.ci_high
@@ -138,10 +137,10 @@ def differ(a: Cell, b: Cell) -> bool:
 
 
 def check_same_samples(cells: Iterable[Cell]) -> None:
-    """Refuse cells that differ in their samples where they should differ in their policy alone.
+    """Refuse cells of one table that were measured on different samples.
 
     Raises:
-        ValueError: naming both.
+        ValueError: naming two such cells.
     """
     seen: dict[Setting, Setting] = {}
     for s in (cell.setting for cell in cells):

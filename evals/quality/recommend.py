@@ -1,8 +1,8 @@
-"""Chooses a policy from what was measured on a user's model: flow first, then facts, then time.
+"""Chooses a policy by figures of a user's model: flow first, then facts, then time.
 
-Flow is the loss on pieces of the user's text, facts are needles that are found again. Every figure
-is of the same pieces and samples for all policies, so that policies are compared pair by pair. Here
-nothing is measured, and no model is known.
+Flow is the loss on pieces of the user's text; facts are needles that are found. All policies have
+figures of the same pieces and samples, so that they can be compared pairwise. Measures nothing, and
+knows no model.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from kvcap.evals.quality.paired import Comparison, compare
 from kvcap.evals.quality.scores import UNITS, cell_score
 
 FLOOR, UNCAPPED = "random", "full"
-NEVER = (FLOOR, UNCAPPED)  # measured beside the candidates, and never recommended
-SAME_FLOW = 1.01  # times another perplexity: up to here nobody reads a difference
+NEVER = (FLOOR, UNCAPPED)  # policies that are measured for comparison, and never recommended
+SAME_FLOW = 1.01  # ratio of perplexities up to which a reader notices no difference
 FLOW, FACTS = UNITS["perplexity"], UNITS["share"]
 
 
 @dataclass(frozen=True)
 class PolicyFigures:
-    """A policy at the budget, with the figures that were measured of it."""
+    """The figures of a policy at the budget."""
 
     policy: str
-    slots: int | None  # per KV head and layer; None: it never evicts
-    kv_bytes: int | None  # bytes of the cache; None: it never evicts
+    slots: int | None  # slots per KV head and layer; None: the policy never evicts
+    kv_bytes: int | None  # bytes of the cache; None: the policy never evicts
     losses: tuple[float, ...]  # mean loss per token of every piece of the text, in nats
-    facts: tuple[float, ...] = ()  # score of every needle; (): none was hidden
+    facts: tuple[float, ...] = ()  # score of every needle; (): not measured
     recalled: tuple[float, ...] = ()  # scores of the same needles with recall; (): not measured
-    eviction_ms: float | None = None  # per block, all layers together
-    decode_ms: float | None = None  # per token of an answer
+    eviction_ms: float | None = None  # milliseconds per block, all layers together
+    decode_ms: float | None = None  # milliseconds per token of an answer
 
     @property
     def perplexity(self) -> float:
@@ -62,11 +62,11 @@ class PolicyFigures:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A recommendation that names the policy to use, and gives the reasons."""
+    """The recommended policy, and the reasons."""
 
-    policy: str | None  # None: nothing that was measured can be recommended
-    recall: bool
-    near: tuple[str, ...]  # the policies whose flow is as good as the best, in the order measured
+    policy: str | None  # None: no measured policy can be recommended
+    recall: bool  # whether to use recall
+    near: tuple[str, ...]  # policies whose flow is as good as the best, in the order measured
     remarks: tuple[str, ...]  # sentences that a reader needs beside the table
 
 
@@ -92,21 +92,21 @@ def below_random(rows: Sequence[PolicyFigures]) -> list[PolicyFigures]:
 
 
 def is_worse(row: PolicyFigures, other: PolicyFigures) -> bool:
-    """Return whether a row's flow is worse: beyond chance, and by more than a reader would see."""
+    """Return whether a row's flow is significantly worse, by more than `SAME_FLOW`."""
     beside = flow_beside(row, other)
     return beside.ci_low > 1 and beside.difference > SAME_FLOW
 
 
 def flow_beside(row: PolicyFigures, other: PolicyFigures) -> Comparison:
-    """Compare perplexities on the same pieces: how many times the other's a row's is."""
+    """Compare perplexities on the same pieces: the difference is a row's divided by the other's."""
     return compare(row.losses, other.losses, FLOW)
 
 
 def choose(rows: Sequence[PolicyFigures]) -> Recommendation:
-    """Choose among the candidates near the best flow by facts, and among equals by time.
+    """Choose by facts among the candidates near the best flow, and by time among equals.
 
-    Equals have as many facts, and perplexities within `SAME_FLOW` of the least: where few pieces
-    leave wide intervals, a policy that reads worse is not taken for its speed.
+    Equals find as many facts, and have perplexities within `SAME_FLOW` of the least. So a policy
+    with worse flow is not chosen for its speed if few pieces leave wide intervals.
     """
     near, floor = near_best(rows), _named(rows, FLOOR)
     remarks = [
@@ -137,12 +137,12 @@ def command(
     """Return the command line to use.
 
     Args:
-        choice: which names a policy.
-        model: as the user named it.
-        file: with the text, which a model without a chat template goes on from.
-        given: values of options that hold for every policy, by the options' names.
-        recall: tokens that were read again for a question, at most.
-        plain: the model has no chat template.
+        choice: a recommendation with a policy.
+        model: the model, as the user named it.
+        file: the file of the text, which a model without a chat template continues.
+        given: values of further options of the command, by option.
+        recall: most tokens that were read again for a question.
+        plain: whether the model has no chat template.
 
     >>> chosen = Recommendation("snapkv", True, ("snapkv",), ())
     >>> " ".join(command(chosen, "pocket", "a.txt", {"--kv-budget": "1MiB"}, 64, plain=False))
@@ -151,7 +151,7 @@ def command(
     assert choice.policy is not None, "nothing was recommended"
     begun = ["generate", model, "--file", file, "--raw"] if plain else ["chat", model]
     options = [part for name, value in given.items() for part in (name, str(value))]
-    # In a text that is read as it is, only a number of tokens has evicted text read again.
+    # For plain text, 'auto' would turn recall off; only a number of tokens turns it on.
     mode = "off" if not choice.recall else str(recall) if plain else "auto"
     return ["kvcap", *begun, "--policy", choice.policy, *options, "--recall", mode]
 
@@ -160,12 +160,12 @@ def _on_facts(
     chosen: PolicyFigures, rows: Sequence[PolicyFigures], near: Sequence[PolicyFigures]
 ) -> list[str]:
     """Return sentences about the facts that were found."""
-    said, full = [], _named(rows, UNCAPPED).facts
+    sentences, full = [], _named(rows, UNCAPPED).facts
     if not any(full) and not any(chosen.best_facts):
         return ["the model finds no fact even uncapped, so that flow and time alone decide"]
     if chosen.recalled:
         more = "more than" if chosen.recall_helps else "no more than"
-        said.append(
+        sentences.append(
             f"with recall {chosen.policy} finds {share(chosen.recalled)} facts, {more} the "
             f"{share(chosen.facts)} without it"
         )
@@ -174,11 +174,11 @@ def _on_facts(
     best = max(others, key=lambda row: fmean(row.best_facts), default=None)
     if best is not None and compare(best.best_facts, chosen.best_facts, FACTS).ci_low > 0:
         ratio = flow_beside(best, chosen).difference
-        said.append(
+        sentences.append(
             f"{best.policy} finds far more facts, {share(best.best_facts)}, at {ratio:.2f} times "
             "the perplexity: take it where facts are all that counts"
         )
-    return said
+    return sentences
 
 
 def _candidates(rows: Iterable[PolicyFigures]) -> list[PolicyFigures]:
@@ -190,7 +190,7 @@ def _named(rows: Iterable[PolicyFigures], policy: str) -> PolicyFigures:
 
 
 def _rank(row: PolicyFigures, least: float) -> tuple[float, bool, float, float]:
-    """Return a key by which rows sort, the best first; `least` is their least perplexity."""
+    """Return a sort key, the best row first; `least` is the least perplexity of all rows."""
     facts = _mean(row.best_facts) or 0.0
     time = float("inf") if row.eviction_ms is None else row.eviction_ms
     return -facts, row.perplexity > SAME_FLOW * least, time, row.perplexity
@@ -201,5 +201,5 @@ def _mean(scores: Sequence[float]) -> float | None:
 
 
 def share(scores: Sequence[float]) -> str:
-    """Return how many of the needles were found, in words; '' where none was hidden."""
+    """Return a text such as '3 of 4' for the needles that were found; '' if not measured."""
     return f"{sum(scores):g} of {len(scores)}" if scores else ""

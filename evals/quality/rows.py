@@ -1,7 +1,7 @@
-"""Tasks whose samples are rows of a file: one JSON object a line, checked before anything runs.
+"""Defines tasks whose samples are rows of a file: one JSON object per line, all checked first.
 
-Knows how rows are found, read, drawn and held to a length. What is in a row, each kind of file says
-for itself (`tasks/file.py`, `longbench.py`, `ruler.py`, `math.py`).
+Finds and reads files, draws rows, and keeps prompts to a length. Each kind of file has a module for
+the content of its rows (`tasks/file.py`, `longbench.py`, `ruler.py`, `math.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvcap.evals.quality.metrics import PARTIAL, load_metric
 from kvcap.evals.quality.tasks import Sample, prompt_ids
 from kvcap.runtime.files import check_plain, parse_json
 
-MOST = 1 << 30  # bytes of a file
+MOST = 1 << 30  # most bytes of a file
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a file, with a place that messages name.
+    """A line of a file: its JSON object, and its place for messages.
 
     Args:
         where: file and line, for messages.
@@ -35,10 +35,10 @@ class Row:
     given: dict[str, Any]
 
     def text(self, name: str) -> str:
-        """Return a field that holds a text.
+        """Return the text of a field.
 
         Raises:
-            ValueError: it is missing, or holds something else.
+            ValueError: the field is missing, or no text.
         """
         value = self._field(name)
         if not isinstance(value, str):
@@ -46,10 +46,10 @@ class Row:
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Return a field that holds texts, at least one; whole numbers are texts.
+        """Return the texts of a field, at least one; whole numbers count as texts.
 
         Raises:
-            ValueError: it is missing, or holds something else.
+            ValueError: the field is missing, or has something else.
         """
         value = self._field(name)
         found = value if isinstance(value, list) else [value]
@@ -68,19 +68,19 @@ class Row:
 
 @dataclass(frozen=True)
 class RowSample(Sample):
-    """A sample made of a row: besides, what scores it, and where it stands."""
+    """A sample made of a row, with the metric that scores it."""
 
     metric: str = "contains"  # a name in `metrics.METRICS`
     classes: tuple[str, ...] = ()  # all possible labels, if the answer is one of them
-    where: str = ""
+    where: str = ""  # file and line, for messages
 
 
 Fit = Callable[[RowSample, Any, int], RowSample]
-"""Names a function `fit(sample, tokenizer, length)` that fits a prompt into `length` tokens."""
+"""Stands for a function `fit(sample, tokenizer, length)` that fits a prompt into a length."""
 
 
 def refuse_longer(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
-    """Return the sample as it is.
+    """Return the sample unchanged, if its prompt fits.
 
     Raises:
         ValueError: its prompt has more than `length` tokens.
@@ -99,12 +99,12 @@ class RowsTask:
     """A task that asks about the rows of a file.
 
     Args:
-        MAX_NEW_TOKENS: tokens an answer may take.
-        samples: of all rows, in the file's order.
+        MAX_NEW_TOKENS: most tokens of an answer.
+        samples: samples of all rows, in the file's order.
         where: the file, for messages.
-        digest: of the file's content: cells measured on other content are other cells.
-        fit: makes a sample keep to a length, or refuses it.
-        read: what of a reply is scored.
+        digest: digest of the file's content; cells measured on other content are other cells.
+        fit: shortens a sample's prompt to a length, or refuses it.
+        read: returns the part of a reply that is scored.
     """
 
     MAX_NEW_TOKENS: int
@@ -117,19 +117,19 @@ class RowsTask:
 
     @property
     def UNIT(self) -> str:  # written as in a task's file
-        """Return the unit of the scores: of the one metric that all rows have, or just scores."""
+        """Return the unit of the metric if all rows have the same one, else 'score'."""
         units = {PARTIAL.get(sample.metric, "share") for sample in self.samples}
         return units.pop() if len(units) == 1 else "score"
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> RowSample:
-        """Return any row. `depth` means nothing here."""
+        """Return a random row; `depth` is not used."""
         return self.fit(rng.choice(self.samples), tokenizer, length)
 
     def draw(self, tokenizer: Any, length: int, count: int, seed: int) -> list[RowSample]:
-        """Return `count` different rows: the first of an order that the seed alone decides.
+        """Return `count` different rows, the first ones of an order that the seed decides.
 
         Raises:
-            ValueError: the file has fewer, or a prompt is longer than `length`.
+            ValueError: the file has fewer rows, or a prompt is longer than `length`.
         """
         if count > len(self.samples):
             raise ValueError(
@@ -152,18 +152,18 @@ def rows_task(
     member: str | None = None,
     **options: Any,
 ) -> RowsTask:
-    """Return the task of a file, every row of it checked.
+    """Return the task of a file, and check every row.
 
     Args:
-        path: of the file.
+        path: the file.
         write: makes a row's sample.
-        max_new_tokens: that an answer may take.
-        member: if `path` is a zip archive, the file in it.
+        max_new_tokens: most tokens of an answer.
+        member: the file in `path`, if that is a zip archive.
         options: `fit` and `read` of the task.
 
     Raises:
-        ValueError: no such file, an empty one, or a row that cannot be asked, by its line.
-        ExtraMissing: a package that scores a row is not installed.
+        ValueError: there is no such file, it is empty, or a row has no valid sample.
+        ExtraMissing: a package that a metric needs is not installed.
     """
     data, name = _read(path, member)
     samples = tuple(write(row) for row in _rows(data, name))
@@ -175,10 +175,10 @@ def rows_task(
 
 
 def find(path: str, *names: str) -> Path:
-    """Return the file that is meant: `path` itself, or the first of `names` in the folder `path`.
+    """Return `path` if it is a file, or the first of `names` that the folder `path` has.
 
     Raises:
-        ValueError: there is none; what was looked for is named.
+        ValueError: there is no such file; the message lists the names.
     """
     given = Path(path).expanduser()
     if not given.is_dir():
@@ -194,7 +194,7 @@ def find(path: str, *names: str) -> Path:
 
 
 def _read(path: Path, member: str | None) -> tuple[bytes, str]:
-    """Return a file's bytes, and what to call it."""
+    """Return a file's bytes, and its name for messages."""
     try:
         check_plain(path, MOST)
         if path.suffix != ".zip":
@@ -226,7 +226,7 @@ def _rows(data: bytes, name: str) -> Iterator[Row]:
 
 
 def _kind(value: Any) -> str:
-    """Return in words what a JSON value is."""
+    """Return the kind of a JSON value, in words."""
     names: Sequence[tuple[Any, str]] = (
         (type(None), "null"), (bool, "true or false"), (str, "a text"), ((int, float), "a number"),
         (list, "a list"),

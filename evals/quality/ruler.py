@@ -1,8 +1,8 @@
-"""Shares what RULER's families have in common: needles, haystacks, and scores of replies.
+"""Makes RULER's needles and haystacks, and scores replies, for all tasks of its families.
 
 C.-P. Hsieh et al., 2024, arXiv 2404.06654; lengths of answers and scores are those of
-https://github.com/NVIDIA/RULER (scripts/data/synthetic/constants.py, scripts/eval/synthetic).
-The text is generated here, and no solved example comes before it.
+https://github.com/NVIDIA/RULER (scripts/data/synthetic/constants.py, scripts/eval/synthetic). In
+contrast to RULER, text is generated, and prompts have no solved example.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ NOISE = (
 
 
 def string_match_all(sample: Sample, reply: str) -> float:
-    """Return the share of the answers that stand in the reply, whatever their case."""
+    """Return the share of the answers that the reply has, in any case."""
     return contains_all(reply, sample.answers)
 
 
 @dataclass(frozen=True)
 class Needles:
-    """Sentences that give keys their values, hidden in a text; the question is for some keys.
+    """A task of finding needles, sentences that give keys their values, in a haystack.
 
     Args:
-        values: what is asked for.
-        keys: what values belong to.
-        haystack: sentences that repeat, prose, or needles that are not asked for.
-        asked: keys asked for in one question.
+        values: kind of the values, which are asked for.
+        keys: kind of the keys.
+        haystack: the text around them: sentences that repeat, prose, or other needles.
+        asked: keys that a question asks for.
         each: values of a key.
-        others: keys in the text that are not asked for, of one value each.
+        others: further keys in the text that are not asked for, with one value each.
     """
 
     values: Values = "number"
@@ -60,12 +60,12 @@ class Needles:
     others: int = 0
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-        """Make a text with all needles; several answers are spread evenly from `depth`."""
+        """Make a text with all needles; several answers are spread evenly from `depth` on."""
         draw = distinct(rng)
         asked = [draw(self.keys) for _ in range(self.asked)]
         facts = [(key, draw(self.values)) for key in asked for _ in range(self.each)]
         answers = tuple(value for _, value in facts)
-        # Of a single answer the depth stays as it is: 1 is the end, and not the start again.
+        # The first depth is not taken modulo 1, so that 1 is the end and not the start.
         places = [(depth + i / len(facts)) % 1 if i else depth for i in range(len(facts))]
         rng.shuffle(places)
         for _ in range(self.others):
@@ -118,5 +118,5 @@ def _magic(rng: Random, kind: Values, drawn: int) -> str:
         return str(rng.randrange(10**6, 10**7))
     if kind == "uuid":
         return str(UUID(int=rng.getrandbits(128), version=4))
-    first = [pick(rng, words.ADJECTIVES)] if drawn > 2000 else []  # two words run out
+    first = [pick(rng, words.ADJECTIVES)] if drawn > 2000 else []  # pairs of words run out
     return "-".join([*first, pick(rng, words.ADJECTIVES), pick(rng, words.NOUNS)])

@@ -1,4 +1,4 @@
-"""Defines a cell's score: its unit, made of the scores of samples, and its 95 % interval."""
+"""Computes a cell's score from those of its samples, with its unit and its 95 % interval."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %
 RESAMPLES = 4000  # resamples of the bootstrap
-AT_ONCE = 1 << 20  # values drawn, to bound the memory
-SEED = 0  # seed of the bootstrap: the same scores have the same interval
+AT_ONCE = 1 << 20  # values drawn at once, to bound the memory
+SEED = 0  # seed of the bootstrap, so that equal scores have equal intervals
 
 
 def _as_it_is(mean: float) -> float:
@@ -21,13 +21,13 @@ def _as_it_is(mean: float) -> float:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit that scores are numbers of."""
+    """The unit of a cell's score."""
 
-    label: str  # the words for tables and axes
+    label: str  # name for tables and axes
     higher_is_better: bool = True
-    share: bool = True  # says that scores go from 0 to 1
-    of_mean: Callable[[float], float] = _as_it_is  # the cell's score; rises with the samples' mean
-    compared: str = "difference"  # the name of what `of_mean` makes of a difference of two means
+    share: bool = True  # whether scores go from 0 to 1
+    of_mean: Callable[[float], float] = _as_it_is  # makes the score of the samples' mean; monotonic
+    compared: str = "difference"  # name of `of_mean` of a difference of two means
 
 
 UNITS = {
@@ -44,14 +44,14 @@ UNITS = {
 
 
 def cell_score(scores: Sequence[float], unit: Unit) -> float:
-    """Return the score of a cell with these samples."""
+    """Return the score of a cell whose samples have these scores."""
     return unit.of_mean(fmean(scores))
 
 
 def interval(scores: Sequence[float], unit: Unit) -> tuple[float, float]:
     """Return the 95 % interval of a cell's score.
 
-    Wilson's where each sample is right or wrong, else a bootstrap over samples.
+    It is Wilson's if each sample is right or wrong, else a bootstrap over samples.
     """
     if unit.share and all(score in (0, 1) for score in scores):
         return wilson(round(sum(scores)), len(scores))
@@ -60,7 +60,7 @@ def interval(scores: Sequence[float], unit: Unit) -> tuple[float, float]:
 
 
 def wilson(right: int, samples: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a share; sensible at 0 and 1 and for few samples.
+    """Return the 95 % score interval of a share, which is sensible at 0 and 1 and for few samples.
 
     E. B. Wilson, 1927, https://doi.org/10.1080/01621459.1927.10502953.
     """
@@ -73,13 +73,13 @@ def wilson(right: int, samples: int) -> tuple[float, float]:
 def bootstrap(
     values: Sequence[float], weights: Sequence[float] | None = None
 ) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean, by means of samples drawn with replacement.
+    """Return the 95 % percentile interval of the mean, by resampling with replacement.
 
-    B. Efron, 1979, https://doi.org/10.1214/aos/1176344552. Of few values it is too narrow.
+    B. Efron, 1979, https://doi.org/10.1214/aos/1176344552. For few values it is too narrow.
 
     Args:
-        values: of the samples.
-        weights: of the samples in the mean; by default all weigh the same.
+        values: values of the samples.
+        weights: weights of the samples in the mean; equal by default.
     """
     rng, given = np.random.default_rng(SEED), np.asarray(values, dtype=np.float64)
     heavy = np.ones_like(given) if weights is None else np.asarray(weights, dtype=np.float64)

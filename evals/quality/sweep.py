@@ -1,7 +1,7 @@
 """Runs a sweep over policies × budgets × positions × tasks × lengths, each cell under its own cap.
 
-Writes `cells.jsonl`, a line as soon as a cell is finished, and `results.md`. A sweep that is run
-again with the same folder and version of kvcap runs only the cells that are missing.
+It writes `cells.jsonl`, with a line for each cell as soon as it is finished, and `results.md`. A
+sweep that is run again with the same folder and version of kvcap runs only the missing cells.
 """
 
 from __future__ import annotations
@@ -68,10 +68,7 @@ Key = tuple[str, int, float | None, Question | None]  # settings that prompts de
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep that says what to measure.
-
-    Policies that never evict run once, uncapped, whatever the budgets are.
-    """
+    """The settings of a sweep; policies that never evict run once, whatever the budgets."""
 
     policies: Sequence[str]
     budgets: Sequence[int]
@@ -85,11 +82,11 @@ class Sweep:
     dtype: str | None = None
     device: str | None = None
     batch_size: int = 8  # prompts read at once
-    options: Mapping[str, Any] = field(default_factory=dict)  # of all policies that have them
+    options: Mapping[str, Any] = field(default_factory=dict)  # for all policies that have them
     kv_dtype: KvDtype | None = None  # type of slots; None: the model's own
     questions: Sequence[Question] = ("aware",)  # see `Setting.question`
     depths: Sequence[float | None] = (None,)  # see `Setting.depth`
-    max_new_tokens: int | None = None  # of an answer, at most; None: as each task says
+    max_new_tokens: int | None = None  # most tokens of an answer; None: by the task
     recalls: Sequence[str] = ("off",)  # evicted text read again: 'off', 'auto' or tokens
 
     def check(self) -> None:
@@ -133,7 +130,7 @@ class Sweep:
         for depth in fixed:
             if not 0 <= depth <= 1:
                 raise ValueError(f"depths: {depth} is not between 0 (start) and 1 (end)")
-        load_task.cache_clear()  # a file may have changed since an earlier sweep
+        load_task.cache_clear()  # files of tasks may have changed since an earlier sweep
         for task in self.tasks:
             if fixed and not is_placed(load_task(task)):
                 raise ValueError(
@@ -149,7 +146,7 @@ class Sweep:
                 raise ValueError(f"no policy of this sweep has an option {option!r}; {hint}")
 
     def settings(self, dtype: str) -> list[Setting]:
-        """Return every cell of the sweep once, in the order they are run."""
+        """Return the setting of every cell once, in the order of running."""
         found: dict[Setting, None] = {}
         for task, length, question, depth, policy, budget, mode, recall in product(
             self.tasks,
@@ -168,7 +165,7 @@ class Sweep:
                 task=task,
                 length=length,
                 policy=policy,
-                positions=mode if capped else "true",  # the same as compact until an eviction
+                positions=mode if capped else "true",  # equal to compact without eviction
                 budget=budget if capped else None,
                 samples=self.samples,
                 seed=self.seed,
@@ -190,7 +187,7 @@ class Sweep:
 
 
 def spelled_out(names: Iterable[str]) -> list[str]:
-    """Return every policy once, 'all' as the names it stands for."""
+    """Return every policy once, with 'all' replaced by the names of all policies."""
     parts = ([*policies()] if name == ALL else [name] for name in names)
     return list(dict.fromkeys(name for part in parts for name in part))
 
@@ -212,22 +209,22 @@ def run(
     compared: Sequence[str] = (),
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Cell]:
-    """Run what is missing in `out` and return all cells of the sweep.
+    """Run the cells that are missing in `out`, and return all cells of the sweep.
 
-    A cell is kept as soon as it is finished, whatever becomes of the others.
+    A cell is written as soon as it is finished, whatever happens to the others.
 
     Args:
-        sweep: what to measure.
-        out: folder of `cells.jsonl` and `results.md`.
+        sweep: the settings of the sweep.
+        out: the folder of `cells.jsonl` and `results.md`.
         on_cell: called with (cells finished, cells in all, the one just finished).
-        crew: where cells are measured.
+        crew: the workers that measure cells.
         compared: policies, the first of which `results.md` compares with each of the others.
-        note: called for cells that fail, workers that die, a file that was cut short, and a model
-            without a chat template, and for what a GGUF file becomes.
+        note: called with a sentence on cells that fail, workers that die, a file that was cut
+            short, a model without a chat template, and the weights of a GGUF file.
 
     Raises:
-        ValueError, PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ExtraMissing:
-            before anything runs, if any cell cannot, or if another sweep runs in `out`.
+        ValueError, PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ExtraMissing: a
+            cell cannot be run, or another sweep runs in `out`; nothing is run.
         CellsFailed: some cells could not be measured; the others are kept.
         WorkersLost: workers died before they were ready, until none was left.
     """
@@ -244,7 +241,7 @@ def run(
         weights = weigh(config, dtype, read_headers(where)).nbytes
         crew.check_memory(sweep.device, process_bytes() + weights + caches)
     path = out / CELLS
-    known = {cell.setting for cell in current_cells(path)}  # other versions' are measured anew
+    known = {cell.setting for cell in current_cells(path)}  # cells of other versions run again
     missing = [setting for setting in settings if setting not in known]
     prompts: dict[Key, list[Prompt]] = {}
     if missing:
@@ -302,20 +299,20 @@ def _refuse(out: Path) -> NoReturn:
 
 @dataclass
 class CellJob:
-    """A job that a worker of a sweep does: it loads the model once, and measures cells."""
+    """The job of a sweep's worker, which loads the model once, and then measures cells."""
 
     sweep: Sweep
     first: Setting  # the setting by which the model's memory is planned
     prompts: Mapping[Key, list[Prompt]] = field(default_factory=dict)  # the prompts of all cells
     threads: int | None = None  # threads of the CPU
-    timed: bool = True  # whether eviction is; see `measure`
+    timed: bool = True  # whether evictions are timed, see `measure`
     quiet: bool = field(default_factory=lambda: not logging.is_progress_bar_enabled())
-    """Says whether transformers is silent, as it is where the sweep was begun."""
-    version: str = field(default_factory=lambda: versions()["kvcap"])  # that began the sweep
+    """Says whether transformers prints nothing, as in the process that began the sweep."""
+    version: str = field(default_factory=lambda: versions()["kvcap"])  # version that began it
     _runtime: Runtime | None = field(default=None, init=False, repr=False)
 
     def load(self, worker: int) -> None:
-        """Load the model; on a machine of several GPUs, each worker takes the next one."""
+        """Load the model; with several GPUs, each worker uses the next one."""
         if self.version != versions()["kvcap"]:
             raise ValueError(
                 f"a worker has kvcap {versions()['kvcap']}, and the sweep {self.version}; install "
@@ -335,7 +332,7 @@ class CellJob:
             dtype=self.sweep.dtype,
             device=self.sweep.device,
             positions=self.first.positions,
-            weights="unpacked",  # as numbers, which every policy may read
+            weights="unpacked",  # policies that read weights need them as numbers
         )
 
     def run(self, setting: Setting) -> Cell:
@@ -344,13 +341,13 @@ class CellJob:
         prompts = self.prompts[_key(setting)]
         cell = measure(self._runtime, setting, prompts, self.sweep.batch_size, self.timed)
         if self._runtime.model.device.type == "cuda":
-            torch.cuda.empty_cache()  # for other workers that compute on the same GPU
+            torch.cuda.empty_cache()  # leaves memory to other workers on the same GPU
         return cell
 
 
 def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[Key, list[Prompt]]:
-    """Return the prompts of every task, length, depth and question; each policy reads the same."""
-    threads = torch.get_num_threads()  # a tokenizer lets go of Python's lock while it works
+    """Return the prompts by task, length, depth and question, which are equal for all policies."""
+    threads = torch.get_num_threads()  # tokenizers release Python's lock while they work
     made = cache(partial(make_samples, tokenizer=tokenizer, threads=threads))
     found: dict[Key, list[Prompt]] = {}
     with ThreadPoolExecutor(threads) as pool:

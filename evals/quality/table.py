@@ -1,6 +1,6 @@
 """Writes cells as Markdown: a table per model, task, length, way of asking and depth.
 
-Policies down, budgets across.
+A table has policies down and budgets across.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAIRED = (
     "with the first, and with the second."
 )
 
-# What the two cells of a comparison have in common.
+# Settings that the two cells of a comparison have in common.
 BOTH = (
     "model",
     "dtype",
@@ -53,7 +53,7 @@ def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
     """Write all `cells` as one Markdown text.
 
     Args:
-        cells: in any order.
+        cells: cells in any order.
         compared: policies; below every table, the first is compared with each of the others on the
             same samples.
     """
@@ -105,9 +105,10 @@ def _table(cells: list[Cell]) -> list[str]:
 
 
 def pairs(cells: Iterable[Cell], first: str, second: str) -> list[tuple[Cell, Cell, Comparison]]:
-    """Compare two policies wherever both have the same samples, budget and positions.
+    """Compare two policies in all pairs of cells with the same samples, budget and positions.
 
-    One that never evicts suits all budgets. Cells without the scores of samples are left out.
+    A policy that never evicts is compared at all budgets. Cells without scores of samples are left
+    out.
     """
     scored = sorted((cell for cell in cells if cell.scores), key=lambda cell: group(cell.setting))
     return [
@@ -119,11 +120,11 @@ def pairs(cells: Iterable[Cell], first: str, second: str) -> list[tuple[Cell, Ce
 
 
 def comparison(cells: Sequence[Cell], first: str, second: str) -> list[dict[str, Any]]:
-    """Compare two policies on the same samples: an object for each pair of cells, for JSON.
+    """Compare two policies on the same samples; return an object for each pair of cells, for JSON.
 
     Raises:
-        ValueError: a policy without cells, or none of these have the same samples, budget and
-            positions; or a table's cells were measured on different samples.
+        ValueError: a policy has no cells, no pair has the same samples, budget and positions, or a
+            table's cells were measured on different samples.
     """
     found = _require_pairs(cells, first, second)
     return [
@@ -143,7 +144,7 @@ def comparison_text(cells: Sequence[Cell], first: str, second: str) -> str:
     """Write `comparison` as Markdown: a table per model, task, length, way of asking and depth.
 
     Raises:
-        ValueError: as `comparison` does.
+        ValueError: see `comparison`.
     """
     found = _require_pairs(cells, first, second)
     parts = [f"# {first} against {second}", "", PAIRED, ""]
@@ -177,7 +178,7 @@ def _require_pairs(
 
 
 def _paired(found: Sequence[tuple[Cell, Cell, Comparison]]) -> list[str]:
-    """Return the table of pairs of cells of one unit."""
+    """Return the table of compared pairs of cells, which all have one unit."""
     unit = found[0][0].of
     header = ["first", "second", "positions", "slots"]
     header += [f"{unit.compared} (95 % interval)", *(["p"] if unit.share else [])]
@@ -192,7 +193,7 @@ def _alike(a: Setting, b: Setting) -> bool:
 
 
 def _capped(a: Cell, b: Cell) -> Setting:
-    """Return the setting of a pair: that of the cell which has a budget, if one has."""
+    """Return the setting of the cell of a pair that has a budget, if one has."""
     return b.setting if a.setting.budget is None else a.setting
 
 
@@ -213,7 +214,7 @@ def _comparison(a: Cell, b: Cell, found: Comparison) -> list[str]:
 
 
 def measured(cells: Sequence[Cell]) -> str:
-    """Say in one sentence what a table's scores are, which are better, and of what samples."""
+    """Return a sentence with a table's unit of scores, which are better, and the samples."""
     s, unit = cells[0].setting, cells[0].of
     better = "higher" if unit.higher_is_better else "lower"
     devices = " and ".join(dict.fromkeys(cell.device for cell in cells))
@@ -236,7 +237,7 @@ def describe(s: Setting) -> str:
 
 
 def _cells(row: list[Cell | None]) -> list[str]:
-    """Return a row's scores, and what the policy costs at the largest of its budgets."""
+    """Return a row's scores, and the policy's costs at the largest of its budgets."""
     last = [cell for cell in row if cell is not None][-1]
     ms = "" if last.scoring_ms is None else f"{last.scoring_ms['p50']:.2f}"
     extra = "" if last.extra_bytes is None else format_bytes(last.extra_bytes)

@@ -1,4 +1,4 @@
-"""Makes the text of tasks and the demo: facts nobody can guess, and filler of an exact length."""
+"""Makes the text of tasks and the demo: facts nobody can guess, and filler of exact length."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from random import Random
 from kvcap.pocket import words
 from kvcap.pocket.corpus import Fact, facts
 
-# Short words to reach a length with, one token each in most vocabularies.
+# Short words that fill up a length, one token each in most vocabularies.
 PADDING = ("so", "and", "it", "a", ".", ",")
 
 WORD = re.compile(r"[^\W\d_]+")
-KEY_WORDS = {  # that keys are made of, without those that say no more than that it is one
+KEY_WORDS = {  # words of keys, without those that all keys of a kind have
     word.lower()
     for phrase in (
         *words.ADJECTIVES,
@@ -42,15 +42,15 @@ def number_facts(rng: Random, count: int) -> list[Fact]:
 
 
 def has_word(text: str, word: str) -> bool:
-    """Return whether `word` stands in `text`, not as a part of a longer word or number."""
+    """Return whether `text` has `word`, not as a part of a longer word or number."""
     return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
 
 
 def names_no_other(answer: str, fact: Fact) -> bool:
-    """Return whether the sentence with a fact's value speaks of nothing but the fact's key.
+    """Return whether the sentence with a fact's value names no other key than the fact's.
 
-    Another door, person or place, said before or made up, has words of its own: from the lists
-    that keys are made of, or with a capital letter inside the sentence.
+    Another door, person or place, mentioned before or invented, is recognised by its words: they
+    are words of keys, or have a capital letter inside the sentence.
     """
     mine = {word.lower() for word in WORD.findall(f"{fact.key} {fact.theirs}")}
     sentence = next((s for s in re.split(r"[.!?\n]", answer) if has_word(s, fact.value)), "")
@@ -62,7 +62,7 @@ def names_no_other(answer: str, fact: Fact) -> bool:
 
 
 def scatter(lines: Sequence[str], depths: Sequence[float], sentences: list[str]) -> list[str]:
-    """Put every line at its depth between `sentences`, 0 (before all) to 1 (behind all)."""
+    """Return `sentences` with every line inserted at its depth, 0 (before all) to 1 (after all)."""
     places = [int(depth * (len(sentences) + 1)) for depth in depths]
     found = list(sentences)
     for place, line in sorted(zip(places, lines, strict=True), reverse=True):
@@ -71,12 +71,13 @@ def scatter(lines: Sequence[str], depths: Sequence[float], sentences: list[str])
 
 
 def fit(measure: Callable[[list[str]], int], filler: Iterator[str], length: int) -> list[str]:
-    """Return sentences for which `measure`, the tokens of the whole prompt, is exactly `length`.
+    """Return sentences of `filler` for which the whole prompt has exactly `length` tokens.
 
-    The last sentence is cut at a word, and short words follow where that leaves a gap.
+    `measure` counts the tokens of a prompt with given sentences. The last sentence is cut at a
+    word, and short words fill a gap.
 
     Raises:
-        ValueError: the prompt is longer without any filler, or no word closes the gap.
+        ValueError: the prompt is longer even without filler, or no word fills the gap.
     """
     found = _fitted(measure, filler, length)
     if found is None:
@@ -92,30 +93,32 @@ def fit_whole(
 ) -> tuple[list[str], list[str]]:
     """Return whole items, and sentences, for which `measure(items, sentences)` is `length`.
 
-    The items come as near as they can; sentences, fitted as by `fit`, close the gap.
+    There are as many items as fit; sentences fill the rest, as by `fit`.
 
     Raises:
-        ValueError: as `fit`.
+        ValueError: see `fit`.
     """
     found, _ = _most(lambda some: measure(some, []), items, length)
     while (sentences := _fitted(lambda some: measure(found, some), filler, length)) is None:
         if not found:
             raise ValueError(f"no text of exactly {length} tokens was found; try {length + 1}")
-        found.pop()  # the gap is too small for any word
+        found.pop()  # the gap was too small for any word
     return found, sentences
 
 
 def _fitted(
     measure: Callable[[list[str]], int], filler: Iterator[str], length: int
 ) -> list[str] | None:
-    """Return what `fit` gives; None where no word closes the gap."""
+    """Return the result of `fit`; None if no word fills the gap."""
     sentences, beyond = _most(measure, filler, length)
     words = beyond.split(" ")
     heads = [[*sentences, *([" ".join(words[:n])] if n else [])] for n in range(len(words))]
     sentences = heads[bisect_right(heads, length, key=measure) - 1]
     while (size := measure(sentences)) < length:
         longer = [[*sentences, word] for word in PADDING]
-        if sentences:  # where sentences are lines, a word costs less at the end of the last one
+        if (
+            sentences
+        ):  # if sentences are lines, a word needs fewer tokens at the end of the last one
             longer += [[*sentences[:-1], f"{sentences[-1]} {word}"] for word in PADDING]
         found = next((text for text in longer if size < measure(text) <= length), None)
         if found is None:
@@ -127,15 +130,15 @@ def _fitted(
 def _most(
     measure: Callable[[list[str]], int], source: Iterator[str], length: int
 ) -> tuple[list[str], str]:
-    """Return as many parts of `source` as fit into `length` by `measure`, and the first beyond."""
+    """Return as many parts of `source` as fit into `length` by `measure`, and the next one."""
     found: list[str] = []
     least = size = measure(found)
     if least > length:
         raise ValueError(f"a length of {length} tokens is too short; {least} are needed")
-    fits = 0  # parts of which there is room for all
+    fits = 0  # a number of parts that is known to fit
     while size <= length:
         fits = len(found)
-        # The first guess is low, so that few guesses overshoot.
+        # The first guess of a part's tokens is high, so that few guesses overshoot.
         each = max(1.0, (size - least) / fits) if fits else 24.0
         found += [next(source) for _ in range(max(1, int(0.9 * (length - size) / each)))]
         size = measure(found)

@@ -1,8 +1,8 @@
 """Measures candidate policies on a user's model and text at one budget, within a time limit.
 
-Each reads pieces of the text, finds needles in prose without and with recall, and is timed, by the
-same functions as `kvcap eval`. Pieces and needles are read in rounds, each by all policies, so that
-every figure is of the same ones; rounds go on as long as another one fits the time.
+Each policy reads pieces of the text, finds needles in prose without and with recall, and is timed,
+by the same functions as in `kvcap eval`. In each round all policies read the same pieces or
+needles, so that their figures can be compared; rounds go on while another one fits the time.
 """
 
 from __future__ import annotations
@@ -56,35 +56,35 @@ from kvcap.runtime.units import format_bytes
 
 CANDIDATES = ("dropkv", "snapkv", "lagkv", "streaming_llm", "keydiff-window")
 FACTS_TASK = "niah_single_2"
-LEAST_PIECES, WANTED_PIECES, MOST_PIECES = 2, 3, 12  # fewer than two show no difference
-LONGEST = 4096  # tokens of a piece, unless others were asked for
-SCORED = 1024  # the most scored tokens of a piece, at its end, where most was evicted before
+LEAST_PIECES, WANTED_PIECES, MOST_PIECES = 2, 3, 12  # with one piece no difference is significant
+LONGEST = 4096  # most tokens of a piece by default
+SCORED = 1024  # most scored tokens of a piece, at its end, after most evictions
 LEAST_SAMPLES, MOST_SAMPLES, LEAST_FACTS_LENGTH = 2, 16, 512
-ANSWER = 32  # tokens: enough to say a number
-AT_ONCE = 4  # pieces or facts that a GPU reads at once; a CPU gains nothing by it
-FLOW_SHARE = 0.4  # flow's share of the time left after loading the model; facts take the rest
+ANSWER = 32  # tokens of an answer, enough for a number
+AT_ONCE = 4  # pieces or facts that a GPU reads at once; a CPU reads one
+FLOW_SHARE = 0.4  # flow's share of the time after loading the model; facts get the rest
 WARM_UPS, TIMED_BLOCKS, TIMED_TOKENS = 3, 4, 8
-Report = Callable[[float, str], None]  # seconds since the start, and what is being done
+Report = Callable[[float, str], None]  # takes seconds since the start, and the current step
 
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """A request that says what to tune for: the model, the text, the budget and the time."""
+    """A request to tune: the model, the text, the budget and the time."""
 
     model: str
     text: str
     sizes: Sizes
-    pins: Mapping[str, int] = field(default_factory=dict)  # every policy's: sinks, recent tokens
-    policies: Sequence[str] = ()  # candidates; (): the usual ones, as far as they can be run
+    pins: Mapping[str, int] = field(default_factory=dict)  # sink and recent tokens of all policies
+    policies: Sequence[str] = ()  # candidates; (): the usual ones that can be run
     length: int | None = None  # tokens of a piece; None: as many as the time allows
-    minutes: float = 5.0  # the time for everything
+    minutes: float = 5.0  # limit of the whole time
     seed: int = 0  # seed of needles
     dtype: str | None = None
     device: str | None = None
 
     @property
     def budget_option(self) -> str:
-        """Return the option that says how large the budget is."""
+        """Return the command's option that sets the budget."""
         if self.sizes.cache.kv_budget is not None:
             return "--kv-budget"
         tokens = self.sizes.cache.budget_tokens is not None or self.sizes.memory_cap is None
@@ -93,7 +93,7 @@ class TuningRequest:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A result: the figures of all policies, and the choice that follows from them."""
+    """The result of tuning: the figures of all policies, and the recommendation."""
 
     model: str
     dtype: str
@@ -101,15 +101,15 @@ class Tuning:
     positions: str
     text_tokens: int  # tokens of the whole text
     length: int  # tokens of a piece
-    scored: int  # the last ones of these, whose flow is measured
+    scored: int  # tokens at the end of a piece that are scored
     pieces: int
     facts_task: str
-    facts_length: int  # tokens of a prompt
+    facts_length: int  # tokens of a prompt with facts
     samples: int
-    recall: int  # tokens that were read again for a question, at most
-    plain: bool  # asked in plain text, as the model has no chat template
-    minutes: float  # minutes that were given
-    seconds: float  # seconds that it took
+    recall: int  # most tokens that were read again for a question
+    plain: bool  # whether the model was asked in plain text, without a chat template
+    minutes: float  # the request's limit
+    seconds: float  # the time that was used
     environment: dict[str, Any]
     rows: tuple[PolicyFigures, ...]
     choice: Recommendation
@@ -125,11 +125,11 @@ class Tuning:
 
 @dataclass
 class _Side:
-    """A policy that is being measured."""
+    """A policy that is being measured, with its figures so far."""
 
     policy: str
     plan: MemoryPlan
-    setting: Setting  # of flow; facts differ in task, length and recall
+    setting: Setting  # the setting for flow; that for facts differs in task, length and recall
     losses: list[float] = field(default_factory=list)
     facts: list[float] = field(default_factory=list)
     recalled: list[float] = field(default_factory=list)
@@ -150,7 +150,7 @@ class _Side:
 
 
 class _Clock:
-    """A time limit of a run, which counts seconds since its start."""
+    """The clock of a run, with its time limit."""
 
     def __init__(self, started: float, minutes: float) -> None:
         self._started, self.limit = started, 60 * minutes
@@ -164,13 +164,13 @@ class _Clock:
         return self.limit - self.now
 
     def rounds(self, count: int, least: int, size: int, until: float) -> Iterator[slice]:
-        """Yield parts of `count` things, `size` at a time, as long as another one fits the time.
+        """Yield slices of `count` things while another one fits the time.
 
         Args:
-            count: at most so many things.
-            least: so many are yielded whatever the time is.
-            size: of a part.
-            until: when the next part should be done, if it takes as long as the last one.
+            count: most things.
+            least: number of things that are yielded in any case.
+            size: things of a slice.
+            until: time by which a slice must be done, if it takes as long as the last one.
         """
         took = 0.0
         for first in range(0, count, size):
@@ -187,19 +187,20 @@ def tune(
     report: Report = lambda *_: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Tuning:
-    """Measure what was asked for and choose.
+    """Measure the candidates, and choose one.
 
     Args:
         request: the model, the text, the budget and the time.
-        started: when the time began, by `time.perf_counter`.
-        report: called with the seconds so far and what is done next.
-        note: called for usual candidates that cannot be run here, and how a base model is asked.
+        started: the time when the limit began, by `time.perf_counter`.
+        report: called with the seconds so far and the next step.
+        note: called with a sentence on each usual candidate that cannot be run, and on how a base
+            model is asked.
 
     Raises:
-        ValueError: too short a text for the budget, or too few minutes for the model; before
-            anything is measured, and naming what would do.
-        PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ModelFilesBroken: before
-            weights are read.
+        ValueError: the text is too short for the budget, or the time for the model; the message
+            names values that would work, and nothing is measured.
+        PolicyError, PlanInfeasible, UnsupportedModel, ModelNotFound, ModelFilesBroken: the model or
+            a policy cannot be used so; weights are not read.
     """
     clock = _Clock(started, request.minutes)
     if not request.text.strip():
@@ -220,7 +221,7 @@ def tune(
         plan.sized(request.sizes.cache),
         dtype=request.dtype,
         device=request.device,
-        weights="unpacked",  # as numbers, which every policy may read
+        weights="unpacked",  # policies that read weights need them as numbers
     )
     run = _Run(request, runtime, sides, opening, ids, clock, report)
     facts_length = max(_least_length(sides), min(LEAST_FACTS_LENGTH, trained))
@@ -254,7 +255,7 @@ def tune(
 
 @dataclass
 class _Run:
-    """A loaded model, with what is measured on it bit by bit."""
+    """A run of tuning: the loaded model, and the policies that it measures step by step."""
 
     request: TuningRequest
     runtime: Runtime
@@ -265,12 +266,12 @@ class _Run:
     report: Report
 
     def fit(self, trained: int, facts_length: int) -> tuple[int, _Pace]:
-        """Find the tokens of a piece for which there is time.
+        """Return the tokens of a piece for which there is time, and the measured pace.
 
         A block is timed first, so that hopeless cases are refused soon, and then a piece.
 
         Raises:
-            ValueError: there is not enough time, naming the minutes that would do.
+            ValueError: there is not enough time; the message names the minutes that would be.
         """
         request, clock, first = self.request, self.clock, self.sides[0]
         least = request.length or _least_length(self.sides)
@@ -290,14 +291,14 @@ class _Run:
         return request.length or longest, pace
 
     def time(self) -> None:
-        """Time evictions, and tokens of an answer."""
+        """Time the evictions and the decoding of every policy."""
         for side in self.sides:
             if side.setting.budget is not None:
                 self.report(self.clock.now, f"timing {side.policy}")
                 _time(self.runtime, side, self.ids)
 
     def read_pieces(self, length: int, kept: float) -> None:
-        """Read pieces of the text; `kept` seconds at least are left for facts."""
+        """Read pieces of the text, and leave at least `kept` seconds for facts."""
         clock = self.clock
         prompts = _pieces(self.opening, self.ids, length)
         until = min(clock.now + FLOW_SHARE * clock.left, clock.limit - kept)
@@ -308,10 +309,10 @@ class _Run:
                 side.losses += _scores(self.runtime, setting, prompts[part])
 
     def find_facts(self, length: int, near: Collection[str]) -> int:
-        """Have policies find needles, those named `near` with recall, too.
+        """Ask all policies for needles, and those named `near` also with recall.
 
         Returns:
-            The tokens that were read again for a question, at most.
+            The most tokens that were read again for a question.
         """
         clock, seed, most = self.clock, self.request.seed, 0
         tokenizer, threads = self.runtime.tokenizer, torch.get_num_threads()
@@ -341,19 +342,19 @@ class _Run:
         return most
 
     def _at_once(self, fewest: int) -> int:
-        """Return how many prompts a round has: of a CPU, the fewest."""
+        """Return how many prompts a round has: `fewest` on a CPU, `AT_ONCE` on a GPU."""
         return fewest if self.runtime.model.device.type == "cpu" else AT_ONCE
 
 
 def _sides(
     request: TuningRequest, where: str, config: PretrainedConfig, note: Callable[[str], None]
 ) -> list[_Side]:
-    """Plan the candidates, and what they are measured beside: random eviction, and no cap, last.
+    """Plan the candidates, and for comparison random eviction and the uncapped model, last.
 
     Raises:
-        ValueError: no candidate was named, or one that never evicts.
-        PolicyError, PlanInfeasible, UnsupportedModel: one that was named cannot be run, or none of
-            the usual ones can.
+        ValueError: a requested candidate is none, or never evicts.
+        PolicyError, PlanInfeasible, UnsupportedModel: a requested candidate cannot be run, or none
+            of the usual ones can.
     """
     strict = bool(request.policies) and ALL not in request.policies
     names = [name for name in spelled_out(request.policies or CANDIDATES) if name not in NEVER]
@@ -404,7 +405,7 @@ def _side(request: TuningRequest, where: str, config: PretrainedConfig, policy: 
         model=request.model,
         dtype=plan.dtype,
         task="perplexity",
-        length=0,  # known once a piece was timed
+        length=0,  # set once a piece was timed
         policy=policy,
         positions=plan.positions,
         budget=plan.budget_tokens,
@@ -419,13 +420,13 @@ def _side(request: TuningRequest, where: str, config: PretrainedConfig, policy: 
 
 
 def _with_sinks(eviction: Eviction, config: PretrainedConfig, budget: int) -> Eviction:
-    """Return an eviction as conversations run it, which pins sinks where evaluations do not."""
+    """Return an eviction with the sinks that conversations pin, and evaluations do not."""
     shape = ModelShape.of(config.get_text_config(decoder=True))
     return eviction.with_sinks(budget, len(shape.capped), shape.kv_heads)
 
 
 def _least_length(sides: Sequence[_Side]) -> int:
-    """Return the fewest tokens of a piece in which evictions show: twice the largest budget."""
+    """Return the fewest tokens of a piece in which evictions matter, twice the largest budget."""
     plans = [side.plan for side in sides]
     return max(
         max(2 * plan.budget_tokens, (plan.budget_tokens // plan.block_size + 2) * plan.block_size)
@@ -436,10 +437,10 @@ def _least_length(sides: Sequence[_Side]) -> int:
 def _check_lengths(
     request: TuningRequest, sides: Sequence[_Side], trained: int, opening: int, tokens: int
 ) -> None:
-    """Refuse a text or a piece in which no eviction would show.
+    """Refuse a text or a piece that is too short for evictions to matter.
 
     Raises:
-        ValueError: naming what would do.
+        ValueError: naming lengths that would work.
     """
     least, slots = _least_length(sides), max(side.plan.budget_tokens for side in sides)
     budget = f"a budget of {slots:,} slots ({request.budget_option})"
@@ -462,15 +463,15 @@ def _check_lengths(
 
 
 class _Pace(NamedTuple):
-    """Seconds that a token takes."""
+    """The measured pace, in seconds per token."""
 
-    predict: float  # seconds a token of a piece, each of which is predicted
-    read: float  # seconds a token of a prompt, of which the last is predicted
-    write: float  # seconds a token of an answer
+    predict: float  # of a piece, with logits of every token
+    read: float  # of a prompt, with logits of the last token
+    write: float  # of an answer
 
 
 def _pace(runtime: Runtime, setting: Setting, ids: Sequence[int], repeats: int = 1) -> _Pace:
-    """Measure so many tokens as a piece and as a prompt, the best of `repeats` times each."""
+    """Time `ids` as a piece and as a prompt, the best of `repeats` times each, and an answer."""
     model = runtime.model
     text = torch.tensor([[*ids]], device=model.device)
     setting = replace(setting, length=len(ids))
@@ -494,7 +495,7 @@ def _reader(loop: BlockLoop) -> Callable[[torch.Tensor], float]:
 
 
 def _least_seconds(sides: Sequence[_Side], length: int, asked: int, pace: _Pace) -> float:
-    """Return how long the least that shows a difference of policies takes."""
+    """Return the seconds of the fewest pieces and facts that can show a difference."""
     plans = [side.plan for side in sides[:-1]]
     timed = sum(2 * plan.budget_tokens + 2 * TIMED_BLOCKS * plan.block_size for plan in plans)
     pieces = LEAST_PIECES * len(sides) * _piece_seconds(length, pace)
@@ -502,24 +503,24 @@ def _least_seconds(sides: Sequence[_Side], length: int, asked: int, pace: _Pace)
 
 
 def _piece_seconds(length: int, pace: _Pace) -> float:
-    """Return how long one policy reads one piece."""
+    """Return the seconds in which one policy reads one piece."""
     scored = _scored(length)
     return (length - scored) * pace.read + scored * pace.predict
 
 
 def _facts_seconds(sides: Sequence[_Side], asked: int, pace: _Pace) -> float:
-    """Return how long the fewest facts take: without recall at once, with it one by one."""
-    without, recalled = len(sides) - 1, len(sides) - 2  # random eviction has neither
+    """Return the seconds of the fewest facts, without recall in a batch, with it one by one."""
+    without, recalled = len(sides) - 1, len(sides) - 2  # random eviction is not asked for facts
     answers = without + LEAST_SAMPLES * recalled
     prompts = LEAST_SAMPLES * (without + recalled)
     return prompts * asked * pace.read + answers * ANSWER * pace.write
 
 
 def _check_time(request: TuningRequest, clock: _Clock, needed: float, pace: _Pace) -> None:
-    """Refuse to begin what will not be done in time.
+    """Refuse a request whose measurements would not be done in time.
 
     Raises:
-        ValueError: naming the minutes that would do.
+        ValueError: naming the minutes that would be enough.
     """
     if needed > clock.left:
         minutes = math.ceil((clock.now + 1.25 * needed) / 60)
@@ -532,7 +533,7 @@ def _check_time(request: TuningRequest, clock: _Clock, needed: float, pace: _Pac
 
 
 def _time(runtime: Runtime, side: _Side, ids: Sequence[int]) -> None:
-    """Measure the eviction of a block, and a token of an answer behind a full cache."""
+    """Time the eviction of a block, and a token of an answer over a full cache."""
     model, setting = runtime.model, side.setting
     every = usual_every(model.device, setting.block_size)
     text = torch.tensor([[*ids]], device=model.device)
@@ -544,7 +545,7 @@ def _time(runtime: Runtime, side: _Side, ids: Sequence[int]) -> None:
 
 
 def _pieces(opening: Sequence[int], ids: Sequence[int], length: int) -> list[Prompt]:
-    """Cut a text into pieces that do not overlap; the first ones are spread over all of it."""
+    """Cut a text into pieces that do not overlap, ordered so that the first ones are spread out."""
     size = length - len(opening)
     count = len(ids) // size
     order = dict.fromkeys(int(k * GOLDEN % 1 * count) for k in range(4 * count))
@@ -555,12 +556,12 @@ def _pieces(opening: Sequence[int], ids: Sequence[int], length: int) -> list[Pro
 
 
 def _scored(length: int) -> int:
-    """Return how many tokens at the end of a piece are scored: of half of it, evictions show."""
+    """Return how many tokens at the end of a piece are scored, at most half of them."""
     return min(SCORED, length // 2)
 
 
 def _scores(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt]) -> tuple[float, ...]:
-    """Return the score of every prompt, of which those of equal lengths are read at once."""
+    """Return the score of every prompt; prompts of equal lengths are read at once."""
     cell = measure(runtime, setting, prompts, len(prompts), timed=False)
     return cell.scores or ()
 
@@ -599,7 +600,7 @@ def table(found: Tuning) -> Table:
 
 
 def describe(found: Tuning) -> str:
-    """Describe in one sentence what was measured, and on how much."""
+    """Return a sentence on the measurements: pieces, facts, lengths and time."""
     template = ", asked in plain text" if found.plain else ""
     facts = f"{found.samples} facts, one in {found.facts_length:,} tokens each"
     facts = f"{facts} ({found.facts_task}{template})" if found.samples else "no facts"

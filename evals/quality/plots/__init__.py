@@ -1,6 +1,6 @@
-"""Pictures of a sweep: scores over budgets, needles by depth, quality against what it costs.
+"""Draws pictures of a sweep: scores over budgets, needles by depth, and quality against cost.
 
-They need matplotlib, which nothing else imports, and are drawn without pyplot: no window, no state.
+They need matplotlib, which is imported here alone, and do not use pyplot, which has global state.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from kvcap.evals.quality.plots import needles, pareto, recall
 
 
 def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
-    """Draw every picture for which there are cells; returns where they are.
+    """Draw every picture for which there are cells; return the written files.
 
     Raises:
-        ValueError: there is none, or matplotlib is not installed.
+        ValueError: there are no such cells, or matplotlib is not installed.
     """
     wanted = {"results.png": recall, "pareto.png": pareto}
     if any(cell.setting.depth is not None for cell in cells):

@@ -1,4 +1,4 @@
-"""Sorts cells into the parts of a picture; what was measured at several depths is one point."""
+"""Sorts cells into the parts of a picture, and pools cells of several depths into one point."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvcap.evals.quality.table import group
 
 
 def groups(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Group cells by table; those of several depths are one with the samples of all."""
+    """Group cells by table, and pool those that differ only in depth."""
     ordered = sorted(pooled(cells), key=lambda cell: group(cell.setting))
     return [list(part) for _, part in groupby(ordered, key=lambda cell: group(cell.setting))]
 
 
 def pooled(cells: Iterable[Cell]) -> list[Cell]:
-    """Join cells that differ in nothing but depth into one, with the samples of all of them."""
+    """Join cells that differ only in depth into one cell with all their samples."""
     alike: dict[object, list[Cell]] = {}
     for cell in cells:
         key = replace(cell.setting, depth=None), cell.setting.depth is None

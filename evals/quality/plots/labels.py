@@ -11,20 +11,20 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RADII = range(8, 120, 8)  # points from a point to its label
-ANGLES = [pi / 4 * i for i in (1, 7, 3, 5, 2, 6, 0, 4)]  # beside and above first
+RADII = range(8, 120, 8)  # distances of a label from its point, in typographic points
+ANGLES = [pi / 4 * i for i in (1, 7, 3, 5, 2, 6, 0, 4)]  # directions, in the order of trying
 
 
 def put_labels(axis: Axes, points: Sequence[tuple[float, float, str]], size: float) -> list[Any]:
-    """Annotate points (x, y, text), each where there is room for it and as near as can be.
+    """Annotate points (x, y, text), each at the nearest free place.
 
-    The axes must have their final place (`Figure.draw_without_rendering`). A label for which there
-    is no room inside the axes is put at the right of its point all the same.
+    The axes must have their final place (`Figure.draw_without_rendering`). If there is no free
+    place inside the axes, a label is put to the right of its point.
 
     Args:
-        axis: of the points; whatever lines it has are kept clear of, too.
-        points: with texts of one line or several.
-        size: of the letters, in points.
+        axis: axes of the points; labels do not cover its lines either.
+        points: points and their texts, which may have several lines.
+        size: size of the letters, in typographic points.
 
     Returns:
         The annotations, in the order of the points.
@@ -58,7 +58,9 @@ def put_labels(axis: Axes, points: Sequence[tuple[float, float, str]], size: flo
             note.set_position((radius * cos(angle), radius * sin(angle)))
             note.set_horizontalalignment("left" if cos(angle) > -0.1 else "right")
             note.update_positions(renderer)
-            box = Text.get_window_extent(note, renderer)  # without the line to the point
+            box = Text.get_window_extent(
+                note, renderer
+            )  # of the text, without the line to the point
             free = not any(box.overlaps(other) for other in taken)
             if free and inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1):
                 taken.append(box)

@@ -1,6 +1,6 @@
 """Draws scores over budgets for the page that ranks policies: lengths down, position modes across.
 
-Few lines, so that each can be told from the others: those that every reader asks for, and the best.
+Only a few policies have a line, so that lines can be distinguished: well-known ones, and the best.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ALWAYS = ("keydiff", "keydiff-window", "streaming_llm")  # drawn wherever they were measured
-LINES = 7  # the most lines besides the uncapped ones
-PANEL, HEADING = 2.4, 1.2  # inches: of a panel's height, above and below all panels
+ALWAYS = ("keydiff", "keydiff-window", "streaming_llm")  # policies that always have a line
+LINES = 7  # most lines besides the uncapped ones
+PANEL, HEADING = 2.4, 1.2  # inches of a panel's height, and above and below all panels
 APART = 1.05  # factor between the points of neighbouring lines, whose intervals must not overlap
-COLUMNS, LETTERS = 4, 100  # the most columns of the legend, and letters of all columns
+COLUMNS, LETTERS = 4, 100  # most columns of the legend, and most letters of all columns
 
 
 def drawn_rows(rows: Sequence[RankedPolicy]) -> list[str]:
     """Return the policies that have a line, the best first.
 
     Args:
-        rows: of all policies, the best first.
+        rows: rows of all policies, the best first.
     """
     always = [row.name for row in rows if row.name in ALWAYS]
     best = [row.name for row in rows if row.name not in ALWAYS][: LINES - len(always)]
@@ -93,7 +93,7 @@ def figure(tables: Sequence[RankingTable], heading: str) -> Figure:
 
 
 def _unit_cell(tables: Sequence[RankingTable]) -> Cell:
-    """Return any cell: all have the same unit and number of samples."""
+    """Return any cell, as all have the same unit and number of samples."""
     return next(c for t in tables for row in t.rows for c in row.cells if c is not None)
 
 
@@ -130,7 +130,7 @@ def _line(axis: Axes, row: RankedPolicy, budgets: Sequence[int], place: int, lin
     shift, style = APART ** (place - (lines - 1) / 2), Style.of(place)
     there = [(budget * shift, c) for budget, c in zip(budgets, row.cells, strict=True) if c]
     across, cells = [x for x, _ in there], [cell for _, cell in there]
-    # Rounding may leave a score just outside its interval.
+    # Rounding may put a score just outside of its interval.
     reach = [[max(0.0, c.score - c.ci_low) for c in cells]]
     reach += [[max(0.0, c.ci_high - c.score) for c in cells]]
     axis.errorbar(
@@ -150,6 +150,6 @@ def _line(axis: Axes, row: RankedPolicy, budgets: Sequence[int], place: int, lin
 
 
 def _reach(table: RankingTable, names: Sequence[str]) -> float:
-    """Return how many times the least score the highest is, of the lines that are drawn."""
+    """Return the highest score divided by the least, over the lines that are drawn."""
     scores = [c.score for row in table.rows if row.name in names for c in row.cells if c]
     return max(scores) / max(min(scores), 1e-9)

@@ -1,7 +1,7 @@
-"""Draws needle heat maps: how well is found what stands at a depth of a text of some length.
+"""Draws needle heat maps: how well facts are found, by depth and length of the text.
 
-A panel per policy (down) and budget (across); in each, depth down and length across, as in KeyDiff,
-Figure 6 (arXiv:2504.15364).
+There is a panel per policy (down) and budget (across); in each, depth is down and length across, as
+in KeyDiff, Figure 6 (arXiv:2504.15364).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 HEADING = 1.0  # inches above and below the panels of a group
 ROW = 0.2  # inches of one depth
 Row = tuple[str, str]  # policy and positions
-NOBODY: Row = ("", "")  # the row of a place without a panel
+NOBODY: Row = ("", "")  # the row of an empty place of the grid
 
 
 def figure(cells: Iterable[Cell]) -> Figure:
-    """Draw the cells that have a depth; a block of panels per model and task.
+    """Draw the cells that have a depth, in a block of panels per model and task.
 
     Raises:
         ValueError: no cell has a depth.
@@ -56,7 +56,7 @@ def _row(s: Setting) -> Row:
 
 
 def _rows(cells: list[Cell], capped: bool) -> list[Row]:
-    """Return policies that evict, or that do not, the best first."""
+    """Return the policies that are `capped` or not, the best first."""
     found: dict[Row, list[float]] = {}
     for cell in (cell for cell in cells if (cell.setting.budget is not None) is capped):
         found.setdefault(_row(cell.setting), []).append(cell.score)
@@ -65,7 +65,7 @@ def _rows(cells: list[Cell], capped: bool) -> list[Row]:
 
 
 def _panels(cells: list[Cell]) -> list[list[tuple[Row, int | None]]]:
-    """Return lines of panels: a policy at every budget, and behind it one that never evicts."""
+    """Return rows of panels: a policy at every budget, then one that never evicts."""
     budgets = sorted({c.setting.budget for c in cells if c.setting.budget is not None})
     uncapped = _rows(cells, False)
     lines = zip_longest(_rows(cells, True), uncapped, fillvalue=NOBODY)
@@ -116,7 +116,7 @@ def _block(block: SubFigure, cells: list[Cell]) -> None:
 
 
 def _panel(axis: Axes, table: list[list[float | None]], scale: tuple[float, float]) -> AxesImage:
-    """Draw one heat map [depths, lengths], each field with its score, grey if not measured."""
+    """Draw one heat map [depths, lengths], with the score in each field, grey if not measured."""
     low, high = scale
     numbers = [[float("nan") if score is None else score for score in line] for line in table]
     axis.set_facecolor("#bbbbbb")

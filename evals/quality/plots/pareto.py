@@ -1,7 +1,7 @@
-"""Draws quality against what it costs: bytes of the cache, and milliseconds of eviction per block.
+"""Draws quality against cost: bytes of the cache, and milliseconds of eviction per block.
 
-Points on the frontier, to which no other is equal or better in both, are joined and labelled. What
-never evicts has no milliseconds: it is a dotted line there.
+Points on the frontier, which no other point equals or beats in both, are joined and labelled. A
+policy that never evicts has no milliseconds, and is a dotted line there.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COSTS: dict[str, Callable[[Cell], float | None]] = {
 
 
 def figure(cells: Iterable[Cell]) -> Figure:
-    """Draw `cells`; two panels per model, task and length.
+    """Draw `cells`, in two panels per model, task and length.
 
     Raises:
         ValueError: there are no cells.
@@ -55,12 +55,12 @@ def figure(cells: Iterable[Cell]) -> Figure:
         raise ValueError("there are no cells to draw")
     heights = [PANEL + 0.6 + 0.18 * ceil(len(_names(part)) / COLUMNS) for part in parts]
     whole = Figure(figsize=(WIDTH, sum(heights)), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(whole)  # measures text
+    FigureCanvasAgg(whole)  # a canvas that can measure text
     blocks = whole.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     drawn = [
         found for block, part in zip(blocks, parts, strict=True) for found in _block(block, part)
     ]
-    whole.draw_without_rendering()  # labels are placed among what lies where it stays
+    whole.draw_without_rendering()  # everything gets its final place before labels are put
     whole.set_layout_engine("none")
     for axis, points in drawn:
         put_labels(axis, points, SIZES["tick"])
@@ -68,9 +68,9 @@ def figure(cells: Iterable[Cell]) -> Figure:
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the places of points (cost, quality) that no other equals or beats in both.
+    """Return the indices of points (cost, quality) that no other point beats.
 
-    Of equal points all are named.
+    Equal points are all on the frontier.
 
     >>> frontier([(1, 0.5), (2, 0.4), (2, 0.9), (1, 0.5)])
     [0, 2, 3]
@@ -93,7 +93,7 @@ def _name(cell: Cell) -> tuple[str, str]:
 
 
 def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]]:
-    """Draw two panels; returns their labels, which are put once the panels have their place."""
+    """Draw two panels; return their labels, which are put once the panels have their place."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes = block.subplots(1, len(COSTS), sharey=True)
@@ -148,11 +148,11 @@ def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]
 def _line(
     axis: Axes, priced: list[tuple[float, Cell]], name: tuple[str, str], style: Style
 ) -> None:
-    """Draw the points of a policy, joined from budget to budget, hollow at true positions."""
+    """Draw the points of a policy, joined in the order of budgets; hollow at true positions."""
     policy, positions = name
     ordered = sorted(priced, key=lambda pair: pair[1].setting.budget or 0)
     prices, scores = [price for price, _ in ordered], [cell.score for _, cell in ordered]
-    cells = [cell for _, cell in ordered]  # rounding may leave a score just outside its interval
+    cells = [cell for _, cell in ordered]  # rounding may put a score just outside of its interval
     reach = [[max(0.0, c.score - c.ci_low) for c in cells]]
     reach += [[max(0.0, c.ci_high - c.score) for c in cells]]
     filled = "white" if positions == "true" else style.color
@@ -171,7 +171,7 @@ def _line(
 
 
 def _labels(priced: list[tuple[float, Cell]]) -> list[Label]:
-    """Return a label for every place that has points: policies and budgets."""
+    """Return a label with policies and budgets for every place that has points."""
     places: dict[tuple[float, float], list[str]] = {}
     for price, cell in sorted(priced, key=lambda pair: _name(pair[1])):
         s = cell.setting

@@ -1,7 +1,7 @@
 """Draws scores over budgets: one small panel per policy, with the others behind it in grey.
 
-Beyond ten, a line per policy in one set of axes cannot be read; a panel each can. Panels are
-ordered by their mean score, the best first.
+More than ten lines in one panel cannot be read. Panels are ordered by their mean score, the best
+first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# The second is dashed, thinner and hollow, so that equal lines show both.
+# The second line is dashed, thinner and hollow, so that the first shows through equal ones.
 STYLES: dict[str, dict[str, Any]] = {
     "compact": {"color": "#0b62a4", "lw": 2.6, "ls": "-", "marker": "o", "ms": 5},
     "auto": {"color": "#2b8a3e", "lw": 1.8, "ls": (0, (1, 1)), "marker": "^", "ms": 5},
@@ -36,7 +36,7 @@ Lines = dict[tuple[str, str], list[Cell]]  # (policy, positions) -> its cells by
 
 
 def figure(cells: Iterable[Cell]) -> Figure:
-    """Draw `cells`; a block of panels per model, task and length.
+    """Draw `cells`, in a block of panels per model, task and length.
 
     Raises:
         ValueError: no cell has a budget.
@@ -65,7 +65,7 @@ def _lines(cells: list[Cell]) -> Lines:
 
 
 def _policies(lines: Lines) -> dict[str, list[Cell]]:
-    """Return the better line of every policy's positions, the best policy first."""
+    """Return the line of each policy's better mode of positions, the best policy first."""
     better: dict[str, list[Cell]] = {}
     for (policy, _), cells in sorted(lines.items(), key=lambda line: (_worst(line[1]), line[0])):
         better.setdefault(policy, cells)
@@ -73,7 +73,7 @@ def _policies(lines: Lines) -> dict[str, list[Cell]]:
 
 
 def _worst(cells: list[Cell]) -> float:
-    """Return the mean score, negative where more is better."""
+    """Return the mean score as a sort key, negative if a higher score is better."""
     return fmean(-cell.score if cell.of.higher_is_better else cell.score for cell in cells)
 
 
@@ -87,7 +87,7 @@ def _block(block: SubFigure, cells: list[Cell], rows: int) -> None:
         _panel(axis, policy, lines, uncapped)
     for i, axis in enumerate(axes):
         axis.set_visible(i < len(names))
-        # The lowest panel of a column is not always in the last row.
+        # The last row may be incomplete, so the lowest panel of a column may be in the row above.
         axis.tick_params(labelbottom=i < len(names) <= i + columns)
     s, unit = cells[0].setting, cells[0].of
     block.supxlabel("slots per KV head", fontsize=SIZES["label"])

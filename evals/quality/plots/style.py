@@ -1,4 +1,4 @@
-"""Says how all pictures look: widths, sizes of letters, and lines that differ clearly."""
+"""Defines the style of all pictures: widths, sizes of letters, and lines that differ clearly."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from importlib.util import find_spec
 
 from kvcap.runtime.errors import how_to_install
 
-WIDTH = 8.6  # inches of a picture: letters of 8 points can be read at half the width of a page
+WIDTH = 8.6  # inches of a picture; 8-point letters are readable at half a page's width
 DPI = 160
 SIZES = {"title": 10, "label": 9, "tick": 8}  # points
 Dash = str | tuple[float, tuple[float, ...]]
 MARKERS = "osD^vP*X<>"
 DASHES: tuple[Dash, ...] = ("-", (0, (4, 1.5)), (0, (1.5, 1)))
-# Paul Tol's bright colors, which differ in lightness and for eyes that see no red or no green.
+# Paul Tol's bright colors, which differ in lightness and for colour-blind readers.
 COLORS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#b58a00", "#2a9fc4", "#777777")
 
 
 def require_matplotlib() -> None:
-    """Refuse early: a sweep takes hours, and its picture comes last.
+    """Check for matplotlib before a sweep, whose picture may come hours later.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -29,7 +29,7 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class Style:
-    """A style that marks one of several lines or kinds of points; no two of 70 look alike."""
+    """The style of one line or kind of points; no two of 70 look alike."""
 
     color: str
     marker: str

@@ -1,13 +1,13 @@
-"""Defines quality tasks: one file per task, and the file's name is the task's name.
+"""Defines quality tasks: one file per task, named as the task.
 
-To add a task, add a file with what `Task` says. A task is English text and knows no cache and no
-policy. A prompt that a task writes has exactly the tokens asked for, so that samples can be read in
-one batch; one made of a user's file may have fewer.
+To add a task, add a file that defines all names of `Task`. A task is English text, and knows no
+cache and no policy. A prompt that a task writes has exactly the requested number of tokens, so that
+samples can be read in one batch; a prompt from a user's file may have fewer.
 
-A file may define `from_file(path) -> Task` as well, or instead: `NAME:PATH` is that task; with a
-second argument, `NAME/PART:PATH` is a part of it, such as one set of a benchmark. Such a task may
-define `draw(tokenizer, length, count, seed)`, which gives all samples at once, and `digest`, which
-tells one content of the file from another.
+A file may also define `from_file(path) -> Task`, which makes the task `NAME:PATH`; with a second
+argument, `NAME/PART:PATH` is a part of it, such as one set of a benchmark. Such a task may define
+`draw(tokenizer, length, count, seed)`, which returns all samples at once, and `digest`, which
+differs for different contents of the file.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ GROUPS = {  # names that stand for several tasks
 
 @dataclass(frozen=True)
 class Sample:
-    """A text with a question below it in the same user message, and what the answer should say."""
+    """A text with a question below it in the same user message, and the accepted answers."""
 
     context: str
     question: str
     answers: tuple[str, ...]
-    joint: str = "\n\n"  # stands between the context and the question
-    opening: str = ""  # begins the answer, which the model continues
-    cue: str = ""  # the opening in plain text, where nothing else says that an answer follows
-    chat: bool = True  # a message in the model's chat template, if it has one; False: plain text
-    ids: tuple[int, ...] | None = None  # the prompt in tokens, of a task that asks nothing
+    joint: str = "\n\n"  # the text between the context and the question
+    opening: str = ""  # the beginning of the answer, which the model continues
+    cue: str = ""  # the opening in plain text, which has no turn mark before an answer
+    chat: bool = True  # whether to use the model's chat template, if it has one
+    ids: tuple[int, ...] | None = None  # tokens of the prompt, for a task that asks nothing
     before: tuple[tuple[str, str], ...] = ()  # earlier messages: role and content
 
     @property
@@ -56,13 +56,13 @@ class Sample:
 
     @property
     def plain(self) -> str:
-        """Return the text that a model without a chat template continues, as RULER asks those.
+        """Return the text that a model without a chat template continues, as in RULER.
 
-        Several messages are written as a dialogue, a line each.
+        Several messages are written as a dialogue, one per line.
         """
         if self.before:
-            said = [f"{role.capitalize()}: {content}\n" for role, content in self.before]
-            return f"{''.join(said)}User: {self.messages[-1]['content']}\nAssistant:{self.opening}"
+            turns = [f"{role.capitalize()}: {content}\n" for role, content in self.before]
+            return f"{''.join(turns)}User: {self.messages[-1]['content']}\nAssistant:{self.opening}"
         begun = self.opening or self.cue
         gap = " " if begun and not begun[0].isspace() else ""
         return f"{self.messages[-1]['content']}{gap}{begun}"
@@ -71,42 +71,42 @@ class Sample:
 class Task(Protocol):
     """A module that defines a task: one file of this folder.
 
-    Besides, it may define `UNIT`, a name in `scores.UNITS` ('share'), and `PLACED`, whether `depth`
-    means anything to it (true).
+    It may also define `UNIT`, a name in `scores.UNITS` ('share' by default), and `PLACED`, whether
+    it uses `depth` (true by default).
     """
 
     MAX_NEW_TOKENS: int
     """Limits the tokens of an answer.
 
-    0: nothing is asked, and a sample's score is its text's loss.
+    With 0, nothing is asked, and a sample's score is the loss of its text.
     """
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
         """Make a sample whose prompt has exactly `length` tokens (`prompt_ids`).
 
         Args:
-            rng: the only source of chance.
-            tokenizer: the model's.
-            length: tokens.
-            depth: where in the text what is asked for should stand, 0 (start) to 1 (end).
+            rng: the only source of randomness.
+            tokenizer: the model's tokenizer.
+            length: tokens of the prompt.
+            depth: place of the answer in the text, 0 (start) to 1 (end).
 
         Raises:
-            ValueError: the length is too short, naming one that works.
+            ValueError: the length is too short; the message names one that works.
         """
         ...
 
     def score(self, sample: Sample, reply: str) -> float:
-        """Score how well `reply` answers the question, 0 to 1; unused where nothing is asked."""
+        """Return how well `reply` answers the question, 0 to 1; not called if nothing is asked."""
         ...
 
 
 def tasks() -> dict[str, Task]:
-    """Return every task that makes its samples itself, by name."""
+    """Return every task that makes its own samples, by name."""
     return {name: cast(Task, task) for name, task in _modules().items() if hasattr(task, "make")}
 
 
 def files() -> list[str]:
-    """Return the names of tasks that only files make: `NAME:PATH`."""
+    """Return the names of tasks that need a file, `NAME:PATH`."""
     return [name for name, task in _modules().items() if not hasattr(task, "make")]
 
 
@@ -117,16 +117,17 @@ def _modules() -> dict[str, Any]:
 
 
 def spelled_out(names: Iterable[str]) -> list[str]:
-    """Return every task once, groups such as 'ruler' as the names they stand for."""
+    """Return every task once, with groups such as 'ruler' replaced by the names of their tasks."""
     return list(dict.fromkeys(task for name in names for task in GROUPS.get(name, (name,))))
 
 
 @cache
 def load_task(name: str) -> Task:
-    """Load a task by name; `NAME:PATH` is of a user's file, `NAME/PART:PATH` of a part of it.
+    """Load a task by name; `NAME:PATH` is that of a user's file, `NAME/PART:PATH` a part of it.
 
     Raises:
-        ValueError: no such task, and the nearest one is named; or it takes no file, or needs one.
+        ValueError: there is no such task (the message names the nearest one), or it takes no file,
+            or needs one.
         OSError: the file cannot be read.
     """
     given, _, path = name.partition(":")
@@ -145,10 +146,10 @@ def load_task(name: str) -> Task:
 
 
 def with_data(names: Iterable[str], path: str | None) -> list[str]:
-    """Return the names of tasks; those of files that name none get `path`.
+    """Return the names of tasks, with `path` added to those that need a file and name none.
 
     Raises:
-        ValueError: a path is given, and no task takes it.
+        ValueError: `path` is given, and no task needs it.
     """
     given = list(names)
     if path is None:
@@ -165,7 +166,7 @@ def unit_of(task: Task) -> str:
 
 
 def is_placed(task: Task) -> bool:
-    """Return whether what is asked for stands at a depth."""
+    """Return whether a task puts the answer at a depth."""
     return bool(getattr(task, "PLACED", True))
 
 
@@ -178,10 +179,10 @@ def make_samples(
     depth: float | None = None,
     threads: int = 1,
 ) -> list[Sample]:
-    """Make `count` samples; the first ones stay the same when more are asked for.
+    """Make `count` samples; a larger `count` adds samples, and leaves the first ones the same.
 
-    All at one depth; by default depths start at random and step by the golden ratio, so that few
-    samples are spread evenly too. They are made by so many threads.
+    All are at one `depth`. By default depths start at random and step by the golden ratio, so that
+    even few samples are spread evenly. `threads` threads make them.
 
     Raises:
         ValueError: the length is too short for the task, which is named.
@@ -196,30 +197,27 @@ def make_samples(
         try:
             return task.make(Random(f"{key}/{i}"), tokenizer, length, depths[i])
         except ValueError as error:
-            said = str(error)
-            raise ValueError(said if said.startswith(name) else f"{name}: {said}") from error
+            text = str(error)
+            raise ValueError(text if text.startswith(name) else f"{name}: {text}") from error
 
-    first = [make(i) for i in range(min(1, count))]  # it may read files that all need
+    first = [make(i) for i in range(min(1, count))]  # reads files that all need, once
     with ThreadPoolExecutor(threads) as pool:
         return first + list(pool.map(make, range(1, count)))
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Return whether a model is asked by a chat template; a base model has none."""
+    """Return whether a model has a chat template; a base model has none."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def tokens_to_say(tokenizer: Any, sample: Sample) -> int:
-    """Return the tokens that suffice to name all answers of a sample in a list or a sentence.
-
-    A base model does not end its answer by itself.
-    """
-    said = f" {', '.join(sample.answers)}"
-    return 16 + 2 * len(tokenizer(said, add_special_tokens=False)["input_ids"])
+    """Return how many tokens suffice to name all answers of a sample in a list or a sentence."""
+    listed = f" {', '.join(sample.answers)}"
+    return 16 + 2 * len(tokenizer(listed, add_special_tokens=False)["input_ids"])
 
 
 def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
-    """Return the token ids that the model reads, with the chat template and an answer's opening."""
+    """Return the token ids of a prompt, with the chat template and the answer's opening."""
     if sample.ids is not None:
         return list(sample.ids)
     return _encode(tokenizer, sample, _text(tokenizer, sample))
@@ -228,14 +226,14 @@ def prompt_ids(tokenizer: Any, sample: Sample) -> list[int]:
 def prompt_parts(
     tokenizer: Any, sample: Sample, question: Question | None
 ) -> tuple[list[int], ...]:
-    """Return the token ids of a prompt in the parts that are read one after the other.
+    """Return the token ids of a prompt in parts that are read one after another.
 
-    One part, or if the question comes `after` the context, two: the same tokens, split before the
-    first one that holds a letter of the question.
+    There is one part, or two if the question comes `after` the context: the same tokens, split
+    before the first one that has a letter of the question.
 
     Raises:
-        ValueError: there is no context, or the question is not found in what the chat template
-            wrote.
+        ValueError: there is no context, or the text of the chat template does not have the
+            question.
     """
     ids = prompt_ids(tokenizer, sample)
     if question != "after":
@@ -252,13 +250,13 @@ def prompt_parts(
             "--question after: this sample's question is not found in what the chat template "
             "writes; use --question aware"
         )
-    # A token across the border holds letters of the question, and is none of the context's.
+    # A token across the border has letters of the question, so it belongs to the question.
     split = common_prefix(_encode(tokenizer, sample, text[:place]), ids)
     return ids[:split], ids[split:]
 
 
 def _in_chat(tokenizer: Any, sample: Sample) -> bool:
-    """Return whether the chat template writes a sample."""
+    """Return whether a sample's prompt is written by the chat template."""
     return sample.chat and has_template(tokenizer)
 
 
@@ -269,7 +267,7 @@ def _text(tokenizer: Any, sample: Sample) -> str:
 
 
 def _encode(tokenizer: Any, sample: Sample, text: str) -> list[int]:
-    """Return token ids of a sample's text; plain text begins as the tokenizer has texts begin."""
+    """Return token ids of a sample's text; plain text gets the tokenizer's opening tokens."""
     special = not _in_chat(tokenizer, sample)
     ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
     return ids

@@ -16,8 +16,8 @@ from kvcap.pocket.prose import invented
 MAX_NEW_TOKENS = 120
 PLACED = False  # words are spread over the list
 COMMON = 10
-OFTEN, SELDOM = 30, 3  # times that a common word occurs, and another
-SHORT = 4096  # tokens, below which words occur less often, in the same proportion
+OFTEN, SELDOM = 30, 3  # occurrences of a common word, and of any other
+SHORT = 4096  # below so many tokens words occur less often, in the same proportion
 score = string_match_all
 
 
@@ -25,7 +25,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     """Make a numbered list in random order; `depth` is not used."""
     often, seldom = (OFTEN, SELDOM) if length >= SHORT else (OFTEN // SELDOM, 1)
     known = sorted({word.lower() for word in (*words.NOUNS, *words.ANIMALS, *words.FOODS)})
-    drawn = _apart(rng, known)
+    drawn = _distinct_words(rng, known)
     common = [next(drawn) for _ in range(COMMON)]
     order = rng.getrandbits(32)
 
@@ -52,11 +52,11 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     return write(*fit_whole(measure, drawn, filler(rng), length))
 
 
-def _apart(rng: Random, known: list[str]) -> Iterator[str]:
-    """Yield words in random order, English and then made up, none a part of another."""
+def _distinct_words(rng: Random, known: list[str]) -> Iterator[str]:
+    """Yield words in random order, first English, then invented; none is part of another."""
     rng.shuffle(known)
     drawn: list[str] = []
-    text = " "  # all that were drawn
+    text = " "  # all words drawn so far
     left = iter(known)
     while True:
         word = next(left, "") or invented(rng, 3, 5)

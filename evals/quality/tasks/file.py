@@ -1,9 +1,9 @@
-"""Runs a user's own task: `file:PATH`, one JSON object a line.
+"""Runs a user's own task: `file:PATH`, one JSON object per line.
 
-`{"context": …, "question": …, "answers": […]}`, or `{"messages": […], "answers": […]}` with the
-question as the last message of a conversation. Optional: `"metric"`, a name in `metrics.METRICS`,
-and `"classes"`, the labels that the metric `classification` chooses from. `file/METRIC:PATH` scores
-the rows that name none.
+A line is `{"context": …, "question": …, "answers": […]}`, or `{"messages": […], "answers": […]}`
+with the question as the last message of a conversation. It may have `"metric"`, a name in
+`metrics.METRICS`, and `"classes"`, the labels of the metric `classification`. `file/METRIC:PATH`
+sets the metric of lines without one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_NEW_TOKENS = 64
 
 
 def from_file(path: str, part: str = "") -> RowsTask:
-    """Return the task of a JSONL; `part` is the metric of rows that name none ('contains').
+    """Return the task of a JSONL file; `part` is the metric of rows without one ('contains').
 
     Raises:
-        ValueError: no such file or metric, an empty file, or a row that cannot be asked.
+        ValueError: there is no such file or metric, the file is empty, or a row is invalid.
         ExtraMissing: a metric's package is not installed.
     """
     if not path:
@@ -49,7 +49,7 @@ def _sample(row: Row, metric: str) -> RowSample:
             *before, last = checked_messages(row.given["messages"])
         except KvcapError as error:
             raise ValueError(f"{row.where}: {error}") from error
-        earlier = tuple((said["role"], said["content"]) for said in before)
+        earlier = tuple((message["role"], message["content"]) for message in before)
         return RowSample(
             "",
             last["content"],

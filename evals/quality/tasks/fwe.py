@@ -15,16 +15,16 @@ from kvcap.evals.quality.text import fit
 MAX_NEW_TOKENS = 50
 PLACED = False  # words are spread over the text
 ASKED = 3
-DOTS = "..."  # the most frequent of all, to be ignored
-VOCABULARY = 50  # tokens of a text for each of its coded words
-LEAST = 4  # how often the third most frequent word occurs, at least
+DOTS = "..."  # the most frequent word of all, which the question excludes
+VOCABULARY = 50  # tokens of the text for each coded word
+LEAST = 4  # least occurrences of the third most frequent word
 score = string_match_all
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     """Make coded words in random order; `depth` is not used.
 
-    The word of rank k, the dots being of rank 1, has the share `6 / (π k)²`.
+    The word of rank k has the share `6 / (π k)²`; the dots have rank 1.
     """
     coded: dict[str, None] = {}
     while len(coded) < max(2 * ASKED, length // VOCABULARY):
@@ -61,5 +61,5 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
 
 def _share(rank: int) -> float:
-    """Return the share of a rank by the Zeta law with exponent 2; all shares sum to 1."""
+    """Return the share of a rank by the zeta distribution with exponent 2; shares sum to 1."""
     return 6 / (pi * rank) ** 2

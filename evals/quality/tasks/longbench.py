@@ -1,9 +1,9 @@
-"""Asks LongBench: `longbench/hotpotqa:DIR`, scored by the benchmark's own metrics.
+"""Asks the sets of LongBench, such as `longbench/hotpotqa:DIR`, and scores by its own metrics.
 
-`DIR` holds the benchmark's JSONL files or its `data.zip`; without it, `data.zip` comes from the
-hub. Prompts, lengths of answers and metrics are in `longbench_sets.py`. A prompt beyond the length
-is cut in the middle, as by the benchmark's script: its first and last tokens stay. The script
-counts the prompt without the chat template, and here the template's tokens count.
+`DIR` has the benchmark's JSONL files or its `data.zip`; without it, `data.zip` comes from the hub.
+Prompts, lengths of answers and metrics are in `longbench_sets.py`. A prompt beyond the length is
+cut in the middle, as by the benchmark's script: its first and last tokens stay. In contrast to the
+script, the chat template's tokens count.
 
 Bai et al., 2024, https://arxiv.org/abs/2308.14508.
 """
@@ -29,12 +29,12 @@ def from_file(path: str, part: str = "") -> RowsTask:
     """Return the set `part` of LongBench, such as 'hotpotqa', or 'hotpotqa_e' of LongBench-E.
 
     Args:
-        path: of a folder of the benchmark's files, of its archive, or of the set's own JSONL; '' is
-            the hub's archive.
+        path: a folder of the benchmark's files, its archive, or the set's own JSONL; '' is the
+            hub's archive.
         part: the set's name.
 
     Raises:
-        ValueError: no such set or file, or a broken one.
+        ValueError: there is no such set or file, or the file is broken.
         ExtraMissing: the metric's package is not installed.
     """
     known = [*SETS, *(f"{name}_e" for name in EVEN)]
@@ -55,10 +55,10 @@ def from_file(path: str, part: str = "") -> RowsTask:
 
 
 def shorten(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
-    """Return the sample without the middle of its prompt, so that at most `length` tokens are left.
+    """Return the sample with the middle of its prompt cut out, so that it fits `length` tokens.
 
     Raises:
-        ValueError: the last half of them does not hold the question.
+        ValueError: the half of the prompt that stays at its end has no room for the question.
     """
     size = len(prompt_ids(tokenizer, sample))
     if size <= length:
@@ -66,7 +66,7 @@ def shorten(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
     tail = f"{sample.joint}{sample.question}"
     ids = tokenizer(f"{sample.context}{tail}")["input_ids"]
     least = 2 * len(tokenizer(tail)["input_ids"]) + size - len(ids)
-    kept = length - (size - len(ids))  # tokens that are not the chat template's
+    kept = length - (size - len(ids))  # tokens without those of the chat template
     while (half := kept // 2) > 0:
         head, rest = (
             tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -78,7 +78,7 @@ def shorten(sample: RowSample, tokenizer: Any, length: int) -> RowSample:
         over = len(prompt_ids(tokenizer, cut)) - length
         if over <= 0:
             return cut
-        kept -= over  # the halves, put together, can be other tokens
+        kept -= over  # the joined halves may have more tokens than both
     raise ValueError(
         f"{sample.where}: --lengths {length:,} leaves no room for the question in its last half; "
         f"give about {least + 2:,} or more"

@@ -1,7 +1,7 @@
-r"""Asks competition mathematics: `math:PATH`, one `{"problem": …, "answer": …}` a line (MATH-500).
+r"""Asks competition mathematics: `math:PATH`, a `{"problem": …, "answer": …}` per line (MATH-500).
 
-The model thinks in writing, so that the policy acts on its own answer more than on the prompt; the
-last `\boxed{}` is compared with the answer. `--max-new-tokens` says how much it may write.
+The model writes its reasoning, so the policy evicts the model's own text more than the prompt. The
+last `\boxed{}` is compared with the answer. `--max-new-tokens` limits the text.
 
 Hendrycks et al., 2021, https://arxiv.org/abs/2103.03874. The 500 problems:
 Lightman et al., 2023, https://arxiv.org/abs/2305.20050.
@@ -16,10 +16,10 @@ ASKS = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 def from_file(path: str, part: str = "") -> RowsTask:
-    """Return the problems of a JSONL.
+    """Return the task of a JSONL file of problems.
 
     Raises:
-        ValueError: no such file, an empty one, or a row without problem or answer.
+        ValueError: there is no such file, it is empty, or a row has no problem or answer.
     """
     if part:
         raise ValueError(f"task 'math' has no part {part!r}; give math:PATH")

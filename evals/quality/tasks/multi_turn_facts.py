@@ -1,7 +1,7 @@
-"""Says many facts, each in a turn of a long conversation, and asks for one in the last turn.
+"""States a fact in each turn of a long conversation, and asks for one of them in the last turn.
 
-A user tells a number with every message, among sentences about other things, and asks for one of
-them in the end: the others are distractors of the same form.
+Every message of the user states a number among sentences about other things. The facts that are not
+asked for are distractors of the same form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvcap.evals.quality.text import fit, has_word, number_facts
 from kvcap.pocket.corpus import filler
 
 MAX_NEW_TOKENS = 32
-TURNS, TURN = 40, 64  # the most turns, and how many tokens a turn has at least, about
+TURNS, TURN = 40, 64  # most turns, and about the least tokens of a turn
 REPLY = "I see."
 
 
@@ -30,16 +30,16 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
             for index, fact in enumerate(facts):
                 rest = sentences[index::turns]
                 middle = len(rest) // 2
-                said = " ".join([*rest[:middle], fact.statement, *rest[middle:]])
-                before += [("user", said), ("assistant", REPLY)]
+                message = " ".join([*rest[:middle], fact.statement, *rest[middle:]])
+                before += [("user", message), ("assistant", REPLY)]
             return Sample("", asked.question, (asked.value,), joint="", before=tuple(before))
 
         sample = write(fit(lambda s: len(prompt_ids(tokenizer, write(s))), filler(rng), length))
         before = " ".join(text for _, text in sample.before)
-        if before.count(asked.value) == 1:  # numbers of other sentences may be the same
+        if before.count(asked.value) == 1:  # another sentence may have the same number
             return sample
 
 
 def score(sample: Sample, reply: str) -> float:
-    """Return whether the number stands in the reply as a word of its own."""
+    """Return 1 if the reply has the number as a word of its own, else 0."""
     return float(has_word(reply, sample.answers[0]))

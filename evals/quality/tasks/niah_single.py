@@ -16,12 +16,12 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     """Make a text that states one number once, between two of its sentences."""
     while True:
         sample = _draw(rng, tokenizer, length, depth)
-        if sample.context.count(sample.answers[0]) == 1:  # filler has numbers too
+        if sample.context.count(sample.answers[0]) == 1:  # filler may have the same number
             return sample
 
 
 def score(sample: Sample, reply: str) -> float:
-    """Return whether the number stands in the reply as a word of its own: 1 or 0."""
+    """Return 1 if the reply has the number as a word of its own, else 0."""
     return float(has_word(reply, sample.answers[0]))
 
 

@@ -1,4 +1,4 @@
-"""Hides a magic word of two, such as 'blue-door', in prose: RULER's needle with words."""
+"""Hides a magic word, such as 'blue-door', in prose: RULER's needle with words as values."""
 
 from kvcap.evals.quality.ruler import Needles, string_match_all
 

@@ -1,6 +1,6 @@
-"""Asks for a passkey: a number that a text says is to be remembered.
+"""Asks for a passkey, a number that the text tells the reader to remember.
 
-A. Mohtashami, M. Jaggi, 2023, arXiv 2305.16300, with prose around it; OBCache's form of it, in
+A. Mohtashami, M. Jaggi, 2023, arXiv 2305.16300, but with prose around it. OBCache's form of it, in
 RULER's wording, is `niah_single_2`.
 """
 

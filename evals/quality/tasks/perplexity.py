@@ -1,7 +1,7 @@
 """Measures the perplexity of a long text under eviction (OBCache, Figure 4); asks nothing.
 
-The text is generated prose, or pieces of a file of the user's (`perplexity:FILE`), which is read as
-running text, without a chat template.
+The text is generated prose, or pieces of a user's file (`perplexity:FILE`), and is read without a
+chat template.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvcap.runtime.files import read_plain
 MAX_NEW_TOKENS = 0
 UNIT = "perplexity"
 PLACED = False
-MOST = 1 << 28  # bytes of a file
+MOST = 1 << 28  # most bytes of a file
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
     """Make generated prose; `depth` is not used."""
     sentences, text, ids = filler(rng), "", list[int]()
-    while len(ids) < length:  # all at once: tokens of a sentence depend on what is before it
+    while len(ids) < length:  # all are tokenized again, as tokens depend on the text before them
         text = " ".join([*([text] if text else []), *islice(sentences, 1 + length // 8)])
         ids = _encode(tokenizer, text)
     return _sample(tokenizer, length, ids)
@@ -34,7 +34,7 @@ def from_file(path: str) -> Task:
     """Return the task of a file's text.
 
     Raises:
-        ValueError: there is no such file, or it is empty or no text.
+        ValueError: there is no such file, or it is empty, or no text.
     """
     return _File(path)
 
@@ -54,11 +54,11 @@ class _File:
         if not self.text.strip():
             raise ValueError(f"perplexity:{path}: the file is empty; give one with text")
         self.digest = sha256(given).hexdigest()[:16]
-        """Identifies the file's content: cells measured on other content are other cells."""
-        self._ids: tuple[Any, list[int]] | None = None  # by the tokenizer that was used last
+        """Identifies the file's content; cells measured on other content are other cells."""
+        self._ids: tuple[Any, list[int]] | None = None  # last tokenizer, and its tokens of the file
 
     def make(self, rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-        """Return a piece of the text, which begins at `depth` of where it can begin."""
+        """Return a piece of the text; `depth` 0 is the first one possible, 1 the last."""
         if self._ids is None or self._ids[0] is not tokenizer:
             self._ids = tokenizer, _encode(tokenizer, self.text)
         ids = self._ids[1]
@@ -71,12 +71,12 @@ class _File:
         return _sample(tokenizer, length, ids[start : start + length])
 
     def score(self, sample: Sample, reply: str) -> float:
-        """Fail: it is never called, as nothing is asked."""
+        """Fail, as it is never called for a task that asks nothing."""
         raise NotImplementedError
 
 
 def _sample(tokenizer: Any, length: int, ids: list[int]) -> Sample:
-    """Return the first `length` tokens, the tokenizer's opening one included."""
+    """Return a sample of the first `length` tokens, after the tokenizer's opening token."""
     if length < 2:
         raise ValueError(f"a length of {length} tokens is too short; 2 are needed")
     begin = tokenizer.bos_token_id

@@ -18,7 +18,7 @@ MAX_NEW_TOKENS = 32
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """Make a list with the entry that is asked for at `depth`."""
+    """Make a list with the requested entry at `depth`."""
     book = _entries(rng)
     asked = next(book)
     fact = Fact(f"{asked.key}'s phone number", asked.value)
@@ -39,7 +39,7 @@ def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
 
 
 def score(sample: Sample, reply: str) -> float:
-    """Return whether the number stands in the reply as a word of its own: 1 or 0."""
+    """Return 1 if the reply has the number as a word of its own, else 0."""
     return float(has_word(reply, sample.answers[0]))
 
 
@@ -48,10 +48,10 @@ def _line(entry: Fact) -> str:
 
 
 def _entries(rng: Random) -> Iterator[Fact]:
-    """Yield names and numbers of seven digits, none of them twice."""
+    """Yield distinct names with distinct numbers of seven digits."""
     names, numbers = set[str](), set[str]()
     while True:
-        # First and last names run out; initials are as good as endless.
+        # Pairs of first and last names run out; with initials there are enough.
         initial = f" {rng.choice(ascii_uppercase)}." if len(names) > 2000 else ""
         name = f"{pick(rng, words.FIRST_NAMES)}{initial} {pick(rng, words.LAST_NAMES)}"
         number = str(rng.randrange(10**6, 10**7))

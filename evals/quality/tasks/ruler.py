@@ -1,8 +1,8 @@
-"""Samples that RULER's own scripts prepared: `ruler/qa_1:DIR`, scored as RULER scores them.
+"""Asks samples that RULER's own scripts prepared, such as `ruler/qa_1:DIR`, and scores like RULER.
 
-`qa_1` asks about SQuAD and `qa_2` about HotpotQA. `DIR` is what `prepare.py` wrote, with
-`qa_1/validation.jsonl`, prepared with `--model_template_type base`: the model's own chat template
-is written here. Nothing is cut: `--lengths` must hold what RULER prepared, and the chat template.
+`qa_1` asks about SQuAD and `qa_2` about HotpotQA. `DIR` is the output of `prepare.py`, with
+`qa_1/validation.jsonl`, prepared with `--model_template_type base`, as kvcap adds the model's own
+chat template. Prompts are not cut, so `--lengths` must have room for them and the chat template.
 
 Hsieh et al., 2024, https://arxiv.org/abs/2404.06654, https://github.com/NVIDIA/RULER.
 """
@@ -19,17 +19,17 @@ from kvcap.evals.quality.rows import Row, RowSample, RowsTask, find, rows_task
 
 @dataclass(frozen=True)
 class RulerFormat:
-    """A format in which RULER asks and scores the tasks of one generator."""
+    """The format in which RULER asks and scores the tasks of one generator."""
 
-    asks: str  # how the question begins: the last place where this stands in a prompt
-    opens: str  # how the answer begins, which RULER writes for the model
+    asks: str  # the beginning of the question, at its last occurrence in a prompt
+    opens: str  # the beginning of the answer, which RULER writes for the model
     max_new_tokens: int
     metric: str = "contains_all"
 
 
 NIAH = RulerFormat(
     "What ", " The special magic", 128
-)  # "What are all the special magic numbers for …"
+)  # as in "What are all the special magic numbers for …"
 FAMILIES = {
     **dict.fromkeys(
         (
@@ -45,18 +45,18 @@ FAMILIES = {
         ("qa_1", "qa_2"), RulerFormat("Answer the question based on", " Answer:", 32, "contains")
     ),
 }  # fmt: skip
-WRITTEN = re.compile(r"\[INST\]|<\||\[gMASK\]|<BOS_TOKEN>")  # how chat templates begin
+WRITTEN = re.compile(r"\[INST\]|<\||\[gMASK\]|<BOS_TOKEN>")  # beginnings of chat templates
 
 
 def from_file(path: str, part: str = "") -> RowsTask:
-    """Return the samples that RULER prepared of its task `part`, such as 'qa_1'.
+    """Return the samples that RULER prepared for its task `part`, such as 'qa_1'.
 
     Args:
-        path: of the folder that RULER's `prepare.py` wrote to, or of a JSONL.
-        part: the task, by the name in RULER's `synthetic.yaml`.
+        path: the folder that RULER's `prepare.py` wrote to, or a JSONL file.
+        part: the task, by its name in RULER's `synthetic.yaml`.
 
     Raises:
-        ValueError: no such task or file, or one that is not RULER's.
+        ValueError: there is no such task or file, or the file is not RULER's.
     """
     if part not in FAMILIES:
         close = difflib.get_close_matches(part, FAMILIES, n=1)
@@ -88,7 +88,7 @@ def _sample(row: Row, family: RulerFormat) -> RowSample:
         raise ValueError(f"{row.where}: no {family.asks!r} in 'input'; is it of another task?")
     if "answer_prefix" in row.given:
         opening = row.text("answer_prefix")
-    else:  # earlier versions of RULER leave it in the prompt
+    else:  # earlier versions of RULER leave the opening in the prompt
         question, begins, rest = question.partition(family.opens)
         opening = begins + rest
     shown = context.rstrip()
@@ -104,5 +104,5 @@ def _sample(row: Row, family: RulerFormat) -> RowSample:
 
 
 def _printable(reply: str) -> str:
-    """Return a reply with line ends for control characters, as RULER reads it."""
+    """Return a reply with line ends in place of control characters, as RULER reads it."""
     return re.sub(r"[\x00-\x1f]", "\n", reply.strip()).strip()

@@ -1,4 +1,4 @@
-"""Asks as RULER's variable tracking: five variables, each a copy of one before, in noise."""
+"""Asks as RULER's variable tracking: five variables in noise, each a copy of the one before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ score = string_match_all
 
 
 def make(rng: Random, tokenizer: Any, length: int, depth: float) -> Sample:
-    """Make one chain, whose links stand in their order at random places; `depth` is not used."""
+    """Make one chain, with its links in order at random places; `depth` is not used."""
     value = str(rng.randrange(10**4, 10**5))
     names: dict[str, None] = {}
     while len(names) <= HOPS:

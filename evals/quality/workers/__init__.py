@@ -1,7 +1,7 @@
 """Spreads work over workers: in this process, in processes of this machine, or on a Ray cluster.
 
-A worker loads what it needs once and then does one item after another. Engines differ in where
-workers run; `spread` drives them all. Knows nothing of cells, models or files.
+A worker loads its job once and then does one item after another. Engines differ in where workers
+run; `spread` drives them all. Knows nothing of cells, models or files.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ NO_ITEM = object()
 
 
 class WorkerJob(Protocol):
-    """A job that every worker does. Workers elsewhere get a copy, so it must be picklable."""
+    """A job that every worker does; it must be picklable, as other processes get a copy."""
 
     def load(self, worker: int) -> None:
-        """Load what the job needs, once for each worker; workers are counted from 0."""
+        """Load everything that the job needs, once for each worker; workers count from 0."""
         ...
 
     def run(self, message: Any) -> Any:
-        """Return the result of an item, of which `message` is what the worker was sent."""
+        """Return the result of an item, from the message that the worker was sent for it."""
         ...
 
 
 class Worker(Protocol):
-    """A place where items are done, one at a time.
+    """A worker, which does items one at a time.
 
-    A future that ends with an exception says that the worker is gone; whatever the job raises comes
-    as a `Failed` result.
+    A future that ends with an exception means that the worker has died. An error of the job is a
+    `Failed` result instead.
     """
 
     number: int
-    ready: Future[Failed | None]  # done once the job's `load` is
+    ready: Future[Failed | None]  # done once the job is loaded
 
     def submit(self, message: Any) -> Future[Any]:
-        """Begin the job's `run`."""
+        """Start the job's `run`; return the future of its result."""
         ...
 
     def close(self) -> None:
@@ -52,26 +52,26 @@ class Worker(Protocol):
 class WorkerEngine(Protocol):
     """An engine that starts workers: in this process, in others, or on other machines."""
 
-    workers: int  # the most workers
+    workers: int  # most workers
 
     def start(self, number: int) -> Worker:
-        """Start a worker, under the number of one that is gone if there is one."""
+        """Start a worker with this number, which that of a dead one may have had."""
         ...
 
     def close(self) -> None:
-        """Give back what the engine holds beside its workers."""
+        """Release all that the engine holds besides its workers."""
         ...
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An error with which an item ended, or with which a worker could not be made ready."""
+    """The error of an item, or of loading a worker's job."""
 
     error: Exception
 
 
 def attempt(function: Callable[..., Any], *given: Any) -> Any:
-    """Call `function`; return what it returns, or its error as a `Failed` that can be pickled."""
+    """Return the result of a function, or its error as a picklable `Failed`."""
     try:
         return function(*given)
     except Exception as error:
@@ -91,11 +91,11 @@ class Here:
         self.job = job
 
     def start(self, number: int) -> Worker:
-        """Make the job ready here."""
+        """Load the job in this process."""
         return _ThisProcess(self.job, number)
 
     def close(self) -> None:
-        """Give nothing back, as nothing is held."""
+        """Do nothing, as the engine holds nothing."""
 
 
 class _ThisProcess:
@@ -125,26 +125,27 @@ def spread(
 ) -> Generator[tuple[Any, Any], None, None]:
     """Do every item once, and yield (item, result) in the order in which they are done.
 
-    An item whose worker dies is done once more, by another worker; if that one dies too, its
-    result is a `Failed`, as it is where the job raises an error. The other items go on. However
-    the iteration ends, all workers are ended with it.
+    An item whose worker dies is done once more, by another worker; if that one dies too, its result
+    is a `Failed`, as for an error of the job. Other items go on. All workers end with the
+    iteration, however it ends.
 
     Args:
-        engine: where workers run; it is closed at the end.
-        items: what to do, in the order in which it is begun.
-        message: what a worker is sent of an item; it must be picklable, as results must be.
-        note: called for every worker that dies.
-        name: of an item, for these notes.
+        engine: starts the workers; it is closed at the end.
+        items: the items, in the order of starting.
+        message: makes the message that a worker is sent for an item; messages and results must be
+            picklable.
+        note: called with a sentence on every worker that dies.
+        name: makes an item's name, for these notes.
 
     Raises:
         WorkersLost: no worker is left, and new ones die before they are ready.
-        Exception: what the job's `load` raised.
+        Exception: the error of the job's `load`.
     """
     waiting = deque(items)
-    busy: dict[Future[Any], tuple[Worker, Any]] = {}  # the item is NO_ITEM while a worker starts
+    busy: dict[Future[Any], tuple[Worker, Any]] = {}  # a starting worker has NO_ITEM
     blamed = set[Any]()  # items whose worker died
-    spare = engine.workers  # workers that may die before they are ready
-    death: BaseException | None = None  # why the last of these died
+    spare = engine.workers  # number of workers that may still die before they are ready
+    death: BaseException | None = None  # the reason of the last such death
 
     def start(number: int) -> None:
         worker = engine.start(number)

@@ -17,15 +17,15 @@ Place = Literal["local", "ray"]
 
 @dataclass(frozen=True)
 class Crew:
-    """Workers as a user asks for them. One local worker is the process itself."""
+    """The workers that a user asks for; a single local worker is this process itself."""
 
     engine: Place = "local"
-    workers: int | None = None  # None: one per GPU, or what `RayCluster` finds room for, or one
-    threads: int | None = None  # of all local workers, or of each on a cluster
-    ray_address: str | None = None
+    workers: int | None = None  # None: one per GPU, or one; on a cluster, as many as fit
+    threads: int | None = None  # CPU threads of all local workers, or of each on a cluster
+    ray_address: str | None = None  # see `RayCluster`
 
     def check(self) -> None:
-        """Refuse what cannot be run.
+        """Refuse settings that cannot be used.
 
         Raises:
             ValueError: naming the option.
@@ -43,20 +43,20 @@ class Crew:
             )
 
     def local_workers(self, device: str | None) -> int:
-        """Return how many processes of this machine are to work on a device."""
+        """Return the number of processes of this machine for a device."""
         return self.workers or max(1, gpus_of(device))
 
     def alone(self, device: str | None) -> bool:
-        """Return whether no two workers compute on the same GPU, so that times say something."""
+        """Return whether no two workers share a GPU, so that times mean something."""
         gpus = gpus_of(device)
         return self.engine != "local" or gpus == 0 or self.local_workers(device) <= gpus
 
     def check_memory(self, device: str | None, each: int) -> None:
-        """Refuse more processes than memory holds.
+        """Refuse more processes than memory has room for; a GPU's memory is not checked.
 
         Args:
-            device: where models compute; on a GPU nothing is known before they do.
-            each: bytes that a worker takes at least.
+            device: the device of the models.
+            each: least bytes of a worker.
 
         Raises:
             PlanInfeasible: naming how many fit.
@@ -91,7 +91,7 @@ class Crew:
 
 
 def gpus_of(device: str | None) -> int:
-    """Return over how many GPUs of this machine workers on a device are spread."""
+    """Return the number of GPUs of this machine that workers on a device share."""
     import torch
 
     if device is not None and device.startswith("cuda:"):

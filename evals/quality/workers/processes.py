@@ -1,7 +1,7 @@
-"""Workers that are processes of this machine.
+"""Runs workers as processes of this machine.
 
-Each is a `ProcessPoolExecutor` of one process: where a process dies, the executor says so of the
-one item that it was doing, and the other workers go on.
+Each worker is a `ProcessPoolExecutor` of one process, so that a process that dies only fails its
+own item.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from kvcap.evals.quality.workers import Failed, Worker, WorkerJob, attempt
 
 
 class Processes:
-    """An engine that starts `workers` processes afresh, so that each may use a GPU."""
+    """An engine that spawns processes without forking, so that each may use a GPU."""
 
     def __init__(self, job: WorkerJob, workers: int) -> None:
         self.job, self.workers = job, workers
 
     def start(self, number: int) -> Worker:
-        """Start a process that makes the job ready."""
+        """Start a process that loads the job."""
         return _Process(self.job, number)
 
     def close(self) -> None:
-        """Give nothing back, as nothing is held."""
+        """Do nothing, as the engine holds nothing."""
 
 
 class _Process:
     def __init__(self, job: WorkerJob, number: int) -> None:
         self.number = number
-        # The process ends when the writing end is closed, be it by us or by the end of ours.
+        # The worker ends when the writing end closes, by `close` or with this process.
         lifeline, self._lifeline = Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(1, get_context("spawn"), _live, (lifeline,))
         with _interrupts_blocked():
             self.ready: Future[Failed | None] = self._pool.submit(_load, job, number)
         self._last: Future[Any] = self.ready
-        self._theirs = lifeline  # kept open until the process has it
+        self._theirs = lifeline  # kept open until the process has received it
 
     def submit(self, message: Any) -> Future[Any]:
         try:
             self._last = self._pool.submit(_run, message)
-        except BrokenProcessPool as error:  # it died while it was idle
+        except BrokenProcessPool as error:  # the process died while it was idle
             self._last = Future()
             self._last.set_exception(error)
         return self._last
 
     def close(self) -> None:
         if self._last.done():
-            self._pool.shutdown()  # it ends by itself, and frees what it holds
+            self._pool.shutdown()  # the process ends by itself, and frees its resources
         self._lifeline.close()
         self._pool.shutdown(cancel_futures=True)
         self._theirs.close()
@@ -65,7 +65,7 @@ class _Process:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Let a process that is started within never get Ctrl-C: its parent ends it."""
+    """Block SIGINT in processes that are started in the `with` block, as their parent ends them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -76,11 +76,11 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_job: WorkerJob | None = None  # the job of a worker's process
+_job: WorkerJob | None = None  # the job, in a worker's process
 
 
 def _live(lifeline: Connection) -> None:
-    """Watch the lifeline while the process works."""
+    """Watch the lifeline in a thread of its own."""
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
 
 
@@ -95,8 +95,8 @@ def _load(job: WorkerJob, number: int) -> Failed | None:
     global _job
     _job = job
     failed: Failed | None = attempt(job.load, number)
-    gc.freeze()  # loaded objects stay, so that no collection needs to look at them
-    atexit.register(gc.unfreeze)  # else extension modules report them as leaked
+    gc.freeze()  # loaded objects stay, so that collections need not examine them
+    atexit.register(gc.unfreeze)  # otherwise extension modules report them as leaked
     return failed
 
 

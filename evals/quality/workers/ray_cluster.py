@@ -1,4 +1,4 @@
-"""Workers that are actors of a Ray cluster, on as many machines as it has."""
+"""Runs workers as actors of a Ray cluster, on as many machines as it has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcap.runtime.errors import ExtraMissing, how_to_install
 
 
 def require_ray() -> None:
-    """Refuse early.
+    """Check for Ray, before anything runs.
 
     Raises:
         ExtraMissing: Ray is not installed.
@@ -25,15 +25,15 @@ class RayCluster:
     """An engine that uses a Ray cluster: an existing one, or one started on this machine.
 
     Args:
-        job: what workers do.
-        workers: at most so many; as many as the cluster has room for.
-        threads: CPUs of a worker, where there are no GPUs.
-        address: of an existing cluster; None finds one as Ray does (RAY_ADDRESS, one of this
-            machine), or starts one.
+        job: the job of the workers.
+        workers: most workers; None: as many as the cluster has room for.
+        threads: CPUs of a worker, if there are no GPUs.
+        address: address of an existing cluster; None finds one as Ray does (RAY_ADDRESS, or one of
+            this machine), or starts one.
 
     Raises:
         ExtraMissing: Ray is not installed.
-        ValueError: no cluster answers, or none of its machines is large enough.
+        ValueError: no cluster answers, or no machine of it is large enough.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RayCluster:
         self.workers = self._share.workers
 
     def start(self, number: int) -> Worker:
-        """Start an actor that makes the job ready as soon as a machine has room for it."""
+        """Start an actor that loads the job as soon as a machine has room for it."""
         return _RayWorker(self._job, number, self._share)
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class _RayWorker:
 
 
 class _Actor:
-    """A worker's side, which Ray runs."""
+    """The actor that Ray runs for a worker."""
 
     def __init__(self, job: WorkerJob) -> None:
         self._job = job
