@@ -1,4 +1,4 @@
-"""Requests to the server that phones open, as tests make them."""
+"""Makes requests to the server that phones open, for tests."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ vendored = pytest.mark.skipif(
 
 
 def edited(folder: Path, target: Path, change: Any) -> Path:
-    """A copy of a plan, changed and whole again."""
+    """Copy a plan, apply `change`, and make its id valid again; return the copy."""
     shutil.copytree(folder, target)
-    found = json.loads((target / PLAN_FILE).read_text())
-    change(found, target)
-    for entry in found["files"]:
+    plan = json.loads((target / PLAN_FILE).read_text())
+    change(plan, target)
+    for entry in plan["files"]:
         content = (target / entry["file"]).read_bytes()
         entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    found["id"] = plan_id(found)
-    (target / PLAN_FILE).write_text(json.dumps(found))
+    plan["id"] = plan_id(plan)
+    (target / PLAN_FILE).write_text(json.dumps(plan))
     return target
 
 
 def asked(serving: Serving, method: str, path: str, body: Any = None, **headers: str) -> Any:
-    """The status and text of a plain request."""
+    """Return the status and text of a plain request."""
     host = serving.url.split("/")[2].split(":")[0]
     connection = http.client.HTTPConnection(host, serving.port, timeout=PATIENCE)
     connection.request(method, path, body, headers)
@@ -46,8 +46,8 @@ def asked(serving: Serving, method: str, path: str, body: Any = None, **headers:
     return answer.status, text
 
 
-def posted(serving: Serving, found: Any, **headers: str) -> tuple[int, dict[str, Any]]:
-    body = found if isinstance(found, bytes) else json.dumps(found).encode()
+def posted(serving: Serving, result: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+    body = result if isinstance(result, bytes) else json.dumps(result).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "a test", **headers}
     status, text = asked(serving, "POST", "/results", body, **headers)
     return status, json.loads(text)

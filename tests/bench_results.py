@@ -1,4 +1,4 @@
-"""Results of phones as tests make them, and faults put into them."""
+"""Makes results as phones send them, and puts faults into them, for tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVIL = [
 ]  # fmt: skip
 
 
-DEEP = "@deep@"  # in place of lists in lists, which json.dumps could not write
+DEEP = "@deep@"  # stands for deeply nested lists, which json.dumps cannot write
 
 
 ODD = st.sampled_from(
@@ -40,7 +40,7 @@ MUTATIONS = st.lists(
 
 
 def result() -> dict[str, Any]:
-    """A good result of the plan below, of a computer's browser."""
+    """Return a valid result of `plan`, from a computer's browser."""
 
     def cell(policy: str, n: int, form: str, **other: Any) -> dict[str, Any]:
         return {
@@ -158,7 +158,7 @@ FILES = {"models/m.onnx": b"graph", "expected/e.f32": b"numbers"}
 
 
 def plan() -> dict[str, Any]:
-    """A plan of the cells above; only its files are none that a runner could run."""
+    """Return a plan of the cells of `result`; its files are not real."""
 
     def cell(name: str) -> dict[str, Any]:
         policy, form, stage, dtype, size = name.split(".")
@@ -218,7 +218,7 @@ def plan() -> dict[str, Any]:
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) of a document."""
+    """Return every (container, key) of a document."""
     found, waiting = [], [value]
     while waiting:
         holder = waiting.pop()
@@ -232,10 +232,10 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 def mutated(document: dict[str, Any], mutations: list[tuple[int, str, Any]]) -> dict[str, Any]:
     found = copy.deepcopy(document)
     for where, act, given in mutations:
-        odd = copy.deepcopy(given)  # the same list, put into itself, would be a circle
+        odd = copy.deepcopy(given)  # a list put into itself would be a circle
         every = places(found)
         holder, key = every[where % len(every)]
-        if act == "word":  # strings by strings: what is likely to be accepted
+        if act == "word":  # a string in place of a string is likely to be accepted
             texts = [(h, k) for h, k in every if isinstance(h[k], str)]
             holder, key = texts[where % len(texts)]
             holder[key] = EVIL[where % len(EVIL)]
@@ -251,13 +251,13 @@ def mutated(document: dict[str, Any], mutations: list[tuple[int, str, Any]]) -> 
 
 
 def written(document: Any) -> bytes:
-    """As JSON, with lists in lists, NaN and infinity where they were asked for."""
+    """Return a document as JSON, with NaN, infinity, and nested lists for `DEEP`."""
     text = json.dumps(document).replace("Infinity", "1e999")
     return text.replace(f'"{DEEP}"', "[" * 800 + "]" * 800).encode()
 
 
 def put(folder: Path) -> Path:
-    """The plan's files in a folder."""
+    """Write the files of `plan` into a folder."""
     for name, data in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)

@@ -1,10 +1,10 @@
-"""Has Triton's compiler read the kernels that a policy launches on an H100, where there is no GPU.
+"""Compiles the kernels that a policy launches on an H100, on machines without a GPU.
 
-An interpreter runs what a compiler refuses: variables whose types change in a loop or a branch.
-Run by `tests/kernels/test_compiled.py` in a process of its own, in which nothing is interpreted;
-prints how many kernels there were, and what the compiler says of those that it refuses. Arguments
-are names of policies, of quantised slots 'keydiff:int8' and its like; 'window' has the kernels
-compiled to the end that score by a window, and prints the shared memory that each takes.
+Triton's interpreter runs code that its compiler refuses, such as variables whose types change in a
+loop or a branch. `tests/kernels/test_compiled.py` runs this in a process of its own, in which
+nothing is interpreted. It prints the number of kernels, and the compiler's message for each that it
+refuses. Arguments are names of policies, for quantised slots such as 'keydiff:int8'. The argument
+'window' compiles the kernels that score by a window completely, and prints their shared memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONSUMER = Target(multiprocessors=82, shared_memory=101376, overlaps=False)  # a
 
 
 class Driver:
-    """What the compiler asks of a GPU's driver."""
+    """A stand-in for a GPU's driver, with all that the compiler calls."""
 
     def __init__(self, capability: int = 90) -> None:
         self.capability = capability
@@ -54,16 +54,16 @@ class Driver:
 
 
 class Read(Exception):
-    """The compiler has read a kernel; what comes next takes long, and refuses little."""
+    """Ends a compilation once a kernel is parsed, as later steps are slow and refuse little."""
 
 
 @contextmanager
 def compiling(each: Callable[[Any, Callable[[], Any]], None], gpu: Target) -> Iterator[None]:
-    """Compile kernels for `gpu` where they would be launched; what they would compute is undefined.
+    """Compile kernels for `gpu` instead of launching them; their results are undefined.
 
     Args:
-        each: is given every kernel as it is launched, and a function that compiles it.
-        gpu: the one for which tiles are chosen.
+        each: called for every launch, with the kernel's variant and a function that compiles it.
+        gpu: the GPU that tiles are chosen for.
     """
     run = JITFunction.run
 
@@ -99,7 +99,7 @@ def variant(kernel: Any, args: Any, options: Any) -> tuple[str, ...]:
 def shared_by(
     gpu: Target, kind: str, size: int, dtype: torch.dtype, window: int, group: Any
 ) -> list[int]:
-    """Bytes of shared memory that the kernels of an epilogue take, over 2,560 slots."""
+    """Return the bytes of shared memory of the kernels of an epilogue, over 2,560 slots."""
     found = list[int]()
 
     def each(_: tuple[str, ...], compiled: Callable[[], Any]) -> None:
@@ -139,7 +139,7 @@ def main(policies: list[str]) -> None:
 
     ASTSource.make_ir = only_read
     driver.set_active(Driver())
-    # What would be computed is undefined: as if no slots had moved.
+    # Results of kernels are undefined, so slots count as if none had moved.
     RowTable.agreed = lambda table, seen, *_: table._agree(seen)
     known, refused = set(), {}
 

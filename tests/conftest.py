@@ -1,15 +1,14 @@
-"""Small random models of every supported family, the three tiers of tests, settings all share.
+"""Makes small random models of every supported family, and defines the three tiers of tests.
 
-`pytest` is the fast tier, `pytest --ci` runs a part of what takes long too, `pytest --all` is
-everything. A test that takes long is marked `slow`; its keywords say how many of its parameter sets
-each tier runs:
+`pytest` is the fast tier, `pytest --ci` also runs some slow tests, `pytest --all` runs everything.
+A slow test is marked `slow`; its keywords say how many of its parameter sets each tier runs:
 
     slow                no set in the fast tier, one in `--ci`
     slow(keep=3)        three in both
     slow(ci=0)          none in either: a minute of processes, or a whole loop in an interpreter
 
-The folders of `APART` are a tier of their own: their tests run with `--all`, and where one of them,
-or a file in it, is named: `pytest --ci tests/android_bench` runs what `--ci` runs elsewhere.
+The folders of `OWN_TIER` are a tier of their own: their tests run with `--all`, or if a folder or a
+file in it is named: `pytest --ci tests/android_bench` runs the `--ci` tier of that folder.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Before numpy and torch: tests and what they start run in three processes on two cores.
+# Set before numpy and torch are imported, as tests run in three processes on two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections.abc import Callable, Iterable
@@ -33,7 +32,7 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # before anything imports triton
+if not torch.cuda.is_available():  # set before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings
@@ -45,10 +44,10 @@ from kvcap.runtime.cache import row_table
 from kvcap.runtime.models.arguments import GENERATION
 from kvcap.runtime.models.config import ModelShape
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job ignores it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if os.environ.get("TRITON_INTERPRET"):
-    row_table.STEP = 64  # what no row holds is computed, too, which takes an interpreter long
+    row_table.STEP = 64  # kernels compute padding up to STEP, which is slow in the interpreter
 settings.register_profile("kvcap", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("kvcap")
 
@@ -67,8 +66,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Files that take a minute and more: processes that share out files begin with these, lest one of
-# them is left alone with one at the end.
+# Files that take more than a minute. Processes that share files begin with these, so that none is
+# still running when all others are done.
 LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/test_memory.py",
         "testing/test_pytest_plugin.py", "onnxruntime/test_backend.py",
         "export/decoder/test_decoder.py", "export/decoder/test_repeat.py",
@@ -94,7 +93,7 @@ def is_of_own_tier(item: pytest.Item, config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave to `--all` what the tier does not run, unless it was asked for by its name."""
+    """Deselect the tests that the tier does not run, unless they were named."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if config.getoption("--all"):
         return
@@ -126,16 +125,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def spread(count: int, keep: int) -> set[int]:
-    """The places of `keep` of `count` things, from the first to the last."""
+    """Return the indices of `keep` of `count` things, evenly from the first to the last."""
     keep = min(keep, count)
     return {round(i * (count - 1) / max(1, keep - 1)) for i in range(keep)}
 
 
 def pytest_collection_finish() -> None:
-    """Have garbage looked for in what tests make, not in all of torch and transformers each time.
+    """Make garbage collections cheap: they examine only the objects of tests, and more rarely.
 
-    One collection takes a third of a second else, and exporters collect often. They make so much
-    that a tenth of their time was spent on looking every 700 objects.
+    Otherwise a collection examines all of torch and transformers and takes a third of a second, and
+    exporters spent a tenth of their time on one collection per 700 objects.
     """
     gc.collect()
     gc.freeze()
@@ -143,22 +142,22 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Have every test draw the same numbers in each run, whatever ran before it."""
+    """Seed random numbers before every test, so that they do not depend on earlier tests."""
     torch.manual_seed(0)
 
 
 def pytest_unconfigure() -> None:
-    """Let go of it again: Triton's bindings complain at the end of what is still held."""
+    """Undo `gc.freeze`, as Triton's bindings report frozen objects as leaks at the end."""
     gc.unfreeze()
     gc.collect()
 
 
 def in_turn(things: Iterable[Any], others: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
-    """Sets of parameters: each of the things with `each` of the others in turn, not with all."""
+    """Return sets of parameters that pair each of `things` with `each` of `others` in turn."""
     known, found = [*others], list[tuple[Any, ...]]()
     for thing in things:
         for _ in range(each):
-            # One further every round, lest every second thing meets only every second other.
+            # The offset grows every round; otherwise, with even numbers, some pairs never occur.
             place = len(found) + len(found) // len(known)
             pair = thing, known[place % len(known)]
             found.append(sum((x if isinstance(x, tuple) else (x,) for x in pair), ()))
@@ -204,24 +203,24 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 CACHE = GENERATION
-"""What transformers calls the cache among arguments and results."""
+"""Holds the name of the cache in transformers' arguments and results."""
 
 
 def as_cache(cache: Any) -> dict[str, Any]:
-    """The arguments that give a model of transformers its cache."""
+    """Return the arguments that pass a cache to a model of transformers."""
     return {CACHE: cache}
 
 
 def tiny_model(
     family: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Any:
-    """A random model; the same weights for the same family and changes, whatever the attention."""
+    """Make a random model; weights depend on family and changes, but not on the attention."""
     torch.manual_seed(0)
     config = tiny_config(family, **changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     for name, weight in model.named_parameters():
-        # Norms start at one and biases at zero, which would hide a forgotten one; and larger
-        # projections make attention pick tokens, so that a wrong position shows in the logits.
+        # Norms of one and biases of zero would hide that one is forgotten. Larger projections make
+        # attention choose tokens, so that a wrong position changes the logits.
         if weight.dim() == 1:
             torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.1)
         else:
@@ -230,15 +229,16 @@ def tiny_model(
 
 
 def small_options(name: str) -> dict[str, Any]:
-    """Options of a policy or preset that suit budgets of some tens of slots."""
+    """Return options of a policy or preset for budgets of some tens of slots."""
     parts = policies()[name].parts.values()
     return {key: value for cls in parts for key, value in cls.small.items()}
 
 
 def small_policy(name: str, config: Any, **changes: Any) -> Eviction:
-    """A policy or preset whose windows and pins suit budgets of some tens of slots.
+    """Load a policy or preset with windows and pins for budgets of some tens of slots.
 
-    Those that need a table get one for the model. `changes` are made where there is such an option.
+    A policy that needs a table gets one for the model. `changes` are options; those that the policy
+    does not have are ignored.
     """
     known = {f.name for cls in policies()[name].parts.values() for f in fields(cls)}
     options = small_options(name) | {key: value for key, value in changes.items() if key in known}

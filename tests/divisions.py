@@ -1,4 +1,4 @@
-"""Simple ways to divide slots between two heads or two layers, for tests of unequal rows."""
+"""Defines simple budgets of two heads or two layers, for tests of rows of unequal lengths."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from kvcap.policies.base import HeadBudget, LayerBudget
 
 TABLE = [[16, 8], [5, 19]]
-"""Slots of two layers' two heads, 12 on average."""
+"""Holds the slots of two layers' two heads, 12 on average."""
 FUNNEL = [[13, 13], [11, 11]]
-"""Slots that `Funnel` gives two layers' two heads, 12 on average."""
+"""Holds the slots that `Funnel` gives two layers' two heads, 12 on average."""
 
 
 @dataclass(frozen=True)
 class Table(HeadBudget):
-    """Gives every head the slots of `TABLE`."""
+    """A budget that gives every head the slots of `TABLE`."""
 
     def allot(self, budgets: Sequence[int], kv_heads: int, pinned: int) -> list[list[int]]:
         return TABLE
@@ -26,7 +26,7 @@ class Table(HeadBudget):
 
 @dataclass(frozen=True)
 class Best(HeadBudget):
-    """Gives a head as many slots as it has among the best of its layer, at least 4."""
+    """A budget that gives a head as many slots as it has among the layer's best, at least 4."""
 
     moves = True
 
@@ -51,7 +51,7 @@ def best(scores: list[list[float]], pinned: list[list[bool]], budget: int) -> li
 
 @dataclass(frozen=True)
 class Funnel(LayerBudget):
-    """Gives lower layers more slots."""
+    """A budget that gives lower layers more slots."""
 
     def split(self, budget: int, layers: int, pinned: int) -> list[int]:
         return [budget + layers - 1 - 2 * i for i in range(layers)]

@@ -1,6 +1,6 @@
-"""Small configs of every model type that the tests hold, beside the twelve of `conftest.py`.
+"""Defines small configs of every model type that is tested, besides the twelve of `conftest.py`.
 
-A key is a model type, and what is special about the config where there are several.
+A key is a model type, and the peculiarity of the config if a type has several.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kvcap.runtime.models.config import SINCE_5
 from kvcap.runtime.models.states import KEPT
 
-OLD = not KEPT  # transformers 4.57
+OLD = not KEPT  # whether this is transformers 4.57
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -62,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "vaultgemma": {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24},
 }  # fmt: skip
-TRIED: dict[str, dict[str, Any]] = {  # not in the list: they run by what a small copy shows
+TRIED: dict[str, dict[str, Any]] = {  # types outside kvcap's list, which it tries on a small copy
     "afmoe": {**EXPERTS, "head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24,
               "layer_types": [SLIDING, FULL, SLIDING, FULL]},
     "flex_olmo": EXPERTS,
@@ -78,7 +78,7 @@ HALF = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 WHOLE = {"sliding_window": None, "layer_types": ["full_attention"] * 2}
-NEIGHBOURS: dict[str, dict[str, Any]] = {  # by their model type, and what is special about them
+NEIGHBOURS: dict[str, dict[str, Any]] = {  # types that rotate neighbours, and one to compare with
     "cohere": {"logit_scale": 1.0},
     "cohere normed": {"logit_scale": 1.0, "use_qk_norm": True},
     "cohere2": {"logit_scale": 1.0, **HALF},
@@ -92,7 +92,7 @@ NEIGHBOURS: dict[str, dict[str, Any]] = {  # by their model type, and what is sp
     "llama": {"head_dim": 16},  # by halves, to compare with
 }
 
-# Partly recurrent ones.
+# Types with recurrent layers.
 DELTA = {
     "head_dim": 16,
     "num_hidden_layers": 4,
@@ -134,7 +134,7 @@ STATES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "sliding_attention", "full_attention"],
     },
     "granitemoehybrid": MAMBA,
-    "falcon_h1": {  # its layers have slots and a state each
+    "falcon_h1": {  # each layer has slots and a state
         "head_dim": 16,
         "mamba_d_ssm": 128,
         "mamba_n_heads": 8,
@@ -145,7 +145,7 @@ STATES: dict[str, dict[str, Any]] = {
         "key_multiplier": 0.5,
         "ssm_multipliers": [0.7, 0.8, 1.1, 1.2, 0.9],
     },
-    "zaya": {  # likewise; the state holds inputs of the projections of keys and values
+    "zaya": {  # each layer has slots and a state, of inputs of the key and value projections
         "head_dim": 16,
         "num_experts": 4,
         "moe_intermediate_size": 32,
@@ -165,7 +165,7 @@ STATES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 32,
     },
 }
-# Whose last layers read an earlier layer's keys and values.
+# Types whose last layers read an earlier layer's keys and values.
 PATTERN = ["sliding_attention", "full_attention"]
 COMMON = {
     "head_dim": 16,
@@ -175,7 +175,7 @@ COMMON = {
     "vocab_size_per_layer_input": 97,
     "hidden_size_per_layer_input": 8,
 }
-# The last four layers read layers 2 (sliding) and 3 (full); layer 1 is read by itself alone.
+# The last four layers read layers 2 (sliding) and 3 (full); no other layer reads layer 1.
 READERS: dict[str, dict[str, Any]] = {
     "gemma3n": {
         **COMMON,
@@ -186,12 +186,12 @@ READERS: dict[str, dict[str, Any]] = {
     },
     "gemma4": {**COMMON, "num_kv_shared_layers": 4, "global_head_dim": 32,
                "use_double_wide_mlp": True},
-    # As the larger ones: nothing is shared, keys are values, full layers have fewer, larger heads.
+    # As in larger models, nothing is shared, keys are values, full layers have larger heads.
     "gemma4 k=v": {**COMMON, "num_hidden_layers": 4, "layer_types": PATTERN * 2,
                    "global_head_dim": 32, "num_global_key_value_heads": 1,
                    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
 }  # fmt: skip
-# With a sink logit per query head.
+# Types with a sink logit per query head.
 SINKS: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "head_dim": 16,
@@ -222,7 +222,7 @@ SINKS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
     },
 }  # fmt: skip
-# Multi-head latent attention; sizes of which none is a power of two, or another's.
+# Sizes for multi-head latent attention, all different, and none a power of two.
 LATENT = {
     "kv_lora_rank": 28,
     "q_lora_rank": 20,
@@ -246,18 +246,18 @@ MLA: dict[str, dict[str, Any]] = {
     "youtu": LATENT,
 }  # fmt: skip
 
-ALL = {**FAMILIES, **TRIED}  # that tests/runtime/models/test_models.py holds
-ELSEWHERE = NEIGHBOURS | STATES | READERS | SINKS | MLA  # that files of their own hold to the same
+ALL = {**FAMILIES, **TRIED}  # types that tests/runtime/models/test_models.py tests
+ELSEWHERE = NEIGHBOURS | STATES | READERS | SINKS | MLA  # types that have test files of their own
 
 
 def model_type(name: str) -> str:
-    """The model type that a name in these tables means."""
+    """Return the model type of a key of these tables."""
     family = name.split()[0]
     return f"{family}_text" if family in ("gemma3n", "gemma4") else family
 
 
 def config_of(name: str, **changes: Any) -> Any:
-    """The small config; a family that this transformers does not know skips the test."""
+    """Return the small config; skip the test if this transformers does not have the family."""
     family = model_type(name)
     unknown = {*SINCE_5, "gpt_neox", "persimmon", *STATES}
     if family not in CONFIG_MAPPING or (OLD and family in unknown):
@@ -274,13 +274,13 @@ def config_of(name: str, **changes: Any) -> Any:
 def model_of(
     name: str, attention: str = "kvcap", dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Any:
-    """A random model, whose weights are as those of `conftest.tiny_model`."""
+    """Make a random model, with weights as in `conftest.tiny_model`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         config_of(name, **changes), attn_implementation=attention, dtype=dtype
     )
     for part, weight in model.named_parameters():
-        if part.endswith("sinks"):  # which take a good part of attention
+        if part.endswith("sinks"):  # sink logits that take a large share of attention
             torch.nn.init.normal_(weight, 1.0, 1.0)
         else:
             flat = weight.dim() == 1

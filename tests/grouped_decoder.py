@@ -1,4 +1,4 @@
-"""A decoder as onnxruntime-genai's builder writes it, whose attention rotates by itself."""
+"""Writes decoders like those of onnxruntime-genai's builder, whose attention rotates by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MICROSOFT = "com.microsoft"
 
 
 class Graph:
-    """Nodes and weights of one graph, of which every tensor has a name."""
+    """A builder of one graph, which names all tensors."""
 
     def __init__(self, kind: Any) -> None:
         self.kind, self.nodes, self.weights, self.count = kind, [], {}, 0
@@ -35,10 +35,14 @@ class Graph:
         self.weights.setdefault(name, numpy_helper.from_array(np.ascontiguousarray(x), name))
         return name
 
-    def op(self, kind: str, *inputs: str, outputs: Any = 1, domain: str = "", **said: Any) -> Any:
+    def op(
+        self, kind: str, *inputs: str, outputs: Any = 1, domain: str = "", **attributes: Any
+    ) -> Any:
         self.count += 1
         names = outputs if outputs != 1 else [f"x{self.count}"]
-        node = helper.make_node(kind, list(inputs), names, f"n{self.count}", domain=domain, **said)
+        node = helper.make_node(
+            kind, list(inputs), names, f"n{self.count}", domain=domain, **attributes
+        )
         self.nodes.append(node)
         return names[0]
 
@@ -53,7 +57,7 @@ class Graph:
         return self.op("Mul", self.op("Div", x, root), self.weight(layer.weight))
 
     def heads(self, x: str, layer: Any, size: int) -> str:
-        """Norms of heads, where the model has some."""
+        """Add the norms of heads, if the model has some; return the result's name."""
         if layer is None:
             return x
         split = self.op("Reshape", x, self.weight(np.array([0, 0, -1, size])))
@@ -70,16 +74,16 @@ def save(
     length: bool = False,
     file: str = "model.onnx",
 ) -> Path:
-    """Write the model in `source` to `folder` as such a decoder, with what belongs to it.
+    """Write the model in `source` to `folder` as such a decoder, with its config and tokenizer.
 
     Args:
         source: a Llama, a Qwen 3 or an LFM 2.
-        folder: made if it is not there.
-        dtype: of all numbers.
-        keep: it takes num_logits_to_keep.
-        places: it takes position_ids, and rotates beside its attention.
-        length: it counts the tokens before by the length of past_key_values, not by its mask.
-        file: of the graph.
+        folder: the folder, which is made if it is missing.
+        dtype: type of all numbers.
+        keep: add the input num_logits_to_keep.
+        places: add the input position_ids, and rotate outside of the attention.
+        length: count earlier tokens by the length of past_key_values, not by the mask.
+        file: name of the graph's file.
     """
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     config, g = model.config, Graph(dtype)
@@ -168,12 +172,12 @@ def save(
 
 
 def _of(module: Any, *names: str) -> Any:
-    """The first of these parts that a module has."""
+    """Return the first of these parts that a module has."""
     return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
 
 def _convolution(g: Graph, x: str, layer: Any, index: int, config: Any) -> str:
-    """LFM 2's short convolution, whose state are the last inputs."""
+    """Add LFM 2's short convolution, whose state are its last inputs; return the result's name."""
     size, length = config.hidden_size, config.conv_L_cache
     parts = [f"b{index}", f"c{index}", f"d{index}"]
     split = g.op("Transpose", g.linear(x, layer.in_proj), perm=[0, 2, 1])
@@ -194,7 +198,7 @@ def _convolution(g: Graph, x: str, layer: Any, index: int, config: Any) -> str:
 
 
 def tiny(folder: Path, family: str) -> Path:
-    """A random model that can chat, of a family."""
+    """Write a random model of a family that can chat; return its folder."""
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": None, "pad_token_id": None}
     model = model_of(family, "eager", vocab_size=len(tokenizer), **ids)
@@ -203,7 +207,7 @@ def tiny(folder: Path, family: str) -> Path:
     return folder
 
 
-KINDS: dict[str, dict[str, Any]] = {  # of decoders: a family, and how it is written
+KINDS: dict[str, dict[str, Any]] = {  # kinds of decoders: a family, and options of `save`
     "llama": {},
     "qwen3": {"keep": True},
     "lfm2": {},
@@ -214,15 +218,15 @@ KINDS: dict[str, dict[str, Any]] = {  # of decoders: a family, and how it is wri
 
 
 def ready(factory: Any, kind: str) -> Path:
-    """A random model in `model`, and its decoder made ready in `decoder`."""
-    said = dict(KINDS[kind])
+    """Return a folder with a random model in `model`, and its adopted decoder in `decoder`."""
+    options = dict(KINDS[kind])
 
     def make(folder: Path) -> None:
         from kvcap.export.adopted.adopt import adopt
         from kvcap.policies import load_policy
 
-        tiny(folder / "model", said.pop("family", kind))
-        save(folder / "model", folder / "decoder", **said)
+        tiny(folder / "model", options.pop("family", kind))
+        save(folder / "model", folder / "decoder", **options)
         names = ("keydiff", "streaming_llm") if kind in ("llama", "float16") else ("keydiff",)
         policies = [load_policy(name) for name in names]
         adopt(folder / "decoder", None, policies, budget_tokens=24, block_size=8)
@@ -234,13 +238,13 @@ def driven(runtime: Any, ids: Any, block: int, single: int) -> tuple[Any, list[i
     """Read a text under a cap: blocks, and at the end tokens one by one.
 
     Args:
-        runtime: of a decoder that was made ready.
+        runtime: the runtime of an adopted decoder.
         ids: the text [1, S].
         block: tokens of a block.
-        single: how many tokens come one by one.
+        single: number of last tokens that are read one by one.
 
     Returns:
-        The last logits of every block [blocks, V], at which tokens they stand, and what was held
+        The last logits of every block [blocks, V], the indices of these tokens, and the tokens held
         before each block.
     """
     loop, kept = runtime.loop(), masked.Kept(compact=True)
@@ -257,7 +261,7 @@ def driven(runtime: Any, ids: Any, block: int, single: int) -> tuple[Any, list[i
 
 
 def masked_logits(model: Path, ids: Any, kept: masked.Kept) -> Any:
-    """Logits [S, V] of transformers' model, each token seeing exactly what was kept."""
+    """Return logits [S, V] of transformers' model, in which each token sees only kept tokens."""
     loaded = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation=masked.NAME
     ).eval()
@@ -268,15 +272,15 @@ def masked_logits(model: Path, ids: Any, kept: masked.Kept) -> Any:
 
 
 def plain_logits(runtime: Any, ids: Any, ends: list[int], kept: masked.Kept | None) -> Any:
-    """The same logits of the same graph, driven plainly: arrays of their own, in time order.
+    """Return the last logits of every block by the same graph, over separate arrays in time order.
 
-    Every key is kept as it is at position 0, in float64, and rotated to its rank for every block.
+    Keys are kept in float64 as they are at position 0, and rotated to their ranks for every block.
 
     Args:
-        runtime: of the decoder.
+        runtime: the runtime of the decoder.
         ids: the text [1, S].
-        ends: where blocks end.
-        kept: what each block sees; None: everything, without a cap.
+        ends: indices of the blocks' last tokens.
+        kept: the tokens that each block sees; None: all, without a cap.
     """
     facts, session = runtime.manifest.facts, runtime.graph.session
     names = [x.name for x in session.get_outputs()]
@@ -313,7 +317,7 @@ def plain_logits(runtime: Any, ids: Any, ends: list[int], kept: masked.Kept | No
 
 
 def _turned(x: Any, by: Any, frequencies: Any) -> Any:
-    """Keys [K, n, D] turned on by so many positions [n], by halves."""
+    """Return keys [K, n, D] rotated on by so many positions [n], by halves."""
     angles, half = by[:, None] * frequencies, len(frequencies)
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = np.cos(angles), np.sin(angles)

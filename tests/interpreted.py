@@ -1,7 +1,7 @@
-"""What tests of kernels share: they run on CUDA where there is one, else in triton's interpreter.
+"""Runs kernels for tests, on CUDA if there is a GPU, else in Triton's interpreter.
 
-The interpreter reads whatever an address holds, be it in a tensor or not, where a GPU may fail, or
-not, or not always. Here it is watched: what lies in no tensor that a kernel was given is an error.
+The interpreter reads any address, even outside of tensors, where a GPU may fail, or not, or not
+always. So it is watched: an access outside of the tensors that a kernel got is an error.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ pytestmark = pytest.mark.skipif(
 
 
 class Watch:
-    """Over the memory that the kernel in hand was given."""
+    """A watch over the memory of the arguments of the running kernel."""
 
     def __init__(self) -> None:
         self.starts, self.ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
 
     def given(self, values: list[Any]) -> None:
-        """Arguments of a kernel."""
+        """Note the arguments of a kernel."""
         storages = [x.untyped_storage() for x in values if isinstance(x, torch.Tensor)]
         spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages})
         self.starts, self.ends = np.array(spans or [(0, 0)], np.uint64).T
 
     def check(self, pointers: Any, mask: Any, what: str) -> None:
-        """That what is read or written, or all that is not masked, lies within."""
+        """Check that all addresses that are not masked lie within the arguments."""
         element = pointers.get_element_ty().primitive_bitwidth // 8 or 1
         at = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
         if not at.size:
             return
-        # All lies within, if the first and the last do, of one tensor.
+        # All addresses lie within a tensor if the first and the last one do.
         least, most = int(at.min()), int(at.max()) + element
         first = int(np.searchsorted(self.starts, least, side="right")) - 1
         if first >= 0 and most <= self.ends[first]:
@@ -51,7 +51,7 @@ class Watch:
 
 
 def _watch() -> None:
-    """Have the interpreter watched from now on."""
+    """Watch the interpreter from now on."""
     from triton.runtime import interpreter
 
     watch, builder = Watch(), interpreter.InterpreterBuilder
@@ -85,10 +85,10 @@ INTEGERS = ("int32", "int64")
 
 
 def shortened() -> dict[str, Any]:
-    """Quick operators for Triton's tensors, by name: they go straight to numpy.
+    """Return quick operators for Triton's tensors, by name, which call numpy directly.
 
-    They do so for two tensors of common types, or one and a number that such a type has; anything
-    else goes the interpreter's own way, which works the types out of many rules.
+    They do so for two tensors of common types, or one and a number of such a type; all else goes
+    to the interpreter's own operators, which follow many rules of types.
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -99,7 +99,7 @@ def shortened() -> dict[str, Any]:
     known = dict[Any, Any]()
 
     def number(x: Any, dtype: Any) -> Any:
-        """The handle of a number, if one of that type is the same; else None."""
+        """Return the handle of a number if the type represents it exactly; else None."""
         x = x.value if type(x) is core.constexpr else x
         if dtype.name in INTEGERS:
             most = 1 << dtype.primitive_bitwidth - 1
@@ -112,7 +112,7 @@ def shortened() -> dict[str, Any]:
         return known[x, dtype.name] if fits else None
 
     def operands(one: Any, other: Any, types: Any) -> Any:
-        """The handles of both as one type has them, and that type; None: in another way."""
+        """Return both handles in one type, and that type; None if there is no quick way."""
         dtype = one.dtype
         if dtype.name not in types:
             return None
@@ -127,7 +127,7 @@ def shortened() -> dict[str, Any]:
         return *wide, core.int64
 
     def kind_of(one: Any, other: Any, dtype: Any, found: Any) -> Any:
-        """The type of a result."""
+        """Return the type of a result."""
         if type(other) is tensor and other.type.is_block() and other.type is not one.type:
             return core.block_type(dtype, [*found.data.shape])
         return one.type if dtype is one.dtype else one.type.with_element_ty(dtype)
@@ -147,7 +147,7 @@ def shortened() -> dict[str, Any]:
             return tensor(found, kind_of(self, other, core.int1 if compares else dtype, found))
 
         def further(self: Any, other: Any) -> Any:
-            """The same, or an address moved on by so many elements."""
+            """Return the sum, or an address moved on by so many elements."""
             if not self.dtype.is_ptr():
                 return quick(self, other)
             if type(other) is tensor:
@@ -165,10 +165,10 @@ def shortened() -> dict[str, Any]:
 
 
 def _quicken() -> None:
-    """Save the interpreter what it computes again for every operation, most of its time.
+    """Replace parts of the interpreter that repeat work for every operation, most of its time.
 
-    It looks through all of triton at a function's every call, follows each sum of integers by one
-    in 64 bits, whose assertion it drops, makes a type anew, numpy's too, for each result, and asks
+    At every call of a function it patches all of triton; it computes each sum of integers again in
+    64 bits, for an assertion that it then drops; it makes new types for each result; and it follows
     many rules for the type of a sum.
     """
     from triton.language import core
@@ -180,7 +180,7 @@ def _quicken() -> None:
     def once(fn: Any) -> Any:
         outermost, known = not prepared, id(fn.__globals__)
         if known in prepared:
-            return interpreter._LangPatchScope()  # with nothing to restore
+            return interpreter._LangPatchScope()  # a scope with nothing to restore
         scope = prepare(fn)
         prepared.add(known)
         if outermost:
@@ -243,16 +243,16 @@ if DEVICE == "cpu" and not COMPILED:
 
 
 def assert_as_near(out: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor) -> None:
-    """Refuse a kernel's answer that is more than twice as wrong as eager low precision.
+    """Assert that a kernel's result is at most twice as wrong as eager low precision.
 
     Args:
-        out: the kernel's.
-        truth: the plain formula's, in float64.
-        eager: the plain formula's, in the type of `out`.
+        out: the kernel's result.
+        truth: the plain formula's result in float64.
+        eager: the plain formula's result in the type of `out`.
     """
     assert out.shape == truth.shape
     floor = torch.finfo(out.dtype).eps * truth.abs().max() / 2 + 1e-5 * (out.dtype == torch.float32)
-    # The interpreter cuts to bfloat16 where everything else rounds: twice the error.
+    # The interpreter truncates to bfloat16 and does not round, with twice the error.
     factor = 4 if DEVICE == "cpu" and out.dtype == torch.bfloat16 else 2
     allowed = factor * (eager.double() - truth).abs().max() + floor
     assert (out.double() - truth).abs().max() <= allowed  # NaN never passes

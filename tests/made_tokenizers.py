@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have: of bytes, of letters, of parts of words."""
+"""Makes small tokenizers of the kinds that models have: of bytes, letters and parts of words."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 class Wrapped:
-    """A tokenizer as sessions have it."""
+    """A tokenizer with the interface that sessions use."""
 
     chat_template: str | None = None
     special_tokens_map: dict[str, str] = {}  # noqa: RUF012 - nobody adds to it
@@ -28,7 +28,7 @@ class Wrapped:
 
 
 def gemma_like() -> Tokenizer:
-    """Spaces are letters; a letter that has no token is its bytes."""
+    """Make a tokenizer like Gemma's: spaces are letters, and a letter without a token is bytes."""
     return _with_bytes(
         normalizers.Replace(" ", "▁"),
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()],
@@ -36,7 +36,7 @@ def gemma_like() -> Tokenizer:
 
 
 def llama_like() -> Tokenizer:
-    """As Gemma's, but that a text begins with a space more, which decoding leaves out."""
+    """Make a tokenizer like Gemma's that adds a space before a text, and drops it in decoding."""
     return _with_bytes(
         normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
         [
@@ -49,7 +49,7 @@ def llama_like() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As Llama 2's of today: only the first word of a text begins with a space more."""
+    """Make a tokenizer like Llama 2's of today, which adds a space before the first word only."""
     decoding = [decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback()]
     found = _with_bytes(None, [*decoding, decoders.Fuse()])
     found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -57,7 +57,7 @@ def metaspace() -> Tokenizer:
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2's: every token is some bytes."""
+    """Make a tokenizer like GPT-2's, in which every token is some bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", "a"), ("Ã", "©"), ("â", "Ĥ"), ("a", "b")]
     names = [*SPECIAL, *alphabet, *("".join(pair) for pair in merges)]
@@ -68,7 +68,7 @@ def byte_level() -> Tokenizer:
 
 
 def word_pieces() -> Tokenizer:
-    """As BERT's: spaces stand between words, and are no tokens."""
+    """Make a tokenizer like BERT's, in which spaces separate words and are no tokens."""
     names = [*SPECIAL, *"abc.", *(f"##{letter}" for letter in "abc")]
     found = Tokenizer(models.WordPiece({x: i for i, x in enumerate(names)}, unk_token="<unk>"))
     found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -77,7 +77,7 @@ def word_pieces() -> Tokenizer:
 
 
 def ends_of_words() -> Tokenizer:
-    """As GPT's: a token says that a word ends with it."""
+    """Make a tokenizer like GPT's, in which a token marks that a word ends."""
     names = [*SPECIAL, *"abc", *(f"{letter}</w>" for letter in "abc")]
     found = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
     found.decoder = decoders.BPEDecoder()

@@ -1,8 +1,8 @@
-"""Full attention under an explicit mask of the tokens that a capped cache kept: what it must equal.
+"""Computes full attention under a mask of the tokens that a capped cache kept, as the reference.
 
-A capped cache reads a text block by block, and notes what every head held while it attended. Then
-the whole text is read at once, uncapped, each token seeing exactly those tokens; at compact
-positions queries and keys are rotated, in float64, to their rank among them.
+A capped cache reads a text block by block, and records the tokens that every head held. Then the
+whole text is read at once, uncapped, and each token sees exactly those tokens. With compact
+positions, queries and keys are rotated, in float64, to their ranks among them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Kept:
-    """What the heads of capped layers saw, block by block."""
+    """The tokens that heads of capped layers saw, block by block."""
 
     compact: bool = False
     rotate: Rotate = rotate
-    inv_freq: dict[int, Tensor] = field(default_factory=dict)  # of layers that rotate
+    inv_freq: dict[int, Tensor] = field(default_factory=dict)  # frequencies of layers that rotate
     blocks: dict[int, list[tuple[int, list[list[int]]]]] = field(default_factory=dict)
-    """Of every capped layer and block: its first token, and what each KV head held before it."""
+    """Holds by capped layer each block's first token and the tokens of KV heads before it."""
 
 
 _KEPT = Kept()
@@ -50,7 +50,7 @@ def attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Eager attention; in capped layers over what was kept, at the positions it counted at."""
+    """Compute eager attention; in capped layers over kept tokens, at the cache's positions."""
     index, length = module.layer_idx, query.shape[2]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     group = query.shape[1] // key.shape[1]
@@ -62,7 +62,7 @@ def attention(
     blocks = _KEPT.blocks[index]
     for (start, held), stop in zip(blocks, [b[0] for b in blocks[1:]] + [length], strict=True):
         for h in range(query.shape[1]):
-            # Of latents one slot serves all query heads, which expand it to keys of their own.
+            # A slot of latents serves all query heads, which expand it to keys of their own.
             seen = sorted(held[h * len(held) // query.shape[1]]) + list(range(start, stop))
             q, k = query[0, h, start:stop].double(), key[0, h // group, seen].double()
             if _KEPT.compact and (inv_freq := _KEPT.inv_freq.get(index)) is not None:
@@ -93,16 +93,16 @@ def compare(
     inv_freq: dict[int, Tensor] | None = None,
     single: int = 3,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [T, V] of every token, under the cap and under the mask of what was kept.
+    """Return logits [T, V] of every token, under the cap and under the mask of kept tokens.
 
     Args:
-        make: the model with an attention of that name, the same weights every time.
-        cache: empty, of that model.
+        make: makes the model with an attention of a name, always with the same weights.
+        cache: an empty cache for that model.
         ids: the text [1, T].
-        block: tokens of a block; the last `single` tokens come one by one, as in generation.
+        block: tokens of a block.
         rotation: the layout of the model's rotary embedding.
-        inv_freq: frequencies of each layer that rotates, as the model has them.
-        single: how many tokens.
+        inv_freq: the model's own frequencies of each layer that rotates.
+        single: number of last tokens that are read one by one, as in generation.
     """
     model, kept = make("kvcap"), Kept(cache.layout.positions == "compact", rotation, inv_freq or {})
     loop, logits, start = BlockLoop(model, cache), [], 0
@@ -123,7 +123,7 @@ def compare(
 
 
 def _read(loop: BlockLoop, part: Tensor) -> Tensor:
-    """Logits [T, V] of a block, all of them."""
+    """Read a block; return the logits [T, V] of all its tokens."""
     cache = loop.cache
     positions = cache.next_position + torch.arange(part.shape[1])[None]
     with torch.no_grad(), cache.passing(ForwardContext(cache.next_position)):
@@ -132,7 +132,7 @@ def _read(loop: BlockLoop, part: Tensor) -> Tensor:
 
 
 def rotary_frequencies(model: Any, layer_type: str = "full_attention") -> Tensor:
-    """The model's own inverse frequencies [R/2], of layers of a type."""
+    """Return the model's own inverse frequencies [R/2] for layers of a type."""
     (rotary,) = {m for n, m in model.named_modules() if n.endswith("rotary_emb")}
     own = getattr(rotary, f"{layer_type}_inv_freq", None)
     return rotary.inv_freq if own is None else own

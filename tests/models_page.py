@@ -1,4 +1,4 @@
-"""Makes docs/models.md out of the families that the tests hold."""
+"""Makes docs/models.md from the families that are tested."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ the kinds of the two, the model is refused |
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = {name: _row(name) for name in sorted(ALL | ELSEWHERE)}
     for wrapped in M_ROPE:
         rows[wrapped] = (
@@ -120,7 +120,7 @@ def page() -> str:
 
 
 def _row(name: str) -> str:
-    """A family's line of the table."""
+    """Return a family's line of the table."""
     config, family = config_of(name), model_type(name)
     shape = ModelShape.of(config)
     special = name.partition(" ")[2]
@@ -132,7 +132,7 @@ def _row(name: str) -> str:
 
 
 def _kind(layer: LayerShape, family: str) -> str:
-    """A layer's kind and its positions."""
+    """Return a layer's kind and its positions, in words."""
     if layer.kind != "capped":
         return layer.kind
     if layer.rope is None:
@@ -144,7 +144,7 @@ def _kind(layer: LayerShape, family: str) -> str:
     return f"capped ({latents}RoPE {layer.rope.kind}{turning}{sinks}{beside})"
 
 
-OLD = {  # that transformers 4.57 has and runs alike
+OLD = {  # families that transformers 4.57 has and runs in the same way
     "arcee", "bitnet", "cohere", "cohere2", "dots1", "ernie4_5", "ernie4_5_moe",
     "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4",
     "glm4_moe", "gpt_oss", "granite", "helium",

@@ -1,4 +1,4 @@
-"""Random observations, and attention by the plain formula with Python loops."""
+"""Makes random observations, and computes attention by the plain formula with Python loops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def observe(
     dtype: torch.dtype = torch.float32,
     gaps: bool = True,
 ) -> Observation:
-    """Random slots in no order, with gaps between the tokens' times as after evictions."""
+    """Make an observation of random slots in random order, with gaps as after evictions."""
     g = torch.Generator().manual_seed(seed)
     shape = (batch, kv_heads, n, size)
     times = torch.stack(
@@ -53,7 +53,7 @@ def observe(
 
 
 def attention_by_loops(obs: Observation) -> torch.Tensor:
-    """[B, K, G, w, n] with Python loops and math.exp."""
+    """Return attention [B, K, G, w, n] by Python loops and math.exp."""
     batch, kv_heads, n, _ = obs.keys.shape
     group, w = obs.groups, obs.queries.shape[2]
     out = torch.zeros(batch, kv_heads, group, w, n, dtype=torch.float64)
@@ -78,7 +78,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def newer_than_some_queries() -> Observation:
-    """More queries than slots, and slots that some of the queries cannot see."""
+    """Make an observation with more queries than slots, of which some queries do not see all."""
     obs, g = observe(6, window=3, seed=4), torch.Generator().manual_seed(5)
     positions = torch.tensor([0, 3, 9, 10, 12, 14])
     order = torch.stack([torch.randperm(6, generator=g) for _ in range(4)]).view(2, 2, 6)

@@ -1,4 +1,4 @@
-"""What files that mean harm say: JSON documents with one value that nobody expects."""
+"""Makes documents like those of malicious files: JSON with an unexpected value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALUES = [
 
 
 def places(document: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths of all values in a document."""
+    """Return the paths of all values in a document."""
     items: Any = ()
     if isinstance(document, dict):
         items = document.items()
@@ -28,7 +28,7 @@ def places(document: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]
 
 @st.composite
 def odd(draw: Any, document: Any) -> Any:
-    """The document with one or two of its values replaced by odd ones, or left out."""
+    """Return the document with one or two values removed or replaced by odd ones."""
     changed = copy.deepcopy(document)
     for _ in range(draw(st.integers(1, 2))):
         *above, last = draw(st.sampled_from(places(changed)))

@@ -1,7 +1,7 @@
-"""A slow, independent reference: what a budgeted cache should compute, as plainly as can be.
+"""Computes in the plainest way what a cache with a budget should compute, as a slow reference.
 
-Nothing of kvcap is used. It is another cache and another attention function for the same models:
-per head a Python list of tokens with unrotated keys, float64, sorted by time, scored by loops.
+It uses nothing of kvcap. It is another cache and another attention function for the same models:
+each head has a Python list of tokens with unrotated keys, float64, sorted by time, scored by loops.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 NAME = "slow_reference"
-# Families whose rotate_half is of neighbours.
+# Families that rotate neighbours.
 NEIGHBOURS = {"cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"}
 # Families whose full layers have no positions where others slide.
 ONLY_SLIDING = {"afmoe", "cohere2", "exaone4"}
@@ -43,22 +43,22 @@ class Setting:
     options: dict[str, Any] = field(default_factory=dict)
     start: list[list[int]] | None = None  # slots of each layer's heads, if not all `budget`
     recalls: bool = False  # attends to evicted tokens too
-    # of each layer, after every pass, the times that its heads hold: chosen by another cache
+    # By layer, the times that its heads hold after every pass, if another cache chooses them.
     chosen: dict[int, list[list[list[int]]]] = field(default_factory=dict)
-    # (layer, scores per head, pinned per head) -> slots per head, where they move
+    # (layer, scores per head, pinned per head) -> slots per head, if slots move between heads.
     split: Callable[[int, list[list[float]], list[list[bool]]], list[int]] | None = None
-    keeps: bool = False  # a single token leaves the division as it is
+    keeps: bool = False  # whether a single token leaves the division as it is
     trained: int = 0
-    every: int = 1  # single tokens are evicted once so many wait
-    pins: list[tuple[int, int]] = field(default_factory=list)  # times that stay, from and to
+    every: int = 1  # single tokens that wait before an eviction
+    pins: list[tuple[int, int]] = field(default_factory=list)  # pinned times, as (start, stop)
 
 
 def rotate(
     x: Tensor, position: float | Tensor, inv_freq: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """X [..., D] at another position, one or [...] of them.
+    """Return x [..., D] rotated to a position, or to [...] of them.
 
-    The halves (i, i + R/2) are paired, or the neighbours (2i, 2i + 1).
+    Pairs are the halves (i, i + R/2), or the neighbours (2i, 2i + 1) if interleaved.
     """
     angles, half = torch.as_tensor(position)[..., None] * inv_freq.double(), len(inv_freq)
     cos, sin = angles.cos(), angles.sin()
@@ -84,12 +84,12 @@ class ReferenceLayer(CacheLayerMixin):
         super().__init__()
         self.index, self.target_length = index, list[int]()
         self.interleaved = interleaved
-        self.window = window  # of a layer that slides: it sees the last tokens, whatever the policy
-        # Layers that attend to these slots, itself the first: the last of them evicts.
+        self.window = window  # tokens that a sliding layer sees, whatever the policy
+        # Number of layers that attend to these slots, this one first; the last of them evicts.
         self.readers, self.attended, self.length = readers, 0, 0
-        self.sink_logits: list[float] | None = None  # of each query head
+        self.sink_logits: list[float] | None = None  # one per query head
         self.softcap: float | None = None
-        self.gone: list[list[Slot]] = []  # evicted, where they are attended to
+        self.gone: list[list[Slot]] = []  # evicted slots per head, if they are attended to
         self.setting, self.inv_freq, self.seen = setting, inv_freq, 0
         self.heads: list[list[Slot]] = []
         self.queries: list[list[Tensor]] = []  # per query head, unrotated, all of them
@@ -123,7 +123,7 @@ class ReferenceLayer(CacheLayerMixin):
         group = heads // len(self.heads)
         start = self.seen - length
         own = self.queries or [[] for _ in range(heads)]
-        # Of the layers that read these slots the policy sees the queries of the first.
+        # The policy observes only the queries of the first layer that reads these slots.
         self.queries = own if not self.attended else [x[:start] for x in own]
         out = torch.zeros(*query.shape[:3], len(self.heads[0][0].value), dtype=torch.float64)
         for h in range(heads):
@@ -137,7 +137,7 @@ class ReferenceLayer(CacheLayerMixin):
                 weighted = (w * s.value for w, s in zip(weights, slots, strict=True) if w)
                 out[0, h, t] = sum(weighted)
         if not self.attended:
-            self.length = length  # others may ask with the last tokens alone
+            self.length = length  # other layers may have queries of the last tokens only
         self.queries, self.attended = own, (self.attended + 1) % self.readers
         if not self.attended:
             self.evict(group, self.length, scaling)
@@ -149,23 +149,23 @@ class ReferenceLayer(CacheLayerMixin):
         return (auto or self.setting.positions == "compact") and self.window is None
 
     def position(self, slots: list[Slot], time: int) -> int:
-        """Where a token counts: its own time, or right-aligned by rank in compact mode."""
+        """Return a token's position: its own time, or right-aligned by rank in compact mode."""
         if not self.compact:
             return time
         older = sum(s.time < time for s in slots)
         held = [s.time for s in slots]
-        # A query whose own token is gone counts back from the newest.
+        # A query whose own token is evicted counts back from the newest.
         return older if time in held else len(slots) - (self.seen - time)
 
     def row(
         self, h: int, k: int, time: int, scaling: float, slots: list[Slot] | None = None
     ) -> list[float]:
-        """Attention of query head h at `time` over KV head k's slots, 0 for later tokens."""
+        """Return attention of query head h at `time` over KV head k's slots, 0 for later ones."""
         held = self.heads[k]
         q = self.place(self.queries[h][time], self.position(held, time))
         logits = []
         for s in slots or held:
-            # An evicted token counts behind the held ones that are older than it.
+            # An evicted token's position follows the held tokens that are older than it.
             position = self.position(held, s.time)
             if self.compact and s not in held:
                 position = sum(other.time < s.time for other in held)
@@ -269,7 +269,7 @@ class ReferenceLayer(CacheLayerMixin):
         before = sum(s.time < self.seen - options.get("window", 32) for s in slots)
         for head in mine:
             sums = [sum(row[j] for row in head) for j in range(n)]
-            for j in range(n):  # the window is pooled with nothing
+            for j in range(n):  # tokens of the window are not pooled
                 older = slice(max(0, j - half), min(before, j + half + 1))
                 near = sums[older] if j < before else [sums[j]]
                 pooled = max(near) if options.get("pool", "max") == "max" else sum(near) / len(near)
@@ -280,7 +280,7 @@ class ReferenceLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, _: Any) -> tuple[int, int]:
-        return 1, 0  # no mask is built for this attention
+        return 1, 0  # this attention needs no mask
 
     def get_max_cache_shape(self) -> int:
         return -1
@@ -289,7 +289,7 @@ class ReferenceLayer(CacheLayerMixin):
 
 
 class BesideState(ReferenceLayer, STATE):  # type: ignore[misc, valid-type]
-    """Likewise, where a layer has a recurrent state too, which stays transformers' own."""
+    """A reference layer that also has a recurrent state, which stays transformers' own."""
 
     def __init__(self, *args: Any) -> None:
         ReferenceLayer.__init__(self, *args)
@@ -306,10 +306,10 @@ class ReferenceCache(Cache):
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * 99
         kinds = kinds[: config.num_hidden_layers]
         own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
-        plain = DynamicCache(config=config).layers  # none, if all are to be made alike
+        plain = DynamicCache(config=config).layers  # empty if all layers are of one kind
         layers = [plain[i] if plain else None for i in range(own)]
         for i in range(own):
-            if type(layers[i]) is STATE:  # a recurrent layer: as it is
+            if type(layers[i]) is STATE:  # a recurrent layer stays as it is
                 continue
             slides = kinds[i] in ("sliding_attention", "hybrid_sliding")
             last = kinds[i] not in kinds[i + 1 : own]
@@ -343,10 +343,10 @@ AttentionMaskInterface.register(NAME, eager_mask)
 
 
 def inv_freq_of(model: Any, layer: int) -> Tensor | None:
-    """The frequencies [R/2] by which the model rotates a layer; None: it has no positions."""
+    """Return the frequencies [R/2] of a layer; None if it has no positions."""
     config = model.config
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * 99
-    if thetas := getattr(config, "layer_rope_theta", None):  # each theta has an embedding
+    if thetas := getattr(config, "layer_rope_theta", None):  # each theta has a rotary embedding
         each = dict(zip(sorted({*thetas} - {0}), model.model.rotary_embs, strict=True))
         rotary = each.get(thetas[layer])
         return None if rotary is None else rotary.inv_freq.double()
@@ -362,7 +362,7 @@ def inv_freq_of(model: Any, layer: int) -> Tensor | None:
     return getattr(found[0], name).double()
 
 
-STEPS = torch.tensor([[[60]], [[61]], [[62]], [[63]]])  # generation
+STEPS = torch.tensor([[[60]], [[61]], [[62]], [[63]]])  # single tokens, as in generation
 
 
 def run_reference(

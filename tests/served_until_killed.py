@@ -1,7 +1,7 @@
-"""A program that answers conversations and saves them, over and over, until it is killed.
+"""Answers conversations and saves them, over and over, until the process is killed.
 
-Says on stdout, a JSON line each, what was answered and what was on disk by then; takes up the
-conversations that its third argument lists.
+It prints a JSON line for each answer, with the files on disk by then, and continues the
+conversations of its third argument.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tests of the server share: runtimes at the size of a test, chats, and readers of replies."""
+"""Makes small runtimes and chats for tests of the server, and reads replies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcap.serve.contract import Ask, Reply
 from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.server import Server
 
-NEVER = 1_000_000  # a token that is not drawn
+NEVER = 1_000_000  # a token that is never sampled
 
 
 def user(text: str) -> dict[str, str]:
@@ -50,7 +50,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def serve(scheduler: Scheduler, chat: Callable[[Scheduler], Any]) -> Any:
-    """Run a coroutine that asks a scheduler, and end it."""
+    """Run a coroutine that uses a scheduler, and close the scheduler."""
 
     async def run() -> Any:
         try:
@@ -66,21 +66,21 @@ def limits(**given: Any) -> Limits:
 
 
 def plain(runtime: Any, messages: list[dict[str, str]], tokens: int = 12) -> Any:
-    """A session that nobody else shares, before its answer to `messages`."""
+    """Return a session of its own, before its answer to `messages`."""
     session = runtime.session()
     session.set_generation(max_new_tokens=tokens, temperature=0.0)
     return session, "".join(session.send(messages))
 
 
 def small(folder: str) -> kvcap.Runtime:
-    """The model that `tiny_chat` saved."""
+    """Load the model that `tiny_chat` saved."""
     return kvcap.Runtime.from_pretrained(
         folder, budget_tokens=48, block_size=16, dtype="float32", device="cpu"
     )
 
 
 def served(model: str, running: Running | None = None, **address: Any) -> Server:
-    """Open what `kvcap serve MODEL` opens, on a free port."""
+    """Start the server of `kvcap serve MODEL` on a free port."""
     return opened(
         model,
         Address(port=0, **address),

@@ -1,4 +1,4 @@
-"""Conversations without a model: they say what they were asked, and do what a test tells them."""
+"""Stands in for conversations with a model: records requests, and answers by a test's script."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvcap.serve.contract import Ask, Figures, Piece, Usage
 
 @dataclass
 class Script:
-    """What the next answers are."""
+    """The script of the next answers."""
 
     pieces: Iterable[str | Piece] = ("Hel", "lo", " there")
     reason: str = "stop"
-    refused: Exception | None = None  # by submit
-    early: Exception | None = None  # instead of a first piece
-    late: Exception | None = None  # after the last one
-    wait_s: float = 0.0  # before each piece
+    refused: Exception | None = None  # raised by `submit`
+    early: Exception | None = None  # raised instead of a first piece
+    late: Exception | None = None  # raised after the last piece
+    wait_s: float = 0.0  # seconds before each piece
 
 
 class Answer:
-    """A reply; `closed` once it was let go of."""
+    """A reply, which is `closed` once its reader closes it."""
 
     def __init__(self, ask: Ask, script: Script) -> None:
         self.ask, self.script = ask, script
@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass
 class StandIn:
-    """Every request is kept in `answers`."""
+    """A stand-in for the scheduler, which keeps every request in `answers`."""
 
     script: Script = field(default_factory=Script)
     answers: list[Answer] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A decoder with the signature of those that are found: past_key_values in, present out."""
+"""Exports decoders with the usual signature, past_key_values in, present out, and with faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPANIONS = (
 
 
 class Standard(nn.Module):
-    """A transformers model as such a graph."""
+    """A transformers model with that signature."""
 
     def __init__(self, model: Any, fault: Fault) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Standard(nn.Module):
         seen = (slots <= here) & (mask[0] > 0)  # [T, n]
         if self.fault == "window of slots":
             seen = seen & (slots > here - 5)
-        if self.fault == "own positions":  # from what is held, as graphs with RoPE inside
+        if self.fault == "own positions":  # counts held slots, as graphs with RoPE inside do
             places = here[:, 0][None] + 0 * places
         bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -1e9)[None, None]
         out = self.model(input_ids=ids, attention_mask=bias, position_ids=places, **as_cache(cache))
@@ -47,7 +47,7 @@ class Standard(nn.Module):
 
 
 def save(source: Path, folder: Path, fault: Fault = "none") -> Path:
-    """Write the model in `source` to `folder` as such a decoder, with what belongs to it."""
+    """Write the model in `source` to `folder` as such a decoder, with config and tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -81,7 +81,7 @@ def save(source: Path, folder: Path, fault: Fault = "none") -> Path:
             external_data=False,
         )
     proto = program.model_proto
-    for value in (*proto.graph.input, *proto.graph.output):  # as optimum names them
+    for value in (*proto.graph.input, *proto.graph.output):  # names axes as optimum does
         dims = value.type.tensor_type.shape.dim
         if value.name.startswith("past"):
             dims[2].dim_param = "past_sequence_length"

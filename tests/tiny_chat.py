@@ -1,4 +1,4 @@
-"""A random model that can chat, saved to disk: the smallest thing the command line can load."""
+"""Saves a random model that can chat, the smallest that the command line can load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcap import pocket
 
 
 def save(folder: Path, *, template: bool = True) -> str:
-    """Write model and tokenizer to `folder`; answers are noise that does not end by itself."""
+    """Write model and tokenizer to `folder`; answers are noise and do not end by themselves."""
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
     if not template:
         tokenizer.chat_template = None

@@ -1,7 +1,7 @@
-"""What several tests share: folders made once for all processes of a run, and tools of phones.
+"""Provides helpers that several tests share, and folders made once for all processes of a run.
 
-Of the latter: where adbd, an ARM Linux and a compiler are, and why else to skip; a small plan, and
-the C runner.
+For tests of phones, it finds adbd, an ARM Linux and a compiler, or gives the reason to skip; and it
+makes a small plan and builds the C runner.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from kvcap.runtime.session.session import Session
 ROOT = Path(__file__).parents[1]
 TOOLS = Path(os.environ.get("KVCAP_ANDROID_TOOLS", ROOT / ".android-tools")).resolve()
 ARM_ROOT = TOOLS / "arm64"
-# h2o has every kind of output: values, chosen slots, their rows, and state by slot.
+# h2o has outputs of every kind: values, chosen slots, their rows, and state by slot.
 SMALL = ["--preset", "full", "--policies", "h2o", "--dtypes", "fp16", "--sizes", "48",
          "--threads", "1", "--kv-heads", "2", "--heads", "4", "--head-dim", "16",
          "--block-size", "16", "--min-runs", "6", "--min-seconds", "0",
          "--warmup-seconds", "0"]  # fmt: skip
-PATIENCE = 1800  # seconds: what a test waits for comes at last, however slow or busy the machine
-CPU = "cortex-a76"  # has float16 arithmetic, as phones have since 2018
+PATIENCE = 1800  # seconds that a test waits, so that it passes on slow and busy machines, too
+CPU = "cortex-a76"  # a processor with float16 arithmetic, as in phones since 2018
 
 installed = pytest.mark.skipif(
     not (TOOLS / ".ready").is_file(), reason="scripts/install-android-test-tools was not run here"
@@ -51,18 +51,18 @@ compilers = pytest.mark.skipif(
 
 
 def arm_command(program: Path | str, *arguments: Path | str) -> list[str]:
-    """A command that runs an aarch64 program under qemu."""
+    """Return a command that runs an aarch64 program under qemu."""
     emulator = [TOOLS / "bin" / "qemu-aarch64", "-cpu", CPU, "-L", ARM_ROOT]
     return [str(part) for part in (*emulator, program, *arguments)]
 
 
 def arm_python(*arguments: Path | str) -> list[str]:
-    """A command that runs the aarch64 Python, which has numpy and onnxruntime."""
+    """Return a command that runs the aarch64 Python, which has numpy and onnxruntime."""
     return arm_command(ARM_ROOT / "usr" / "bin" / "python3.13", *arguments)
 
 
 def arm_environment() -> dict[str, str]:
-    """What that Python needs; one thread, as an emulator is slow enough."""
+    """Return the environment of that Python, with one thread, as the emulator is slow."""
     return {
         "PATH": os.environ["PATH"],
         "PYTHONHOME": str(ARM_ROOT / "usr"),
@@ -74,7 +74,7 @@ def arm_environment() -> dict[str, str]:
 
 
 def script(path: Path, text: str) -> Path:
-    """A program that a test plants."""
+    """Write an executable script; return its path."""
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
@@ -87,9 +87,9 @@ def _operations(make, opset_version: int):
 
 @pytest.fixture(scope="module", autouse=True)
 def operations() -> Iterator[None]:
-    """The exporter's table of operations, made once: at every export, it is a third of the time.
+    """Make the exporter's table of operations once, as it takes a third of every export.
 
-    For a module that imports it.
+    It is a fixture for modules that import it.
     """
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -106,7 +106,7 @@ def operations() -> Iterator[None]:
 
 
 def made(factory: pytest.TempPathFactory, name: str, make) -> Path:
-    """A folder that `make` fills, once for all processes of the test run."""
+    """Return a folder that `make` fills once for all processes of the test run."""
     base = factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with FileLock(base / f"{name}.lock"):
@@ -117,7 +117,7 @@ def made(factory: pytest.TempPathFactory, name: str, make) -> Path:
 
 
 def pocket_decoder(factory: pytest.TempPathFactory, mode: str = "compact") -> Path:
-    """The built-in model's decoder as kvcap exports it: 128 slots, blocks of 32, in float32."""
+    """Return the built-in model's decoder, exported by kvcap: 128 slots, blocks of 32, float32."""
 
     def make(folder: Path) -> None:
         from kvcap.export.decoder.spec import layout_for, load
@@ -132,7 +132,7 @@ def pocket_decoder(factory: pytest.TempPathFactory, mode: str = "compact") -> Pa
 
 
 def sliding_decoder(factory: pytest.TempPathFactory, positions: str = "compact") -> Path:
-    """A random Gemma 3 that speaks the built-in model's tokens: windows of 12, 24 slots."""
+    """Return a random Gemma 3 with the built-in model's tokens, windows of 12 and 24 slots."""
 
     def make(folder: Path) -> None:
         from kvcap import pocket
@@ -152,7 +152,7 @@ def sliding_decoder(factory: pytest.TempPathFactory, positions: str = "compact")
 
 
 def found_decoder(factory: pytest.TempPathFactory) -> Path:
-    """A random model that can chat, in `model`; its decoder as others export it, in `decoder`."""
+    """Return a folder with a random chat model in `model`, and a usual decoder in `decoder`."""
 
     def make(folder: Path) -> None:
         tiny_chat.save(folder / "model")
@@ -162,7 +162,7 @@ def found_decoder(factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny_decoder(factory: pytest.TempPathFactory) -> Path:
-    """The same model, in `model`, and its decoder made ready, in `decoder`."""
+    """Return a folder with that model in `model`, and its adopted decoder in `decoder`."""
 
     def make(folder: Path) -> None:
         from kvcap.export.adopted.adopt import adopt
@@ -176,7 +176,7 @@ def tiny_decoder(factory: pytest.TempPathFactory) -> Path:
 
 
 def small_plan(factory: pytest.TempPathFactory) -> Path:
-    """Four cells of h2o."""
+    """Return a plan with four cells of h2o."""
 
     def make(folder: Path) -> None:
         assert run(["android", "plan", "-o", str(folder), *SMALL]) == 0
@@ -185,7 +185,7 @@ def small_plan(factory: pytest.TempPathFactory) -> Path:
 
 
 def built(folder: Path, *options: str) -> Path:
-    """Build the C runner there; returns the program."""
+    """Build the C runner in a folder; return the program."""
     source = ROOT / "android_bench" / "c_runner"
     given = [f"-DORT_INCLUDE={TOOLS / 'source'}", f"-DCJSON={TOOLS / 'source' / 'cjson'}"]
     for command in (
@@ -203,7 +203,7 @@ def library(site: Path) -> Path:
 
 
 def runner_here(factory: pytest.TempPathFactory) -> Path:
-    """The C runner for this machine, and its ONNX Runtime."""
+    """Return a folder with the C runner for this machine, and its ONNX Runtime."""
 
     def make(folder: Path) -> None:
         built(folder)
@@ -213,7 +213,7 @@ def runner_here(factory: pytest.TempPathFactory) -> Path:
 
 
 def runner_for_arm(factory: pytest.TempPathFactory) -> Path:
-    """The C runner for ARM, with qemu in the place of the processor."""
+    """Return a folder with the C runner for ARM, which runs under qemu."""
 
     def make(folder: Path) -> None:
         target = (
@@ -235,7 +235,7 @@ def uncapped(family: str, ids: torch.Tensor, **changes) -> torch.Tensor:
 
 
 def in_blocks(model, cache, ids: torch.Tensor, block: int) -> torch.Tensor:
-    """All logits [B, T_total, V], read as the block loop reads, but keeping every token's."""
+    """Return the logits [B, T_total, V] of all tokens, read block by block as in the block loop."""
     parts = []
     with torch.no_grad():
         for part in ids.split(block, 1):
@@ -246,29 +246,29 @@ def in_blocks(model, cache, ids: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def kept(session: Session) -> list[list[int]]:
-    """The positions that each head of a session keeps, in order."""
+    """Return the positions that each head of a session holds, in order."""
     segments = [s for layer in session.cache.capped_layers for s in layer.segments]
     return [sorted(head.tolist()) for s in segments for head in s.positions[0]]
 
 
 def first_kept(session: Session) -> bool:
-    """Return whether all heads hold tokens 0 to 3, which are the conversation's own first ones.
+    """Return whether all heads hold tokens 0 to 3, the conversation's own first ones.
 
-    Else the conversation is not past its budget, or it was read otherwise than it is written.
+    Fail if the conversation is not past its budget, or was read otherwise than it is written.
     """
     assert session.cache.seen > session.runtime.plan.budget_tokens
-    said = [*system_message(session.system), *session.messages]
-    written = session.encode(render(session.runtime.tokenizer, said))
+    messages = [*system_message(session.system), *session.messages]
+    written = session.encode(render(session.runtime.tokenizer, messages))
     assert session.read_ids[:4] == written[:4]
     rows = [head for layer in session.cache.kept_tokens() for head in layer.heads]
     return all({0, 1, 2, 3} <= set(row.tolist()) for row in rows)
 
 
 def differing(sessions: list[Session], others: list[Session]) -> float:
-    """The share of kept tokens that are others: where scores are equal but for rounding.
+    """Return the share of kept tokens that differ, as they may for scores equal but for rounding.
 
-    Products of several rows are summed in another order than those of one row. That order depends
-    on the processor.
+    Products of several rows are summed in another order than those of one row, which depends on the
+    processor.
     """
     heads = [zip(kept(a), kept(b), strict=True) for a, b in zip(sessions, others, strict=True)]
     pairs = [(set(one), set(other)) for head in heads for one, other in head]
@@ -286,7 +286,7 @@ def runtime_of(
     memory_cap=None,
     kv_dtype=None,
 ):
-    """A runtime around a model; a conversation in tokens needs no tokenizer."""
+    """Return a runtime around a model, without a tokenizer, for conversations in tokens."""
     eviction = small_policy(policy, model.config) if isinstance(policy, str) else policy
     settings = CacheSettings(budget, block, eviction, positions, every, kv_dtype)
     plan = MemoryPlan.of(model.config, settings, dtype=model.dtype)

@@ -1,6 +1,7 @@
-"""The two backends' sessions at the size of a test: a random model, and arrays that stand for one.
+"""Makes small sessions of both backends for tests: over a random model, and over toy arrays.
 
-Both note what their cache has read, so that a test can say which conversation a model would see.
+Both record the tokens that their cache has read, so that a test can compare the conversation that a
+model would see.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ BACKENDS = ("torch", "numpy")
 
 @dataclass
 class ToyDecoder:
-    """Stands for an exported decoder: its logits follow from the last token and its place."""
+    """A stand-in for an exported decoder; its logits follow from the last token and its place."""
 
     budget: int
     vocabulary: int
@@ -37,9 +38,9 @@ class ToyDecoder:
     version: str = "0"
     sinks: int = 0
     nbytes: int = 4096
-    read: list[int] = field(default_factory=list)  # what the cache holds or held, in order
+    read: list[int] = field(default_factory=list)  # all tokens that the cache has read, in order
     held: list[int] = field(default_factory=lambda: [0])
-    windows: dict[int, Any] = field(default_factory=dict)  # layers that slide: none
+    windows: dict[int, Any] = field(default_factory=dict)  # sliding layers, of which it has none
 
     @property
     def budgets(self) -> list[int]:
@@ -72,7 +73,7 @@ class ToyDecoder:
 
 @dataclass(repr=False)
 class ToyEngine:
-    """The ONNX Runtime backend around a `ToyDecoder`."""
+    """An engine like the ONNX Runtime backend's, around a `ToyDecoder`."""
 
     budget: int
     name: str = "toy"
@@ -131,7 +132,7 @@ def tiny(folder: Path) -> Runtime:
 
 
 def session_of(runtime: Any, system: str | None = None, budget: int | None = None) -> Session:
-    """A session of short answers, which notes what it reads in `session.read`."""
+    """Return a session of short answers, which records the tokens it reads in `session.read`."""
     if budget is not None:
         runtime = runtime.with_budget(budget)
     session: Any = runtime.session(system, seed=0)
@@ -151,13 +152,13 @@ def session_of(runtime: Any, system: str | None = None, budget: int | None = Non
 
 
 def held(session: Any) -> str:
-    """The text that the cache has read since it was empty, special tokens too."""
+    """Return the text that the cache has read since it was empty, with special tokens."""
     ids = session.read[: session.cache.seen]
     return session.runtime.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def numpy_scores(sampler: NumpySampler, logits: Any, history: Any) -> Any:
-    """The scores [V] by which a NumPy sampler draws, of logits [V]; -inf is never drawn."""
+    """Return the scores [V] that a NumPy sampler makes of logits [V]; -inf is never drawn."""
     scores = logits.copy()
     sampler.penalise(scores, history)
     if sampler.greedy:

@@ -1,4 +1,4 @@
-"""Graphs that capture nothing: all passes are read by the code that graphs would capture."""
+"""Replaces CUDA graphs by the code that they would capture, for tests of that code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvcap.runtime.models.fused.decoder import Decoder, covers
 
 
 class Uncaptured(BlockGraphs):
-    """The graphs of a cache, read without one; kvcap's own decoder is taken untried."""
+    """A cache's graphs that capture nothing; kvcap's own decoder is used without a trial."""
 
     def __init__(self, model, cache, several=True):
         super().__init__(model, cache, several)
@@ -16,5 +16,5 @@ class Uncaptured(BlockGraphs):
             self.decoder.join()
 
     def read(self, ids, need_logits=True):
-        """Replay nothing."""
+        """Read tokens by the code that a graph would capture."""
         return

@@ -1,7 +1,6 @@
-"""A job for workers of tests, which writes down everything that it does and dies where it is told.
+"""Defines a job for workers in tests, which records all that it does, and dies on demand.
 
-It stands in a module of its own, as processes that are started afresh import it, and needs neither
-torch nor a model.
+It is a module of its own, as spawned processes import it, and needs neither torch nor a model.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from pathlib import Path
 
 @dataclass
 class Chores:
-    """Turns words into capitals; plants in `folder` say where a worker dies.
+    """A job that turns words into capitals, and dies where files in `folder` say.
 
-    Plants are files: `die-at-load-N` (worker N, once), `die-at-WORD` (once), `always-at-WORD`.
+    The files are `die-at-load-N` (worker N, once), `die-at-WORD` (once) and `always-at-WORD`.
     """
 
     folder: Path
 
     def load(self, worker: int) -> None:
-        """Write the process down."""
+        """Record the process."""
         (self.folder / f"process-{os.getpid()}").write_text(str(worker))
         if _take(self.folder / f"die-at-load-{worker}"):
             _die()
@@ -45,11 +44,11 @@ class Chores:
         return message.upper()
 
     def begun(self) -> list[str]:
-        """The words that were begun, in order."""
+        """Return the words that were begun, in order."""
         return [line.split()[0] for line in (self.folder / "begun").read_text().splitlines()]
 
     def processes(self) -> list[int]:
-        """The processes that were made ready, living or dead."""
+        """Return the ids of the processes that loaded the job, living or dead."""
         return [int(path.name.rpartition("-")[2]) for path in self.folder.glob("process-*")]
 
 

@@ -1,4 +1,4 @@
-"""A server without a model, for the tests of what it answers."""
+"""Provides a server without a model, for tests of its responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcap.serve.server import Server, bound
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[StandIn, Server]]:
-    """Serve by the `SETTINGS` of the file."""
+    """Start a server with the `SETTINGS` of the test file."""
     talk = StandIn()
     settings = getattr(request.module, "SETTINGS", Settings("pocket"))
     with Server(application(talk, settings), bound("127.0.0.1", 0), settings.limits) as server:
@@ -22,7 +22,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[StandIn, Server]]:
 
 @pytest.fixture
 def talk(served: tuple[StandIn, Server]) -> StandIn:
-    """Return what answers, which says `Hello there`."""
+    """Return the stand-in for the model, which answers `Hello there`."""
     served[0].script = Script()
     return served[0]
 
