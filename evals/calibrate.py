@@ -57,8 +57,8 @@ class RepetitionProbe(Policy):
             rows = obs.attention[:, :, :, -count:]  # [1, K, G, t, n]
             times = torch.arange(read - count, read, device=rows.device)  # [t]
             followed = times - self.length + 1
-            found = obs.positions[:, :, None, None] == followed[:, None]  # [1, K, 1, t, n]
-            mass = (rows * found).sum((0, 3, 4)).flatten().cpu().double()  # [H]
+            follows = obs.positions[:, :, None, None] == followed[:, None]  # [1, K, 1, t, n]
+            mass = (rows * follows).sum((0, 3, 4)).flatten().cpu().double()  # [H]
             self.mass[obs.layer] = self.mass.get(obs.layer, 0) + mass
         return {}
 

@@ -502,20 +502,20 @@ def tune_command(
         def note(text: str) -> None:
             progress.console.print(f"kvcap: {text}", markup=False)
 
-        found = tune(request, started, report, note)
+        tuning = tune(request, started, report, note)
     line: list[str] | None = None
-    if found.choice.policy is not None:
+    if tuning.choice.policy is not None:
         given = _given(**vars(cap), device=device, threads=threads)
         if not {"--kv-budget", "--budget-tokens", "--memory-cap"} & set(given):
-            given["--budget-tokens"] = found.rows[0].slots
-        line = command(found.choice, model, file, given, found.recall, plain=found.plain)
+            given["--budget-tokens"] = tuning.rows[0].slots
+        line = command(tuning.choice, model, file, given, tuning.recall, plain=tuning.plain)
     if json_:
         shown = None if line is None else shlex.join(line)
-        print(jsonlib.dumps({**found.as_dict(), "command": line, "command_line": shown}))
+        print(jsonlib.dumps({**tuning.as_dict(), "command": line, "command_line": shown}))
     else:
-        print(f"{describe(found)}\n")
-        show(table(found))
-        print("".join(f"\n{remark}" for remark in found.choice.remarks))
+        print(f"{describe(tuning)}\n")
+        show(table(tuning))
+        print("".join(f"\n{remark}" for remark in tuning.choice.remarks))
     if line is None:
         if not json_:
             print()  # the last line is the command alone, and there is none
@@ -782,8 +782,8 @@ def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
         def report(done: int, total: int) -> None:
             progress.update(meter, completed=done, total=total)
 
-        found = measure(sweep, read_input(file), report)
-    text, document = table(found), jsonlib.dumps(found.as_dict())
+        agreement = measure(sweep, read_input(file), report)
+    text, document = table(agreement), jsonlib.dumps(agreement.as_dict())
     out.mkdir(parents=True, exist_ok=True)
     (out / "agreement.md").write_text(text, encoding="utf-8")
     (out / "agreement.json").write_text(document + "\n", encoding="utf-8")
@@ -1193,8 +1193,10 @@ def calibrate_command(
         def report(done: int, total: int) -> None:
             progress.update(meter, completed=done, total=total)
 
-        found = calibrate(model, text, tokens=tokens, dtype=dtype, device=device, report=report)
-    document = jsonlib.dumps(found.as_dict())
+        calibration = calibrate(
+            model, text, tokens=tokens, dtype=dtype, device=device, report=report
+        )
+    document = jsonlib.dumps(calibration.as_dict())
     try:
         out.write_text(document + "\n", encoding="utf-8")
     except OSError as error:
@@ -1204,7 +1206,7 @@ def calibrate_command(
         return
     print(f"{out} written; use it with --policy {name} --policy-option table={out}")
     if not quiet:
-        print(_heads(found))
+        print(_heads(calibration))
 
 
 @memory.command("check")
@@ -1372,10 +1374,10 @@ def _size(count: int) -> str:
     return f"{count / 1024:,.0f} KiB" if count < 1024**2 else f"{count / 1024**2:,.1f} MiB"
 
 
-def _heads(found: Calibration) -> str:
-    scores = [score for row in found.scores for score in row]
+def _heads(calibration: Calibration) -> str:
+    scores = [score for row in calibration.scores for score in row]
     figures = [("least", min(scores)), ("mean", sum(scores) / len(scores)), ("most", max(scores))]
-    heads = [(f"layer {i} head {h}", score) for score, i, h in found.strongest(5)]
+    heads = [(f"layer {i} head {h}", score) for score, i, h in calibration.strongest(5)]
     return "\n".join(f"{label:<18}{score:.4f}" for label, score in [*figures, *heads])
 
 

@@ -170,8 +170,8 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         Raises:
             ValueError: the tokenizer has no such token, and none was set.
         """
-        found = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        token = next((token for token in found if token is not None), None)
+        candidates = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        token = next((token for token in candidates if token is not None), None)
         if token is None:
             raise ValueError("this tokenizer opens and ends no text; give prefix_token_id=NUMBER")
         return token
@@ -231,18 +231,18 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
         alike: dict[tuple[Any, Any], list[int]] = {}  # requests by the tokens that are read
         for index, (context, after) in enumerate(pairs):
             alike.setdefault((tuple(context), tuple(after[:-1])), []).append(index)
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         groups = _groups(alike, lambda key: (len(key[0]), len(key[1])))
         with _progress(len(requests), "loglikelihood", disable_tqdm) as bar:
             for batch in _batches(groups, self.batch_size):
                 rows = [[pairs[index] for index in alike[key]] for key in batch]
                 for key, answers in zip(batch, self._score(rows), strict=True):
                     for index, answer in zip(alike[key], answers, strict=True):
-                        found[index] = answer
+                        results[index] = answer
                         if (request := requests[index][0]) is not None:
                             self.cache_hook.add_partial("loglikelihood", request, answer)
                     bar.update(len(answers))
-        return found
+        return results
 
     def _fitting(self, context: list[int], after: list[int]) -> tuple[list[int], list[int]]:
         """Return a pair that fits `max_length`, by cutting the first tokens of its context."""
@@ -289,17 +289,17 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
             if done > last:
                 break
             logits = loop.read_every(afters[:, done - 1 : min(done - 1 + loop.cache.room, last)])
-        found = []
+        results = []
         for row, pairs in enumerate(rows):
             scores = logits[row, -1].float().log_softmax(-1)
             best = int(scores.argmax())
-            found.append(
+            results.append(
                 [
                     (float(sums[row] + scores[after[-1]]), bool(greedy[row]) and best == after[-1])
                     for _, after in pairs
                 ]
             )
-        return found
+        return results
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -319,13 +319,13 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
             for window in map(make_disjoint_window, cut):
                 windows.append((None, *window))
                 owners.append(index)
-        found = [0.0] * len(requests)
+        totals = [0.0] * len(requests)
         scores = self._loglikelihood_tokens(windows, disable_tqdm)
         for index, (score, _) in zip(owners, scores, strict=True):
-            found[index] += score
-        for request, score in zip(requests, found, strict=True):
+            totals[index] += score
+        for request, score in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, score)
-        return found
+        return totals
 
     # Answers
 
@@ -342,17 +342,17 @@ class KvcapLM(TemplateLM):  # type: ignore[misc]
             most = self._settings(given)[2]
             prompts.append(self._last(self.tok_encode(context), self.max_length - most))
             groups.setdefault((-len(prompts[-1]), key), []).append(index)
-        found = [""] * len(requests)
+        answers = [""] * len(requests)
         ordered = [groups[key] for key in sorted(groups)]  # the longest prompts first
         with _progress(len(requests), "generate_until", disable_tqdm) as bar:
             for batch in _batches(ordered, self.batch_size):
                 given = requests[batch[0]].args[1]
                 texts = self._write([prompts[index] for index in batch], *self._settings(given))
                 for index, text in zip(batch, texts, strict=True):
-                    found[index] = text
+                    answers[index] = text
                     self.cache_hook.add_partial("generate_until", requests[index].args, text)
                 bar.update(len(batch))
-        return found
+        return answers
 
     def _settings(self, given: Mapping[str, Any]) -> tuple[Any, list[str], int]:
         """Return settings of generation, texts that end an answer, and its most tokens."""
@@ -459,10 +459,10 @@ def _rendered(tokenizer: Any, messages: Sequence[Message], prompt: bool) -> str:
 
 def _groups(keys: Iterable[Any], shape: Any) -> list[list[Any]]:
     """Group keys by shape, and sort the groups by length, the longest first."""
-    found: dict[Any, list[Any]] = {}
+    groups: dict[Any, list[Any]] = {}
     for key in keys:
-        found.setdefault(shape(key), []).append(key)
-    return [found[size] for size in sorted(found, reverse=True)]
+        groups.setdefault(shape(key), []).append(key)
+    return [groups[size] for size in sorted(groups, reverse=True)]
 
 
 def _batches(groups: Iterable[list[Any]], size: int) -> Iterator[list[Any]]:

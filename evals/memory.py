@@ -92,13 +92,13 @@ class Baseline:
         """
         make = "`kvcap memory update` makes one"
         try:
-            found = json.loads(path.read_text())
-            if found["format"] != FORMAT:
-                raise ValueError(f"format {found['format']!r} rather than {FORMAT}")
-            matrix = found["matrix"]
+            document = json.loads(path.read_text())
+            if document["format"] != FORMAT:
+                raise ValueError(f"format {document['format']!r} rather than {FORMAT}")
+            matrix = document["matrix"]
             matrix |= {k: tuple(matrix[k]) for k in ("policies", "budgets", "lengths")}
-            cells = tuple(_figures(row) for row in found["cells"])
-            return cls(Matrix(**matrix), dict(found["measured_on"]), cells)
+            cells = tuple(_figures(row) for row in document["cells"])
+            return cls(Matrix(**matrix), dict(document["measured_on"]), cells)
         except FileNotFoundError as error:
             raise BaselineUnusable(f"there is no baseline {path}; {make}") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -106,12 +106,12 @@ class Baseline:
 
 
 def _figures(row: Any) -> MeasuredCell:
-    found = MeasuredCell(**row)
+    cell = MeasuredCell(**row)
     for field in fields(MeasuredCell):
         kind = str if field.name == "policy" else int
-        if type(getattr(found, field.name)) is not kind:
-            raise ValueError(f"{field.name} is {getattr(found, field.name)!r}")
-    return found
+        if type(getattr(cell, field.name)) is not kind:
+            raise ValueError(f"{field.name} is {getattr(cell, field.name)!r}")
+    return cell
 
 
 def measure(matrix: Matrix, on_cell: Callable[[MeasuredCell], None] | None = None) -> Baseline:
@@ -172,31 +172,31 @@ def regressions(
     why = ", ".join(
         f"{k} {v} in the baseline, {now.measured_on.get(k)} here" for k, v in other.items()
     )
-    known, found = {cell.key: cell for cell in before.cells}, list[str]()
+    known, grown = {cell.key: cell for cell in before.cells}, list[str]()
     for cell in now.cells:
         if cell.key not in known:
             raise BaselineUnusable(f"the baseline lacks {cell}; `kvcap memory update` adds it")
-        found += _grown(cell, known[cell.key], None if other else tolerance)
-    return found, why
+        grown += _grown(cell, known[cell.key], None if other else tolerance)
+    return grown, why
 
 
 def _grown(cell: MeasuredCell, was: MeasuredCell, tolerance: float | None) -> list[str]:
-    found = []
+    grown = []
     for name, now, before in (
         ("KV bytes", cell.kv_bytes, was.kv_bytes),
         ("planned bytes", cell.planned_bytes, was.planned_bytes),
     ):
         if now != before:
-            found.append(f"{cell}: {name} {now:,}, baseline {before:,} ({now - before:+,})")
+            grown.append(f"{cell}: {name} {now:,}, baseline {before:,} ({now - before:+,})")
     if cell.kv_bytes != cell.planned_bytes:
-        found.append(f"{cell}: KV bytes {cell.kv_bytes:,}, planned {cell.planned_bytes:,}")
+        grown.append(f"{cell}: KV bytes {cell.kv_bytes:,}, planned {cell.planned_bytes:,}")
     if tolerance is not None and cell.peak_bytes > was.peak_bytes * (1 + tolerance):
         share = cell.peak_bytes / was.peak_bytes - 1
-        found.append(
+        grown.append(
             f"{cell}: peak {cell.peak_bytes:,}, baseline {was.peak_bytes:,} "
             f"({cell.peak_bytes - was.peak_bytes:+,}, {share:+.1%}, allowed {tolerance:+.1%})"
         )
-    return found
+    return grown
 
 
 def table(cells: Sequence[MeasuredCell], before: Baseline | None = None) -> str:

@@ -34,13 +34,13 @@ def directory(name: str, files: Path) -> str:
         ValueError: `name` is neither a directory nor a name of `SHAPES`.
     """
     if name not in SHAPES:
-        found = resolve(name)
-        if not Path(found).is_dir():
+        where = resolve(name)
+        if not Path(where).is_dir():
             raise ValueError(
                 f"{name!r} is no directory of a model, which other processes read too; give one, "
                 f"pocket, or one of random weights: {', '.join(SHAPES)}"
             )
-        return found
+        return where
     folder = Path(files, name)
     if not (folder / "tokenizer.json").exists():  # the file that is written last
         _make(name, folder)

@@ -138,15 +138,15 @@ class Text:
         cache = BudgetCache(self.model.config, budget, block, eviction, positions=self.positions)
         self.positions = cache.layout.positions
         BlockLoop(self.model, cache, graphs=False).prefill(ids)
-        found = []
+        held = []
         for layer in cache.capped_layers:
             heads = layer.segments[0].layer_heads
             kept = torch.zeros(heads, length, dtype=torch.bool)
             for s in layer.segments:
                 places = s.positions[0].long().cpu()
                 kept[s.head : s.head + s.heads].scatter_(1, places, True)
-            found.append(kept)
-        return found
+            held.append(kept)
+        return held
 
 
 def pieces(tokenizer: Any, text: str) -> list[str]:
@@ -155,11 +155,11 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
     A character of several tokens belongs to the first of them; the others are ''.
     """
     given = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    found, last = [], 0
+    texts, last = [], 0
     for _, stop in given["offset_mapping"]:
-        found.append(text[last : max(last, stop)])
+        texts.append(text[last : max(last, stop)])
         last = max(last, stop)
-    return found
+    return texts
 
 
 def generated(

@@ -27,17 +27,17 @@ def refuse_other(path: Path, asked: dict[str, Any]) -> None:
         ExportExists: the two differ; the message names where.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        existing = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        found = None
-    there, new = (dict(_leaves(x)) for x in (found, json.loads(json.dumps(asked))))
+        existing = None
+    there, new = (dict(_leaves(x)) for x in (existing, json.loads(json.dumps(asked))))
     differ = [name for name in new if there.get(name) != new[name]]
     if differ:
         says = ", ".join(
             f"{name.rpartition('.')[2]} {there.get(name)} instead of {new[name]}"
             for name in differ[:3]
         )
-        what = f"an export of another kind ({says})" if found else "no export that can be read"
+        what = f"an export of another kind ({says})" if existing else "no export that can be read"
         raise ExportExists(
             f"in {str(path.parent)!r} there is {what}; add --force to replace it, or give another "
             "place with -o"

@@ -56,7 +56,7 @@ def _spread(moments: Tensor, damping: float) -> Tensor:
 def _rounded(rows: Tensor, spread: Tensor, rounding: Rounding) -> Packed:
     size = rounding.block
     left = in_blocks(rows.float(), size).flatten(1).clone()  # [N, K], columns still to be rounded
-    found = []
+    blocks = []
     for start in range(0, left.shape[1], size):
         end = start + size
         columns = left[:, start:end].T.contiguous()  # [size, N]
@@ -69,6 +69,6 @@ def _rounded(rows: Tensor, spread: Tensor, rounding: Rounding) -> Packed:
             errors[j] = error / within[j, j]
             columns[j + 1 :] -= within[j, j + 1 :, None] * errors[j]
         left[:, end:] -= errors.T @ spread[start:end, end:]
-        found.append((numbers.T, scales[:, None], zeros[:, None]))
-    numbers, scales, zeros = (torch.stack(parts, 1) for parts in zip(*found, strict=True))
+        blocks.append((numbers.T, scales[:, None], zeros[:, None]))
+    numbers, scales, zeros = (torch.stack(parts, 1) for parts in zip(*blocks, strict=True))
     return joined(numbers, scales, zeros, rounding)

@@ -126,17 +126,17 @@ def verify_decoder(
         GraphBroken, ShapeError: the graph cannot be run, or has other inputs or outputs.
         UnsupportedModel: an adopted decoder is wrong once tokens are evicted.
     """
-    found = read(folder)
-    _large_files(found)
-    if not found.shared:
+    exported = read(folder)
+    _large_files(exported)
+    if not exported.shared:
         if model is not None:
             raise ManifestError(
                 f"{folder.name} holds another exporter's decoder, which is not held to a model; "
                 "leave --model out"
             )
-        return _evictors(found)
-    facts = found.facts
-    name = model or str(found.model["name"])
+        return _evictors(exported)
+    facts = exported.facts
+    name = model or str(exported.model["name"])
     try:
         check_dtype(facts["dtype"])
         settings = CacheSettings(
@@ -146,34 +146,34 @@ def verify_decoder(
         raise ManifestError(f"{MANIFEST} describes no decoder known here: {error}") from error
     config = load_config(resolve(name))
     layout = layout_for(config, settings)
-    _same_model(name, model_facts(layout.shape), found.model)
-    scales = scales_of(found)
+    _same_model(name, model_facts(layout.shape), exported.model)
+    scales = scales_of(exported)
     slots = None if scales is None else torch.from_numpy(scales[:, :, :, 0])
     decoder = DecoderGraph(load(name, facts["dtype"]).model, layout, slots)
-    with decoders.as_rounded(decoder, rounded_in(found.decoder)):
+    with decoders.as_rounded(decoder, rounded_in(exported.decoder)):
         return decoders.check(folder, decoder, facts["dtype"], quick)
 
 
-def _same_model(name: str, facts: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+def _same_model(name: str, facts: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Refuse a model whose family or sizes are not those that the manifest says."""
     for key, value in facts.items():
-        if key in said and said[key] != value:
+        if key in known and known[key] != value:
             raise ManifestError(
                 f"{name!r} has {key.replace('_', ' ')} {value}, and this export was made from "
-                f"{said['name']!r}, which has {said[key]}; give that model with --model"
+                f"{known['name']!r}, which has {known[key]}; give that model with --model"
             )
 
 
-def _large_files(found: Manifest) -> None:
+def _large_files(exported: Manifest) -> None:
     """Refuse large files with another checksum; `read` compares only their sizes.
 
     Raises:
         ModelFilesBroken: naming the file.
     """
-    for entry in found.facts["files"]:
-        if entry["bytes"] > HASHED and sha256(found.file(entry["file"])) != entry["sha256"]:
+    for entry in exported.facts["files"]:
+        if entry["bytes"] > HASHED and sha256(exported.file(entry["file"])) != entry["sha256"]:
             raise ModelFilesBroken(
-                f"{entry['file']} in {str(found.folder)!r} is not the file that "
+                f"{entry['file']} in {str(exported.folder)!r} is not the file that "
                 f"{MANIFEST} was written with; get the files again, or export it again"
             )
 
@@ -183,15 +183,15 @@ def _policy(entry: Mapping[str, Any]) -> Eviction:
     return load_policy(policy["parts"], **policy["parameters"])
 
 
-def _evictors(found: Manifest) -> evictors.AdoptedReport:
+def _evictors(exported: Manifest) -> evictors.AdoptedReport:
     """Try an adopted decoder again, and compare every evictor with the module of its policy."""
-    _, shape, ports, compact = adopt.examined(found.folder, found.decoder)
+    _, shape, ports, compact = adopt.examined(exported.folder, exported.decoder)
     rows = []
-    for entry in found.facts["evictors"]:
+    for entry in exported.facts["evictors"]:
         try:
             eviction, positions = _policy(entry), entry["positions"]
             pins = entry["policy"]["pins"]
-            exact = compact and _near(found.facts["inv_freq"], adopt.frequencies(shape))
+            exact = compact and _near(exported.facts["inv_freq"], adopt.frequencies(shape))
         except (KeyError, TypeError, ValueError) as error:
             raise ManifestError(f"{MANIFEST} describes no evictor known here: {error}") from error
         if pins != adopt.pins(eviction):
@@ -199,10 +199,10 @@ def _evictors(found: Manifest) -> evictors.AdoptedReport:
         if positions == "compact" and not exact:
             raise _otherwise("inv_freq", "this decoder turns keys by")
         evictor, dtype = adopt.module(eviction, ports, shape, positions)
-        graph = Graph(found.file(entry["file"]))
+        graph = Graph(exported.file(entry["file"]))
         graphs.signature(graph.session, entry)
         rows.append(evictors.check(graph, evictor, dtype))
-    return evictors.AdoptedReport(found.folder.name, ports.graph.version, rows)
+    return evictors.AdoptedReport(exported.folder.name, ports.graph.version, rows)
 
 
 def _near(given: list[float], wanted: list[float]) -> bool:

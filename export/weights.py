@@ -83,8 +83,8 @@ class Packed(NamedTuple):
 
     def part(self, name: str) -> Tensor:
         """Return the part of this name, one of `NAMES`."""
-        found: Tensor = getattr(self, name)
-        return found
+        tensor: Tensor = getattr(self, name)
+        return tensor
 
 
 def pack(matrix: Tensor, rounding: Rounding) -> Packed:
@@ -154,8 +154,8 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
 def in_blocks(rows: Tensor, size: int) -> Tensor:
     """Cut rows [N, K] into blocks [N, C, size]; zeros fill the last one."""
     missing = -rows.shape[1] % size
-    found: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, size))
-    return found
+    blocks: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, size))
+    return blocks
 
 
 def _nonzero(scales: Tensor) -> Tensor:
@@ -353,7 +353,7 @@ class _Nodes:
         turned = [
             n for n in readers if n.op_type == "Transpose" and _attribute(n, "perm") == [1, 0]
         ]
-        after = [node for found in turned for node in self.readers[found.output[0]]]
+        after = [node for transpose in turned for node in self.readers[transpose.output[0]]]
         outputs = {node.output[0] for node in turned}
         if not all(_is_product(node, outputs) for node in after):
             turned, after = [], []
@@ -374,7 +374,7 @@ class _Nodes:
             if node.op_type == "Transpose" and node.input[0] in names
             if _attribute(node, "perm") == [1, 0] and len(self.readers[node.input[0]]) == 1
         }
-        found = []
+        joined = []
         for node in self.nodes:
             products = self.readers[node.output[0]] if node.op_type == "Concat" else []
             if not products or not turned.keys() >= set(node.input):
@@ -382,8 +382,8 @@ class _Nodes:
             alone = all(len(self.readers[name]) == 1 for name in node.input)
             if alone and all(_is_product(n, {node.output[0]}) for n in products):
                 parts = [turned[name] for name in node.input]
-                found.append(_Joint([part.input[0] for part in parts], parts, node, products))
-        return found
+                joined.append(_Joint([part.input[0] for part in parts], parts, node, products))
+        return joined
 
     def replace(self, nodes: list[Any], by: Callable[[Any], list[Any]]) -> None:
         """Note that each of these nodes is replaced by the nodes that `by` makes of it."""
@@ -571,7 +571,7 @@ def _side_by_side(weights: Mapping[str, Tensor], names: list[str]) -> Tensor:
 def _attribute(node: Any, name: str) -> Any:
     """Return a node's attribute of this name; None if it has none."""
     get = library("onnx.helper").get_attribute_value
-    return next((get(found) for found in node.attribute if found.name == name), None)
+    return next((get(attribute) for attribute in node.attribute if attribute.name == name), None)
 
 
 class Rounded(NamedTuple):
@@ -593,11 +593,11 @@ class Rounded(NamedTuple):
 
     def read(self) -> Tensor:
         """Read the weights in float32, transposed as the model has them."""
-        found: dict[str, Any] = dict.fromkeys(NAMES)
+        parts: dict[str, Any] = dict.fromkeys(NAMES)
         for name, (at, size) in self.parts.items():
             read = np.fromfile(self.file, KINDS[name], prod(size), offset=at)
-            found[name] = torch.from_numpy(read.reshape(size))
-        packed = Packed(**found)
+            parts[name] = torch.from_numpy(read.reshape(size))
+        packed = Packed(**parts)
         matrix = unpack(packed, self.columns, self.rounding)
         return matrix.T if self.turned else matrix
 
@@ -606,14 +606,14 @@ def rounded_in(file: Path) -> dict[str, Rounded]:
     """Return the weights that a graph has in blocks, by their names in the model."""
     graph = library("onnx").load(str(file), load_external_data=False).graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    found = {}
+    by_name = {}
     for node in graph.node:
         if node.op_type not in ("MatMulNBits", "GatherBlockQuantized") or node.domain != MICROSOFT:
             continue
         table = node.op_type == "GatherBlockQuantized"
         name = node.input[0 if table else 1].removesuffix(TABLE)
         stem, _, part = name.rpartition(".")
-        if part != NAMES[0] or stem in found:
+        if part != NAMES[0] or stem in by_name:
             continue
         bits, block = (_attribute(node, kind) for kind in ("bits", "block_size"))
         parts = {x: tensors[f"{stem}.{x}"] for x in NAMES if f"{stem}.{x}" in tensors}
@@ -637,6 +637,6 @@ def rounded_in(file: Path) -> dict[str, Rounded]:
         within = [(entry.key, int(entry.value)) for entry in parts["numbers"].metadata_props]
         start = 0
         for name, length in within or [(stem, rows)]:
-            found[name] = whole.rows(start, length)
+            by_name[name] = whole.rows(start, length)
             start += length
-    return {stem.removesuffix(TURNED): rounded for stem, rounded in found.items()}
+    return {stem.removesuffix(TURNED): rounded for stem, rounded in by_name.items()}

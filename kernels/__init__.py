@@ -107,12 +107,12 @@ def preference(budget: LayerBudget, obs: Observation) -> Tensor:
 
 def _total(obs: Observation, kind: str) -> Tensor:
     """Return the sum of an epilogue over all slots, []."""
-    found = window.scores(obs, kind, "sum", epsilon=1.0)
+    scores = window.scores(obs, kind, "sum", epsilon=1.0)
     if obs.rows is not None:  # numbers behind a row's slots are arbitrary
-        places = torch.arange(obs.rows.longest, device=found.device)
-        inside = places < obs.rows.lengths.view(*found.shape[:2], 1)
-        found = torch.where(inside, found, 0.0)
-    return found.sum()
+        places = torch.arange(obs.rows.longest, device=scores.device)
+        inside = places < obs.rows.lengths.view(*scores.shape[:2], 1)
+        scores = torch.where(inside, scores, 0.0)
+    return scores.sum()
 
 
 def rescore(
@@ -296,12 +296,12 @@ def _pooled(scores: Tensor, obs: Observation, policy: DropKV | SnapKV) -> Tensor
 def _cake(policy: Policy, obs: Observation) -> Tensor:
     assert isinstance(policy, Cake)
     group: Group | None = None if policy.group == "max" else policy.group
-    found = window.scores(obs, "cake", group, epsilon=policy.gamma)
-    covered = pool.covers(found, obs.positions, policy.kernel)
+    scores = window.scores(obs, "cake", group, epsilon=policy.gamma)
+    covered = pool.covers(scores, obs.positions, policy.kernel)
     pooling = pool.pool_in_time if covered else pool_in_time
     options = policy.kernel, "avg", obs.num_tokens, policy.window
-    found = pooling(found, obs.positions, *options)
-    return over_group(found, policy.group) if group is None else found
+    scores = pooling(scores, obs.positions, *options)
+    return over_group(scores, policy.group) if group is None else scores
 
 
 def _tova(policy: Policy, obs: Observation) -> Tensor:

@@ -46,7 +46,7 @@ _target_of = lru_cache(Target.of)
 
 @contextmanager
 def pretending(target: Target | None) -> Iterator[None]:
-    """Make tensors on any device count as on that GPU, in this block and thread: for dry runs."""
+    """Treat all tensors as on that GPU in a `with` block, to compile kernels without a GPU."""
     token = _pretended.set(target)
     try:
         yield
@@ -79,14 +79,14 @@ def _has_triton() -> bool:
 
 def multiprocessors(device: torch.device) -> int:
     """Return a GPU's number of multiprocessors; the interpreter counts as a GPU with 8."""
-    found = target(device)
-    return 8 if found is None else found.multiprocessors
+    gpu = target(device)
+    return 8 if gpu is None else gpu.multiprocessors
 
 
 def overlaps(device: torch.device) -> bool:
     """Return whether a kernel can be launched before the one it waits for has ended."""
-    found = target(device)
-    return found is not None and found.overlaps
+    gpu = target(device)
+    return gpu is not None and gpu.overlaps
 
 
 def overlapping(device: torch.device, wanted: bool = True) -> dict[str, bool]:

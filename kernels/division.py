@@ -95,7 +95,7 @@ def as_adakv(
     count, new = batch * heads, partial(torch.empty, dtype=torch.int32, device=device)
     worths, row_pinned = new(count, slots), new(count)
     # The result if no row has too many slots: nothing changes.
-    found = Division(targets.clone(), targets.clone(), rows.starts.clone())
+    division = Division(targets.clone(), targets.clone(), rows.starts.clone())
     tile = min(2048, power_of_two(slots, 32))
     layer_tile = power_of_two(slots * heads + 1, 32)
     whole = layer_tile <= MOST_AT_ONCE
@@ -126,7 +126,7 @@ def as_adakv(
             rows.lengths,
             targets,
             rows.starts,
-            *found,
+            *division,
             slots=slots,
             average=average,
             block=block,
@@ -141,4 +141,4 @@ def as_adakv(
             ROW_BLOCK=min(8192, power_of_two(slots, 32)),
             num_warps=min(32, max(1, layer_tile // 256)),
         )
-    return found
+    return division

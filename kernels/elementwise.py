@@ -92,7 +92,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     batch, heads, tokens, size = query.shape
     kv_heads = key.shape[1]
     cos, sin = (x.expand(batch, -1, -1) for x in (cos, sin))
-    found = [
+    copies = [
         torch.empty(batch, tokens, n, size, dtype=query.dtype, device=query.device)
         for n in (heads, kv_heads)
     ]
@@ -104,7 +104,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
             key,
             cos,
             sin,
-            *found,
+            *copies,
             tokens,
             *query.stride()[:3],
             *key.stride()[:3],
@@ -117,7 +117,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
             num_warps=1,
             **overlapping(query.device),
         )
-    rotated_query, rotated_key = (x.transpose(1, 2) for x in found)
+    rotated_query, rotated_key = (x.transpose(1, 2) for x in copies)
     return rotated_query, rotated_key
 
 

@@ -45,9 +45,9 @@ def tile_of(row_bytes: int, device: torch.device) -> decode.Tile:
         row_bytes: bytes of one key.
         device: the device of the slots.
     """
-    found, gpu = decode.tile_of(row_bytes), target(device)
+    tile, gpu = decode.tile_of(row_bytes), target(device)
     roomy = gpu is not None and gpu.shared_memory >= ROOMY
-    return found._replace(stages=5) if roomy and found.block == 64 else found
+    return tile._replace(stages=5) if roomy and tile.block == 64 else tile
 
 
 def blocks_of(
@@ -114,9 +114,8 @@ def attend(
     (batch, heads, _, size), kv_heads = query.shape, key.shape[1]
     count, group = batch * kv_heads, heads // kv_heads
     slots = rows.longest
-    tiles = min(
-        count, len(buffers[2]) / slots
-    )  # as many rows of the longest's length have the work
+    # The work is that of so many rows of the longest one's length.
+    tiles = min(count, len(buffers[2]) / slots)
     tile = tile or tile_of(size * query.element_size(), query.device)
     blocks = blocks_of(slots, tiles, tile, most_parts, query.device)
     chunk = tile.block * blocks

@@ -14,9 +14,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 LOWEST = tl.constexpr(-1e30)  # in place of -inf, whose differences would be NaN
 NOWHERE = tl.constexpr(2**31 - 1)  # a position that no query sees
-NEVER = tl.constexpr(
-    -(2**30)
-)  # the time of a query that sees nothing; adding to it cannot overflow
+NEVER = tl.constexpr(-(2**30))  # the time of a query that sees nothing; sums do not overflow
 LOG2E = tl.constexpr(1 / math.log(2))
 
 

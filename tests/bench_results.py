@@ -200,7 +200,7 @@ def plan() -> dict[str, Any]:
 
     names = [f"keydiff.stateless.score.fp32.n{n}" for n in (32, 64, 128)]
     names += ["tova.naive.score.fp32.n64", "h2o.naive.score.fp32.n64", "tova.naive.evict.fp32.n64"]
-    found = {
+    document = {
         "schema": PLAN, "id": "", "preset": "quick", "producer": {"kvcap": "1"}, "threads": [1, 2],
         "shape": {"name": "small", "batch": 1, "kv_heads": 2, "heads": 4, "head_dim": 16,
                   "block": 16},
@@ -214,26 +214,26 @@ def plan() -> dict[str, Any]:
         "formulations": {"naive": "as traced"},
         "cells": [cell(name) for name in names],
     }  # fmt: skip
-    return {**found, "id": plan_id(found)}
+    return {**document, "id": plan_id(document)}
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
     """Return every (container, key) of a document."""
-    found, waiting = [], [value]
+    pairs, waiting = [], [value]
     while waiting:
         holder = waiting.pop()
         for key in holder if isinstance(holder, dict) else range(len(holder)):
-            found.append((holder, key))
+            pairs.append((holder, key))
             if isinstance(holder[key], dict | list):
                 waiting.append(holder[key])
-    return found
+    return pairs
 
 
 def mutated(document: dict[str, Any], mutations: list[tuple[int, str, Any]]) -> dict[str, Any]:
-    found = copy.deepcopy(document)
+    changed = copy.deepcopy(document)
     for where, act, given in mutations:
         odd = copy.deepcopy(given)  # a list put into itself would be a circle
-        every = places(found)
+        every = places(changed)
         holder, key = every[where % len(every)]
         if act == "word":  # a string in place of a string is likely to be accepted
             texts = [(h, k) for h, k in every if isinstance(h[k], str)]
@@ -247,7 +247,7 @@ def mutated(document: dict[str, Any], mutations: list[tuple[int, str, Any]]) -> 
             holder[str(odd)[:30] or "extra"] = odd
         else:
             holder[key] = odd
-    return found
+    return changed
 
 
 def written(document: Any) -> bytes:

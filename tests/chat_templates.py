@@ -100,6 +100,6 @@ THINKING = {
 
 def with_template(tokenizer: Any, template: Any) -> Any:
     """Return a copy of a tokenizer with this template."""
-    found = copy.copy(tokenizer)
-    found.chat_template = template
-    return found
+    copied = copy.copy(tokenizer)
+    copied.chat_template = template
+    return copied

@@ -100,10 +100,10 @@ def shared_by(
     gpu: Target, kind: str, size: int, dtype: torch.dtype, window: int, group: Any
 ) -> list[int]:
     """Return the bytes of shared memory of the kernels of an epilogue, over 2,560 slots."""
-    found = list[int]()
+    sizes = list[int]()
 
     def each(_: tuple[str, ...], compiled: Callable[[], Any]) -> None:
-        found.append(compiled().metadata.shared)
+        sizes.append(compiled().metadata.shared)
 
     queries, keys = (
         torch.zeros(1, *shape, size, dtype=dtype) for shape in ((6, window), (2, 2560))
@@ -112,22 +112,22 @@ def shared_by(
     obs = Observation(keys, keys, positions, 2560, 2048, queries=queries)
     with compiling(each, gpu):
         scores(obs, kind, group)
-    return found
+    return sizes
 
 
 def of_windows() -> None:
-    bf16, fp32, found = torch.bfloat16, torch.float32, {}
+    bf16, fp32, sizes = torch.bfloat16, torch.float32, {}
     cases = [("andpro", 128, bf16, 32, "mean"), ("dropkv", 256, bf16, 1, "mean"),
              ("dropkv", 256, fp32, 32, "mean"), ("joint", 128, bf16, 512, "sum"),
              ("joint", 256, bf16, 512, "max"), ("attention", 256, fp32, 32, None)]  # fmt: skip
     for capability, gpu in ((90, HOPPER), (86, CONSUMER)):
         driver.set_active(Driver(capability))
         for case in cases:
-            found["-".join(map(str, (capability, *case)))] = [
+            sizes["-".join(map(str, (capability, *case)))] = [
                 gpu.shared_memory,
                 *shared_by(gpu, *case),
             ]
-    print(json.dumps(found))
+    print(json.dumps(sizes))
 
 
 def main(policies: list[str]) -> None:

@@ -154,14 +154,14 @@ def pytest_unconfigure() -> None:
 
 def in_turn(things: Iterable[Any], others: Iterable[Any], each: int = 1) -> list[tuple[Any, ...]]:
     """Return sets of parameters that pair each of `things` with `each` of `others` in turn."""
-    known, found = [*others], list[tuple[Any, ...]]()
+    known, pairs = [*others], list[tuple[Any, ...]]()
     for thing in things:
         for _ in range(each):
             # The offset grows every round; otherwise, with even numbers, some pairs never occur.
-            place = len(found) + len(found) // len(known)
+            place = len(pairs) + len(pairs) // len(known)
             pair = thing, known[place % len(known)]
-            found.append(sum((x if isinstance(x, tuple) else (x,) for x in pair), ()))
-    return found
+            pairs.append(sum((x if isinstance(x, tuple) else (x,) for x in pair), ()))
+    return pairs
 
 
 VOCABULARY = 97

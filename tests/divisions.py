@@ -31,13 +31,13 @@ class Best(HeadBudget):
     moves = True
 
     def split(self, scores: Any, pinned: Any, positions: Any, lengths: Any, budget: int) -> Any:
-        found = []
+        slots = []
         for row, pins, held in zip(scores, pinned, lengths.tolist(), strict=True):
             each = [
                 [x[:n].tolist() for x, n in zip(part, held, strict=True)] for part in (row, pins)
             ]
-            found.append(best(*each, budget))
-        return torch.tensor(found)
+            slots.append(best(*each, budget))
+        return torch.tensor(slots)
 
 
 def best(scores: list[list[float]], pinned: list[list[bool]], budget: int) -> list[int]:

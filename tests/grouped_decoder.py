@@ -304,11 +304,11 @@ def plain_logits(runtime: Any, ids: Any, ends: list[int], kept: masked.Kept | No
         given["attention_mask"] = np.ones((1, whole), np.int64)
         more = {"position_ids": np.arange(slots, whole)[None], "num_logits_to_keep": np.array(1)}
         given |= {name: more[name] for name in runtime.graph.inputs if name in more}
-        found = dict(zip(names, session.run(names, given), strict=True))
-        logits.append(found["logits"][0, -1].astype(np.float64))
-        states = {x["name"]: found[x["present"]] for x in facts["states"]}
+        outputs = dict(zip(names, session.run(names, given), strict=True))
+        logits.append(outputs["logits"][0, -1].astype(np.float64))
+        states = {x["name"]: outputs[x["present"]] for x in facts["states"]}
         for (layer, kind), x in held.items():
-            new = found[f"present.{layer}.{kind}"][0, :, slots:].astype(np.float64)
+            new = outputs[f"present.{layer}.{kind}"][0, :, slots:].astype(np.float64)
             if kind == "key" and facts["rotates"][facts["kv_layers"].index(layer)]:
                 new = _turned(new, -np.arange(slots, whole), frequencies)
             held[layer, kind] = np.concatenate((x, new), axis=1)

@@ -59,9 +59,9 @@ def _watch() -> None:
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def noted(self: Any, args: Any, kwargs: Any) -> Any:
-        found = given(self, args, kwargs)
-        watch.given([*found[0], *found[1].values()])
-        return found
+        result = given(self, args, kwargs)
+        watch.given([*result[0], *result[1].values()])
+        return result
 
     def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         watch.check(pointers, mask, "reads")

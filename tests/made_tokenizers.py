@@ -51,9 +51,9 @@ def llama_like() -> Tokenizer:
 def metaspace() -> Tokenizer:
     """Make a tokenizer like Llama 2's of today, which adds a space before the first word only."""
     decoding = [decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback()]
-    found = _with_bytes(None, [*decoding, decoders.Fuse()])
-    found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    return found
+    tokenizer = _with_bytes(None, [*decoding, decoders.Fuse()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
 
 
 def byte_level() -> Tokenizer:
@@ -61,27 +61,27 @@ def byte_level() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", "a"), ("Ã", "©"), ("â", "Ĥ"), ("a", "b")]
     names = [*SPECIAL, *alphabet, *("".join(pair) for pair in merges)]
-    found = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    return _special(found)
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _special(tokenizer)
 
 
 def word_pieces() -> Tokenizer:
     """Make a tokenizer like BERT's, in which spaces separate words and are no tokens."""
     names = [*SPECIAL, *"abc.", *(f"##{letter}" for letter in "abc")]
-    found = Tokenizer(models.WordPiece({x: i for i, x in enumerate(names)}, unk_token="<unk>"))
-    found.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    found.decoder = decoders.WordPiece()
-    return _special(found)
+    tokenizer = Tokenizer(models.WordPiece({x: i for i, x in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return _special(tokenizer)
 
 
 def ends_of_words() -> Tokenizer:
     """Make a tokenizer like GPT's, in which a token marks that a word ends."""
     names = [*SPECIAL, *"abc", *(f"{letter}</w>" for letter in "abc")]
-    found = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    found.decoder = decoders.BPEDecoder()
-    return _special(found)
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.BPEDecoder()
+    return _special(tokenizer)
 
 
 MADE: dict[str, Callable[[], Tokenizer]] = {
@@ -101,11 +101,11 @@ def _with_bytes(
     pairs = ["".join(pair) for pair in merges]
     vocabulary = {name: i for i, name in enumerate([*SPECIAL, *BYTES, "▁", *LETTERS, *pairs])}
     model = models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    found = Tokenizer(model)
-    found.normalizer, found.decoder = normalizer, decoders.Sequence(decoding)
-    return _special(found)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer, tokenizer.decoder = normalizer, decoders.Sequence(decoding)
+    return _special(tokenizer)
 
 
-def _special(found: Tokenizer) -> Tokenizer:
-    found.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
-    return found
+def _special(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    return tokenizer

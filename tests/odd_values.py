@@ -22,8 +22,8 @@ def places(document: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]
         items = document.items()
     elif isinstance(document, list):
         items = list(enumerate(document))[:3]
-    found = [(*before, key) for key, _ in items]
-    return found + [place for key, value in items for place in places(value, (*before, key))]
+    paths = [(*before, key) for key, _ in items]
+    return paths + [place for key, value in items for place in places(value, (*before, key))]
 
 
 @st.composite

@@ -354,12 +354,14 @@ def inv_freq_of(model: Any, layer: int) -> Tensor | None:
     if config.model_type in ONLY_SLIDING and "sliding_attention" in kinds:
         rotated = [kind == "sliding_attention" for kind in kinds]
     named = dict(model.named_modules())
-    found = [x for name, x in named.items() if name.split(".")[-1] in ("rotary_emb", "pos_emb")]
-    if not found or not rotated[layer]:
+    embeddings = [
+        x for name, x in named.items() if name.split(".")[-1] in ("rotary_emb", "pos_emb")
+    ]
+    if not embeddings or not rotated[layer]:
         return None
     own = (f"{kinds[layer]}_inv_freq", "hybrid_inv_freq", "inv_freq")
-    name = next(name for name in own if hasattr(found[0], name))
-    return getattr(found[0], name).double()
+    name = next(name for name in own if hasattr(embeddings[0], name))
+    return getattr(embeddings[0], name).double()
 
 
 STEPS = torch.tensor([[[60]], [[61]], [[62]], [[63]]])  # single tokens, as in generation

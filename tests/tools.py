@@ -96,9 +96,9 @@ def operations() -> Iterator[None]:
     make = ONNXRegistry.from_torchlib
 
     def once(opset_version: int) -> ONNXRegistry:
-        found = copy.copy(_operations(make, opset_version))
-        found.functions = {key: [*known] for key, known in found.functions.items()}
-        return found
+        table = copy.copy(_operations(make, opset_version))
+        table.functions = {key: [*known] for key, known in table.functions.items()}
+        return table
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(once))

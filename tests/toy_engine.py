@@ -93,8 +93,8 @@ class ToyEngine:
 
     @property
     def vocabulary(self) -> int:
-        found: int = self.tokenizer.backend_tokenizer.get_vocab_size()
-        return found
+        size: int = self.tokenizer.backend_tokenizer.get_vocab_size()
+        return size
 
     def loop(self) -> OrtLoop:
         return OrtLoop(OrtCache(ToyDecoder(self.budget, self.vocabulary), "toy"))
@@ -163,9 +163,9 @@ def numpy_scores(sampler: NumpySampler, logits: Any, history: Any) -> Any:
     sampler.penalise(scores, history)
     if sampler.greedy:
         return scores
-    tokens, found = sampler.candidates(scores)
+    tokens, kept = sampler.candidates(scores)
     if tokens is None:
-        return found
+        return kept
     whole = np.full_like(scores, -np.inf)
-    whole[tokens] = found
+    whole[tokens] = kept
     return whole

@@ -169,14 +169,14 @@ class Expected:
 
     def outputs(self, folder: Folder) -> list[Port]:
         """Return every output of the graph with its check."""
-        found = []
+        ports = []
         for port in self.case.manifest["outputs"]:
             shape = self.case.shape_of([axis["name"] for axis in port["axes"]])
             check = self.check(port["name"], folder)
-            found.append(
+            ports.append(
                 {"name": port["name"], "dtype": port["dtype"], "shape": shape, "check": check}
             )
-        return found
+        return ports
 
     def check(self, name: str, folder: Folder) -> dict[str, Any]:
         """Describe how an output is checked, and write the file of its expected values."""
@@ -191,8 +191,8 @@ class Expected:
         if source in self.inputs and source != "anchor":
             return {"kind": "rows", "of": source}
         (total,) = (
-            found
-            for port, found in self.case.graph.form.kept_state({}, self.kept_keys())
+            value
+            for port, value in self.case.graph.form.kept_state({}, self.kept_keys())
             if port.name == name
         )
         file = folder.numbers(f"{self.name}.{name}", total)

@@ -124,25 +124,25 @@ def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
 
 def chosen(result: Row) -> Lines:
     """Return the series of the reference's setting with fewest threads, or of another if none."""
-    found = series(result)
-    reference = [rows for rows in found.values() if rows[0]["id"] == result["run"]["reference"]]
-    rest = sorted(reference or found.values(), key=lambda rows: int(rows[0]["threads"]))
+    by_name = series(result)
+    reference = [rows for rows in by_name.values() if rows[0]["id"] == result["run"]["reference"]]
+    rest = sorted(reference or by_name.values(), key=lambda rows: int(rows[0]["threads"]))
     if not rest:
         return {}
     wanted = setting(rest[0][0])
-    return {name: rows for name, rows in found.items() if setting(rows[0]) == wanted}
+    return {name: rows for name, rows in by_name.items() if setting(rows[0]) == wanted}
 
 
 def _styles(lines: Lines) -> list[dict[str, Any]]:
     """Return the style of every series: a colour per policy, a marker of its own, and a dash."""
-    colors, found, others = dict(COLORS), [], count(1)
+    colors, styles, others = dict(COLORS), [], count(1)
     for place, rows in enumerate(lines.values()):
         policy, form = rows[0]["policy"], rows[0]["formulation"]
         color = colors.setdefault(policy, OTHERS[(len(colors) - len(COLORS)) % len(OTHERS)])
         dash = FORMS.get(form, "-") if policy == "keydiff" else DASHES[next(others) % len(DASHES)]
         # matplotlib leaves names that begin with an underscore out of the legend
         name = plain(label(rows[0]).lstrip("_"), WIDTH)
-        found.append(
+        styles.append(
             {
                 "color": color,
                 "ls": dash,
@@ -152,7 +152,7 @@ def _styles(lines: Lines) -> list[dict[str, Any]]:
                 "label": name,
             }
         )
-    return found
+    return styles
 
 
 def _absolute(axes: Axes, lines: Lines, result: Row) -> None:

@@ -146,12 +146,12 @@ def _relative(result: Row) -> list[Row]:
         for row in measured(result)
         if row["id"] == result["run"]["reference"]
     }
-    found = []
+    entries = []
     for row in measured(result):
         reference = base.get((row["threads"], row["provider_asked"]))
         if reference is not None:
             name, threads, provider = key(row)
-            found.append(
+            entries.append(
                 {
                     "id": name,
                     "threads": threads,
@@ -159,28 +159,28 @@ def _relative(result: Row) -> list[Row]:
                     "value": row["p50_us"] / reference,
                 }
             )
-    return found
+    return entries
 
 
 def series(result: Row) -> dict[tuple[Any, ...], list[Row]]:
     """Group rows of the stage score that differ only in their slots; sort each group by slots."""
-    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in measured(result):
         if row["stage"] == "score":
             same = ("policy", "formulation", "queries", "dtype", "threads", "provider_asked")
-            found[tuple(row[name] for name in same)].append(row)
-    return {name: sorted(rows, key=lambda row: int(row["n"])) for name, rows in found.items()}
+            groups[tuple(row[name] for name in same)].append(row)
+    return {name: sorted(rows, key=lambda row: int(row["n"])) for name, rows in groups.items()}
 
 
 def fits(result: Row) -> list[Row]:
     """Fit `t0 + slope · n` to every series of at least three sizes, by `fit`."""
-    found = []
+    lines = []
     for name, rows in series(result).items():
         if len({row["n"] for row in rows}) >= 3:
             names = ("policy", "formulation", "queries", "dtype", "threads", "provider_asked")
             numbers = fit([row["n"] for row in rows], [row["p50_us"] for row in rows])
-            found.append({**dict(zip(names, name, strict=True)), **numbers})
-    return found
+            lines.append({**dict(zip(names, name, strict=True)), **numbers})
+    return lines
 
 
 def fit(slots: list[int], times: list[float]) -> dict[str, float]:

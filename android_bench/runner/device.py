@@ -24,8 +24,8 @@ def sysfs(pattern: str, root: str = "/sys") -> list[str]:
 
     An unreadable file gives ''; if none can be read, the list is empty.
     """
-    found = sorted(Path(root).glob(pattern), key=lambda p: [int(d) for d in _digits(str(p))])
-    contents = [_read(path) for path in found]
+    paths = sorted(Path(root).glob(pattern), key=lambda p: [int(d) for d in _digits(str(p))])
+    contents = [_read(path) for path in paths]
     return contents if any(contents) else []
 
 

@@ -153,19 +153,19 @@ def operators(bound: Bound) -> list[Cell]:
     for _ in range(TRACE_WARM + TRACE_RUNS):
         bound.run()
     events = json.loads(Path(bound.session.end_profiling()).read_text(encoding="utf-8"))
-    found: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
+    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
     ended = 0  # runs; the trace has a run's nodes before its `model_run`
     for event in events:
         if event["name"] == "model_run":
             ended += 1
         elif event["cat"] == "Node" and "_kernel_time" in event["name"] and ended >= TRACE_WARM:
-            entry = found[event["args"]["op_name"], short_name(event["args"]["provider"])]
+            entry = sums[event["args"]["op_name"], short_name(event["args"]["provider"])]
             entry[0] += 1
             entry[1] += event["dur"]
     assert ended == TRACE_WARM + TRACE_RUNS
     return [
         {"operator": name, "provider": provider, "count": count / TRACE_RUNS, "us": us / TRACE_RUNS}
-        for (name, provider), (count, us) in found.items()
+        for (name, provider), (count, us) in sums.items()
     ]
 
 
@@ -308,13 +308,13 @@ class Run:
         """Measure the plan's decoder, if any; return a row for each number of threads."""
         if "decoder" not in self.plan:
             return []
-        found = []
+        measured = []
         for threads in self.threads:
             row = decoder.row_of(self.plan, threads, self.provider)
-            found.append(row)
+            measured.append(row)
             print(f"{row['id']} ({threads})", file=sys.stderr, flush=True)
             self._decoder(row)
-        return found
+        return measured
 
     def _decoder(self, row: Cell) -> None:
         """Measure all rounds of one decoder; if it fails, the run goes on."""

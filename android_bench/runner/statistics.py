@@ -24,11 +24,11 @@ def statistics(rounds: list[list[float]]) -> dict[str, float]:
     2.5
     """
     samples = np.concatenate([np.asarray(part, dtype=np.float64) for part in rounds])
-    found = {"min_us": float(samples.min())}
+    figures = {"min_us": float(samples.min())}
     for share, value in zip(PERCENTILES, np.percentile(samples, PERCENTILES), strict=True):
-        found[f"p{share}_us"] = float(value)
+        figures[f"p{share}_us"] = float(value)
     std = samples.std(ddof=1) if len(samples) > 1 else 0.0
-    return {**found, "mean_us": float(samples.mean()), "std_us": float(std)}
+    return {**figures, "mean_us": float(samples.mean()), "std_us": float(std)}
 
 
 def percentiles_line(row: Cell) -> str:

@@ -71,7 +71,7 @@ class Analysis(Protocol):
     def measure(self, text: Text, options: AnalysisOptions) -> Any:
         """Measure one text; return the measurement, for `gather`."""
 
-    def gather(self, found: Sequence[Any], options: AnalysisOptions) -> dict[str, Any]:
+    def gather(self, measured: Sequence[Any], options: AnalysisOptions) -> dict[str, Any]:
         """Join the measurements of all texts into lists and numbers; an undefined one is None."""
 
     def explain(self, figures: dict[str, Any]) -> str:
@@ -95,15 +95,15 @@ def named(names: Iterable[str]) -> list[str]:
         ValueError: there is no such analysis; the message names the nearest one.
     """
     parts = ([*analyses()] if name == ALL else [name] for name in names)
-    found = list(dict.fromkeys(name for part in parts for name in part))
-    for name in found:
+    chosen = list(dict.fromkeys(name for part in parts for name in part))
+    for name in chosen:
         if name not in analyses():
             close = difflib.get_close_matches(name, analyses(), n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(analyses())}"
             raise ValueError(f"no analysis is called {name!r}; {hint}")
-    if not found:
+    if not chosen:
         raise ValueError(f"name at least one analysis: all, {', '.join(analyses())}")
-    return found
+    return chosen
 
 
 def require_matplotlib() -> None:
@@ -141,7 +141,7 @@ def run(
         analysis.check(_with_policies(analysis, options))
     _check_options(chosen.values(), options)
     counts = {name: min(len(texts), a.TEXTS or len(texts)) for name, a in chosen.items()}
-    found: dict[str, list[Any]] = {name: [] for name in chosen}
+    measured: dict[str, list[Any]] = {name: [] for name in chosen}
     settings: dict[str, AnalysisOptions] = {}
     lengths: list[int] = []
     done, total = 0, sum(counts.values())
@@ -156,7 +156,7 @@ def run(
         for name in due:
             if name not in settings:  # budgets are shares of the first text
                 settings[name] = _with_budgets(chosen[name], options, len(text))
-            found[name].append(chosen[name].measure(text, settings[name]))
+            measured[name].append(chosen[name].measure(text, settings[name]))
             done += 1
             report(done, total)
     out.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ def run(
     head = {"model": text.model_name, "positions": text.positions, **environment(device)}
     documents = {}
     for name, analysis in chosen.items():
-        figures = plain(analysis.gather(found[name], settings[name]))
+        figures = plain(analysis.gather(measured[name], settings[name]))
         used = settings[name]
         documents[name] = {
             "analysis": name,

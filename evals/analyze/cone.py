@@ -53,12 +53,12 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     for j, whole in enumerate(text.layers):
         rng = Random(f"cone/{text.name}/{j}")
         seen = on_cpu(until(whole, rng.randrange(tokens // 2, tokens) + 1, 1))
-        found, residuals = proxy.draw(seen, seed=j)
+        by_stratum, residuals = proxy.draw(seen, seed=j)
         cones.append(proxy.cone(residuals, STEPS))
         epsilons.append(candidates(seen).amax(-1))
         heads = range(len(residuals))
         chosen = torch.tensor(sorted(rng.sample(heads, min(most, len(heads)))))
-        for name, pools in found.items():
+        for name, pools in by_stratum.items():
             drawn.setdefault(name, []).append(pools.heads(chosen).noticed())
     return {
         "layers": text.numbers,
@@ -74,27 +74,29 @@ def ratios(drawn: dict[str, list[proxy.Pools]]) -> dict[tuple[str, int], Tensor]
     sizes = [sum(len(pools.cost) for pools in parts) for parts in drawn.values()]
     parts = [pools for several in drawn.values() for pools in several]
     every = proxy.Pools(*(torch.cat(part) for part in zip(*parts, strict=True)))
-    found = {}
+    by_stratum = {}
     for count in proxy.EVICTED:  # all pools at once, as the same sets of tokens are tried in each
         best = proxy.optimum(every, count).sqrt()
         moved = [proxy.chosen(every, by, count).sqrt() for by in (every.cost, every.attention)]
-        found[count] = (torch.stack(moved) / best).split(sizes, -1)
+        by_stratum[count] = (torch.stack(moved) / best).split(sizes, -1)
     return {
-        (name, count): found[count][i] for i, name in enumerate(drawn) for count in proxy.EVICTED
+        (name, count): by_stratum[count][i]
+        for i, name in enumerate(drawn)
+        for count in proxy.EVICTED
     }
 
 
-def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
+def gather(measured: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Join the texts' figures as distributions over all triples."""
-    cone = torch.stack([one["cone"] for one in found])  # [texts, L, H]
-    epsilon = torch.stack([one["epsilon"] for one in found]).double()
-    evicted = torch.tensor([one["evicted"] for one in found]).view(-1, 1, 1)
+    cone = torch.stack([one["cone"] for one in measured])  # [texts, L, H]
+    epsilon = torch.stack([one["epsilon"] for one in measured]).double()
+    evicted = torch.tensor([one["evicted"] for one in measured]).view(-1, 1, 1)
     left = 1 - evicted * epsilon
     bound = 1 / (cone * (1 - epsilon) * left)
     applies = (cone > 0) & (left > 0)
     table = []
-    for name, count in found[0]["ratio"]:
-        both = torch.cat([one["ratio"][name, count] for one in found], -1)
+    for name, count in measured[0]["ratio"]:
+        both = torch.cat([one["ratio"][name, count] for one in measured], -1)
         chosen, plain = both[:, both.isfinite().all(0)]
         table.append(
             {
@@ -106,7 +108,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
             }
         )
     return {
-        "layers": found[0]["layers"],
+        "layers": measured[0]["layers"],
         "triples": cone.numel(),
         "cone": quantiles(cone.flatten()),
         "cone_values": cone.flatten().sort().values,
@@ -114,7 +116,7 @@ def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[st
         "cone_by_layer": (cone > 0).double().mean((0, 2)),
         "epsilon": quantiles(epsilon.flatten()),
         "epsilon_by_layer": epsilon.transpose(0, 1).flatten(1).median(1).values,
-        "evicted": [one["evicted"] for one in found],
+        "evicted": [one["evicted"] for one in measured],
         "bound": quantiles(bound[applies]),
         "bound_finite": float(applies.double().mean()),
         "ratio": table,
@@ -133,8 +135,8 @@ def quantiles(values: Tensor) -> dict[str, float | None]:
     """Return minimum, 5th, 50th and 95th percentile and maximum; all None without values."""
     if not values.numel():
         return dict.fromkeys(QUANTILES)
-    found = values.double().quantile(torch.tensor(LEVELS, dtype=torch.float64))
-    return dict(zip(QUANTILES, found.tolist(), strict=True))
+    at_levels = values.double().quantile(torch.tensor(LEVELS, dtype=torch.float64))
+    return dict(zip(QUANTILES, at_levels.tolist(), strict=True))
 
 
 def explain(figures: dict[str, Any]) -> str:

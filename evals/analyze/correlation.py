@@ -75,11 +75,11 @@ def ranks(x: Tensor) -> Tensor:
     return (below + upto + 1).double() / 2
 
 
-def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
+def gather(measured: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Return means over KV heads and texts by layer, their spread, and the mean of all layers."""
-    figures: dict[str, Any] = {"layers": found[0]["layers"]}
+    figures: dict[str, Any] = {"layers": measured[0]["layers"]}
     for name in ("window", "all"):
-        each = torch.stack([torch.stack([rho.cpu() for rho in one[name]]) for one in found])
+        each = torch.stack([torch.stack([rho.cpu() for rho in one[name]]) for one in measured])
         means = each.nanmean((0, 2))  # [L]
         figures[name] = {
             "mean": means,

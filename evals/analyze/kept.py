@@ -45,9 +45,9 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     }
 
 
-def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
+def gather(measured: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Return the figures of the one text."""
-    return found[0]
+    return measured[0]
 
 
 def explain(figures: dict[str, Any]) -> str:

@@ -47,8 +47,8 @@ def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     plain, kept = torch.zeros(len(sizes) + 1, len(SCORES)), torch.zeros(len(sizes) + 1, len(SCORES))
     for whole in text.layers:
         truth = oracle(whole, tokens)
-        for i, found in enumerate(growing(whole, tokens, sizes)):
-            for j, score in enumerate(found):
+        for i, each in enumerate(growing(whole, tokens, sizes)):
+            for j, score in enumerate(each):
                 plain[i, j] += recall(score, truth, count)
                 kept[i, j] += recall(with_recents(score, min(RESERVED, count)), truth, count)
     layers = len(text.layers)
@@ -80,15 +80,15 @@ def with_recents(score: Tensor, count: int) -> Tensor:
     return score
 
 
-def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
+def gather(measured: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Return the means over texts."""
     return {
         "budget": options.budgets[0],
-        "texts": len(found),
+        "texts": len(measured),
         "scores": list(SCORES),
-        "windows": found[0]["windows"],  # the last window is the whole text
-        "recall": torch.stack([one["recall"] for one in found]).mean(0),
-        "reserved": torch.stack([one["reserved"] for one in found]).mean(0),
+        "windows": measured[0]["windows"],  # the last window is the whole text
+        "recall": torch.stack([one["recall"] for one in measured]).mean(0),
+        "reserved": torch.stack([one["reserved"] for one in measured]).mean(0),
     }
 
 

@@ -92,9 +92,9 @@ def spread(keys: Tensor, kept: Tensor) -> float:
     return float(variances[0] / variances[1])
 
 
-def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
+def gather(measured: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Return the figures of the one text."""
-    return found[0]
+    return measured[0]
 
 
 def explain(figures: dict[str, Any]) -> str:

@@ -90,18 +90,18 @@ def attention_to(after: Observation, kept: Tensor) -> Tensor:
     return torch.cat((logits, sinks), -1).softmax(-1)[..., :-1]
 
 
-def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
+def gather(measured: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Return means over texts for each way of evicting, and the share of heads that change less."""
-    size = torch.stack([one["size"] for one in found]).mean(0)  # [L, H]
-    change = torch.stack([one["change"] for one in found]).mean(0)  # [way, policy, budget, L, H]
-    growth = torch.stack([one["growth"] for one in found]).mean(0)
+    size = torch.stack([one["size"] for one in measured]).mean(0)  # [L, H]
+    change = torch.stack([one["change"] for one in measured]).mean(0)  # [way, policy, budget, L, H]
+    growth = torch.stack([one["growth"] for one in measured]).mean(0)
     lost = change[:, 0] > LEAST * size  # [way, budget, L, H]
     ratio = torch.where(lost, change[:, 1] / change[:, 0], torch.nan)
     figures: dict[str, Any] = {
         "policies": options.policies,
         "budgets": options.budgets,
-        "layers": found[0]["layers"],
-        "texts": len(found),
+        "layers": measured[0]["layers"],
+        "texts": len(measured),
         "block_size": options.block_size,
     }
     for i, way in enumerate(WAYS):

@@ -121,7 +121,7 @@ def loss(whole: Observation, kept: Tensor, tokens: int, earlier: int) -> Tensor:
         parts = ((true, total), (capped, capped_lse), (calibrated, both))
         true, capped, calibrated = (x * torch.sigmoid(lse - sinks)[..., None] for x, lse in parts)
     size = true.abs().sum(-1).clamp(min=1e-30)
-    errors = [(true - found).abs().sum(-1) / size for found in (capped, calibrated)]
+    errors = [(true - output).abs().sum(-1) / size for output in (capped, calibrated)]
     return torch.stack([error.mean() for error in errors])
 
 
@@ -136,22 +136,22 @@ def attend(obs: Observation, seen: Tensor) -> tuple[Tensor, Tensor]:
     return torch.matmul(weights, obs.values[0].float()), lse
 
 
-def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
+def gather(measured: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Return the means over texts, and the heatmap of the first text."""
-    shortest = min(len(one["apart"]) for one in found)
-    layer, head = found[0]["shown"]
+    shortest = min(len(one["apart"]) for one in measured)
+    layer, head = measured[0]["shown"]
     return {
-        "layers": found[0]["layers"],
+        "layers": measured[0]["layers"],
         "layer": layer,
         "head": head,
         "policy": options.policies[0],
         "budget": options.budgets[0],
-        "apart": found[0]["apart"][:shortest],
+        "apart": measured[0]["apart"][:shortest],
         "thetas": THETAS,
-        "heatmap": found[0]["heatmap"],
-        "similarity": torch.stack([one["similarity"][:, :shortest] for one in found]).mean(0),
-        "recomputed": torch.stack([one["recomputed"] for one in found]).mean(0),
-        "loss": torch.stack([one["loss"] for one in found]).mean(0),
+        "heatmap": measured[0]["heatmap"],
+        "similarity": torch.stack([one["similarity"][:, :shortest] for one in measured]).mean(0),
+        "recomputed": torch.stack([one["recomputed"] for one in measured]).mean(0),
+        "loss": torch.stack([one["loss"] for one in measured]).mean(0),
     }
 
 

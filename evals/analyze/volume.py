@@ -35,14 +35,14 @@ def check(options: AnalysisOptions) -> None:
 
 def measure(text: Text, options: AnalysisOptions) -> dict[str, Any]:
     """Return volumes by policy, [L][K]."""
-    found: dict[str, list[list[float]]] = {}
+    volumes: dict[str, list[list[float]]] = {}
     for policy in options.policies:
         sets = text.kept(policy, options.budgets[0], options.block_size, options.policy_options)
-        found[policy] = [
+        volumes[policy] = [
             [log_volume(keys[kept]) for keys, kept in zip(layer.keys[0].cpu(), mask, strict=True)]
             for layer, mask in zip(text.layers, sets, strict=True)
         ]
-    return {"layers": text.numbers, "volumes": found}
+    return {"layers": text.numbers, "volumes": volumes}
 
 
 def log_volume(keys: Tensor) -> float:
@@ -53,15 +53,15 @@ def log_volume(keys: Tensor) -> float:
     return float(2 * sizes.log().sum())
 
 
-def gather(found: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
+def gather(measured: Sequence[dict[str, Any]], options: AnalysisOptions) -> dict[str, Any]:
     """Join each policy's volumes [texts, L, K] into a list, with quantiles and medians by layer."""
     figures: dict[str, Any] = {
-        "layers": found[0]["layers"],
+        "layers": measured[0]["layers"],
         "budget": options.budgets[0],
         "policies": {},
     }
     for policy in options.policies:
-        each = torch.tensor([one["volumes"][policy] for one in found], dtype=torch.float64)
+        each = torch.tensor([one["volumes"][policy] for one in measured], dtype=torch.float64)
         whole = each[each.isfinite()]
         levels = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9], dtype=torch.float64)
         spanned = torch.where(each.isfinite(), each, torch.nan)

@@ -260,10 +260,10 @@ def _together(server: PeerServer, work: ClientLoad, clients: int, tokens: int) -
     """
     at_once = Clients(server, work.prompts[:clients], tokens, work.steps)
     at_once.read()
-    found = at_once.times
-    start, end = max(times[0] for times in found), min(times[-1] for times in found)
-    inside = [[at for at in times if start <= at <= end] for times in found]
-    before = [[at for at in times if at <= start] for times in found]
+    series = at_once.times
+    start, end = max(times[0] for times in series), min(times[-1] for times in series)
+    inside = [[at for at in times if start <= at <= end] for times in series]
+    before = [[at for at in times if at <= start] for times in series]
     steps, reading = _gaps(inside), _gaps(before)
     return {
         "tok_s": sum(map(len, inside)) / (end - start),
@@ -372,8 +372,8 @@ def _peer_figures(
             ready += 1
         if ready < clients:
             whys.append(f"{ready} of {clients} prompts were read in {READ_S:.0f} s")
-        found = _together(server, work, ready, work.most)
-    return {"clients": ready, "alone_tok_s": alone, **found, "gain": found["tok_s"] / alone}
+        figures = _together(server, work, ready, work.most)
+    return {"clients": ready, "alone_tok_s": alone, **figures, "gain": figures["tok_s"] / alone}
 
 
 def _fitting(work: ClientLoad) -> int:

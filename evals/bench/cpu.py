@@ -136,11 +136,11 @@ def _by_turns(
     """Run the programs one after another, `repeats` times; return the turns by program."""
     for process in all_.values():
         process.turn("prefill", min(n or 1, WARM_UP), 0, 0)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in all_}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in all_}
     for seed in range(repeats):
         for name, process in all_.items():
-            found[name].append(process.turn(work, n, tokens, seed))
-    return found
+            turns[name].append(process.turn(work, n, tokens, seed))
+    return turns
 
 
 def _starts(
@@ -153,14 +153,14 @@ def _starts(
     random = options.model in SHAPES  # a random model's tokens are words
     text = " ".join(f"t{3 + i}" if random else "the" for i in range(words))
     prompt = {"text": text, "ids": list(range(3, 3 + words))}
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
     for turn in range(options.repeats + 1):
         for name, settings in asked.items():
             python = options.peer_pythons.get(name)
             took = first_piece(name, python, {**settings, **shared, **prompt})
             if turn:
-                found[name].append(took)
-    return found
+                turns[name].append(took)
+    return turns
 
 
 def _speeds(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> list[float]:
@@ -222,7 +222,7 @@ def _peer(options: BenchmarkOptions, model: str, name: str, weights: str) -> dic
 def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> dict[str, Any]:
     """Return the settings of kvcap's own process; export a decoder for ONNX Runtime, once."""
     budget, block, policy = options.budgets[0], options.block_size, options.policies[0]
-    found = {"backend": backend, "budget": budget, "block_size": block, "policy": policy}
+    settings = {"backend": backend, "budget": budget, "block_size": block, "policy": policy}
     if backend == "pytorch":
         known = (*FLOATS, *PACKED, *((AS_STORED,) if is_gguf(model) else ()))
         if weights not in known:
@@ -232,12 +232,12 @@ def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> 
             )
         packed = weights if weights in PACKED else None
         dtype = FLOATS.get(weights, "bfloat16")
-        return {**found, "model": model, "weights": dtype, "packed": packed}
+        return {**settings, "model": model, "weights": dtype, "packed": packed}
     if is_export(model):
-        return {**found, "model": model, "weights": weights}
+        return {**settings, "model": model, "weights": weights}
     sizes = {"--budget-tokens": str(budget), "--block-size": str(block)}
     out = exported(model, options.files, {"--dtype": weights, "--policy": policy, **sizes})
-    return {**found, "model": str(out), "weights": weights}
+    return {**settings, "model": str(out), "weights": weights}
 
 
 def check_backend(name: str | None) -> None:

@@ -43,13 +43,13 @@ def _row(tokenizer: Any, length: int, turns: int) -> dict[str, Any]:
     def ours() -> list[int]:
         return encode(tokenizer.backend_tokenizer, text)
 
-    expected, found = its(), ours()
+    expected, got = its(), ours()
     times = [(1000 * seconds(ours), 1000 * seconds(its)) for _ in range(turns)]
     ratios = [theirs / mine for mine, theirs in times]
     return {
         "tokens": len(expected),
         "letters": len(text),
-        "same": found == expected,
+        "same": got == expected,
         "ms": percentiles([mine for mine, _ in times]),
         "tokenizer_ms": percentiles([theirs for _, theirs in times]),
         "ratio": median(ratios),

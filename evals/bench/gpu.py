@@ -113,9 +113,8 @@ def _measured(
         held = torch.cuda.memory_allocated()
         for _ in range(2):  # the last pass, which needs logits, is captured the second time
             warm = begin()
-            warm.prefill(
-                ids[:, : (budget or 2048) + 8 * PASS]
-            )  # with passes like the whole prompt's
+            # The last passes are like those of the whole prompt.
+            warm.prefill(ids[:, : (budget or 2048) + 8 * PASS])
             for _ in range(4):
                 warm.read(token)
             del warm
@@ -128,15 +127,15 @@ def _measured(
             ]
             del reader
         peak = torch.cuda.max_memory_allocated() - held
-        found: dict[str, Any] = {"prefill": percentiles(prefill), "decode": percentiles(decode)}
+        figures: dict[str, Any] = {"prefill": percentiles(prefill), "decode": percentiles(decode)}
         if what != "transformers":
-            found["blocks_are"] = loop.execution
-            found["kv_bytes"] = cache.nbytes
+            figures["blocks_are"] = loop.execution
+            figures["kv_bytes"] = cache.nbytes
             del loop, cache
         if what not in ("transformers", "materialised") and block == BLOCKS[0]:
-            found[WORKS[2]] = percentiles(_rarely_evicting(model, ids, policy, budget, options))
+            figures[WORKS[2]] = percentiles(_rarely_evicting(model, ids, policy, budget, options))
     torch.cuda.empty_cache()
-    return {**found, "scratch_bytes": peak}
+    return {**figures, "scratch_bytes": peak}
 
 
 def _rarely_evicting(

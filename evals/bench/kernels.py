@@ -260,9 +260,9 @@ def scratch(call: Call, obs: Observation) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = call(obs)
+    result = call(obs)
     torch.cuda.synchronize()
-    return int(torch.cuda.max_memory_allocated() - before - found.nbytes)
+    return int(torch.cuda.max_memory_allocated() - before - result.nbytes)
 
 
 def read_bandwidth() -> float:

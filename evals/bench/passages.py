@@ -77,12 +77,12 @@ def run(options: BenchmarkOptions) -> Result:
                 if fact:
                     passages.count(kind, message, fact, figures)
     rows = []
-    for (way, layer), found in figures.items():
-        ms = percentiles(found.pop("ms"))
-        means = {name: sum(x) / len(x) for name, x in found.items()}
+    for (way, layer), values in figures.items():
+        ms = percentiles(values.pop("ms"))
+        means = {name: sum(x) / len(x) for name, x in values.items()}
         rows.append({"way": way, "layer": layer, **means, "ms": ms})
-    counts = {kind: len(found[kind]) for kind in (*KINDS, *TASKS)}
-    shares = {kind: sum(found) / len(found) for kind, found in recalled.items()}
+    counts = {kind: len(values[kind]) for kind in (*KINDS, *TASKS)}
+    shares = {kind: sum(hits) / len(hits) for kind, hits in recalled.items()}
     derived = {"model": options.model, "tokens": options.lengths[0], "questions": counts}
     return Result("passages", COLUMNS, rows, {**derived, "recalled": shares})
 
@@ -134,9 +134,9 @@ class Passages(PassageStore):
         self.spans.append(span)
         self.texts.append(" ".join(text.split()))
 
-    def places(self, found: Iterable[Found | Passage]) -> list[int]:
+    def places(self, passages: Iterable[Found | Passage]) -> list[int]:
         """Return the indices of these passages."""
-        return [self.spans.index(one.span) for one in found]
+        return [self.spans.index(one.span) for one in passages]
 
     def rank(self, question: str) -> Iterator[tuple[Way, list[int], float, float]]:
         """Yield each way, all passages in its order, the seconds it took, and bytes per passage."""
@@ -166,7 +166,7 @@ class Passages(PassageStore):
         right = [fact in text for text in self.texts]
         if not any(right):
             return  # the fact is at the end of the text, which is not indexed yet
-        found = self.places(self.recall.find(question, self.ids))
+        recalled = self.places(self.recall.find(question, self.ids))
         words = self.places(self.search(question, len(self.spans)))
         for way, order, took, size in self.rank(question):
             into, fused = figures[way], defaultdict[int, float](float)
@@ -175,7 +175,7 @@ class Passages(PassageStore):
             both = nlargest(len(fused), fused, key=fused.__getitem__)
             into["ms"].append(1000 * took)
             into["bytes"].append(size)
-            for name, some in (("", order), ("_fused", both), ("_else", found or order)):
+            for name, some in (("", order), ("_fused", both), ("_else", recalled or order)):
                 first = [right[one] for one in self.first(some)]
                 into[kind + name].append(any(first[:1]))
                 into[f"{kind}{name}_two"].append(any(first))

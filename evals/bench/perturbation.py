@@ -38,8 +38,8 @@ def run(options: BenchmarkOptions) -> Result:
     sums: dict[tuple[str, int], Tensor] = {}
     for layers in pocket_layers(options.repeats, tokens + 1):
         for name, budget in cases:
-            found = torch.stack([measure(layer, name, tokens, budget) for layer in layers], 1)
-            sums[name, budget] = sums.get((name, budget), torch.zeros(())) + found
+            errors = torch.stack([measure(layer, name, tokens, budget) for layer in layers], 1)
+            sums[name, budget] = sums.get((name, budget), torch.zeros(())) + errors
     rows = []
     for name, budget in cases:
         mean = sums[name, budget] / options.repeats  # [4, L, H]

@@ -52,8 +52,8 @@ def run(options: BenchmarkOptions) -> Result:
     for i, layers in enumerate(pocket_layers(options.repeats, tokens)):
         place = Random(f"proxy/{i}").randrange(tokens // 2, tokens) + 1
         for (j, whole), window in product(enumerate(layers), WINDOWS):
-            found, residuals = draw(until(whole, place, window), seed=i * len(layers) + j)
-            for name, pools in found.items():
+            by_kind, residuals = draw(until(whole, place, window), seed=i * len(layers) + j)
+            for name, pools in by_kind.items():
                 drawn.setdefault((name, window), []).append(pools.noticed())
             if window == 1:
                 wide.append(cone(residuals, 300))
@@ -151,14 +151,14 @@ def draw(seen: Observation, seed: int) -> tuple[dict[str, Pools], Tensor]:
         "near the median": (ranks[0] - mean.shape[-1] // 2).abs(),
         "ranks disagree": -(ranks[0] - ranks[1]).abs(),
     }
-    found = {}
+    pools = {}
     for name, key in keys.items():
         index = key.topk(SIZE, largest=False).indices  # [H, m]
         place = candidates.gather(-1, index)
         residuals = _residuals(seen, place)
         weights = p.gather(-1, place[:, None].expand(-1, p.shape[1], -1))
-        found[name] = Pools(weights, residuals, cost.gather(-1, index), mean.gather(-1, index))
-    return found, _residuals(seen, candidates)[:, -1]
+        pools[name] = Pools(weights, residuals, cost.gather(-1, index), mean.gather(-1, index))
+    return pools, _residuals(seen, candidates)[:, -1]
 
 
 def squared_change(pools: Pools, subsets: Tensor) -> Tensor:

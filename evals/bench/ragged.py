@@ -108,14 +108,14 @@ def _segments(
 ) -> list[Segment]:
     """Make heads with `held` tokens each, of which the last `length` are those of a block."""
     pool = SlotPool(sum(held) + KV_HEADS * block, SIZE, dtype, device)
-    found, start = [], 0
+    segments, start = [], 0
     for head, budget in enumerate(held):
-        found.append(Segment(pool, start, budget, block, head=head, layer_heads=KV_HEADS))
-        found[-1].held = budget + length
-        start += found[-1].slots
+        segments.append(Segment(pool, start, budget, block, head=head, layer_heads=KV_HEADS))
+        segments[-1].held = budget + length
+        start += segments[-1].slots
     pool.keys.normal_()
     pool.values.normal_()
-    return found
+    return segments
 
 
 def _uniform(query: Tensor, segments: list[Segment]) -> Tensor:

@@ -33,9 +33,9 @@ def run(options: BenchmarkOptions) -> Result:
     sums = {case: torch.zeros(len(SCORES)) for case in cases}
     for layers in pocket_layers(options.repeats, tokens + 1):
         for whole, window in product(layers, WINDOWS):
-            truth, found = oracle(whole, tokens), scores(until(whole, tokens, window))
+            truth, by_score = oracle(whole, tokens), scores(until(whole, tokens, window))
             for budget in options.budgets:
-                recalls = [recall(score, truth, budget) for score in found.values()]
+                recalls = [recall(score, truth, budget) for score in by_score.values()]
                 sums[budget, window] += torch.tensor(recalls) / len(layers)
     rows = [_row(*case, sums[case] / options.repeats, tokens) for case in cases]
     return Result("saliency", COLUMNS, rows, {"tokens": tokens, "texts": options.repeats})
@@ -48,13 +48,13 @@ def oracle(whole: Observation, tokens: int) -> Tensor:
 
 def scores(obs: Observation) -> dict[str, Tensor]:
     """Return every score summed over the window and the query group, [B, K, n] by name."""
-    found = {"attention": obs.attention}
+    sums = {"attention": obs.attention}
     for mode in MODES:
         saliency = load_policy("h2o+obcache", mode=mode).saliency
         assert saliency is not None
-        found[mode] = saliency.weigh(obs)
-    found["exact"] = removal_error(obs)
-    return {name: score.sum((2, 3)) for name, score in found.items()}
+        sums[mode] = saliency.weigh(obs)
+    sums["exact"] = removal_error(obs)
+    return {name: score.sum((2, 3)) for name, score in sums.items()}
 
 
 def recall(score: Tensor, truth: Tensor, count: int) -> float:

@@ -180,8 +180,8 @@ def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCa
         return TimedCache(kind or floats, COMPACT, equal, slots, block, loop, prompt, clock)
 
     for budget in options.budgets:
-        found = [made(None, "slots", budget)]
-        held = found[0].loop.cache.nbytes
+        caches = [made(None, "slots", budget)]
+        held = caches[0].loop.cache.nbytes
         for kind in get_args(KvDtype):
             fitting = MemoryPlan.of(
                 model.config,
@@ -192,9 +192,9 @@ def _in_pytorch(options: BenchmarkOptions, device: str) -> Iterator[list[TimedCa
                 positions=COMPACT,
                 kv_dtype=kind,
             )
-            found.append(made(kind, "slots", budget))
-            found.append(made(kind, "bytes", fitting.budget_tokens))
-        yield found
+            caches.append(made(kind, "slots", budget))
+            caches.append(made(kind, "bytes", fitting.budget_tokens))
+        yield caches
 
 
 def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
@@ -215,7 +215,7 @@ def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
         runtime = OrtRuntime.from_directory(exported(model, options.files, settings), threads=1)
         prompt = runtime.token_ids(_tokens(options, runtime.manifest.model["vocabulary"]))
         name, every = kind or runtime.plan.dtype, runtime.every
-        found = TimedCache(
+        cache = TimedCache(
             name,
             positions,
             equal,
@@ -226,16 +226,16 @@ def _of_exports(options: BenchmarkOptions) -> Iterator[list[TimedCache]]:
             process_milliseconds,
             every,
         )
-        return found, runtime
+        return cache, runtime
 
     for budget in options.budgets:
         floats, runtime = made(None, COMPACT, "slots", budget)
-        found = [floats]
+        caches = [floats]
         for positions in (COMPACT, "true"):
             same, small = made("int8", positions, "slots", budget)
             more = _slots_within(runtime.plan.cache_bytes, small)
-            found += [same, made("int8", positions, "bytes", more)[0]]
-        yield found
+            caches += [same, made("int8", positions, "bytes", more)[0]]
+        yield caches
 
 
 def _slots_within(nbytes: int, runtime: OrtRuntime) -> int:

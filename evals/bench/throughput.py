@@ -117,9 +117,9 @@ def _largest(
     while True:
         batch = batch // 8 * 8 or batch
         try:
-            found = {"batch": batch, **_timed(model, batch, begin(batch), options.steps)}
+            figures = {"batch": batch, **_timed(model, batch, begin(batch), options.steps)}
             torch.cuda.empty_cache()
-            return found
+            return figures
         except (torch.OutOfMemoryError, MemoryCapExceeded):
             if batch == 1:
                 raise

@@ -70,10 +70,10 @@ def run(options: BenchmarkOptions) -> Result:
     rows, fastest = list[dict[str, Any]](), list[dict[str, Any]]()
     for slots in options.budgets:
         for batch in BATCHES:
-            found = list(_measured(batch, slots, bandwidth))
-            rows += [{**row, **machine} for row in found]
+            measured = list(_measured(batch, slots, bandwidth))
+            rows += [{**row, **machine} for row in measured]
             fastest += [
-                min(found, key=lambda row: row[name]) for name in ("median_ms", "evicting_ms")
+                min(measured, key=lambda row: row[name]) for name in ("median_ms", "evicting_ms")
             ]
     sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_size": SIZE, "dtype": "bfloat16"}
     return Result("token", COLUMNS, rows, {**machine, **sizes, "fastest": fastest})
@@ -83,11 +83,11 @@ def variants(device: str = "cuda") -> list[Variant]:
     """Return the runtime's variant first, then variants that differ in one or two settings."""
     tile = token.tile_of(SIZE * DTYPE.itemsize, torch.device(device))
     usual = Variant(tile.block, tile.stages, tile.warps)
-    found = [usual]
-    found += [replace(usual, block=n, stages=s) for n in (32, 64, 128) for s in (2, 3, 5)]
-    found += [replace(usual, parts=n, stages=s) for n in (2, 4, 8, 16, 32) for s in (3, 5)]
-    found += [replace(usual, warps=w, stages=s) for w in (2, 8) for s in (3, 5)]
-    return list(dict.fromkeys(found))
+    chosen = [usual]
+    chosen += [replace(usual, block=n, stages=s) for n in (32, 64, 128) for s in (2, 3, 5)]
+    chosen += [replace(usual, parts=n, stages=s) for n in (2, 4, 8, 16, 32) for s in (3, 5)]
+    chosen += [replace(usual, warps=w, stages=s) for w in (2, 8) for s in (3, 5)]
+    return list(dict.fromkeys(chosen))
 
 
 class Layer:

@@ -84,16 +84,16 @@ def run(options: BenchmarkOptions) -> Result:
             "n": n,
             "steps": options.steps,
         }
-        found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        by_run: dict[tuple[str, str], list[dict[str, Any]]] = {}
         try:
             for _ in range(options.repeats):
                 machine = ((first, run, answer) for run, answer in _machine(asked))
                 for policy, run, answer in chain(machine, _of_others(asked, others)):
-                    found.setdefault((policy, run), []).append(answer)
+                    by_run.setdefault((policy, run), []).append(answer)
                     print(f"kvcap: {_line(answer, policy, run)}", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             print("kvcap: interrupted; these are the rows so far", file=sys.stderr, flush=True)
-        for (policy, run), answers in found.items():
+        for (policy, run), answers in by_run.items():
             rows += _rows({**asked, "policy": policy}, run, answers, options.model)
     return Result("use", COLUMNS, rows, {"model": options.model})
 
@@ -214,13 +214,13 @@ def answer() -> None:
         if asked["together"]:
             usual, short = runtime.generation, _short(asked)
             (drawn := copied(usual)).update(**DRAWN)
-            for found in (
+            for figures in (
                 _answered(runtime, words, 0, short, usual, PAUSE),
                 _answered(runtime, words, 0, short, drawn),
                 _together(runtime, words, asked, usual),
                 _together(runtime, words, asked, drawn),
             ):
-                say([{**mine[-1], **found, "ttft_ms": None}])
+                say([{**mine[-1], **figures, "ttft_ms": None}])
 
 
 def _under(runtime: Any, policy: str) -> Any:

@@ -76,11 +76,11 @@ def run(options: BenchmarkOptions) -> Result:
             texts = _texts(engine, budget)
             logits = [_log_probabilities(engine, ids) for ids in texts]
             truth = truth or logits
-            found = {"weights": kind.name, "bytes": nbytes, **_beside(logits, truth, texts)}
+            row = {"weights": kind.name, "bytes": nbytes, **_beside(logits, truth, texts)}
             for length in options.lengths:
                 right = _right_answers(engine, length, options.repeats)
                 recall = right / options.repeats
-                rows.append({"n": length, "budget": budget, **found, "recall": recall})
+                rows.append({"n": length, "budget": budget, **row, "recall": recall})
     derived = {"model": "pocket", "task": TASK, "samples": options.repeats, "texts": TEXTS}
     return Result("weights", COLUMNS, rows, derived)
 
@@ -88,10 +88,10 @@ def run(options: BenchmarkOptions) -> Result:
 def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
     """Return an engine that runs these weights, and the bytes of the weights."""
     if kind.dtype is not None:
-        found = Runtime.from_pretrained(
+        engine = Runtime.from_pretrained(
             budget_tokens=budget, dtype=kind.dtype, device="cpu", weights=kind.weights
         )
-        return found, found.plan.weights
+        return engine, engine.plan.weights
     assert kind.weights is not None
     with tempfile.TemporaryDirectory() as name:
         text = Path(name) / "text.txt"
@@ -111,20 +111,20 @@ def _engine(kind: Kind, budget: int) -> tuple[Engine, int]:
 
 def _calibration() -> str:
     """Return a text with facts that is not among the measured texts."""
-    rng, found = Random("weights/calibration"), list[str]()
+    rng, sentences = Random("weights/calibration"), list[str]()
     stated = iter(facts(rng, SENTENCES // 8))
     for i, sentence in enumerate(islice(filler(rng), SENTENCES), 1):
-        found += [sentence] if i % 8 else [sentence, next(stated).statement]
-    return " ".join(found)
+        sentences += [sentence] if i % 8 else [sentence, next(stated).statement]
+    return " ".join(sentences)
 
 
 def _texts(engine: Engine, budget: int) -> list[list[int]]:
     """Return token ids of texts that fit the budget."""
-    found = []
+    texts = []
     for seed in range(TEXTS):
         text = " ".join(islice(filler(Random(f"weights/{seed}")), budget // 4))
-        found.append(engine.tokenizer(text)["input_ids"][:budget])
-    return found
+        texts.append(engine.tokenizer(text)["input_ids"][:budget])
+    return texts
 
 
 def _log_probabilities(engine: Engine, ids: list[int]) -> Tensor:

@@ -46,8 +46,8 @@ class PeerServer:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         connection.request("GET", "/metrics", headers={"Connection": "close"})
         lines = connection.getresponse().read().decode().splitlines()
-        found = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, value in found}
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
 
     def processor(self) -> dict[str, int]:
         """Return the processor time of each thread in ns, by id; the first thread serves HTTP."""

@@ -71,19 +71,19 @@ class Process:
                 f"its environment, --peer-python {name}=PATH"
             ) from error
         try:
-            found = self._asked({**settings, "cpus": cores(int(threads))})
-            if (missing := found.get("missing")) is not None:
+            answer = self._asked({**settings, "cpus": cores(int(threads))})
+            if (missing := answer.get("missing")) is not None:
                 raise ExtraMissing(
                     f"{name} needs the package {missing}, which {self.python} lacks; run: "
                     f"{self.python} -m pip install {packages}; or give another interpreter, "
                     f"--peer-python {name}=PATH"
                 )
-            if (why := found.get("unusable")) is not None:
+            if (why := answer.get("unusable")) is not None:
                 raise ExtraMissing(f"{name} cannot be run: {why}")
         except BaseException:
             self.close()
             raise
-        self.versions: dict[str, str] = found["versions"]
+        self.versions: dict[str, str] = answer["versions"]
 
     def turn(self, work: str, n: int, tokens: int, seed: int, **more: Any) -> dict[str, Any]:
         """Ask the program for a turn; return its figures, see `turn` in `serve.py`.
@@ -105,8 +105,8 @@ class Process:
             answer = ""
         if not answer:
             raise _ended(self.name, self.python, child, self._said)
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        reply: dict[str, Any] = json.loads(answer)
+        return reply
 
     def close(self) -> None:
         """End the program."""

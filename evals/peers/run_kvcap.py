@@ -68,8 +68,8 @@ def _runtime(settings: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
     if settings["backend"] == "onnxruntime":
         from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 
-        found = OrtRuntime.from_directory(settings["model"], threads=settings["threads"], **sizes)
-        return found, ("kvcap", "onnxruntime")
+        runtime = OrtRuntime.from_directory(settings["model"], threads=settings["threads"], **sizes)
+        return runtime, ("kvcap", "onnxruntime")
     import torch
 
     from kvcap.runtime.backends.pytorch.runtime import Runtime

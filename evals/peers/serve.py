@@ -57,8 +57,8 @@ def serve(load: Callable[[dict[str, Any]], Program]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that output of libraries does not mix with answers
 
-    def answer(found: dict[str, Any]) -> None:
-        print(json.dumps(found), file=answers, flush=True)
+    def answer(facts: dict[str, Any]) -> None:
+        print(json.dumps(facts), file=answers, flush=True)
 
     settings = json.loads(sys.stdin.readline())
     if hasattr(os, "sched_setaffinity"):

@@ -220,12 +220,12 @@ def _new_cache(
 
 def _logits(loop: BlockLoop, block: Tensor) -> Tensor:
     """Return logits [T, V] of a block [1, T], which is read in parts if it does not fit."""
-    found = []
+    logits = []
     while block.shape[1]:
         room = loop.cache.room
-        found.append(loop.read_every(block[:, :room])[0])
+        logits.append(loop.read_every(block[:, :room])[0])
         block = block[:, room:]
-    return torch.cat(found) if len(found) > 1 else found[0]
+    return torch.cat(logits) if len(logits) > 1 else logits[0]
 
 
 def _add(side: _Side, block: Tensor, expected: Tensor, stretch: int) -> None:
@@ -255,30 +255,30 @@ def _part(counts: Sequence[_Counts]) -> PartAgreement:
     if not counts:
         return PartAgreement(0)
     sizes = [c.tokens for c in counts]
-    found: dict[str, Any] = {"tokens": sum(sizes)}
+    figures: dict[str, Any] = {"tokens": sum(sizes)}
     for name in ("same", "kl"):
         sums = [getattr(c, name) for c in counts]
-        found[name] = sum(sums) / sum(sizes)
+        figures[name] = sum(sums) / sum(sizes)
         if len(counts) > 1:
             means = [x / size for x, size in zip(sums, sizes, strict=True)]
-            found[f"{name}_interval"] = bootstrap(means, sizes)
-    return PartAgreement(**found)
+            figures[f"{name}_interval"] = bootstrap(means, sizes)
+    return PartAgreement(**figures)
 
 
-def table(found: Agreement) -> str:
+def table(agreement: Agreement) -> str:
     """Return the figures as a Markdown text."""
-    edges = [found.length * i // STRETCHES for i in range(STRETCHES + 1)]
+    edges = [agreement.length * i // STRETCHES for i in range(STRETCHES + 1)]
     spans = [f"{a + 1:,} to {b:,}" for a, b in pairwise(edges)]
     head = ["policy", "positions", "budget"]
-    passages = f"{found.passages} passage{'s' * (found.passages > 1)} of up to {found.length:,}"
+    passages = f"{agreement.passages} passage{'s' * (agreement.passages > 1)}"
     return "\n".join(
         [
-            f"# Agreement with the uncapped model, {found.model}",
+            f"# Agreement with the uncapped model, {agreement.model}",
             "",
-            f"{found.tokens:,} tokens in {passages}, blocks of {found.block_size}, {found.dtype}, "
-            f"{found.environment['device']}. Same: the share of equal first choices. KL: the mean "
-            "divergence from the uncapped model's prediction, in nats. In brackets: 95 % intervals "
-            "(bootstrap over blocks).",
+            f"{agreement.tokens:,} tokens in {passages} of up to {agreement.length:,}, blocks of "
+            f"{agreement.block_size}, {agreement.dtype}, {agreement.environment['device']}. "
+            "Same: the share of equal first choices. KL: the mean divergence from the uncapped "
+            "model's prediction, in nats. In brackets: 95 % intervals (bootstrap over blocks).",
             "",
             *grid(
                 [
@@ -298,7 +298,7 @@ def table(found: Agreement) -> str:
                         _figure(row.fits.same, None, 3),
                         _figure(row.fits.kl, None, 4),
                     ]
-                    for row in found.rows
+                    for row in agreement.rows
                 ],
             ),
             "",
@@ -314,7 +314,7 @@ def table(found: Agreement) -> str:
                             for part in row.stretches
                         ),
                     ]
-                    for row in found.rows
+                    for row in agreement.rows
                 ],
             ),
             "",

@@ -99,12 +99,12 @@ def measure(
         cache = new_cache(model.config, setting)
         if not task.MAX_NEW_TOKENS:
             before = sum(part.shape[1] for part in parts[:-1])  # tokens that are not scored
-            found = losses(model, cache, torch.cat(parts, dim=1), before).mean(-1).tolist()
+            values = losses(model, cache, torch.cat(parts, dim=1), before).mean(-1).tolist()
         else:
             replies = answer(model, cache, parts, limit, ends, recall)
             texts = [runtime.tokenizer.decode(row, skip_special_tokens=True) for row in replies]
-            found = [task.score(prompts[i][0], t) for i, t in zip(places, texts, strict=True)]
-        for i, score in zip(places, found, strict=True):
+            values = [task.score(prompts[i][0], t) for i, t in zip(places, texts, strict=True)]
+        for i, score in zip(places, values, strict=True):
             scores[i] = score
     seconds = time.perf_counter() - start
     unit = UNITS[unit_of(task)]
@@ -182,9 +182,9 @@ def recall_of(runtime: Runtime, setting: Setting) -> Recall | None:
     if not setting.recall:
         return None
     backend = runtime.tokenizer.backend_tokenizer
-    found = Recall(runtime.tokenizer, partial(encode_behind, backend), setting.budget or 0)
-    found.set(RecallSettings(setting.recall))
-    return found
+    recall = Recall(runtime.tokenizer, partial(encode_behind, backend), setting.budget or 0)
+    recall.set(RecallSettings(setting.recall))
+    return recall
 
 
 def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -196,8 +196,8 @@ def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> l
         return [whole]
     loop.prefill(whole[:, :place])
     recall.begin(0)
-    found = recall.insert(cache, ids[place:], ids[:place], place)
-    return [torch.tensor([[*found, *ids[place:]]], device=whole.device)]
+    recalled = recall.insert(cache, ids[place:], ids[:place], place)
+    return [torch.tensor([[*recalled, *ids[place:]]], device=whole.device)]
 
 
 @torch.inference_mode()
@@ -213,7 +213,7 @@ def losses(model: Any, cache: BudgetCache, ids: Tensor, start: int = 0) -> Tenso
         ids: tokens of the texts [B, T].
         start: number of first tokens that are read like a prompt, and not scored.
     """
-    loop, found, done = BlockLoop(model, cache), list[Tensor](), start
+    loop, parts, done = BlockLoop(model, cache), list[Tensor](), start
     if start:
         loop.prefill(ids[:, :start])
     while done < ids.shape[1] - 1:
@@ -223,9 +223,9 @@ def losses(model: Any, cache: BudgetCache, ids: Tensor, start: int = 0) -> Tenso
         # Row by row, as float32 logits of a large vocabulary take much memory; and over the last
         # dimension, as a softmax over another one is many times slower.
         rows = zip(logits, after, strict=True)
-        found.append(torch.stack([cross_entropy(x.float(), y, reduction="none") for x, y in rows]))
+        parts.append(torch.stack([cross_entropy(x.float(), y, reduction="none") for x, y in rows]))
         done += block.shape[1]
-    return torch.cat(found, dim=1)
+    return torch.cat(parts, dim=1)
 
 
 def _ended(tokens: list[Tensor], ends: Tensor) -> Tensor:

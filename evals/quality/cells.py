@@ -145,15 +145,15 @@ def cells_of(folders: Sequence[Path]) -> list[Cell]:
     Raises:
         ValueError: there is no folder, a folder has no cells, or a line is no cell.
     """
-    found: dict[Setting, Cell] = {}
+    by_setting: dict[Setting, Cell] = {}
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {str(folder)!r}; kvcap eval --out DIR makes one")
         cells = read_folder(folder)
         if not cells:
             raise ValueError(f"{str(folder)!r} holds no {CELLS} with cells; kvcap eval writes them")
-        found |= {cell.setting: cell for cell in cells}
-    return [*found.values()]
+        by_setting |= {cell.setting: cell for cell in cells}
+    return [*by_setting.values()]
 
 
 def read_folder(folder: Path) -> list[Cell]:

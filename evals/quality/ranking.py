@@ -60,16 +60,16 @@ def _table(length: int, mode: str, cells: Sequence[Cell]) -> RankingTable:
     free = tuple(sorted((label(c.setting), c) for c in cells if c.setting.budget is None))
     capped = [c for c in cells if c.setting.budget is not None and c.setting.positions == mode]
     budgets = tuple(sorted({c.setting.budget or 0 for c in capped}))
-    found = {(label(c.setting), c.setting.budget): c for c in capped}
-    names = dict.fromkeys(name for name, _ in found)
-    rows = ranked({name: [found.get((name, budget)) for budget in budgets] for name in names})
+    by_place = {(label(c.setting), c.setting.budget): c for c in capped}
+    names = dict.fromkeys(name for name, _ in by_place)
+    rows = ranked({name: [by_place.get((name, budget)) for budget in budgets] for name in names})
     return RankingTable(length, mode, budgets, free, tuple(rows))
 
 
-def overview(found: Sequence[RankingTable]) -> list[RankedPolicy]:
+def overview(ranked_tables: Sequence[RankingTable]) -> list[RankedPolicy]:
     """Rank policies by their means in several tables, each of which becomes a column."""
-    means = [{row.name: row.mean for row in table.rows if row.whole} for table in found]
-    names = dict.fromkeys(row.name for table in found for row in table.rows)
+    means = [{row.name: row.mean for row in table.rows if row.whole} for table in ranked_tables]
+    names = dict.fromkeys(row.name for table in ranked_tables for row in table.rows)
     return ranked({name: [mean.get(name) for mean in means] for name in names})
 
 
@@ -130,10 +130,10 @@ def differ(a: Cell, b: Cell) -> bool:
     """
     if not (a.scores and b.scores):
         return a.ci_low > b.ci_high or b.ci_low > a.ci_high
-    found = compare(a.scores, b.scores, a.of)
-    if found.p_value is not None:
-        return found.p_value < LEVEL
-    return not found.ci_low <= a.of.of_mean(0.0) <= found.ci_high
+    comparison = compare(a.scores, b.scores, a.of)
+    if comparison.p_value is not None:
+        return comparison.p_value < LEVEL
+    return not comparison.ci_low <= a.of.of_mean(0.0) <= comparison.ci_high
 
 
 def check_same_samples(cells: Iterable[Cell]) -> None:

@@ -52,12 +52,12 @@ class Row:
             ValueError: the field is missing, or has something else.
         """
         value = self._field(name)
-        found = value if isinstance(value, list) else [value]
-        if wrong := [part for part in found if type(part) not in (str, int)]:
+        values = value if isinstance(value, list) else [value]
+        if wrong := [part for part in values if type(part) not in (str, int)]:
             raise ValueError(f"{self.where}: {name!r} holds {_kind(wrong[0])}; give texts")
-        if not found:
+        if not values:
             raise ValueError(f"{self.where}: {name!r} holds no text; give at least one")
-        return tuple(map(str, found))
+        return tuple(map(str, values))
 
     def _field(self, name: str) -> Any:
         if name not in self.given:

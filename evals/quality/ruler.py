@@ -105,10 +105,10 @@ def distinct(rng: Random) -> Callable[[Values], str]:
 
     def draw(kind: Values) -> str:
         while True:
-            found = _magic(rng, kind, len(drawn))
-            if found not in drawn:
-                drawn.add(found)
-                return found
+            value = _magic(rng, kind, len(drawn))
+            if value not in drawn:
+                drawn.add(value)
+                return value
 
     return draw
 

@@ -147,7 +147,7 @@ class Sweep:
 
     def settings(self, dtype: str) -> list[Setting]:
         """Return the setting of every cell once, in the order of running."""
-        found: dict[Setting, None] = {}
+        unique: dict[Setting, None] = {}
         for task, length, question, depth, policy, budget, mode, recall in product(
             self.tasks,
             self.lengths,
@@ -178,8 +178,8 @@ class Sweep:
                 data=getattr(load_task(task), "digest", None),
                 recall=recall.limit(budget) if capped and asks else 0,
             )
-            found.setdefault(setting)
-        return list(found)
+            unique.setdefault(setting)
+        return list(unique)
 
     def _options_for(self, policy: str) -> Options:
         known = options_of(policy)
@@ -349,17 +349,17 @@ def _prompts(tokenizer: Any, settings: Iterable[Setting]) -> dict[Key, list[Prom
     """Return the prompts by task, length, depth and question, which are equal for all policies."""
     threads = torch.get_num_threads()  # tokenizers release Python's lock while they work
     made = cache(partial(make_samples, tokenizer=tokenizer, threads=threads))
-    found: dict[Key, list[Prompt]] = {}
+    prompts: dict[Key, list[Prompt]] = {}
     with ThreadPoolExecutor(threads) as pool:
         for s in settings:
-            if (key := _key(s)) not in found:
+            if (key := _key(s)) not in prompts:
                 samples = made(s.task, length=s.length, count=s.samples, seed=s.seed, depth=s.depth)
                 parts = pool.map(partial(prompt_parts, tokenizer, question=s.question), samples)
-                found[key] = [
+                prompts[key] = [
                     (sample, tuple(np.array(ids, dtype=np.int32) for ids in part))
                     for sample, part in zip(samples, parts, strict=True)
                 ]
-    return found
+    return prompts
 
 
 def _key(s: Setting) -> Key:

@@ -88,8 +88,8 @@ def _table(cells: list[Cell]) -> list[str]:
     columns = sorted({c.setting.budget for c in cells if c.setting.budget is not None})
     budgets: list[int | None] = [*columns]
     budgets += [None] if any(c.setting.budget is None for c in cells) else []
-    found = {(label(c.setting), c.setting.positions, c.setting.budget): c for c in cells}
-    rows = sorted({key[:2] for key in found})
+    by_place = {(label(c.setting), c.setting.positions, c.setting.budget): c for c in cells}
+    rows = sorted({key[:2] for key in by_place})
     scores = [UNCAPPED if b is None else f"{b:,}" for b in budgets]
     return [
         f"## {title(first)}",
@@ -98,7 +98,7 @@ def _table(cells: list[Cell]) -> list[str]:
         "",
         *grid(
             ["policy", "positions", *scores, "ms per block", "extra memory"],
-            [[*row, *_cells([found.get((*row, budget)) for budget in budgets])] for row in rows],
+            [[*row, *_cells([by_place.get((*row, budget)) for budget in budgets])] for row in rows],
         ),
         "",
     ]
@@ -126,7 +126,7 @@ def comparison(cells: Sequence[Cell], first: str, second: str) -> list[dict[str,
         ValueError: a policy has no cells, no pair has the same samples, budget and positions, or a
             table's cells were measured on different samples.
     """
-    found = _require_pairs(cells, first, second)
+    compared = _require_pairs(cells, first, second)
     return [
         {
             **{name: value for name, value in asdict(_capped(a, b)).items() if name in BOTH},
@@ -136,7 +136,7 @@ def comparison(cells: Sequence[Cell], first: str, second: str) -> list[dict[str,
             "compared": a.of.compared,
             **asdict(result),
         }
-        for a, b, result in found
+        for a, b, result in compared
     ]
 
 
@@ -146,9 +146,9 @@ def comparison_text(cells: Sequence[Cell], first: str, second: str) -> str:
     Raises:
         ValueError: see `comparison`.
     """
-    found = _require_pairs(cells, first, second)
+    compared = _require_pairs(cells, first, second)
     parts = [f"# {first} against {second}", "", PAIRED, ""]
-    for _, part in groupby(found, key=lambda pair: group(pair[0].setting)):
+    for _, part in groupby(compared, key=lambda pair: group(pair[0].setting)):
         rows = list(part)
         a = rows[0][0]
         parts += [f"## {title(a.setting)}", "", f"{measured([a])}.", "", *_paired(rows), ""]
@@ -163,8 +163,8 @@ def _require_pairs(
         if policy not in known:
             raise ValueError(f"--compare: there are no cells of {policy!r}; of {', '.join(known)}")
     check_same_samples(cell for cell in cells if cell.setting.policy in (first, second))
-    found = pairs(cells, first, second)
-    if not found:
+    compared = pairs(cells, first, second)
+    if not compared:
         raise ValueError(
             f"--compare: no cells of {first} and {second} have the same model, task, budget and "
             "positions, and the scores of their samples; run one kvcap eval with both"
@@ -174,16 +174,16 @@ def _require_pairs(
         capped = _capped(*pair[:2])
         return group(capped), capped.positions, capped.budget or 0
 
-    return sorted(found, key=place)
+    return sorted(compared, key=place)
 
 
-def _paired(found: Sequence[tuple[Cell, Cell, Comparison]]) -> list[str]:
+def _paired(compared: Sequence[tuple[Cell, Cell, Comparison]]) -> list[str]:
     """Return the table of compared pairs of cells, which all have one unit."""
-    unit = found[0][0].of
+    unit = compared[0][0].of
     header = ["first", "second", "positions", "slots"]
     header += [f"{unit.compared} (95 % interval)", *(["p"] if unit.share else [])]
     header += ["samples", "first higher", "second higher"]
-    rows = [_comparison(*pair) for pair in found]
+    rows = [_comparison(*pair) for pair in compared]
     return grid(header, rows if unit.share else [[*row[:5], *row[6:]] for row in rows])
 
 
@@ -197,7 +197,7 @@ def _capped(a: Cell, b: Cell) -> Setting:
     return b.setting if a.setting.budget is None else a.setting
 
 
-def _comparison(a: Cell, b: Cell, found: Comparison) -> list[str]:
+def _comparison(a: Cell, b: Cell, compared: Comparison) -> list[str]:
     capped = _capped(a, b)
     sign = "+" if a.of.share else ""
     return [
@@ -205,11 +205,12 @@ def _comparison(a: Cell, b: Cell, found: Comparison) -> list[str]:
         label(b.setting),
         capped.positions,
         UNCAPPED if capped.budget is None else f"{capped.budget:,}",
-        f"{found.difference:{sign}.2f} ({found.ci_low:{sign}.2f} to {found.ci_high:{sign}.2f})",
-        "" if found.p_value is None else f"{found.p_value:.2g}",
-        f"{found.samples}",
-        f"{found.first_higher}",
-        f"{found.second_higher}",
+        f"{compared.difference:{sign}.2f} "
+        f"({compared.ci_low:{sign}.2f} to {compared.ci_high:{sign}.2f})",
+        "" if compared.p_value is None else f"{compared.p_value:.2g}",
+        f"{compared.samples}",
+        f"{compared.first_higher}",
+        f"{compared.second_higher}",
     ]
 
 

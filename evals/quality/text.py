@@ -31,14 +31,14 @@ KEY_WORDS = {  # words of keys, without those that all keys of a kind have
 
 def number_facts(rng: Random, count: int) -> list[Fact]:
     """Make `count` facts with distinct keys and distinct numbers, none about the speaker."""
-    found: dict[str, Fact] = {}
-    while len(found) < count:
+    by_key: dict[str, Fact] = {}
+    while len(by_key) < count:
         fact = facts(rng, 1)[0]
-        known = fact.key.lower() in {other.key.lower() for other in found.values()}
+        known = fact.key.lower() in {other.key.lower() for other in by_key.values()}
         own = fact.key.startswith("my ")
         if fact.value.isdigit() and len(fact.value) >= 4 and not own and not known:
-            found.setdefault(fact.value, fact)
-    return list(found.values())
+            by_key.setdefault(fact.value, fact)
+    return list(by_key.values())
 
 
 def has_word(text: str, word: str) -> bool:
@@ -79,10 +79,10 @@ def fit(measure: Callable[[list[str]], int], filler: Iterator[str], length: int)
     Raises:
         ValueError: the prompt is longer even without filler, or no word fills the gap.
     """
-    found = _fitted(measure, filler, length)
-    if found is None:
+    fitted = _fitted(measure, filler, length)
+    if fitted is None:
         raise ValueError(f"no text of exactly {length} tokens was found; try {length + 1}")
-    return found
+    return fitted
 
 
 def fit_whole(
@@ -98,12 +98,12 @@ def fit_whole(
     Raises:
         ValueError: see `fit`.
     """
-    found, _ = _most(lambda some: measure(some, []), items, length)
-    while (sentences := _fitted(lambda some: measure(found, some), filler, length)) is None:
-        if not found:
+    chosen, _ = _most(lambda some: measure(some, []), items, length)
+    while (sentences := _fitted(lambda some: measure(chosen, some), filler, length)) is None:
+        if not chosen:
             raise ValueError(f"no text of exactly {length} tokens was found; try {length + 1}")
-        found.pop()  # the gap was too small for any word
-    return found, sentences
+        chosen.pop()  # the gap was too small for any word
+    return chosen, sentences
 
 
 def _fitted(
@@ -120,10 +120,10 @@ def _fitted(
             sentences
         ):  # if sentences are lines, a word needs fewer tokens at the end of the last one
             longer += [[*sentences[:-1], f"{sentences[-1]} {word}"] for word in PADDING]
-        found = next((text for text in longer if size < measure(text) <= length), None)
-        if found is None:
+        fitting = next((text for text in longer if size < measure(text) <= length), None)
+        if fitting is None:
             return None
-        sentences = found
+        sentences = fitting
     return sentences
 
 
@@ -131,17 +131,17 @@ def _most(
     measure: Callable[[list[str]], int], source: Iterator[str], length: int
 ) -> tuple[list[str], str]:
     """Return as many parts of `source` as fit into `length` by `measure`, and the next one."""
-    found: list[str] = []
-    least = size = measure(found)
+    taken: list[str] = []
+    least = size = measure(taken)
     if least > length:
         raise ValueError(f"a length of {length} tokens is too short; {least} are needed")
     fits = 0  # a number of parts that is known to fit
     while size <= length:
-        fits = len(found)
+        fits = len(taken)
         # The first guess of a part's tokens is high, so that few guesses overshoot.
         each = max(1.0, (size - least) / fits) if fits else 24.0
-        found += [next(source) for _ in range(max(1, int(0.9 * (length - size) / each)))]
-        size = measure(found)
-    counts = range(fits, len(found))
-    most = counts[bisect_right(counts, length, key=lambda n: measure(found[:n])) - 1]
-    return found[:most], found[most]
+        taken += [next(source) for _ in range(max(1, int(0.9 * (length - size) / each)))]
+        size = measure(taken)
+    counts = range(fits, len(taken))
+    most = counts[bisect_right(counts, length, key=lambda n: measure(taken[:n])) - 1]
+    return taken[:most], taken[most]

@@ -375,14 +375,14 @@ def _sides(
             refused.append(error)
             return None
 
-    found = [side for name in names if (side := planned(name)) is not None]
-    if not found:
+    sides = [side for name in names if (side := planned(name)) is not None]
+    if not sides:
         raise refused[0]
     floor = _side(request, where, config, FLOOR)
     full = replace(
         floor.setting, policy=UNCAPPED, budget=None, options=(), kv_dtype=None, positions="true"
     )
-    return [*found, floor, _Side(UNCAPPED, floor.plan, full)]
+    return [*sides, floor, _Side(UNCAPPED, floor.plan, full)]
 
 
 def _side(request: TuningRequest, where: str, config: PretrainedConfig, policy: str) -> _Side:
@@ -465,9 +465,9 @@ def _check_lengths(
 class _Pace(NamedTuple):
     """The measured pace, in seconds per token."""
 
-    predict: float  # of a piece, with logits of every token
-    read: float  # of a prompt, with logits of the last token
-    write: float  # of an answer
+    predict: float  # for a piece, with logits of every token
+    read: float  # for a prompt, with logits of the last token
+    write: float  # for an answer
 
 
 def _pace(runtime: Runtime, setting: Setting, ids: Sequence[int], repeats: int = 1) -> _Pace:
@@ -550,9 +550,9 @@ def _pieces(opening: Sequence[int], ids: Sequence[int], length: int) -> list[Pro
     count = len(ids) // size
     order = dict.fromkeys(int(k * GOLDEN % 1 * count) for k in range(4 * count))
     sample = Sample("", "", (), chat=False)
-    found = [[*opening, *ids[i * size : (i + 1) * size]] for i in [*order][:MOST_PIECES]]
+    pieces = [[*opening, *ids[i * size : (i + 1) * size]] for i in [*order][:MOST_PIECES]]
     before = length - _scored(length)
-    return [(sample, (piece[:before], piece[before:])) for piece in found]
+    return [(sample, (piece[:before], piece[before:])) for piece in pieces]
 
 
 def _scored(length: int) -> int:
@@ -566,7 +566,7 @@ def _scores(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt]) -> tu
     return cell.scores or ()
 
 
-def table(found: Tuning) -> Table:
+def table(tuning: Tuning) -> Table:
     """Return the figures of all policies, the best flow first."""
     shown = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     shown.add_column("policy")
@@ -581,8 +581,8 @@ def table(found: Tuning) -> Table:
         "token",
     ):
         shown.add_column(name, justify="right")
-    rows = sorted(found.rows, key=lambda row: row.perplexity)
-    best = next((row for row in rows if row.policy in found.choice.near), None)
+    rows = sorted(tuning.rows, key=lambda row: row.perplexity)
+    best = next((row for row in rows if row.policy in tuning.choice.near), None)
     for row in rows:
         shown.add_row(
             row.policy,
@@ -594,21 +594,21 @@ def table(found: Tuning) -> Table:
             share(row.recalled),
             _ms(row.eviction_ms),
             _ms(row.decode_ms),
-            style="bold" if row.policy == found.choice.policy else "",
+            style="bold" if row.policy == tuning.choice.policy else "",
         )
     return shown
 
 
-def describe(found: Tuning) -> str:
+def describe(tuning: Tuning) -> str:
     """Return a sentence on the measurements: pieces, facts, lengths and time."""
-    template = ", asked in plain text" if found.plain else ""
-    facts = f"{found.samples} facts, one in {found.facts_length:,} tokens each"
-    facts = f"{facts} ({found.facts_task}{template})" if found.samples else "no facts"
+    template = ", asked in plain text" if tuning.plain else ""
+    facts = f"{tuning.samples} facts, one in {tuning.facts_length:,} tokens each"
+    facts = f"{facts} ({tuning.facts_task}{template})" if tuning.samples else "no facts"
     return (
-        f"{found.model}: {found.pieces} pieces of {found.length:,} tokens of a text of "
-        f"{found.text_tokens:,}, the last {found.scored:,} of each scored; {facts}; "
-        f"{found.dtype}, blocks of {found.block_size:,}, {found.positions} positions, "
-        f"{found.environment['device']}; {found.seconds:,.0f} s of {60 * found.minutes:,.0f}"
+        f"{tuning.model}: {tuning.pieces} pieces of {tuning.length:,} tokens of a text of "
+        f"{tuning.text_tokens:,}, the last {tuning.scored:,} of each scored; {facts}; "
+        f"{tuning.dtype}, blocks of {tuning.block_size:,}, {tuning.positions} positions, "
+        f"{tuning.environment['device']}; {tuning.seconds:,.0f} s of {60 * tuning.minutes:,.0f}"
     )
 
 

@@ -103,20 +103,20 @@ def regions(figures: dict[str, Any], recent: int = 32) -> list[dict[str, Any]]:
     share of all tokens that no head of any layer holds.
     """
     places = figures["kv_heads"] * len(figures["layers"])
-    found = []
+    rows = []
     for run in figures["runs"]:
         held = [sum(column) / places for column in zip(*run["heads"], strict=True)]
         newest = max(4, len(held) - recent)
         parts = {"first": held[:4], "between": held[4:newest], "newest": held[newest:]}
         means = {name: sum(x) / len(x) if x else None for name, x in parts.items()}
         gone = sum(x == 0 for x in held) / len(held)
-        found.append({"policy": run["policy"], "budget": run["budget"], "gone": gone, **means})
-    return found
+        rows.append({"policy": run["policy"], "budget": run["budget"], "gone": gone, **means})
+    return rows
 
 
 def _analyses(folder: Path) -> list[dict[str, Any]]:
     """Return the documents of `kvcap analyze` in a folder, and ignore other JSON files."""
-    found = []
+    documents = []
     for path in sorted(folder.glob("*.json")):
         try:
             document = read_json(path)
@@ -129,8 +129,8 @@ def _analyses(folder: Path) -> list[dict[str, Any]]:
                 f"{path} is no whole analysis: {', '.join(sorted(missing))} is missing; run kvcap "
                 "analyze again"
             )
-        found.append(document)
-    return found
+        documents.append(document)
+    return documents
 
 
 def _check_strip(document: dict[str, Any] | None) -> None:

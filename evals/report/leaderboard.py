@@ -104,13 +104,13 @@ def author_text(target: Path) -> str:
         page = read_plain(target, TEXT).decode("utf-8")
     except OSError as error:
         raise ValueError(f"cannot read {str(target)!r}: {error.strerror}") from error
-    found = re.fullmatch(f".*{re.escape(OPEN)}(.*){re.escape(CLOSE)}.*", page, re.DOTALL)
-    if found is None or page.count(OPEN) != 1 or page.count(CLOSE) != 1:
+    match = re.fullmatch(f".*{re.escape(OPEN)}(.*){re.escape(CLOSE)}.*", page, re.DOTALL)
+    if match is None or page.count(OPEN) != 1 or page.count(CLOSE) != 1:
         raise ValueError(
             f"{str(target)!r} is there without {OPEN} and behind it {CLOSE}, once each, between "
             "which your text is kept; put them in, or give another --out"
         )
-    return found[1].strip()
+    return match[1].strip()
 
 
 def sections(cells: Iterable[Cell]) -> list[list[Cell]]:
@@ -121,10 +121,10 @@ def sections(cells: Iterable[Cell]) -> list[list[Cell]]:
     ordered = sorted(cells, key=lambda cell: cell.setting.depth or 0.0)  # the order of pooling
     models = [*dict.fromkeys(cell.setting.model for cell in ordered)]
     place = {model: number for number, model in enumerate(models)}
-    found = sorted(
+    grouped = sorted(
         pooled(ordered), key=lambda cell: (place[cell.setting.model], _section(cell.setting))
     )
-    return [list(part) for _, part in groupby(found, key=lambda cell: _section(cell.setting))]
+    return [list(part) for _, part in groupby(grouped, key=lambda cell: _section(cell.setting))]
 
 
 def _section(s: Setting) -> tuple[Any, ...]:
@@ -161,25 +161,25 @@ def page(parts: Sequence[Sequence[Cell]], text: str, pictures: Mapping[int, str]
 
 
 def _section_lines(part: Sequence[Cell], heading: str, picture: str | None) -> list[str]:
-    found = tables(part)
+    ranked = tables(part)
     lines = [f"## {heading}", "", f"{measured(part)}.", ""]
     if picture is not None:
         lines += [f"![Scores over budgets, {heading}]({picture})", ""]
-    if len(found) > 1:
-        lines += ["### Means over budgets", "", *_overview(found), ""]
-    for table in found:
+    if len(ranked) > 1:
+        lines += ["### Means over budgets", "", *_overview(ranked), ""]
+    for table in ranked:
         at = f", {table.positions} positions" if table.rows else ""
         lines += [f"### {table.length:,} tokens{at}", "", *_table(table), ""]
     return lines
 
 
-def _overview(found: Sequence[RankingTable]) -> list[str]:
-    free = [dict(table.uncapped) for table in found]
+def _overview(ranked: Sequence[RankingTable]) -> list[str]:
+    free = [dict(table.uncapped) for table in ranked]
     names = dict.fromkeys(name for cells in free for name in cells)
     top = [[_code(name), *(_score(cells.get(name)) for cells in free)] for name in names]
-    rows = overview(found)
-    columns = [_column([row.cells[i] for row in rows]) for i in range(len(found))]
-    header = ["policy", *(f"{table.length:,} {table.positions}" for table in found)]
+    rows = overview(ranked)
+    columns = [_column([row.cells[i] for row in rows]) for i in range(len(ranked))]
+    header = ["policy", *(f"{table.length:,} {table.positions}" for table in ranked)]
     lines = zip((_code(row.name) for row in rows), *columns, strict=True)
     return grid(header, [*top, *map(list, lines)])
 
@@ -300,13 +300,13 @@ def _merged(
     boxes: Sequence[tuple[tuple[Any, ...], Box]], axis: str
 ) -> list[tuple[tuple[Any, ...], Box]]:
     """Merge boxes that differ in one axis alone."""
-    found: dict[Any, set[Any]] = {}
+    merged: dict[Any, set[Any]] = {}
     for fixed, box in boxes:
         rest = tuple((name, values) for name, values in box.items() if name != axis)
-        found.setdefault((fixed, rest), set()).update(box[axis])
+        merged.setdefault((fixed, rest), set()).update(box[axis])
     return [
         (fixed, {**dict(rest), axis: tuple(sorted(values))})
-        for (fixed, rest), values in found.items()
+        for (fixed, rest), values in merged.items()
     ]
 
 

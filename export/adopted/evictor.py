@@ -174,8 +174,8 @@ def revealed() -> list[str]:
     single = [
         name for name, made in policies().items() if len(made.parts) == 1 and not made.options
     ]
-    found = [name for name in single if _fits(load_policy(name))]
-    return sorted(found, key=lambda name: (name != DEFAULT_POLICY, name))
+    fitting = [name for name in single if _fits(load_policy(name))]
+    return sorted(fitting, key=lambda name: (name != DEFAULT_POLICY, name))
 
 
 def _fits(eviction: Eviction) -> bool:

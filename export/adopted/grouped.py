@@ -53,7 +53,7 @@ class Attention:
 class RecurrentState:
     """A recurrent layer's state: an input that the graph reads, an output with its next value."""
 
-    name: str  # of the input
+    name: str  # the name of the input
     present: str  # the name of the output
     shape: tuple[int, ...]
     dtype: str

@@ -81,7 +81,7 @@ class GroupedTrial:
             outputs = (self._in_place if shared else self._separate)(inputs, held, whole)
         except UnsupportedModel:
             raise
-        except Exception as error:  # its own classes, which have no common base
+        except Exception as error:  # ONNX Runtime's classes have no common base
             raise UnsupportedModel(
                 f"{self.decoder.file.name} cannot read {length} tokens after {past}: "
                 f"{first_line(error)[:200]}"

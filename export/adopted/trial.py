@@ -65,7 +65,7 @@ class EvictionTrial:
             logits, *after = self.decoder.graph.session.run(
                 ["logits", *(f"present.{name}" for name in names)], feeds
             )
-        except Exception as error:  # its own classes, which have no common base
+        except Exception as error:  # ONNX Runtime's classes have no common base
             raise UnsupportedModel(
                 f"{self.decoder.file.name} cannot read {length} tokens after "
                 f"{past[0].shape[2]}: {first_line(error)[:200]}"

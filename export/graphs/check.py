@@ -137,7 +137,7 @@ def session(file: Path) -> Any:
     options.log_severity_level = 4
     try:
         return runtime.InferenceSession(file.read_bytes(), options, ["CPUExecutionProvider"])
-    except Exception as error:  # its own classes, which have no common base
+    except Exception as error:  # ONNX Runtime's classes have no common base
         reason = first_line(error)
         raise GraphBroken(f"{file.name} is no graph that can be loaded: {reason}") from error
 
@@ -156,12 +156,12 @@ def signature(run: Any, facts: dict[str, Any]) -> None:
             ]
         except (KeyError, TypeError) as error:
             raise ManifestError(f"the manifest's {kind} cannot be read: {error}") from error
-        found = [(p.name, p.type, list(p.shape)) for p in real]
-        for want, got in zip(expected, found, strict=False):
+        actual = [(p.name, p.type, list(p.shape)) for p in real]
+        for want, got in zip(expected, actual, strict=False):
             if want != got:
                 raise ShapeError(f"the manifest's {kind} say {want}, the graph has {got}")
-        if len(expected) != len(found):
-            raise ShapeError(f"the manifest has {len(expected)} {kind}, the graph {len(found)}")
+        if len(expected) != len(actual):
+            raise ShapeError(f"the manifest has {len(expected)} {kind}, the graph {len(actual)}")
 
 
 def feed(run: Any, feeds: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
@@ -173,10 +173,10 @@ def feed(run: Any, feeds: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
     names = [port.name for port in run.get_inputs()]
     outputs = [port.name for port in run.get_outputs()]
     try:
-        found = run.run(outputs, {name: feeds[name].numpy() for name in names})
-    except Exception as error:  # its own classes, which have no common base
+        results = run.run(outputs, {name: feeds[name].numpy() for name in names})
+    except Exception as error:  # ONNX Runtime's classes have no common base
         raise ShapeError(f"ONNX Runtime refuses the inputs: {str(error)[:300]}") from error
-    return dict(zip(outputs, found, strict=True))
+    return dict(zip(outputs, results, strict=True))
 
 
 def _row(run: Any, spec: Spec, graph: StageGraph, case: Case) -> CheckedCase:

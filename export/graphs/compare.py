@@ -48,11 +48,11 @@ def compared(graph: StageGraph, feeds: Named, got: Named, rtol: float = RTOL) ->
     """
     eager, exact = reference(graph, feeds), truth(graph, feeds)
     finite = all(bool(x.isfinite().all()) for x in got.values() if x.is_floating_point())
-    found = [(0.0, 0.0)]
+    differences = [(0.0, 0.0)]
     for name, value, expected, precise in _pairs(graph, got, eager, exact):
         _same_shape(name, value, expected)
-        found.append(difference(value, expected, precise, rtol))
-    error, allowed = max(found, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
+        differences.append(difference(value, expected, precise, rtol))
+    error, allowed = max(differences, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
     overlap, reachable, misses = _selection(graph, feeds, got, eager, exact, rtol)
     same = misses == 0 and overlap >= OVERLAP * reachable
     ok = finite and error <= allowed and (same or overlap == 1)
@@ -72,7 +72,7 @@ def _pairs(
     if isinstance(graph, Evict):
         index = got["kept_slot"].long()
         for name in graph.form.eviction.policy.state:
-            expected, exact = (found[name].gather(-1, index) for found in (eager, truth))
+            expected, exact = (values[name].gather(-1, index) for values in (eager, truth))
             yield name, got[f"kept_{name}"], expected, exact
         for port, total in graph.form.kept_state({}, got["kept_keys"]):
             yield port.name, got[port.name], total, total
@@ -107,8 +107,8 @@ def reference(graph: StageGraph, feeds: Named) -> dict[str, Tensor]:
     plain = Traced(form.eviction, form.shape)
     if isinstance(graph, Evict):
         obs = plain.observe(feeds)
-        found = {name: tensor for name, (_, tensor) in plain.next_state(obs).items()}
-        return {**found, "worth": Evict(plain).worth(feeds, obs)}
+        state = {name: tensor for name, (_, tensor) in plain.next_state(obs).items()}
+        return {**state, "worth": Evict(plain).worth(feeds, obs)}
     if isinstance(graph, Update):
         names = [port.name for port in form.update_outputs()]
         return dict(zip(names, form.update(feeds), strict=True))

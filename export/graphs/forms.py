@@ -250,14 +250,14 @@ def graph_part(eviction: Eviction) -> Eviction:
 def forms_of(eviction: Eviction) -> dict[str, type[Traced]]:
     """Return the forms of a policy, by name; only KeyDiff's cosine to a mean has several."""
     policy = eviction.policy
-    found: list[type[Traced]] = [Traced]
+    forms: list[type[Traced]] = [Traced]
     if (
         isinstance(policy, KeyDiff)
         and policy.metric == "cosine"
         and policy.anchor in ("mean", "unit_mean")
     ):
-        found += [Stateless, InverseNorms, RunningAnchor]
-    return {form.name: form for form in found}
+        forms += [Stateless, InverseNorms, RunningAnchor]
+    return {form.name: form for form in forms}
 
 
 def form_of(eviction: Eviction, shape: Shape, name: str | None = None) -> Traced:

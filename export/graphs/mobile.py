@@ -25,13 +25,13 @@ def to_ort(file: Path) -> Path:
         tool.convert_onnx_models_to_ort(
             file, optimization_styles=[tool.OptimizationStyle.Fixed], target_platform="arm"
         )
-    found = file.with_suffix(".ort")
+    converted = file.with_suffix(".ort")
     try:
-        check(found, manifest.read(file), quick=True).require()
+        check(converted, manifest.read(file), quick=True).require()
     except Exception:
-        found.unlink(missing_ok=True)
+        converted.unlink(missing_ok=True)
         raise
-    return found
+    return converted
 
 
 def report(file: Path) -> str:

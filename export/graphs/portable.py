@@ -45,11 +45,11 @@ def translations() -> dict[Any, Callable[..., Any]]:
         length = op.Shape(x, start=dim, end=None if dim == -1 else dim + 1)
         values, places = op.TopK(x, length, axis=dim, largest=0)
         middle = op.Div(op.Sub(length, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
-        found = (op.Gather(values, middle, axis=dim), op.Gather(places, middle, axis=dim))
+        results = (op.Gather(values, middle, axis=dim), op.Gather(places, middle, axis=dim))
         if keepdim:
-            return found
+            return results
         axes = op.Constant(value_ints=[dim])
-        return tuple(op.Squeeze(tensor, axes) for tensor in found)
+        return tuple(op.Squeeze(tensor, axes) for tensor in results)
 
     def nan_to_num(x: Any, nan: float = 0.0, posinf: Any = None, neginf: Any = None) -> Any:
         least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max

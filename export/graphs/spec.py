@@ -73,21 +73,21 @@ class Spec:
 
     def notes(self) -> list[str]:
         """Return sentences on what a user of the graph must know, such as parts it leaves out."""
-        found, eviction = [], self.eviction
+        sentences, eviction = [], self.eviction
         if eviction.layer_budget is not None:
-            found.append("layers hold unequal budgets: export an evict graph for every budget")
+            sentences.append("layers hold unequal budgets: export an evict graph for every budget")
         if eviction.head_budget is not None:
-            found.append(
+            sentences.append(
                 "heads hold unequal budgets, which this graph does not share out: it scores "
                 f"every head by {_name(eviction.policy)}, and evicts to one budget"
             )
         if eviction.corrector is not None:
-            found.append("the score of its base: what corrects attention is not in this graph")
+            sentences.append("the score of its base: what corrects attention is not in this graph")
         if self.stage == "score" and eviction.rescorer is not None:
-            found.append("pinned holds every slot that stays, those the policy pins too")
+            sentences.append("pinned holds every slot that stays, those the policy pins too")
         if self.stage == "evict":
-            found.append("slots that stay keep their order; positions say where each belongs")
-        return found
+            sentences.append("slots that stay keep their order; positions say where each belongs")
+        return sentences
 
     def recipe(self) -> dict[str, Any]:
         """Return the part of the policy that is in the graph, in the format of `recipe`."""
@@ -110,12 +110,12 @@ def with_graphs_of_their_own() -> list[str]:
     Where several have the same parts in their graphs, such as `snapkv`, `adakv` and `calidrop`, the
     one with the fewest parts and options stands for all.
     """
-    found: dict[tuple[Any, ...], str] = {}
+    names: dict[tuple[Any, ...], str] = {}
     known = {name: made for name, made in policies().items() if load_policy(name).policy.evicts}
     for name in sorted(known, key=lambda name: (len(known[name].parts), len(known[name].options))):
         parts = known[name].parts
-        found.setdefault(tuple(parts.get(slot) for slot in IN_GRAPH), name)
-    return sorted(found.values())
+        names.setdefault(tuple(parts.get(slot) for slot in IN_GRAPH), name)
+    return sorted(names.values())
 
 
 def recalled(recipe: dict[str, Any], shape: dict[str, Any], **rest: str) -> Spec:
@@ -135,7 +135,7 @@ def recalled(recipe: dict[str, Any], shape: dict[str, Any], **rest: str) -> Spec
 
 def _name(component: Component) -> str:
     """Return the name by which a combination such as `snapkv+adakv` lists a part."""
-    for name, found in policies().items():
-        if set(found.parts) == {"policy"} and found.parts["policy"] is type(component):
+    for name, made in policies().items():
+        if set(made.parts) == {"policy"} and made.parts["policy"] is type(component):
             return name
     return type(component).__module__.rsplit(".", 1)[-1]

@@ -33,8 +33,8 @@ class StageGraph(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Compute the outputs, in the order of `outputs`."""
         with Portable():
-            found = self.compute({p.name: t for p, t in zip(self.inputs, tensors, strict=True)})
-        return tuple(tensor for _, tensor in found)
+            outputs = self.compute({p.name: t for p, t in zip(self.inputs, tensors, strict=True)})
+        return tuple(tensor for _, tensor in outputs)
 
     def outputs(self, feeds: Named) -> list[Port]:
         """Return the ports of the outputs, by computing them for these inputs."""
@@ -88,16 +88,16 @@ class Evict(StageGraph):
         slots = {"keys", "values", "positions", *form.slot_state}
         state = {name: tensor for name, (_, tensor) in form.next_state(obs).items()}
         rows = rows_of(keep, worth.shape[-1])
-        found = [
+        kept = [
             (kept_port(port), take({**feeds, **state}[port.name], rows, keep))
             for port in self.inputs
             if port.name in slots
         ]
         index = Port("slot", "int32", PORTS["positions"].axes, "slots", "where it lay")
         return [
-            *found,
+            *kept,
             (kept_port(index), keep.to(torch.int32)),
-            *form.kept_state(feeds, found[0][1]),
+            *form.kept_state(feeds, kept[0][1]),
         ]
 
     def decided(self, feeds: Named) -> tuple[Tensor, dict[str, Tensor]]:
@@ -159,7 +159,7 @@ def evicted(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
     """
     count = worth.shape[-1] - stays
     lowest = worth.topk(count + 1, dim=-1, largest=False, sorted=False).values
-    least = lowest.amax(-1, keepdim=True)  # of those that stay
+    least = lowest.amax(-1, keepdim=True)  # least worth of the slots that stay
     equal = torch.where(worth == least, positions, torch.iinfo(torch.int32).max)
     age = torch.where(worth < least, -1, equal)
     return age.topk(count, dim=-1, largest=False, sorted=False).indices

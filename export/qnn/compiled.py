@@ -188,48 +188,48 @@ def _one_context(context: Path, facts: dict[str, Any]) -> str:
             f"{facts['policy']['name']} does not compile into one QNN context; outside of it are "
             f"{', '.join(outside) or 'connections'} (the ONNX graph itself is written)"
         )
-    found = {entry.key: entry.value for entry in model.metadata_props}
-    return next((value for key, value in found.items() if "compatibility" in key), "")
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    return next((value for key, value in metadata.items() if "compatibility" in key), "")
 
 
 def _simulated(context: Path, facts: dict[str, Any], quick: bool) -> GraphReport:
     spec = manifest.spec_of(facts)
     graph = spec.graph()
     wanted = [case for case in cases(graph) if case.kind == "random" or not quick]
-    given = [inputs(graph, case, spec.torch_dtype, SEED) for case in wanted]
+    feeds = [inputs(graph, case, spec.torch_dtype, SEED) for case in wanted]
     with tempfile.TemporaryDirectory(prefix="kvcap-") as name:
         folder = Path(name)
-        for i, tensors in enumerate(given):
+        for i, tensors in enumerate(feeds):
             whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
             save_file(whole, folder / f"{i}.in")
-        job = {"compile": False, "cases": [str(i) for i in range(len(given))]}
+        job = {"compile": False, "cases": [str(i) for i in range(len(feeds))]}
         done = _work(folder, context, facts["target"]["options"], job)
         with torch.inference_mode():
             rows = [
                 _row(graph, case, tensors, _output(folder / f"{i}.out"))
-                for i, (case, tensors) in enumerate(zip(wanted, given, strict=True))
+                for i, (case, tensors) in enumerate(zip(wanted, feeds, strict=True))
             ]
     return Simulated(context.name, rows, done["onnxruntime"])
 
 
-def _row(graph: StageGraph, case: Case, given: compare.Found, got: compare.Found) -> CheckedCase:
-    found = compare.compared(graph, given, got, RTOL)
+def _row(graph: StageGraph, case: Case, feeds: compare.Named, got: compare.Named) -> CheckedCase:
+    compared = compare.compared(graph, feeds, got, RTOL)
     if graph.form.eviction.rescorer is not None:
         # A rescorer chooses twice: a slot that rounding moves across its first choice gets quite
         # another value, so kept sets need only overlap.
-        valued = found.finite and found.error <= found.allowed
-        found = found._replace(ok=valued and found.overlap >= TWICE)
-    return CheckedCase(case.kind, case.slots, *found)
+        valued = compared.finite and compared.error <= compared.allowed
+        compared = compared._replace(ok=valued and compared.overlap >= TWICE)
+    return CheckedCase(case.kind, case.slots, *compared)
 
 
 def _output(file: Path) -> dict[str, Tensor]:
     """Return the simulator's outputs; numbers clipped to float16's largest become marks again."""
-    found = load_file(file)
+    outputs = load_file(file)
     mark = 2 * compare.HUGE
-    for name, tensor in found.items():
+    for name, tensor in outputs.items():
         if tensor.dtype == torch.float32:
-            found[name] = torch.where(tensor.abs() >= LARGEST, tensor.sign() * mark, tensor)
-    return found
+            outputs[name] = torch.where(tensor.abs() >= LARGEST, tensor.sign() * mark, tensor)
+    return outputs
 
 
 def _work(
@@ -257,8 +257,8 @@ def _work(
         check=False,
     )
     if done.returncode == 0:
-        found: dict[str, Any] = json.loads((folder / "done.json").read_text(encoding="utf-8"))
-        return found
+        versions: dict[str, Any] = json.loads((folder / "done.json").read_text(encoding="utf-8"))
+        return versions
     failed = folder / "failed.txt"
     why = (
         first_line(RuntimeError(failed.read_text(encoding="utf-8")))

@@ -58,9 +58,8 @@ def put_labels(axis: Axes, points: Sequence[tuple[float, float, str]], size: flo
             note.set_position((radius * cos(angle), radius * sin(angle)))
             note.set_horizontalalignment("left" if cos(angle) > -0.1 else "right")
             note.update_positions(renderer)
-            box = Text.get_window_extent(
-                note, renderer
-            )  # of the text, without the line to the point
+            # The box of the text, without the line to the point.
+            box = Text.get_window_extent(note, renderer)
             free = not any(box.overlaps(other) for other in taken)
             if free and inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1):
                 taken.append(box)

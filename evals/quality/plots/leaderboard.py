@@ -52,13 +52,13 @@ def figure(tables: Sequence[RankingTable], heading: str) -> Figure:
     size = WIDTH, PANEL * len(lengths) + HEADING
     drawn = Figure(figsize=size, dpi=DPI, layout="constrained")
     axes = drawn.subplots(len(lengths), len(modes), sharex=True, sharey=True, squeeze=False)
-    found = {(table.length, table.positions): table for table in tables}
+    by_place = {(table.length, table.positions): table for table in tables}
     for length, across in zip(lengths, axes, strict=True):
         for mode, axis in zip(modes, across, strict=True):
-            if (length, mode) not in found:
+            if (length, mode) not in by_place:
                 axis.set_visible(False)
                 continue
-            _panel(axis, found[length, mode], names)
+            _panel(axis, by_place[length, mode], names)
             axis.set_title(f"{length:,} tokens, {mode}", fontsize=SIZES["label"], pad=4)
     unit = _unit_cell(tables).of
     better = "higher" if unit.higher_is_better else "lower"

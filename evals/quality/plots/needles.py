@@ -57,11 +57,11 @@ def _row(s: Setting) -> Row:
 
 def _rows(cells: list[Cell], capped: bool) -> list[Row]:
     """Return the policies that are `capped` or not, the best first."""
-    found: dict[Row, list[float]] = {}
+    scores: dict[Row, list[float]] = {}
     for cell in (cell for cell in cells if (cell.setting.budget is not None) is capped):
-        found.setdefault(_row(cell.setting), []).append(cell.score)
+        scores.setdefault(_row(cell.setting), []).append(cell.score)
     sign = -1 if cells[0].of.higher_is_better else 1
-    return sorted(found, key=lambda row: (sign * sum(found[row]) / len(found[row]), row))
+    return sorted(scores, key=lambda row: (sign * sum(scores[row]) / len(scores[row]), row))
 
 
 def _panels(cells: list[Cell]) -> list[list[tuple[Row, int | None]]]:
@@ -82,16 +82,16 @@ def _depths(cells: list[Cell]) -> list[float]:
 def _block(block: SubFigure, cells: list[Cell]) -> None:
     panels, depths = _panels(cells), _depths(cells)
     lengths = sorted({cell.setting.length for cell in cells})
-    found = {
+    by_place = {
         (_row(c.setting), c.setting.budget, c.setting.depth, c.setting.length): c.score
         for c in cells
     }
-    scale = (0.0, 1.0) if cells[0].of.share else (min(found.values()), max(found.values()))
+    scale = (0.0, 1.0) if cells[0].of.share else (min(by_place.values()), max(by_place.values()))
     axes = block.subplots(len(panels), len(panels[0]), sharex=True, sharey=True, squeeze=False)
     drawn: AxesImage | None = None
     for across, line in zip(axes, panels, strict=True):
         for axis, (row, budget) in zip(across, line, strict=True):
-            table = [[found.get((row, budget, d, n)) for n in lengths] for d in depths]
+            table = [[by_place.get((row, budget, d, n)) for n in lengths] for d in depths]
             if all(score is None for scores in table for score in scores):
                 axis.set_visible(False)
                 continue

@@ -58,7 +58,9 @@ def figure(cells: Iterable[Cell]) -> Figure:
     FigureCanvasAgg(whole)  # a canvas that can measure text
     blocks = whole.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     drawn = [
-        found for block, part in zip(blocks, parts, strict=True) for found in _block(block, part)
+        labelled
+        for block, part in zip(blocks, parts, strict=True)
+        for labelled in _block(block, part)
     ]
     whole.draw_without_rendering()  # everything gets its final place before labels are put
     whole.set_layout_engine("none")
@@ -98,7 +100,7 @@ def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]
 
     axes = block.subplots(1, len(COSTS), sharey=True)
     unit, names = cells[0].of, _names(cells)
-    found = []
+    drawn = []
     for axis, (cost, of) in zip(axes, COSTS.items(), strict=True):
         priced = [(price, cell) for cell in cells if (price := of(cell)) is not None]
         for place, name in enumerate(names):
@@ -111,7 +113,7 @@ def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]
             axis.step(across, up, where="post", color="black", lw=0.8, zorder=1, label="frontier")
         for free in (cell for cell in cells if of(cell) is None):
             axis.axhline(free.score, color="black", lw=0.9, ls=(0, (1, 1)), zorder=1)
-        found.append((axis, _labels([priced[i] for i in best])))
+        drawn.append((axis, _labels([priced[i] for i in best])))
         axis.set_xscale("log", base=2 if of is _bytes else 10)
         if of is not _bytes:
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -142,7 +144,7 @@ def _block(block: SubFigure, cells: list[Cell]) -> list[tuple[Axes, list[Label]]
         fontsize=SIZES["tick"],
         frameon=False,
     )
-    return found
+    return drawn
 
 
 def _line(

@@ -57,11 +57,11 @@ def figure(cells: Iterable[Cell]) -> Figure:
 
 
 def _lines(cells: list[Cell]) -> Lines:
-    found: Lines = {}
+    lines: Lines = {}
     for cell in sorted(cells, key=lambda cell: cell.setting.budget or 0):
         if cell.setting.budget is not None:
-            found.setdefault((label(cell.setting), cell.setting.positions), []).append(cell)
-    return found
+            lines.setdefault((label(cell.setting), cell.setting.positions), []).append(cell)
+    return lines
 
 
 def _policies(lines: Lines) -> dict[str, list[Cell]]:
@@ -93,12 +93,14 @@ def _block(block: SubFigure, cells: list[Cell], rows: int) -> None:
     block.supxlabel("slots per KV head", fontsize=SIZES["label"])
     better = "" if unit.higher_is_better else " (lower is better)"
     block.supylabel(f"{unit.label}{better}", fontsize=SIZES["label"])
-    found: dict[str, Artist] = {}
+    artists: dict[str, Artist] = {}
     for axis in axes[: len(names)]:
-        found |= {text: line for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+        artists |= {
+            text: line for line, text in zip(*axis.get_legend_handles_labels(), strict=True)
+        }
     block.legend(
-        [*found.values()],
-        [*found],
+        [*artists.values()],
+        [*artists],
         loc="outside upper left",
         ncols=4,
         fontsize=SIZES["tick"],
