@@ -449,7 +449,7 @@ def test_nothing_is_written_where_checking_fails_and_what_was_there_stays(
 
     def traced(export, *_):
         export.evictors = facts(right[0])["evictors"]
-        return "its graph"
+        return "its graph", []
 
     monkeypatch.setattr("kvcap.export.decoder.write._Export._traced", traced)
     monkeypatch.setattr(
