@@ -56,8 +56,8 @@ def eviction_ms(
     """Return the milliseconds that eviction takes in each of `blocks` blocks, all layers together.
 
     Eviction is everything that a layer does after its attention: window, state, scores, selection
-    and compaction. The cache is full first, so that every block evicts as many tokens as it has. A
-    corrector's work inside attention is not counted.
+    and moving kept tokens. The cache is full first, so that every block evicts as many tokens as it
+    has. A corrector's work inside attention is not counted.
 
     Args:
         model: loaded with `attn_implementation='kvcap'`.

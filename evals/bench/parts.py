@@ -279,7 +279,7 @@ class _Slots:
         gone = segment.positions.gather(-1, evicted).sort(dim=-1).values
         older = torch.searchsorted(gone, segment.positions.contiguous(), out_int32=True)
         segment.aux("shift").add_(older)
-        segment.compact(evicted)
+        segment.evict(evicted)
 
 
 class _Token:

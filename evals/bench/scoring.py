@@ -1,4 +1,4 @@
-"""Times eviction for a block: state, scores, selection and compaction of every policy.
+"""Times eviction for a block: state, scores, selection, and moving kept tokens.
 
 Times are of all layers together over a full cache, as in `kvcap eval`. Policies that need a table
 of heads get one of arbitrary numbers. Reads `policies`, `budgets`, `block_size`, `repeats`.

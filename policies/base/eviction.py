@@ -1,6 +1,6 @@
 """Puts a policy and its companions together: scores, how the budget is spread, which slots go.
 
-Order: score -> budget -> rescore -> select; the cache then compacts. Pins are a mask applied in
+Order: score -> budget -> rescore -> select; the cache then evicts. Pins are a mask applied in
 selection, never arithmetic on scores. Knows no cache and no model.
 """
 

@@ -227,7 +227,7 @@ class EvictedStore:
             self._copy(place, segment, slots[..., first:stop], scores)
             place.held += stop - first
             if (excess := place.held - place.budget) > 0:  # those of the lowest scores go
-                place.compact(lowest(place.aux("score"), place.positions, excess))
+                place.evict(lowest(place.aux("score"), place.positions, excess))
 
     def _remember(
         self, known: Remembered, segment: Segment, slots: Tensor, obs: Observation

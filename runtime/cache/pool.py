@@ -337,7 +337,7 @@ class Segment:
             target.copy_(blocks[name]) if name in blocks else target.zero_()
         self.held = start + length
 
-    def compact(self, evicted: Tensor) -> None:
+    def evict(self, evicted: Tensor) -> None:
         """Evict the slots [b, k, e] of each head, so that `held` falls by `e`.
 
         Survivors beyond the new `held` move into evicted slots below it, in place: at most `e`

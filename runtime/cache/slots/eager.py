@@ -362,7 +362,7 @@ class EagerSlots:
         storage.enable_rotation()
         if storage.query_window is not None:
             storage.query_window.move_down(segment, evicted.shape[-1])
-        segment.compact(evicted)
+        segment.evict(evicted)
 
     def _split(self, evictions: Sequence[SegmentEviction]) -> list[int]:
         """Return the slots that every head keeps, sequence by sequence; of one segment a head."""

@@ -60,7 +60,7 @@ def test_compact_moves_everything_of_a_slot_together(budget, block, batch, heads
                 for h in range(heads):
                     expected[b][h] -= set(store.positions[b, h, gone[b, h]].tolist())
             before = store.positions.clone()
-            store.compact(gone)
+            store.evict(gone)
             # Only evicted slots below the budget are written: survivors stay where they are.
             stayed = store.positions == before[:, :, :budget]
             survivors = torch.ones(batch, heads, budget + count, dtype=torch.bool)
