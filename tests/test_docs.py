@@ -161,7 +161,7 @@ def test_every_command_shown_can_be_given():
                 assert command.name != "kvcap" or name == "--help", f"{line!r}: there is no {name}"
 
 
-LONG = {"leaderboard", "models", "benchmarks", "tasks", "change", "quality-figures"}
+LONG = {"leaderboard", "models", "benchmarks", "tasks", "quality-figures"}
 """Names the pages that are reference tables, which may be long."""
 
 
