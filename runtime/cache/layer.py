@@ -242,17 +242,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         their eviction take its room. With stock attention a block is never cut.
         """
         size, room = self.layout.block_size, context.room
-        first = size
-        if context.blocks == 1:
-            waits = room is not None and room < length <= size
-            if not waits or self.pending is not None or not self.layout.eviction.policy.evicts:
-                return [length]
-            assert room is not None
-            first = room
-        sizes = [min(first, length)]
-        while (rest := length - sum(sizes)) > 0:
-            sizes.append(min(size, rest))
-        return sizes
+        if context.blocks > 1:
+            return [min(size, length - start) for start in range(0, length, size)]
+        cuts = self.pending is None and self.layout.eviction.policy.evicts
+        if cuts and room is not None and room < length <= size:
+            return [room, length - room]
+        return [length]
 
     def _append(self, block: PendingBlock) -> None:
         """Make room for a block, and write it into the slots behind those in use."""
