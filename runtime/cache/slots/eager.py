@@ -57,7 +57,11 @@ class SegmentEviction:
     obs: Observation
     scores: Tensor  # [b, k, held]
     pinned: Tensor | None  # bool [b, k, held]; None: none are
-    count: int  # slots of each head
+
+    @property
+    def count(self) -> int:
+        """Return how many slots of each head go."""
+        return self.segment.held - self.segment.target_length
 
 
 class EagerSlots:
@@ -268,16 +272,20 @@ class EagerSlots:
         self._update_state(observed)
         balance = self.balance
         if balance is not None and step.length > 1:
-            with suppress(DataDependentOutputException):
-                preference = kernels.preference(balance.budget, observed[0])
-                if not _has_no_data(preference):
-                    balance.prefer(self.policy.index, float(preference), step.tokens)
+            self._prefer(balance, observed[0], step)
         if due:
             self._give_up_all(self._evictions(observed))
         # Tokens that are generated change nothing about what layers want.
         last = self.policy.index == len(self.policy.layout.budgets) - 1
         if balance is not None and last and (step.length > 1 or not balance.is_balanced):
             balance.rebalance(step.tokens)
+
+    def _prefer(self, balance: LayerBalance, obs: Observation, step: AttentionStep) -> None:
+        """Note the layer's preference for slots; in a dry run there is none."""
+        with suppress(DataDependentOutputException):
+            preference = kernels.preference(balance.budget, obs)
+            if not _has_no_data(preference):
+                balance.prefer(self.policy.index, float(preference), step.tokens)
 
     def shrink_to_budget(self, segment: Segment, step: AttentionStep) -> None:
         """Evict one head's slots down to `segment.target_length`, without queries.
@@ -310,16 +318,14 @@ class EagerSlots:
         divides, score = self.policy.layout.divides(observed[0].new), self._score_by()
         found = []
         for i, (segment, obs) in enumerate(zip(self.segments, observed, strict=True)):
-            count = segment.held - segment.target_length
-            if count > 0 or divides:
+            if divides or segment.held > segment.target_length:
                 scores = self.eviction.score(obs, score)
                 pins = divides or self.eviction.pins_any(obs)
                 pinned = self.eviction.pinned(obs) if pins else None
-                found.append(SegmentEviction(i, segment, obs, scores, pinned, count))
+                found.append(SegmentEviction(i, segment, obs, scores, pinned))
         if divides:
             for one, kept in zip(found, self._split(found), strict=True):
                 one.segment.target_length = one.obs.budget = kept
-                one.count = one.segment.held - kept
         return [one for one in found if one.count > 0]
 
     def _score_by(self) -> Score:

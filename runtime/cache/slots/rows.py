@@ -268,33 +268,44 @@ class RowSlots:
     def evict(self, step: RowStep) -> None:
         """Update the policy's state and give up what rows hold above their targets.
 
-        Where heads share slots out anew, the device alone knows how many each has; the host hears
-        after the pass, see `RowTable.agreed`. Layers that share slots evict after the pass, all
-        together: see `evict_together`.
+        Layers that share slots are only scored here, and evict after the pass, all together; see
+        `evict_together`.
         """
-        rows, eviction = step.rows, self.eviction
+        rows = step.rows
         if self.balance is not None and step.length > 1:
-            obs = self._observe(step)
-            scores = _pinned_beyond(self._score(obs, step.stored), obs)
-            preference = kernels.preference(self.balance.budget, obs)
-            rows.whole.waiting.append(LayerScores(scores, preference, step.length, obs.num_tokens))
+            self._await_other_layers(step, self.balance)
             return
         due = rows.whole.always or self.storage.excess > 0
-        if not (due or self.policy.has_state):
-            rows.held.copy_(rows.after.lengths)
-            return
-        obs = self._observe(step)
-        for component in eviction.components:
-            kernels.update_rows(component, obs, step.new_values, rows.before.lengths)
+        if due or self.policy.has_state:
+            obs = self._observe(step)
+            for component in self.eviction.components:
+                kernels.update_rows(component, obs, step.new_values, rows.before.lengths)
+            if due:
+                self._give_up(obs, step)
         if not due:
             rows.held.copy_(rows.after.lengths)
-            return
-        scores = self._score(obs, step.stored)
+
+    def _await_other_layers(self, step: RowStep, balance: LayerBalance) -> None:
+        """Score a block and keep the scores until all layers evict."""
+        obs = self._observe(step)
+        scores = _pinned_beyond(self._score(obs, step.stored), obs)
+        preference = kernels.preference(balance.budget, obs)
+        waiting = LayerScores(scores, preference, step.length, obs.num_tokens)
+        step.rows.whole.waiting.append(waiting)
+
+    def _give_up(self, obs: Observation, step: RowStep) -> None:
+        """Give up the lowest slots that rows hold above their targets.
+
+        Where heads share slots out anew, the device alone knows how many each has; the host reads
+        it after the pass, see `RowTable.agreed`.
+        """
+        rows, scores = step.rows, self._score(obs, step.stored)
         pins = Pins(0, 0, obs.num_tokens, obs.pinned_spans[:MOST_SPANS])
         division = None
         if self.policy.layout.divides(step.length):
             division = self._divide(scores, pins, obs, rows)
-        scores = kernels.rescore(eviction.rescorer, scores, pins, obs, rows.targets, rows.pins)
+        rescorer = self.eviction.rescorer
+        scores = kernels.rescore(rescorer, scores, pins, obs, rows.targets, rows.pins)
         scores = _pinned_beyond(scores, obs)
         shift = None if self.storage.rotation is None else self.pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
