@@ -156,16 +156,7 @@ class EvictedStore:
             fresh, fresh_lse = self._recompute(evicted, query, scaling, softcap)
             other = torch.where(anew[..., None], fresh.float(), other)
             other_lse = torch.where(anew, fresh_lse, other_lse)
-            # Remember the last query that attended anew, head by head.
-            length = query.shape[2]
-            order = torch.arange(1, length + 1, device=anew.device)
-            last = (anew * order).amax(-1, keepdim=True)  # [b, h, 1], 0: none
-            row = (last - 1).clamp(min=0)[..., None].expand(*query.shape[:2], 1, query.shape[3])
-            remembered = query, fresh.float(), fresh_lse[..., None]
-            for old, new in zip(known, remembered, strict=True):
-                wide = old.view(*old.shape[:2], 1, -1)  # [b, h, 1, D or 1]
-                new = new.gather(2, row[..., : wide.shape[-1]])
-                wide.copy_(torch.where((last > 0)[..., None], new, wide))
+            _remember_last(known, anew, (query, fresh.float(), fresh_lse))
         if query.shape[2] == 1:
             counts[..., 0] += 1
             counts[..., 1] += anew[..., 0]
@@ -266,9 +257,7 @@ class EvictedStore:
             return [place.aux(SHIFT) for place in self.evicted]
         found = []
         for segment, place in zip(segments, self.evicted, strict=True):
-            held = segment.positions.sort(dim=-1).values.to(place.positions.device)
-            ranks = torch.searchsorted(held, place.positions.contiguous(), out_int32=True)
-            found.append(ranks + place.aux(SHIFT))
+            found.append(_ranks(place.positions, segment.positions) + place.aux(SHIFT))
         return found
 
     def become_compact(self, segments: Sequence[Segment], rotation: Rotation) -> None:
@@ -278,11 +267,8 @@ class EvictedStore:
         """
         for segment, place in zip(segments, self.evicted, strict=True):
             for row in segment.each_row():
-                times = place.positions[row]
-                held = segment.positions[row].to(times.device).sort().values
-                ranks = torch.searchsorted(held, times.contiguous(), out_int32=True)
-                keys = place.keys[row]
-                keys.copy_(rotation.moved(keys, ranks - times))
+                keys, times = place.keys[row], place.positions[row]
+                keys.copy_(rotation.moved(keys, _ranks(times, segment.positions[row]) - times))
             place.aux(SHIFT).zero_()
         self._lse.fill_(float("-inf"))
         self.rotation = rotation
@@ -305,6 +291,28 @@ class EvictedStore:
         self._out.zero_()
         self._lse.fill_(float("-inf"))
         self._counts.zero_()
+
+
+def _remember_last(known: Remembered, anew: Tensor, attended: Remembered) -> None:
+    """Remember each head's last query that attended anew, with its output and log-sum-exp.
+
+    Args:
+        known: what is remembered; heads of which no query attended anew keep it.
+        anew: [b, h, T] bool, the queries that attended anew.
+        attended: all queries [b, h, T, D], outputs likewise, and log-sum-exps [b, h, T].
+    """
+    order = torch.arange(1, anew.shape[2] + 1, device=anew.device)
+    last = (anew * order).amax(-1, keepdim=True)  # [b, h, 1], 0: none
+    place, some = (last - 1).clamp(min=0), last > 0
+    for old, new in zip(known, attended, strict=True):
+        newest = _of_slots(new, place)  # [b, h, 1, D] or [b, h, 1]
+        old.copy_(torch.where(some[..., None] if new.dim() == 4 else some, newest, old))
+
+
+def _ranks(times: Tensor, held: Tensor) -> Tensor:
+    """Return how many of the `held` tokens [..., n] are older than each of others [..., e]."""
+    in_order = held.to(times.device).sort(dim=-1).values
+    return torch.searchsorted(in_order, times.contiguous(), out_int32=True)
 
 
 def _of_slots(x: Tensor, slots: Tensor) -> Tensor:
