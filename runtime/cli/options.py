@@ -93,16 +93,7 @@ def pairs(texts: list[str]) -> dict[str, Any]:
     >>> pairs(["window=16", "anchor=median"])
     {'window': 16, 'anchor': 'median'}
     """
-    found = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise ValueError(f"{text!r} is not KEY=VALUE, such as window=16")
-        try:
-            found[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[key] = value
-    return found
+    return _key_values(texts, ast.literal_eval, "window=16")
 
 
 def template_options(texts: list[str]) -> dict[str, Any]:
@@ -114,14 +105,23 @@ def template_options(texts: list[str]) -> dict[str, Any]:
     >>> template_options(["enable_thinking=false", "reasoning_effort=low"])
     {'enable_thinking': False, 'reasoning_effort': 'low'}
     """
+    return _key_values(texts, parse_json, "enable_thinking=false")
+
+
+def _key_values(texts: list[str], parse: Callable[[str], Any], example: str) -> dict[str, Any]:
+    """Read KEY=VALUE texts; a value that `parse` refuses stays a text.
+
+    Raises:
+        ValueError: no key, or no '='; says it by the `example`.
+    """
     found = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise ValueError(f"{text!r} is not KEY=VALUE, such as enable_thinking=false")
+            raise ValueError(f"{text!r} is not KEY=VALUE, such as {example}")
         try:
-            found[key] = parse_json(value)
-        except ValueError:
+            found[key] = parse(value)
+        except (ValueError, SyntaxError):
             found[key] = value
     return found
 
