@@ -16,7 +16,7 @@ from torch import float32
 import kvcap
 from kvcap.cli import application, run
 from kvcap.runtime.cache.settings import OLD_NAMES, CacheSettings, SettingNames
-from kvcap.runtime.cli.options import current_arguments
+from kvcap.runtime.cli.options import CacheOptions, current_arguments
 from kvcap.runtime.errors import PlanInfeasible
 
 NAMES = [field.name for field in fields(CacheSettings)]
@@ -105,6 +105,13 @@ def test_they_have_one_name_in_python_on_the_command_line_and_in_the_documents()
     given = kvcap.MemoryPlan.of(tiny_config("llama"), SETTINGS).as_dict()
     for name in ("budget_tokens", "block_size", "policy", "positions", "kv_dtype"):
         assert given[name] == BY_NAME[name]
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"policy", "sink_tokens", "evict_every"}))
+def test_an_option_reaches_the_settings(name):
+    """Commands pass on the three that are left out here."""
+    given: Any = {name: BY_NAME[name] or "64KiB"}
+    assert CacheOptions(**given).settings() == CacheSettings(**given)
 
 
 def test_old_names_work_with_a_warning_of_the_new_one():
