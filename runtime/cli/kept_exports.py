@@ -22,7 +22,7 @@ import typer
 
 from kvcap.runtime.cli.console import dim
 from kvcap.runtime.cli.options import Budget, pairs
-from kvcap.runtime.errors import NotExportable, PlanInfeasible, first_line
+from kvcap.runtime.errors import NotExportable, first_line
 from kvcap.runtime.files import KEPT_FROM, cache_home, locked, read_json, read_text
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
@@ -61,8 +61,8 @@ def kept_export(
         ValueError: the text cannot be read.
         ModelNotFound: there is no such model.
         NotExportable: it is an export already, there is no room for one, positions would change,
-            slots would be of a type that exports do not have, or a text is for nothing.
-        PlanInfeasible: a budget in bytes, which is no number of slots yet.
+            the budget is in bytes, which is no number of slots yet, slots would be of a type that
+            exports do not have, or a text is for nothing.
         typer.Exit: the export failed, which has said why.
     """
     if model not in BUILT_IN and (found := locate(model)) is not None and is_export(found):
@@ -75,7 +75,7 @@ def kept_export(
 
         raise NotExportable(AUTO)
     if budget.kv_budget is not None:
-        raise PlanInfeasible(
+        raise NotExportable(
             "--kv-budget is in bytes, and with --weights the number of slots is part of the "
             "graph; give --budget-tokens instead"
         )

@@ -84,7 +84,7 @@ class Engine(Protocol):
         """Return an engine of the same model and policy with so many slots per KV head and layer.
 
         Raises:
-            PlanInfeasible: no such budget can be had.
+            PlanInfeasible, NotExportable: no such budget can be had.
         """
 
     def policies(self) -> Mapping[str, Sequence[str]]:

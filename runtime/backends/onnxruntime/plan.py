@@ -20,7 +20,7 @@ from kvcap.runtime.backends.onnxruntime.decoder import (
 )
 from kvcap.runtime.backends.onnxruntime.grouped import grouped_buffers, state_bytes
 from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, Manifest, windows_in
-from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
+from kvcap.runtime.errors import NotExportable, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, PlanSearch, Sizes, parse_cap
 from kvcap.runtime.units import parse_bytes, with_margin
@@ -49,6 +49,7 @@ def plan_of(
         recall_store: bytes of the index by which a conversation finds its evicted text.
 
     Raises:
+        NotExportable: a budget or a block that the graph does not have.
         PlanInfeasible: nothing fits, naming what would.
     """
     baseline = 0
@@ -76,12 +77,12 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) ->
     tokens, block = facts["budget_tokens"], asked.block_size or facts["block_size"]
     again = "export it again with another --budget-tokens"
     if asked.budget_tokens not in (None, tokens):
-        raise PlanInfeasible(
+        raise NotExportable(
             f"this decoder was exported with --budget-tokens {tokens:,}, which is in its graph; "
             f"leave {asked.budget_tokens:,} out, or {again}"
         )
     if block > facts["block_size"]:
-        raise PlanInfeasible(
+        raise NotExportable(
             f"this decoder was exported for blocks of up to {facts['block_size']:,} tokens; use "
             f"--block-size {facts['block_size']} or less"
         )

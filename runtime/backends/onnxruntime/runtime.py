@@ -272,8 +272,9 @@ class OrtRuntime:
         """Return a runtime of this decoder and policy with so many slots per KV head and layer.
 
         Raises:
-            PlanInfeasible: below 1, fewer than the policy pins, the process would pass its memory
-                cap, or the budget is fixed in the decoder's graph.
+            PlanInfeasible: below 1, fewer than the policy pins, or the process would pass its
+                memory cap.
+            NotExportable: the decoder's graph has another budget.
         """
         check_size("budget_tokens", tokens)
         settings = replace(self.settings, budget_tokens=tokens, kv_budget=None)

@@ -18,7 +18,7 @@ from kvcap.runtime.backends.onnxruntime.manifest import SCHEMA
 from kvcap.runtime.cli import kept_exports
 from kvcap.runtime.cli.kept_exports import cache_folder, identity, kept_export
 from kvcap.runtime.cli.options import Budget
-from kvcap.runtime.errors import NotExportable, PlanInfeasible
+from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.types import MANIFEST
 
 
@@ -218,7 +218,7 @@ def test_what_cannot_be(model, made, tmp_path, capsys):
     (export / MANIFEST).write_text("{}")
     with pytest.raises(NotExportable, match="exported decoder already"):
         kept_export(str(export), "int4", Budget())
-    with pytest.raises(PlanInfeasible, match="--budget-tokens"):
+    with pytest.raises(NotExportable, match="--budget-tokens"):
         kept_export(str(model), "int4", Budget(kv_budget="1MiB"))
     text = tmp_path / "text.txt"
     text.write_text("A text.")
