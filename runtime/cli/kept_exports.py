@@ -60,15 +60,22 @@ def kept_export(
     Raises:
         ValueError: the text cannot be read.
         ModelNotFound: there is no such model.
-        NotExportable: it is an export already, there is no room for one, positions would change,
-            the budget is in bytes, which is no number of slots yet, slots would be of a type that
-            exports do not have, or a text is for nothing.
+        NotExportable: it is an export already, or no GGUF file whose weights could stay as they
+            are; there is no room for an export; positions would change; the budget is in bytes,
+            which is no number of slots yet; slots would be of a type that exports do not have; or
+            a text is for nothing.
         typer.Exit: the export failed, which has said why.
     """
-    if model not in BUILT_IN and (found := locate(model)) is not None and is_export(found):
+    found = None if model in BUILT_IN else locate(model)
+    if found is not None and is_export(found):
         raise NotExportable(
             f"{model!r} is an exported decoder already, whose weights are as they are; leave "
             "--weights out, or give the model that it was made from"
+        )
+    if weights == "gguf" and (found is None or not is_gguf(found)):
+        raise NotExportable(
+            f"--weights gguf keeps the weights of a GGUF file as they are, and {model!r} is none; "
+            "give --weights int8 or int4, or the file"
         )
     if budget.positions == "auto":
         from kvcap.runtime.backends.onnxruntime.runtime import AUTO  # here, as it takes a while
