@@ -287,8 +287,9 @@ def decoder_command(
         ),
     ] = 128,
     positions: Annotated[
-        Literal["compact", "true"] | None,
+        Literal["compact", "true", "auto"] | None,
         typer.Option(
+            metavar="[compact|true]",
             rich_help_panel="Memory",
             help="Renumber kept tokens from 0 (compact, the default), or leave their positions as "
             "they are (true).",
@@ -353,9 +354,10 @@ def decoder_command(
         ),
     ] = None,
     kv_dtype: Annotated[
-        Literal["int8"] | None,
+        Literal["int8", "int8-int4", "int4"] | None,
         typer.Option(
             "--kv-dtype",
+            metavar="[int8]",
             rich_help_panel="Memory",
             help="Hold keys and values in 8 bits, so that the same bytes hold up to four times as "
             "many (in the type of the cache by default).",
@@ -394,6 +396,7 @@ def decoder_command(
         from kvcap.export.decoder.refusal import refuse_by_config
 
         refuse_by_config(model)
+    _check_cache(positions, kv_dtype if exporter == "kvcap" else None)
     from kvcap.policies import load_policy
     from kvcap.runtime.cli.commands import quiet_libraries
     from kvcap.runtime.cli.options import pairs
@@ -490,6 +493,22 @@ def _shape(model: str | None, given: dict[str, int]) -> Shape:
     if "kv_heads" in given and "heads" not in given:
         given = {**given, "heads": known["heads"] // known["kv_heads"] * given["kv_heads"]}
     return Shape(**{**known, **given})
+
+
+def _check_cache(positions: str | None, kv_dtype: str | None) -> None:
+    """Refuse positions and a type of slots that caches in PyTorch have and no export has.
+
+    Raises:
+        NotExportable: says why, and which there are.
+    """
+    if positions != "auto" and kv_dtype is None:
+        return
+    from kvcap.runtime.backends.onnxruntime.runtime import AUTO, refuse_slots  # takes a while
+
+    if positions == "auto":
+        raise NotExportable(AUTO)
+    if kv_dtype is not None:
+        refuse_slots(kv_dtype)
 
 
 def _kvcap(
