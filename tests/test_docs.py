@@ -206,8 +206,11 @@ def test_the_page_on_benchmarks_names_every_one_and_where_its_figures_are():
     for name in benchmarks():
         row = re.search(rf"^\|[^|]* `{name}`", page, re.MULTILINE)
         assert row, f"docs/benchmarks.md lacks {name}"
-    for path in (ROOT / "docs" / "results").iterdir():
-        assert f"(results/{path.name})" in page
+    kept = {path.name for path in (ROOT / "docs" / "results").iterdir()}
+    for name in kept:
+        assert f"(results/{name})" in page
+    for script in (ROOT / "scripts").glob("measure-*"):
+        assert set(re.findall(r"\$out/([\w.$-]*)", script.read_text())) <= kept, script
 
 
 @pytest.mark.parametrize("page", ["python.md", "forms.md", "api/plan.md", "api/errors.md"])
