@@ -212,6 +212,29 @@ def test_python_takes_an_export_as_it_takes_a_model(exported, tmp_path, monkeypa
             Runtime.from_pretrained("pocket-onnx", **given)
 
 
+@pytest.mark.slow
+def test_the_page_compares_speeds_of_the_same_work(exported, tmp_path, monkeypatch, capsys):
+    """Its two commands read and evict the same tokens, and write the same ones."""
+    page = (ROOT / "docs" / "onnxruntime.md").read_text()
+    shell = re.findall(r"```sh\n(.*?)```", page.partition("## Compare the speed")[2], re.DOTALL)
+    (tmp_path / "pocket-onnx").symlink_to(exported("compact", MOST))
+    (tmp_path / "long.txt").write_text(STORY * 4)
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for line in "".join(shell).splitlines():
+        name, *arguments = line.replace("-tokens 300", "-tokens 30").split()
+        if "--budget-tokens" in arguments:  # the export of the tests is smaller
+            arguments[arguments.index("--budget-tokens") + 1] = str(MOST)
+            arguments += ["--block-size", str(BLOCK)]
+        assert (name, run(arguments)) == ("kvcap", 0)
+        found = json.loads(capsys.readouterr().out)
+        same = "policy", "budget_tokens", "held_tokens", "evicted_tokens"
+        threads = arguments[arguments.index("--threads") + 1]
+        said.append((threads, found["text"], found["usage"], [found["kv"][name] for name in same]))
+    pytorch, ort = said
+    assert pytorch == ort
+
+
 def test_a_token_beyond_the_embedding_is_refused_by_name(tiny):
     runtime = OrtRuntime.from_directory(tiny / "decoder")
     runtime.tokenizer.backend_tokenizer.add_tokens(["<extra>"])
