@@ -411,7 +411,10 @@ class Chat:
         recall = self.session.recall
         if not recall.limit:
             return "recall off: evicted text stays forgotten"
-        kind = " (auto)" if recall.settings.tokens is None else ""
+        asked = recall.settings.tokens
+        kind = " (auto)" if asked is None else ""
+        if asked is not None and asked > recall.limit:
+            kind = f": no more than there are slots, though {asked:,} were asked for"
         return f"recall at most {recall.limit:,} tokens of evicted text for a message{kind}"
 
     def _save(self, rest: str) -> None:

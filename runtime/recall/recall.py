@@ -91,18 +91,21 @@ class Recall:
 
     @property
     def limit(self) -> int:
-        """Return how many tokens are read again for a message, at most; 0: none ever are."""
+        """Return how many tokens are read again for a message, at most; 0: none ever are.
+
+        It is never more than there are slots.
+        """
         return self._limit
 
     @limit.setter
     def limit(self, tokens: int) -> None:
         if tokens < 0:
             raise ValueError(f"recall of {tokens} tokens will not work; use 0 (off) or more")
-        if tokens and segment_length(tokens) != self._longest:
-            self._longest = segment_length(tokens)
-            self._forget_beyond(0)  # passages of another length are indexed with the next search
-        self._limit = tokens
         self.settings = self.settings._replace(tokens=tokens)
+        self._limit = self.settings.limit(self._budget)
+        if tokens and segment_length(self._limit) != self._longest:
+            self._longest = segment_length(self._limit)
+            self._forget_beyond(0)  # passages of another length are indexed with the next search
 
     def begin(self, seen: int) -> None:
         """Forget what lies beyond the first `seen` tokens, as after the cache was emptied."""

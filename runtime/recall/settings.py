@@ -19,8 +19,8 @@ CAP_SHARE = 32  # of a small cap of the process, this part is for the index
 class RecallSettings(NamedTuple):
     """A set of settings of recall that a user asked for.
 
-    >>> RecallSettings.parse("auto").limit(512), RecallSettings.parse("off").limit(512)
-    (64, 0)
+    >>> [RecallSettings.parse(said).limit(512) for said in ("auto", "off", "5000")]
+    [64, 0, 512]
     """
 
     tokens: int | None = None  # read again for a message, at most; 0: none; None: by the budget
@@ -57,9 +57,7 @@ class RecallSettings(NamedTuple):
 
     def limit(self, budget: int) -> int:
         """Return the most tokens that are read again at a budget of so many slots."""
-        if self.tokens is not None:
-            return self.tokens
-        return min(USUAL, budget // 2)
+        return min(USUAL, budget // 2) if self.tokens is None else min(self.tokens, budget)
 
     @property
     def nbytes(self) -> int:

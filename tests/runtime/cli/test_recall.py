@@ -109,6 +109,12 @@ def test_the_command_shows_the_setting_and_changes_it(
         ("/recall off", 0, "recall off"),
         ("/recall", 0, "tokens recalled · index of evicted text 0 B"),
         ("/recall 96", 96, "recall at most 96 tokens of evicted text for a message\n"),
+        (
+            "/recall 5000",
+            BUDGET,
+            f"recall at most {BUDGET} tokens of evicted text for a message: no "
+            "more than there are slots, though 5,000 were asked for\n",
+        ),
         ("/RECALL AUTO", 64, "recall at most 64 tokens of evicted text for a message (auto)\n"),
     ):
         capsys.readouterr()
@@ -164,7 +170,11 @@ def test_policy_and_budget_keep_the_settings_of_recall(
     assert chat.session.recall.limit == 96
     chat.run_script(["/recall off", "/policy knorm"])
     assert chat.session.recall.limit == 0
-    chat.run_script(["/recall auto", "/budget 512"])
+    chat.run_script(["/recall 5000"])
+    assert chat.session.recall.limit == 128
+    chat.run_script(["/budget 512"])
+    assert chat.session.recall.limit == 512
+    chat.run_script(["/recall auto"])
     assert chat.session.recall.limit == 64
     assert chat.session.recall.store.limit == STORE_BYTES
 

@@ -23,6 +23,7 @@ def test_how_many_tokens_are_read_again():
         64,
     ]
     assert RecallSettings.parse("96").limit(4096) == 96
+    assert RecallSettings.parse("5000").limit(256) == 256  # more would be evicted as it is read
     assert RecallSettings.parse(" OFF ").nbytes == 0
     assert RecallSettings.parse("auto", "1MiB").nbytes == 1 << 20
 
