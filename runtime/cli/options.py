@@ -148,7 +148,9 @@ def _name_variables(error: Exception, context: Any, given: dict[str, Any]) -> No
         or any(text in said for text in (f"{value!r}", f"={value}", f" {value} ") if value)
     ]
     if found := variables(context, meant):
-        error.args = (f"{said} (the environment says {', '.join(found)})", *error.args[1:])
+        source = f"the environment says {', '.join(found)}"
+        said = f"{said}; {source}" if said.endswith(")") else f"{said} ({source})"
+        error.args = (said, *error.args[1:])
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -417,10 +419,7 @@ class CacheOptions:
             ValueError: both budgets were given.
         """
         if self.kv_budget is not None and self.budget_tokens is not None:
-            raise ValueError(
-                "give --kv-budget or --budget-tokens, not both "
-                "(KVCAP_KV_BUDGET and KVCAP_BUDGET_TOKENS count too)"
-            )
+            raise ValueError("give --kv-budget or --budget-tokens, not both")
         given = CacheSettings(
             self.budget_tokens,
             self.block_size,

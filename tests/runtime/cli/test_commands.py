@@ -15,6 +15,7 @@ import tiny_chat
 import torch
 
 from kvcap import cli, dtypes, policies
+from kvcap.runtime.cli import commands
 from kvcap.runtime.cli.options import policy_names
 
 BUDGET = {
@@ -315,6 +316,29 @@ def test_bad_values_are_named_with_the_variable_they_come_from(
     assert says in err
     assert f"the environment says KVCAP_{variable}={value!r}" in err
     assert "SINK" not in err
+
+
+def test_two_budgets_of_which_the_environment_sets_one(
+    kvcap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCAP_KV_BUDGET", "64KiB")
+    said = "kvcap: give --kv-budget or --budget-tokens, not both"
+    source = "the environment says KVCAP_KV_BUDGET='64KiB'"
+    code, _, err = kvcap("generate", "Hello!", "--budget-tokens", "64")
+    assert (code, err) == (2, f"{said} ({source})\n")
+
+
+def test_a_message_does_not_get_a_second_parenthesis(
+    kvcap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no policy 'h2o' here (there is one)")
+
+    monkeypatch.setenv("KVCAP_POLICY", "h2o")
+    monkeypatch.setattr(commands, "planned", refuse)
+    assert kvcap("plan")[2] == (
+        "kvcap: no policy 'h2o' here (there is one); the environment says KVCAP_POLICY='h2o'\n"
+    )
 
 
 def test_the_command_line_is_not_blamed_on_the_environment(
