@@ -87,8 +87,8 @@ def measure(
     """
     model, task = runtime.model, load_task(setting.task)
     ends = end_tokens(runtime.generation)
-    for _, prompt in prompts:
-        assert sum(map(len, prompt)) <= setting.length, "a task must keep to the length"
+    lengths = [sum(map(len, prompt)) for _, prompt in prompts]
+    assert max(lengths) <= setting.length, "a task must keep to the length"
     limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
     scores, start = [0.0] * len(prompts), time.perf_counter()
     recall = recall_of(runtime, setting)
@@ -125,6 +125,7 @@ def measure(
         scores=tuple(scores),
         unit=unit_of(task),
         plain=bool(task.MAX_NEW_TOKENS) and not has_template(runtime.tokenizer),
+        prompt_tokens=(min(lengths), max(lengths)),
     )
 
 

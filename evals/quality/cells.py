@@ -53,6 +53,16 @@ class Setting:
         return ASKED[self.question] if self.question else ""
 
     @property
+    def tokens(self) -> str:
+        """Return a label of the prompts' length, such as '4,096 tokens'."""
+        return f"{'up to ' if self.from_rows else ''}{self.length:,} tokens"
+
+    @property
+    def from_rows(self) -> bool:
+        """Return whether prompts are rows of a file, which may be shorter than `length`."""
+        return bool(self.data and self.question)
+
+    @property
     def slots(self) -> str:
         """Return a label of the slots' type, such as 'int8 slots'; '' for the model's own."""
         return f"{self.kv_dtype} slots" if self.kv_dtype else ""
@@ -78,6 +88,7 @@ class Cell:
     scores: tuple[float, ...] | None = None  # scores of all samples in order; None: not kept
     unit: str = "share"  # a name in `UNITS`
     plain: bool = False  # whether the model was asked in plain text, without a chat template
+    prompt_tokens: tuple[int, int] | None = None  # fewest and most tokens of a prompt
 
     @property
     def of(self) -> Unit:
@@ -94,8 +105,9 @@ class Cell:
         """Make the cell of a row of `cells.jsonl`."""
         given = {f.name: row.pop(f.name) for f in fields(Setting) if f.name in row}
         given["options"] = as_options(dict(given.get("options", ())))
-        if row.get("scores") is not None:
-            row["scores"] = tuple(row["scores"])
+        for name in ("scores", "prompt_tokens"):
+            if row.get(name) is not None:
+                row[name] = tuple(row[name])
         if row.get("unit", "share") not in UNITS:
             raise ValueError(f"unit {row['unit']!r} is not one of {', '.join(UNITS)}")
         return cls(Setting(**given), **row)

@@ -79,7 +79,7 @@ def group(s: Setting) -> tuple[str | float, ...]:
 def title(s: Setting) -> str:
     """Return a table's title: its task, length and model."""
     depth = "" if s.depth is None else f"depth {s.depth:g}"
-    parts = [s.task, f"{s.length:,} tokens", s.asked, depth, s.model]
+    parts = [s.task, s.tokens, s.asked, depth, s.model]
     return ", ".join(part for part in parts if part)
 
 
@@ -225,7 +225,18 @@ def measured(cells: Sequence[Cell]) -> str:
         f"{s.seed}, block {s.block_size}, {s.dtype}, {devices}{limit}"
         + ("; asked in plain text, without a chat template" if cells[0].plain else "")
         + (f"; file {s.data[:8]}" if s.data else "")
+        + (_prompts_read(cells) if s.from_rows else "")
     )
+
+
+def _prompts_read(cells: Sequence[Cell]) -> str:
+    """Return how long the prompts were, or '' if a cell of an earlier version does not know."""
+    known = [cell.prompt_tokens for cell in cells]
+    found = [lengths for lengths in known if lengths is not None]
+    if len(found) < len(known):
+        return ""
+    fewest, most = min(low for low, _ in found), max(high for _, high in found)
+    return f", prompts of {'' if fewest == most else f'{fewest:,} to '}{most:,} tokens"
 
 
 def describe(s: Setting) -> str:
@@ -233,7 +244,7 @@ def describe(s: Setting) -> str:
     depth = "" if s.depth is None else f"depth {s.depth:g}"
     budget = UNCAPPED if s.budget is None else f"{s.budget} slots"
     policy = label(s).replace(", ", " ")
-    parts = (s.task, f"{s.length:,} tokens", s.asked, depth, policy, budget, s.positions)
+    parts = (s.task, s.tokens, s.asked, depth, policy, budget, s.positions)
     return ", ".join(filter(None, parts))
 
 

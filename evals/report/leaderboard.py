@@ -169,7 +169,8 @@ def _section_lines(part: Sequence[Cell], heading: str, picture: str | None) -> l
         lines += ["### Means over budgets", "", *_overview(ranked), ""]
     for table in ranked:
         at = f", {table.positions} positions" if table.rows else ""
-        lines += [f"### {table.length:,} tokens{at}", "", *_table(table), ""]
+        upto = "Up to " if part[0].setting.from_rows else ""
+        lines += [f"### {upto}{table.length:,} tokens{at}", "", *_table(table), ""]
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from transformers import AutoTokenizer
 
 from kvcap import cli, pocket
 from kvcap.evals.quality import metrics
-from kvcap.evals.quality.cells import read_cells
+from kvcap.evals.quality.cells import cells_of, read_cells
 from kvcap.evals.quality.longbench_sets import EVEN, SETS
+from kvcap.evals.quality.table import measured
 from kvcap.evals.quality.tasks import (
     files,
     load_task,
@@ -26,6 +28,7 @@ from kvcap.evals.quality.tasks import (
     with_data,
 )
 from kvcap.evals.quality.tasks.math import ASKS
+from kvcap.evals.report.leaderboard import page, sections
 from kvcap.runtime.errors import ExtraMissing
 
 TOWN = "The mayor of Lowmere is Ann Ode. The river Alder runs through it."
@@ -74,6 +77,29 @@ def test_rows_of_a_users_file_are_asked_below_their_text(tmp_path: Path, tokeniz
     context, question = prompt_parts(tokenizer, first, "after")
     assert "Alder runs" in tokenizer.decode(context)
     assert tokenizer.decode(question).startswith("Who is the mayor?")
+
+
+def test_tables_say_how_long_the_prompts_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--lengths` is the most that a row may have, and rows may be shorter."""
+    path = write(tmp_path / "town.jsonl", own(), own("River?", ["Alder"]))
+    out = tmp_path / "out"
+    command = f"eval pocket --tasks file:{path} --lengths 4096 --samples 2 --device cpu --out {out}"
+    given = "--policies keydiff --budgets 16 --block-size 16 --positions compact"
+    assert cli.run([*command.split(), *given.split()]) == 0
+    (cell,) = cells_of([out])
+    fewest, most = cell.prompt_tokens or (0, 0)
+    assert 16 < fewest < most < 200
+    said = (out / "results.md").read_text()
+    assert f", prompts of {fewest} to {most} tokens." in said
+    assert f"file:{path}, up to 4,096 tokens, question-aware" in said
+    assert said in capsys.readouterr().out
+    earlier = replace(cell, prompt_tokens=None)
+    assert "prompts of" not in measured([cell, earlier])
+    assert f"prompts of {most} tokens" in measured([replace(cell, prompt_tokens=(most, most))])
+    (part,) = sections([cell])
+    assert "### Up to 4,096 tokens, compact positions" in page([part], "", {})
 
 
 def test_the_last_of_messages_is_the_question(tmp_path: Path, tokenizer: Any) -> None:
@@ -419,7 +445,7 @@ def test_pocket_answers_a_users_file(
     assert cells["streaming_llm", "after"].score < 1  # what is asked for was evicted
     assert cells["full", "aware"].setting.task == f"file:{path}"
     text = (out / "results.md").read_text()
-    assert f"file:{path}, 256 tokens, context-only" in text
+    assert f"file:{path}, up to 256 tokens, context-only" in text
     assert "answers of up to 16 tokens; file " in text
 
     write(path, rows[0], own())  # another content: every cell is measured anew
