@@ -46,7 +46,7 @@ def run(options: BenchmarkOptions) -> Result:
     rows: list[dict[str, Any]] = []
     tokens = options.lengths[0]
     if tokens < MINIMUM:
-        raise ValueError(f"lengths: {tokens} tokens are too few, give {MINIMUM} or more")
+        raise ValueError(f"--lengths: {tokens} tokens are too few, give {MINIMUM} or more")
     drawn: dict[tuple[str, int], list[Pools]] = {}
     wide: list[Tensor] = []  # cone constants of all candidates
     for i, layers in enumerate(pocket_layers(options.repeats, tokens)):

@@ -106,7 +106,7 @@ class Sweep:
             "recalls",
         ):
             if not getattr(self, name):
-                raise ValueError(f"{name}: give at least one")
+                raise ValueError(f"{_option(name)}: give at least one")
         numbers = {
             "budgets": min(self.budgets),
             "lengths": min(self.lengths),
@@ -117,25 +117,25 @@ class Sweep:
         }
         for name, least in numbers.items():
             if least < 1:
-                raise ValueError(f"{name}: {least} will not work, give 1 or more")
+                raise ValueError(f"{_option(name)}: {least} will not work, give 1 or more")
         for mode in self.positions:
             if mode not in get_args(Positions):
-                raise ValueError(f"positions: {mode!r} is not one of {get_args(Positions)}")
+                raise ValueError(f"--positions: {mode!r} is not one of {get_args(Positions)}")
         for question in self.questions:
             if question not in get_args(Question):
-                raise ValueError(f"questions: {question!r} is not one of {get_args(Question)}")
+                raise ValueError(f"--question: {question!r} is not one of {get_args(Question)}")
         for given in self.recalls:
             RecallSettings.parse(given)
         fixed = [depth for depth in self.depths if depth is not None]
         for depth in fixed:
             if not 0 <= depth <= 1:
-                raise ValueError(f"depths: {depth} is not between 0 (start) and 1 (end)")
+                raise ValueError(f"--depths: {depth} is not between 0 (start) and 1 (end)")
         load_task.cache_clear()  # files of tasks may have changed since an earlier sweep
         for task in self.tasks:
             if fixed and not is_placed(load_task(task)):
                 raise ValueError(
-                    f"depths: task {task!r} hides nothing at one place; leave out the task or "
-                    "--depths"
+                    f"--depths: task {task!r} hides nothing at one place; leave out the task or "
+                    "the depths"
                 )
         as_options(self.options)
         known = {option for name in spelled_out(self.policies) for option in options_of(name)}
@@ -285,12 +285,18 @@ def run(
     return cells
 
 
+def _option(name: str) -> str:
+    """Return the command's option that sets a field of `Sweep`."""
+    singular = {"questions": "question", "recalls": "recall"}
+    return f"--{singular.get(name, name).replace('_', '-')}"
+
+
 def _check_compared(compared: Sequence[str], policies: Sequence[str]) -> None:
     if len(compared) == 1:
-        raise ValueError(f"compare: {compared[0]!r} alone; give two policies or more")
+        raise ValueError(f"--compare: {compared[0]!r} alone; give two policies or more")
     for policy in compared:
         if policy not in policies:
-            raise ValueError(f"compare: {policy!r} is not among the policies of this sweep")
+            raise ValueError(f"--compare: {policy!r} is not among the policies of this sweep")
 
 
 def _refuse(out: Path) -> NoReturn:

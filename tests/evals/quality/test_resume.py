@@ -209,7 +209,7 @@ def test_the_command_shows_what_it_has_and_fails(
 def test_only_policies_of_the_sweep_are_compared(
     sweep: Sweep, tmp_path: Path, compared: list[str]
 ) -> None:
-    with pytest.raises(ValueError, match="compare: "):
+    with pytest.raises(ValueError, match="--compare: "):
         run(sweep, tmp_path / "out", compared=compared)
     assert not (tmp_path / "out").exists()
 
