@@ -381,12 +381,19 @@ def eval_command(
         if given := [name for name, value in others.items() if value]:
             raise ValueError(f"--agreement has no use for {', '.join(given)}; leave that out")
     if file is not None:
-        _agreement(sweep, file, out, json)
+        try:
+            _agreement(sweep, file, out, json)
+        except KeyboardInterrupt:
+            _note("interrupted: nothing is kept, the same command begins again")
+            raise
         return
+    kept = f"nothing is kept in {out}"
     with _meter("{task.completed}/{task.total} cells") as progress:
         meter = progress.add_task("eval", total=None)
 
         def report(done: int, total: int, cell: Cell | None) -> None:
+            nonlocal kept
+            kept = f"{done} of {total} cells are kept in {out}"
             progress.update(meter, completed=done, total=total)
             if cell is not None:
                 line = f"{cell.score:.2f}  {describe(cell.setting)}  ({cell.seconds:.1f} s)"
@@ -399,6 +406,9 @@ def eval_command(
             cells = run(sweep, out, report, crew=crew, compared=against, note=note)
         except CellsFailed as error:
             cells, failed = error.cells, error
+        except KeyboardInterrupt:
+            note(f"interrupted: {kept}; the same command runs the rest")
+            raise
     if plot:
         for picture in draw(current_cells(out / "cells.jsonl"), out):
             _note(f"wrote {picture}")

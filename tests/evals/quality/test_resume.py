@@ -15,6 +15,7 @@ from conftest import tiny_model
 from transformers import AutoTokenizer
 
 from kvcap import cli, pocket
+from kvcap.evals.quality import agreement
 from kvcap.evals.quality import sweep as runner
 from kvcap.evals.quality.answering import measure
 from kvcap.evals.quality.cells import Cell, add_cell, mend, read_cells
@@ -96,7 +97,7 @@ def same(cells: list[Cell]) -> list[tuple[Any, ...]]:
     return [(cell.setting, cell.score, cell.scores, cell.kv_bytes) for cell in cells]
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, policy: str, error: Exception) -> None:
+def planted(monkeypatch: pytest.MonkeyPatch, policy: str, error: BaseException) -> None:
     """Let the measurement of a policy fail."""
 
     def measures(runtime: Any, setting: Any, *given: Any) -> Cell:
@@ -203,6 +204,34 @@ def test_the_command_shows_what_it_has_and_fails(
     assert "kvcap: failed: niah_single, 64 tokens, question-aware, snapkv" in err
     assert "1 of 3 cells failed" in err
     assert (tmp_path / "pareto.png").exists()
+
+
+def test_ctrl_c_says_what_is_kept_and_how_to_go_on(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["eval", str(folder), "--policies", "keydiff,full", "--budgets", "48"]
+    command += ["--lengths", "64", "--samples", "2", "--block-size", "16", "--positions", "true"]
+    command += ["--out", str(tmp_path), "--device", "cpu"]
+    with monkeypatch.context() as patched:
+        planted(patched, "full", KeyboardInterrupt())
+        assert cli.run(command) == 130
+    says = (
+        f"kvcap: interrupted: 1 of 2 cells are kept in {tmp_path}; the same command runs the rest"
+    )
+    assert capsys.readouterr().err.splitlines()[-1] == says
+    assert cli.run(command) == 0
+    text = tmp_path / "text"
+    text.write_text("words " * 200)
+    monkeypatch.setattr(agreement, "measure", interrupted)
+    assert cli.run([*command, "--agreement", "-f", str(text)]) == 130
+    assert "nothing is kept, the same command begins again" in capsys.readouterr().err
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("compared", [["keydiff"], ["keydiff", "tova"]])
