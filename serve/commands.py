@@ -25,6 +25,7 @@ from kvcap.runtime.cli.options import (
     Recalling,
     Running,
     Sampling,
+    SharedPrompts,
     Threads,
     grouped,
     option,
@@ -233,17 +234,7 @@ class Load:
             "--memory-cap, or 64).",
         ),
     ] = None
-    shared_prompts: Annotated[
-        int | None,
-        option(
-            "--shared-prompts",
-            min=0,
-            metavar="N",
-            help="Keep the slots of N system prompts, from which further conversations of the "
-            "same API key begin; 0 keeps none (by default 4, or with --memory-cap one for every 8 "
-            "conversations that fit, up to 4).",
-        ),
-    ] = None
+    shared_prompts: SharedPrompts = None
     max_queue: Annotated[
         int,
         option(

@@ -33,6 +33,7 @@ from kvcap.runtime.cli.options import (
     Recalling,
     Running,
     Sampling,
+    SharedPrompts,
     grouped,
     pairs,
     policy_names,
@@ -216,6 +217,7 @@ def plan_command(
             "the memory that is free.",
         ),
     ] = False,
+    shared_prompts: SharedPrompts = None,
     backend: Backend,
     budget: Budget,
     recalling: Recalling,
@@ -227,11 +229,17 @@ def plan_command(
     """
     from kvcap.runtime.cli.tables import print_plan
 
+    if shared_prompts is not None and not serve:
+        raise ValueError(
+            f"--shared-prompts {shared_prompts} needs --serve; add that, or leave it out"
+        )
     free = free_memory()
     serving = None
     try:
         if serve:
-            serving = planned_serving(model, backend, budget, recall=recalling.served())
+            serving = planned_serving(
+                model, backend, budget, recall=recalling.served(), shared_prompts=shared_prompts
+            )
         if serving is None:
             index = recalling.settings(budget.memory_cap).nbytes
             plan = planned(model, backend, budget, index)

@@ -313,6 +313,18 @@ Threads = Annotated[
         help="Compute with N threads of the CPU (all cores, or OMP_NUM_THREADS, by default).",
     ),
 ]
+SharedPrompts = Annotated[
+    int | None,
+    option(
+        "--shared-prompts",
+        min=0,
+        metavar="N",
+        panel="Limits",
+        help="Keep the slots of N system prompts, from which further conversations of the "
+        "same API key begin; 0 keeps none (by default 4, or with --memory-cap one for every 8 "
+        "conversations that fit, up to 4).",
+    ),
+]
 Json = Annotated[bool, option("--json", panel="Output", help="Print one JSON document per result.")]
 
 

@@ -139,6 +139,26 @@ def test_not_even_one_is_refused_with_what_would_do(one: MemoryPlan) -> None:
         ServingPlan.of(one, shared, cap=500 * MIB, places=100_000)
 
 
+@pytest.mark.parametrize("copies", [9, 0])
+def test_plan_counts_copies_as_the_server_does(folder: str, capsys: Any, copies: int) -> None:
+    given = ["plan", folder, "--budget-tokens", "64", "--shared-prompts", str(copies)]
+    assert run([*given, "--serve", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["serve"]
+    opened = open_conversations(
+        folder,
+        Backend(),
+        Budget(budget_tokens=64),
+        Running(),
+        Output(quiet=True),
+        shared_prompts=copies,
+    )
+    opened.scheduler.close()
+    assert found["shared_prompts"] == opened.plan.shared_prompts == copies
+    assert found["shared_prompt_bytes"] == opened.plan.shared_prompt_bytes
+    assert run(given) == 2
+    assert f"--shared-prompts {copies} needs --serve" in capsys.readouterr().err
+
+
 def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
     given = ["plan", folder, "--serve", "--budget-tokens", "64", "--memory-cap"]
     assert run([*given, "4GiB", "--json"]) == 0

@@ -34,7 +34,7 @@ ANSWER = {
 OPTIONS = {
     "chat": BUDGET | ANSWER | {"--no-commands"},
     "generate": BUDGET | ANSWER | {"--model", "-m", "--file", "-f", "--raw"},
-    "plan": BUDGET | {"--context", "--serve", "--recall", "--recall-store"},
+    "plan": BUDGET | {"--context", "--serve", "--shared-prompts", "--recall", "--recall-store"},
     "warm": (BUDGET - {"--json", "--backend"}) | {"--device", "--evict-every"},
     "policies": {"--json"},
     "eval": {"--json", "--threads", "--prefill-chunk-size", "--kv-dtype"},
