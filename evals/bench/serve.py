@@ -9,6 +9,10 @@ Every row is measured at a process of `kvcap serve`, by clients that speak plain
 - `together`: tokens per second of `clients` at once, and of clients one after another at a server
   that answers one at a time, in `repeats` turns; `ratio` is the median of the turns' ratios. For
   this row and `overhead` the model never ends an answer, so that each has `steps` tokens.
+- `shared`: the time to the first token of a conversation with a system prompt of some four budgets,
+  which an earlier one had, at a server that keeps copies behind system prompts (`ttft_ms`) and at
+  one that keeps none (`read_ttft_ms`), in `repeats` turns; `ratio` is the median of the turns'
+  ratios. `shared_tokens` of each prompt were copied.
 - `load`: `conversations` of random length, up to 200 at once, under a memory cap. A tenth of the
   answers is left midway, and a tenth of the requests is hostile. `lost` counts requests without an
   answer, `foreign` answers with facts of another conversation; `peak_mib` is the process's peak.
@@ -16,7 +20,7 @@ Every row is measured at a process of `kvcap serve`, by clients that speak plain
   `dropped` counts saved conversations that could not be loaded, `restored` those that went on, with
   `reused` tokens that need not be read again; the last two are of servers that became idle.
 
-Reads `budgets`, `steps`, `repeats` (turns of `overhead` and `together`), `conversations`, `kills`,
+Reads `budgets`, `steps`, `repeats` (turns of the first three rows), `conversations`, `kills`,
 `model`.
 """
 
@@ -44,7 +48,10 @@ from kvcap.evals.random_models import directory
 from kvcap.runtime.errors import PeerFailed
 
 DEFAULTS = {"budgets": (256,), "steps": 200, "repeats": 5, "model": "pocket"}
-COLUMNS = ("row", "clients", "requests", "tok_s", "ratio", "lost", "foreign", "peak_mib")
+COLUMNS = (
+    *("row", "clients", "requests", "tok_s", "ttft_ms", "ratio", "ratio_low", "ratio_high"),
+    *("lost", "foreign", "peak_mib"),
+)
 CLIENTS, AT_ONCE = 8, 200
 CAP_MIB = 1024
 HOSTILE = (
@@ -73,9 +80,14 @@ def run(options: BenchmarkOptions) -> Result:
             overhead = _overhead(server, patient, budget, options.steps, options.repeats)
             with kvcap_server(patient, budget, "--max-together", str(CLIENTS)) as other:
                 together = _together(server, other, options.steps, options.repeats)
+        with (
+            kvcap_server(model, budget, "--shared-prompts", "1") as server,
+            kvcap_server(model, budget, "--shared-prompts", "0") as other,
+        ):
+            shared = _shared(server, other, 4 * budget, options.repeats)
         load = _load(model, budget, options.conversations)
         killed = _killed(model, budget, options.kills, Path(folder, "kept"))
-    rows = [overhead, together, load, killed]
+    rows = [overhead, together, shared, load, killed]
     names = {name: None for row in rows for name in (*COLUMNS, *row)}
     return Result(
         "serve",
@@ -153,16 +165,50 @@ def _together(one: PeerServer, several: PeerServer, steps: int, repeats: int) ->
     for _ in range(repeats):
         serial.append(_seconds(one, steps, 1))
         at_once.append(_seconds(several, steps, CLIENTS))
-    ratios, tokens = [x / y for x, y in zip(serial, at_once, strict=True)], CLIENTS * steps
+    tokens = CLIENTS * steps
     return {
         "row": "together",
         "clients": CLIENTS,
         "requests": CLIENTS * repeats,
         "tok_s": tokens / median(at_once),
-        "ratio": median(ratios),
+        **_ratio(serial, at_once),
         "serial_tok_s": tokens / median(serial),
-        "ratio_low": min(ratios),
-        "ratio_high": max(ratios),
+    }
+
+
+def _ratio(slower: Sequence[float], faster: Sequence[float]) -> dict[str, float]:
+    """Return the median, least and greatest ratio of the times of each turn."""
+    ratios = [x / y for x, y in zip(slower, faster, strict=True)]
+    return {"ratio": median(ratios), "ratio_low": min(ratios), "ratio_high": max(ratios)}
+
+
+def _first_token_s(server: PeerServer, words: int, number: int) -> float:
+    """Return the seconds to the first token of a conversation with the system prompt of all."""
+    asked = _asked(5, 1, number)
+    system = {"role": "system", "content": _asked(words, 1)["messages"][0]["content"]}
+    asked["messages"].insert(0, system)
+    begun = time.perf_counter()
+    first, *_ = (arrived for arrived, _ in pieces(server.post(asked)))
+    return first - begun
+
+
+def _shared(copying: PeerServer, reading: PeerServer, words: int, repeats: int) -> dict[str, Any]:
+    """Compare a server that copies a system prompt's slots with one that reads it, alternating."""
+    copied, read = list[float](), list[float]()
+    for number in range(repeats + 1):
+        seconds = [_first_token_s(server, words, number) for server in (reading, copying)]
+        if number:  # the first turn warms up, and leaves the copy
+            read.append(seconds[0])
+            copied.append(seconds[1])
+    figures = copying.figures()
+    return {
+        "row": "shared",
+        "clients": 1,
+        "requests": repeats,
+        "ttft_ms": median(copied) * 1e3,
+        **_ratio(read, copied),
+        "read_ttft_ms": median(read) * 1e3,
+        "shared_tokens": int(figures["kvcap_shared_tokens_total"] / repeats),
     }
 
 

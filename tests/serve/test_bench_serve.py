@@ -17,9 +17,11 @@ def test_nothing_is_lost_under_load_or_by_kills():
             budgets=(64,), steps=4, repeats=1, conversations=6, kills=1, model="pocket"
         )
     )
-    overhead, together, loaded, killed = found.rows
+    overhead, together, shared, loaded, killed = found.rows
     assert overhead["loop_us"] > 0
     assert together["requests"] == 8
+    assert shared["ratio_low"] <= shared["ratio"] <= shared["ratio_high"]
+    assert shared["shared_tokens"] >= 128
     assert (loaded["lost"], loaded["foreign"], loaded["not_refused"]) == (0, 0, 0), loaded["why"]
     assert loaded["peak_mib"] < loaded["cap_mib"]
     assert (killed["foreign"], killed["dropped"]) == (0, 0)
