@@ -38,7 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import Body, chat_request
+from kvcap.serve.chat_path import Body, request_of
 from kvcap.serve.contract import Ask, Conversations, Reply
 from kvcap.serve.errors import NO_TEMPLATE, ApiError, of_body, respond, respond_unforeseen
 from kvcap.serve.limits import Bodies, RequestLimits
@@ -248,20 +248,26 @@ class Api:
         Raises:
             ApiError: nothing that could be answered.
         """
-        said = chat_request(made)
+        said = request_of(schemas.ChatRequest, made)
         self.check_model(said.model)
         return said.ask(*self._given(request))
 
     async def complete(self, request: Request) -> Response:
         """Continue a text: `POST /v1/completions`."""
         said = await self.said(request, schemas.CompletionRequest)
-        self.check_model(said.model)
-        given = self._given(request)
-        asks = [ask for prompt in said.prompt for ask in said.asks(said.ask(prompt, *given))]
 
         def form() -> Form:
             return TextForm(self.settings.model, said.include_usage, said.usage_each)
 
+        return await self.go_on(request, said, form)
+
+    async def go_on(
+        self, request: Request, said: schemas.CompletionRequest, form: Callable[[], Form]
+    ) -> Response:
+        """Continue texts in any form: of OpenAI's API, or of another that was translated to it."""
+        self.check_model(said.model)
+        given = self._given(request)
+        asks = [ask for prompt in said.prompt for ask in said.asks(said.ask(prompt, *given))]
         return await self._answer(request, asks, form, said)
 
     async def models(self, _: Request) -> Response:

@@ -17,6 +17,7 @@ from kvcap.serve.limits import RequestLimits
 from kvcap.serve.streaming import ChatForm, Form
 
 Body = TypeVar("Body", bound=schemas.Strict)
+Made = TypeVar("Made", schemas.ChatRequest, schemas.CompletionRequest)
 
 
 class ChatPath(Protocol):
@@ -43,6 +44,11 @@ class ChatPath(Protocol):
         self, request: Request, said: schemas.ChatRequest, form: Callable[[], Form]
     ) -> Response:
         """Answer a chat in any form."""
+
+    async def go_on(
+        self, request: Request, said: schemas.CompletionRequest, form: Callable[[], Form]
+    ) -> Response:
+        """Continue texts in any form."""
 
     def ask(self, request: Request, made: Callable[[], Mapping[str, Any]]) -> Ask:
         """Return what the body of a chat asks for, which is made of another API's.
@@ -78,12 +84,13 @@ class TranslatedForm(ChatForm):
         return b"".join([self.delta(choice["delta"]) for choice in choices])
 
 
-def chat_request(
-    made: Callable[[], Mapping[str, Any]], names: Mapping[str, str] = NONE
-) -> schemas.ChatRequest:
-    """Return the chat that another API's body asks for.
+def request_of(
+    kind: type[Made], made: Callable[[], Mapping[str, Any]], names: Mapping[str, str] = NONE
+) -> Made:
+    """Return the chat, or the text to continue, that another API's body asks for.
 
     Args:
+        kind: which of both.
         made: makes OpenAI's body of it, or raises a `ValueError`.
         names: fields of that API by OpenAI's names, where these differ.
 
@@ -91,7 +98,7 @@ def chat_request(
         ApiError: it cannot be answered.
     """
     try:
-        return schemas.ChatRequest.model_validate(made())
+        return kind.model_validate(made())
     except ValidationError as error:
         raise of_body(error, names) from error
     except ValueError as error:

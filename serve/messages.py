@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, TranslatedForm, chat_request
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, request_of
 from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
@@ -283,7 +283,7 @@ class Messages:
     async def create(self, request: Request) -> Response:
         """Answer messages: `POST /v1/messages`."""
         body = await self.api.said(request, MessageBody)
-        said = chat_request(body.openai, {"stop": "stop_sequences"})
+        said = request_of(schemas.ChatRequest, body.openai, {"stop": "stop_sequences"})
         return await self.api.answer(
             request, said, lambda: MessageForm(self.api.name, said.most_calls)
         )

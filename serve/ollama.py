@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from kvcap import __version__
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, TranslatedForm, chat_request
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, request_of
 from kvcap.serve.contract import Piece, Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
@@ -54,13 +54,13 @@ class OllamaBody(schemas.Strict):
     think: bool | Literal["low", "medium", "high"] | None = None
     keep_alive: Any = None  # it asks for nothing: the model stays
 
-    def openai(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the body as OpenAI's API has it.
+    def openai(self, **asked: Any) -> dict[str, Any]:
+        """Return the body as OpenAI's API has it, with the messages or the prompt that it asks.
 
         Raises:
             ValueError: an option that this server has not.
         """
-        found: dict[str, Any] = {"model": self.model.removesuffix(":latest"), "messages": messages}
+        found: dict[str, Any] = {"model": self.model.removesuffix(":latest"), **asked}
         found["stream"] = self.stream is not False
         for name, value in (self.options or {}).items():
             if name in OPTIONS:
@@ -108,7 +108,7 @@ class ChatBody(OllamaBody):
             if message.get("role") == "tool" and "tool_call_id" not in said:
                 said["tool_call_id"] = waiting.pop(0) if waiting else "call"
             found.append(said)
-        return {**self.openai(found), "tools": self.tools}
+        return {**self.openai(messages=found), "tools": self.tools}
 
 
 def _as_openai(call: Any, id_: str) -> dict[str, Any]:
@@ -131,7 +131,8 @@ class GenerateBody(OllamaBody):
     prompt: str = ""
     system: str | None = None
     suffix: Literal[""] | None = None
-    raw: Literal[False] | None = None  # `/v1/completions` continues texts
+    raw: bool | None = None
+    """Says that the prompt is continued without the chat template, as `/v1/completions` does."""
 
     @property
     def is_empty(self) -> bool:
@@ -141,7 +142,21 @@ class GenerateBody(OllamaBody):
     def chat(self) -> dict[str, Any]:
         """Return the body as OpenAI's API has it."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.openai([*system, {"role": "user", "content": self.prompt}])
+        return self.openai(messages=[*system, {"role": "user", "content": self.prompt}])
+
+    def text(self) -> dict[str, Any]:
+        """Return the body as OpenAI's API has it, with a prompt that is continued as it is.
+
+        Raises:
+            ValueError: a field that needs the chat template.
+        """
+        for name in ("system", "format", "think"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name} does not go with raw, which continues the prompt without the chat "
+                    "template; leave one of them out"
+                )
+        return {**self.openai(prompt=self.prompt), "chat_template_kwargs": None}
 
 
 class ShowBody(schemas.Strict):
@@ -159,13 +174,14 @@ class OllamaForm(TranslatedForm):
         model: the name that the server has for it.
         most_calls: of tools.
         chat: whether a message is answered, or a prompt.
+        raw: the prompt is continued as it is, so that all of the answer is text.
     """
 
     prefix, media_type, alive = "ollama", "application/x-ndjson", b""
 
-    def __init__(self, model: str, most_calls: int, *, chat: bool) -> None:
+    def __init__(self, model: str, most_calls: int, *, chat: bool, raw: bool = False) -> None:
         super().__init__(model, include_usage=False, most_calls=most_calls)
-        self.chat, self.begun = chat, time.perf_counter_ns()
+        self.chat, self.raw, self.begun = chat, raw, time.perf_counter_ns()
         self.first: int | None = None  # when the first piece came
 
     def opening(self) -> bytes:
@@ -175,7 +191,10 @@ class OllamaForm(TranslatedForm):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices of a piece, and note when the first came."""
         self.first = self.first or time.perf_counter_ns()
-        return super().put(piece)
+        if not self.raw:
+            return super().put(piece)
+        self.content += piece.text
+        return [{"delta": {"content": piece.text}}] if piece.text else []
 
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and the figures."""
@@ -289,7 +308,12 @@ class Ollama:
             )
             ended = {"done": True, "done_reason": "load"}
             return JSONResponse({"model": name, "created_at": now(), **answer, **ended})
-        said = chat_request(body.chat, NAMES)
+        if isinstance(body, GenerateBody) and body.raw:
+            text = request_of(schemas.CompletionRequest, body.text, NAMES)
+            return await self.api.go_on(
+                request, text, lambda: OllamaForm(name, 0, chat=False, raw=True)
+            )
+        said = request_of(schemas.ChatRequest, body.chat, NAMES)
         return await self.api.answer(
             request, said, lambda: OllamaForm(name, said.most_calls, chat=chats)
         )

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, TranslatedForm, chat_request
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, request_of
 from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
@@ -214,7 +214,7 @@ class Responses:
         def made() -> dict[str, Any]:
             return body.openai([*self._before(owner, body.previous_response_id), *body.messages])
 
-        said = chat_request(made, NAMES)
+        said = request_of(schemas.ChatRequest, made, NAMES)
 
         def keep(form: ResponseForm) -> None:
             if body.store is not False:

@@ -70,6 +70,19 @@ def test_a_prompt_is_answered(url, talk):
     assert (loaded["done_reason"], loaded["response"]) == ("load", "")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_raw_prompt_is_continued_as_it_is(url, talk, stream):
+    """All of the answer is text, also what would be thoughts in a chat."""
+    talk.script = Script(["<think>", "Hm", "</think>"])
+    asked = {"model": "pocket", "prompt": "Once", "raw": True, "stream": stream, "think": False}
+    said = httpx.post(f"{url}/api/generate", json={**asked, "options": {"num_predict": 9}})
+    found = lines(said) if stream else [said.json()]
+    assert "".join(one["response"] for one in found) == "<think>Hm</think>"
+    assert (found[-1]["done_reason"], found[-1]["eval_count"]) == ("stop", 3)
+    assert (talk.asked.prompt, talk.asked.messages) == ("Once", None)
+    assert talk.asked.options == {"max_new_tokens": 9}
+
+
 def test_any_json_may_be_asked_for(url, talk):
     httpx.post(f"{url}/api/chat", json={**ASKED, "format": "json"})
     assert talk.asked.options["json_schema"] == {"type": "object"}
@@ -79,7 +92,8 @@ def test_any_json_may_be_asked_for(url, talk):
     ("chat", {**ASKED, "options": {"mirostat": 1}}, "'mirostat'"),
     ("chat", {**ASKED, "messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "images"),
     ("chat", {**ASKED, "unheard_of": 1}, "unheard_of"),
-    ("generate", {"model": "pocket", "prompt": "x", "raw": True}, "raw"),
+    *(("generate", {"model": "pocket", "prompt": "x", "raw": True, **more}, "does not go with raw")
+      for more in ({"system": "x"}, {"format": "json"}, {"think": True})),
     ("show", {"model": "llama3"}, "use 'pocket'"),
 ])  # fmt: skip
 def test_what_cannot_be_answered_is_refused_in_its_form(url, talk, path, body, words):
