@@ -98,7 +98,7 @@ def request_of(
         ApiError: it cannot be answered.
     """
     try:
-        return kind.model_validate(made())
+        return kind.model_validate(made()).named(names)
     except ValidationError as error:
         raise of_body(error, names) from error
     except ValueError as error:

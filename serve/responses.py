@@ -25,6 +25,7 @@ from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
 
 NAMES = {
+    "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",

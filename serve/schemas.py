@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     StringConstraints,
     model_validator,
 )
@@ -30,6 +31,9 @@ from kvcap.serve.contract import Ask
 from kvcap.serve.errors import ApiError
 from kvcap.serve.limits import RequestLimits
 
+if TYPE_CHECKING:
+    from typing import Self
+
 STOPS, STOP_LETTERS = 16, 256
 TOOLS = 128
 SCHEMA_DEPTH = 64  # of a JSON schema and of a tool's parameters
@@ -37,6 +41,7 @@ TOP_LOGPROBS, TOP_LOGPROBS_OF_TEXT = 20, 5  # the most there are, as in OpenAI's
 REPETITION = 10.0
 RECALLED = 2**20  # tokens
 ANSWERS = 128  # of one request: of `n`, and of several prompts
+LIMITS = ("max_tokens", "max_completion_tokens")  # fields that limit an answer
 TOKENS = 2**31  # of a vocabulary: ids are numbers of 32 bits
 
 
@@ -366,6 +371,13 @@ class Request(Strict):
     prompt_cache_retention: Short | None = None
     store: bool | None = None
     service_tier: Short | None = None
+    _names: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    """Holds fields as the client's API has them, by the names that they have here."""
+
+    def named(self, names: Mapping[str, str]) -> Self:
+        """Have errors name fields as the client's API does, by the names that they have here."""
+        self._names = names
+        return self
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> Request:
@@ -406,7 +418,7 @@ class Request(Strict):
         field_of = {name: field for field, name in self.OPTIONS.items()}
         for name in found:
             if name not in settings.NAMES:
-                field = field_of.get(name, name)
+                field = self._named(field_of.get(name, name))
                 raise ApiError(
                     400,
                     f"{field} is not supported by this server; leave it out",
@@ -414,13 +426,18 @@ class Request(Strict):
                     code="unsupported_parameter",
                 )
         if (most := found.get("max_new_tokens", 1)) > limits.answer_tokens:
+            given_as = [name for name in LIMITS if getattr(self, name, None) is not None]
+            field = self._named(given_as[0] if given_as else LIMITS[0])
             raise ApiError(
                 400,
-                f"max_tokens is {most:,}, and this server writes answers of at "
+                f"{field} is {most:,}, and this server writes answers of at "
                 f"most {limits.answer_tokens:,} tokens",
-                param="max_tokens",
+                param=field,
             )
         return found
+
+    def _named(self, field: str) -> str:
+        return self._names.get(field, field)
 
     def further_options(self) -> dict[str, Any]:
         """Return settings that are no plain parameter."""
@@ -586,7 +603,7 @@ class ChatRequest(Request):
                 400,
                 f"there are {len(self.messages):,} messages, and this server takes at most "
                 f"{limits.messages:,}; what a conversation has read need not fit into one",
-                param="messages",
+                param=self._named("messages"),
             )
         messages, begin = list(self.messages), ""
         if messages and messages[-1].role == "assistant":

@@ -316,7 +316,7 @@ def test_a_schema_and_a_limit_are_those_of_the_answer(client, talk, api):
         assert client.post(api.path, json={**api.asked, **api.schema}).status_code == 200
         assert talk.asked.options["json_schema"] == PARAMETERS
     outer, _, inner = api.limit.partition(".")
-    for most, status in ((7, 200), (-5, 400), ("7", 400)):
+    for most, status in ((7, 200), (-5, 400), ("7", 400), (101, 400)):
         limit = {outer: {inner: most} if inner else most}
         said = client.post(api.path, json={**api.asked, **limit})
         assert said.status_code == status, said.text
