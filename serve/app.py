@@ -40,7 +40,7 @@ from kvcap.runtime.errors import KvcapError
 from kvcap.serve import schemas
 from kvcap.serve.chat_path import Body, request_of
 from kvcap.serve.contract import Ask, Conversations, Reply
-from kvcap.serve.errors import NO_TEMPLATE, ApiError, of_body, respond, respond_unforeseen
+from kvcap.serve.errors import NO_TEMPLATE, NONE, ApiError, of_body, respond, respond_unforeseen
 from kvcap.serve.limits import Bodies, RequestLimits
 from kvcap.serve.messages import Messages
 from kvcap.serve.metrics import Metrics
@@ -242,13 +242,18 @@ class Api:
             raise ApiError(400, f"{self.settings.model} {NO_TEMPLATE}", code="no_chat_template")
         return await self._answer(request, said.asks(said.ask(*self._given(request))), form, said)
 
-    def ask(self, request: Request, made: Callable[[], Mapping[str, Any]]) -> Ask:
+    def ask(
+        self,
+        request: Request,
+        made: Callable[[], Mapping[str, Any]],
+        names: Mapping[str, str] = NONE,
+    ) -> Ask:
         """Return what the body of a chat asks for, which is made of another API's.
 
         Raises:
             ApiError: nothing that could be answered.
         """
-        said = request_of(schemas.ChatRequest, made)
+        said = request_of(schemas.ChatRequest, made, names)
         self.check_model(said.model)
         return said.ask(*self._given(request))
 

@@ -50,7 +50,12 @@ class ChatPath(Protocol):
     ) -> Response:
         """Continue texts in any form."""
 
-    def ask(self, request: Request, made: Callable[[], Mapping[str, Any]]) -> Ask:
+    def ask(
+        self,
+        request: Request,
+        made: Callable[[], Mapping[str, Any]],
+        names: Mapping[str, str] = NONE,
+    ) -> Ask:
         """Return what the body of a chat asks for, which is made of another API's.
 
         Raises:
@@ -63,6 +68,14 @@ class ChatPath(Protocol):
         Raises:
             ApiError: naming the one there is.
         """
+
+
+class Placed(dict[str, Any]):
+    """A part of OpenAI's body that knows where it stands in the body that this one was made of."""
+
+    def __init__(self, place: str, **said: Any) -> None:
+        super().__init__(said)
+        self.place = place
 
 
 class TranslatedForm(ChatForm):
@@ -98,8 +111,22 @@ def request_of(
         ApiError: it cannot be answered.
     """
     try:
-        return kind.model_validate(made()).named(names)
+        body = made()
+        return kind.model_validate(body).named(names)
     except ValidationError as error:
-        raise of_body(error, names) from error
+        raise of_body(error, lambda path: _place(body, path, names)) from error
     except ValueError as error:
         raise ApiError(400, str(error)) from error
+
+
+def _place(body: Any, path: Sequence[int | str], names: Mapping[str, str]) -> str:
+    """Return where a field of OpenAI's body stands in the body that this one was made of."""
+    steps = list(path)
+    for count, step in enumerate(path, 1):
+        try:
+            body = body[step]
+        except (LookupError, TypeError):  # it is missing, or a step within the schema
+            break
+        if isinstance(body, Placed):  # what lies between it and the last step has other names there
+            steps = [body.place, *path[count:][-1:]]
+    return ".".join(names.get(str(step), str(step)) for step in steps)

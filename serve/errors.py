@@ -7,7 +7,7 @@ own state, such as a path or a traceback, is ever part of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -141,17 +141,22 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the server failed; its log says why")
 
 
-def of_body(error: ValidationError, names: Mapping[str, str] = NONE) -> ApiError:
+def _path(steps: Sequence[int | str]) -> str:
+    return ".".join(map(str, steps))
+
+
+def of_body(
+    error: ValidationError, place: Callable[[Sequence[int | str]], str] = _path
+) -> ApiError:
     """Return the API's error for a body that is not valid; it names the first thing wrong.
 
     Args:
         error: of the schema.
-        names: fields as the client's API has them, by the schema's names where these differ.
+        place: returns where a field of the schema stands in the client's body.
     """
     found = error.errors(include_url=False, include_context=False)
     first = found[0]
-    field, *within = (str(step) for step in first["loc"]) if first["loc"] else [""]
-    where = ".".join([names.get(field, field), *within])
+    where = place(first["loc"])
     if first["type"] == "json_invalid":
         said = first["msg"].removeprefix("Invalid JSON: ")
         if "escape" in said or "code point" in said:

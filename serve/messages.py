@@ -15,12 +15,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, TranslatedForm, request_of
+from kvcap.serve.chat_path import ChatPath, Placed, TranslatedForm, request_of
 from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+NAMES = {"stop": "stop_sequences", "tool_call_id": "tool_use_id"}
 UNUSED = ("thinking", "redacted_thinking")  # blocks of earlier answers that are not read again
 
 
@@ -109,7 +110,7 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if role not in ("user", "assistant") or message.keys() - {"role", "content"}:
         raise ValueError(f"{where} is no message; give role, user or assistant, and content")
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
+        return [Placed(where, role=role, content=content)]
     results, texts, calls = list[dict[str, Any]](), list[Any](), list[dict[str, Any]]()
     for number, block in enumerate(content if isinstance(content, list) else [None]):
         place = f"{where}.content.{number}"
@@ -119,12 +120,14 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
             case {"type": "tool_result", "tool_use_id": str(id_)} if role == "user":
                 text = _text(block.get("content") or "", f"{place}.content")
                 text = f"Error: {text}" if block.get("is_error") else text
-                results.append({"role": "tool", "tool_call_id": id_, "content": text})
+                results.append(Placed(place, role="tool", tool_call_id=id_, content=text))
             case {"type": "tool_use", "id": id_, "name": name, "input": input_} if (
                 role == "assistant"
             ):
+                if not isinstance(input_, dict):
+                    raise ValueError(f"{place}.input is no object; give the call's arguments")
                 function = {"name": name, "arguments": json.dumps(input_)}
-                calls.append({"type": "function", "id": id_, "function": function})
+                calls.append(Placed(place, type="function", id=id_, function=function))
             case {"type": kind} if kind in UNUSED:
                 pass
             case _:
@@ -135,8 +138,9 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
                 )
     if not texts and not calls:
         return results
-    said: dict[str, Any] = {"role": role, "content": _text(texts, f"{where}.content")}
-    return [*results, said | ({"tool_calls": calls} if calls else {})]
+    called = {"tool_calls": calls} if calls else {}
+    said = Placed(where, role=role, content=_text(texts, f"{where}.content"), **called)
+    return [*results, said]
 
 
 def _text(content: Any, where: str) -> str:
@@ -283,7 +287,7 @@ class Messages:
     async def create(self, request: Request) -> Response:
         """Answer messages: `POST /v1/messages`."""
         body = await self.api.said(request, MessageBody)
-        said = request_of(schemas.ChatRequest, body.openai, {"stop": "stop_sequences"})
+        said = request_of(schemas.ChatRequest, body.openai, NAMES)
         return await self.api.answer(
             request, said, lambda: MessageForm(self.api.name, said.most_calls)
         )
@@ -291,6 +295,6 @@ class Messages:
     async def count(self, request: Request) -> Response:
         """Count the tokens that messages would take: `POST /v1/messages/count_tokens`."""
         body = await self.api.said(request, CountBody)
-        ask = self.api.ask(request, body.openai)
+        ask = self.api.ask(request, body.openai, NAMES)
         found = await self.api.conversations.encode(ask)
         return JSONResponse({"input_tokens": len(found)})

@@ -33,15 +33,16 @@ ALSO = {
 """Says what a message of a role may have besides its `role` and `content`."""
 MAY_BE_LEFT_OUT = {
     "tool": (
-        "what a tool returned, in message {}; give the assistant's message with its 'tool_calls' "
+        "what a tool returned, {!r}; give the assistant's message with its 'tool_calls' "
         "before it, or say the result in a message of the user"
     ),
     "system": (
-        "what the system says in message {}, behind the first; say it in the first message, or in "
+        "what the system says behind the first message, {!r}; say it in the first message, or in "
         "one of the user"
     ),
 }
 """Says of roles that some chat templates do not write what is left out, and what to do."""
+SHOWN = 40  # letters of a message, in an error about it
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cache
 MARK_BEGUN = "\u2402begun\u2403"  # stands for the beginning of the next answer
@@ -356,19 +357,17 @@ def check_written(
         options: further names that the template gets.
 
     Raises:
-        ChatTemplateMissing: naming the first message that is not written.
+        ChatTemplateMissing: quoting the first message that is not written.
     """
     marked = _marked(messages)
     if marked == list(messages):
         return
     text = render(tokenizer, [*first, *marked], tools, options)
-    for index, one in enumerate(marked, len(first)):
+    for one, message in zip(marked, messages, strict=True):
         if one["role"] in MAY_BE_LEFT_OUT and one["content"] not in text:
-            raise ChatTemplateMissing(
-                f"this model's chat template leaves out {MAY_BE_LEFT_OUT[one['role']]}".format(
-                    index
-                )
-            )
+            # Not by its number, which is another in the bodies of some APIs.
+            said = MAY_BE_LEFT_OUT[one["role"]].format(message["content"][:SHOWN])
+            raise ChatTemplateMissing(f"this model's chat template leaves out {said}")
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:

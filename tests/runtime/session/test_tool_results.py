@@ -172,7 +172,7 @@ def test_results_follow_an_answer_that_the_template_refuses_to_write():
 def test_a_result_that_is_not_written_is_refused(runtime):
     session = called(runtime, LEFT_OUT)
     said, before = [result(session, "2")], list(session.messages)
-    with pytest.raises(ChatTemplateMissing, match="leaves out what a tool returned, in message 2"):
+    with pytest.raises(ChatTemplateMissing, match="leaves out what a tool returned, '2'; give"):
         session.send(said)
     assert session.messages == before
     with pytest.raises(ChatTemplateMissing, match="leaves out what a tool returned"):

@@ -133,6 +133,23 @@ def test_what_cannot_be_answered_is_refused_in_its_form(url, talk, body, words):
     assert words in said.json()["error"]["message"]
 
 
+def test_what_is_wrong_is_named_where_it_stands_in_the_body(url, talk):
+    """The system's message, and each result of a tool, are messages of their own in a chat."""
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "2"}
+    first = {"role": "user", "content": [result, result, {"type": "text", "text": "x"}]}
+    call = {"type": "tool_use", "id": "1", "name": "add", "input": {}}
+    for wrong, place, role in (
+        ({**call, "name": "a b"}, "name is 'a b'", "assistant"),
+        ({**call, "id": "x" * 300}, "id is", "assistant"),
+        ({**call, "input": [1]}, "input is no object", "assistant"),
+        ({**result, "tool_use_id": "x" * 300}, "tool_use_id is", "user"),
+    ):
+        last = {"role": role, "content": [{"type": "text", "text": "x"}, wrong]}
+        said = post(url, system="Be brief.", messages=[first, last])
+        assert said.status_code == 400
+        assert said.json()["error"]["message"].startswith(f"messages.1.content.1.{place}")
+
+
 def test_an_error_within_a_stream_ends_it_in_its_form(url, talk):
     talk.script = Script(late=errors.SessionBroken("broken"))
     assert events(url)[-1] == {"type": "error", "error": {"type": "api_error", "message": "broken"}}

@@ -100,6 +100,19 @@ def test_what_cannot_be_answered_is_refused_by_name(client, talk, body):
         client.responses.create(model="pocket", **{"input": "Hi"}, extra_body=body)
 
 
+@pytest.mark.parametrize(("wrong", "field"), [
+    ({"name": "a b"}, "name"), ({"arguments": 5}, "arguments"), ({"call_id": "x" * 300}, "call_id"),
+    ({"type": "function_call_output", "output": "2", "call_id": "x" * 300}, "call_id"),
+])  # fmt: skip
+def test_what_is_wrong_is_named_where_it_stands_in_the_input(client, talk, wrong, field):
+    """Instructions are a message of their own in a chat, and calls join that before them."""
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
+    said: Any = [{"role": "user", "content": "x"}, call, {**call, **wrong}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model="pocket", instructions="Be brief.", input=said)
+    assert refused.value.param == f"input.2.{field}"
+
+
 def test_a_response_goes_on_with_what_its_conversation_holds():
     scheduler = Scheduler(pocket(), Limits(places=2, together=1))
     app = application(scheduler, Settings("pocket"))
