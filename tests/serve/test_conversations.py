@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import tiny_chat
-from server_chats import ask, limits, said, serve, small, text_of, until, user
+from server_chats import NEVER, ask, limits, said, serve, small, text_of, until, user
 from tools import ROOT, first_kept
 
 import kvcap
@@ -364,6 +364,34 @@ def test_the_least_recently_used_goes_first(runtime: Any, tmp_path: Path) -> Non
 
     disk = SavedConversations(tmp_path, 1 << 20)
     serve(Scheduler(runtime, limits(places=1, together=1, save_after_s=0.0), disk), chat)
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_what_moves_while_it_is_answered_goes_on_from_what_was_saved(
+    runtime: Any, folder: str, tmp_path: Path, is_saved: bool
+) -> None:
+    """The answer that is written is not waited for; what was never saved is read again."""
+    disk, other_disk = (SavedConversations(tmp_path, 1 << 20, shared=True) for _ in range(2))
+    other = Scheduler(small(folder), limits(save_after_s=0.0), other_disk)
+
+    async def chat(s: Scheduler) -> None:
+        reply = s.submit(ask(user("Hello!")))
+        begun = [user("Hello!"), said(await text_of(reply))]
+        assert reply.usage is not None
+        read = reply.usage.prompt_tokens + reply.usage.completion_tokens
+        if is_saved:
+            await until(s._wound_up)
+        going_on = {"eos_token_id": NEVER}
+        unread = s.submit(ask(*begun, user("One."), tokens=3000, options=going_on))
+        await anext(unread)
+        moved = other.submit(ask(*begun, user("Two.")))
+        assert await text_of(moved)
+        assert unread.finish_reason is None
+        assert moved.usage is not None
+        assert abs(moved.usage.reused_tokens - read * is_saved) <= 1  # the last one is not read
+        await other.aclose()
+
+    serve(Scheduler(runtime, limits(save_after_s=0.0 if is_saved else 1e9), disk), chat)
 
 
 def test_owners_and_ids_never_become_paths(runtime: Any, tmp_path: Path) -> None:
