@@ -157,6 +157,7 @@ def of_body(
     found = error.errors(include_url=False, include_context=False)
     first = found[0]
     where = place(first["loc"])
+    where = where if len(where) <= SHOWN else f"{where[:SHOWN]}..."
     if first["type"] == "json_invalid":
         said = first["msg"].removeprefix("Invalid JSON: ")
         if "escape" in said or "code point" in said:

@@ -68,9 +68,10 @@ class CountBody(schemas.Strict):
             found["parallel_tool_calls"] = False
         if kind := choice.pop("type", None):
             named = {"type": "function", "function": {"name": choice.pop("name", None)}}
-            found["tool_choice"] = {"any": "required", "tool": named}.get(kind, kind)
+            words = {"any": "required", "tool": named}
+            found["tool_choice"] = words.get(kind, kind) if isinstance(kind, str) else kind
         if choice:
-            raise ValueError(f"tool_choice has {next(iter(choice))!r}; leave it out")
+            raise ValueError(f"tool_choice has {next(iter(choice))[:40]!r}; leave it out")
         if self.thinking is not None:
             on = self.thinking.get("type") != "disabled"
             found["chat_template_kwargs"] = {"enable_thinking": on}

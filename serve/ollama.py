@@ -101,8 +101,10 @@ class ChatBody(OllamaBody):
             if message.get("images"):
                 raise ValueError(f"messages.{number} has images; this server reads texts")
             if calls := message.get("tool_calls"):
+                if not isinstance(calls, list):
+                    raise ValueError(f"messages.{number}.tool_calls is no list; give one of calls")
                 said["tool_calls"] = [
-                    _as_openai(call, f"call_{number}_{place}") for place, call in enumerate(calls)
+                    _as_openai(call, number, place) for place, call in enumerate(calls)
                 ]
                 waiting = [call["id"] for call in said["tool_calls"]]
             if message.get("role") == "tool" and "tool_call_id" not in said:
@@ -111,18 +113,19 @@ class ChatBody(OllamaBody):
         return {**self.openai(messages=found), "tools": self.tools}
 
 
-def _as_openai(call: Any, id_: str) -> dict[str, Any]:
-    """Return a call as OpenAI's API has it.
+def _as_openai(call: Any, number: int, place: int) -> dict[str, Any]:
+    """Return the call at a place of a message with that number as OpenAI's API has it.
 
     Raises:
         ValueError: it is none.
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        raise ValueError("tool_calls has no function; give name and arguments")
+        where = f"messages.{number}.tool_calls.{place}"
+        raise ValueError(f"{where} has no function; give one with name and arguments")
     arguments = json.dumps(function.get("arguments") or {})
     named = {"name": function.get("name"), "arguments": arguments}
-    return {"type": "function", "id": call.get("id") or id_, "function": named}
+    return {"type": "function", "id": call.get("id") or f"call_{number}_{place}", "function": named}
 
 
 class GenerateBody(OllamaBody):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import http.client
 import json
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,12 +13,13 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from stand_in import Script
+from tools import PATIENCE
 
 from kvcap.runtime import errors
 from kvcap.serve.app import Settings
-from kvcap.serve.limits import RequestLimits
+from kvcap.serve.limits import HEAD_BYTES, RequestLimits
 
-LIMITS = RequestLimits(body_bytes=2_000, answer_tokens=100)
+LIMITS = RequestLimits(body_bytes=400_000, answer_tokens=100)
 SETTINGS = Settings("pocket", limits=LIMITS, keys=["secret"])
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 PARAMETERS: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -394,7 +398,7 @@ REFUSED: list[tuple[int, str, dict[str, Any]]] = [  # a status, words, and the r
     (404, "use 'pocket'", {"json": {"model": "other"}}),
     (405, "use POST", {"method": "GET"}),
     (405, "use POST", {"method": "DELETE"}),
-    (413, "2,000 bytes", {"content": b" " * 2_001, "headers": JSON}),
+    (413, "400,000 bytes", {"content": b" " * 400_001, "headers": JSON}),
     (415, "application/json", {"content": b"{}", "headers": {"Content-Type": "text/plain"}}),
 ]
 FAILED: list[tuple[int, str, Exception]] = [
@@ -440,3 +444,177 @@ def test_the_answer_to_a_failure_says_that_its_connection_ends(client, talk, api
 @pytest.mark.parametrize("path", ["/v1/nowhere", "/v1/messages/nowhere", "/api/embed"])
 def test_an_address_that_there_is_not_has_the_form_of_its_api(client, path):
     assert path in assert_refused(Api(path, {}), client.post(path, json={}), 404)
+
+
+DEEP: Any = b"[" * 5_000 + b"]" * 5_000
+NUMBER = b"9" * 5_000
+
+
+def body(api: Api, more: bytes = b"", **fields: Any) -> bytes:
+    """The API's least body with further fields, or others; `more` is put in as it is."""
+    return json.dumps({**api.asked, **fields}).encode()[:-1] + more + b"}"
+
+
+def saying(api: Api, content: Any) -> bytes:
+    """The API's least body, in which a text is `content`."""
+    field = next(name for name in ("messages", "input", "prompt") if name in api.asked)
+    return body(api, **{field: with_content(content) if field == "messages" else content})
+
+
+def with_content(content: Any, **more: Any) -> Any:
+    return [{"role": "user", "content": content, **more}]
+
+
+def limited(api: Api, most: bytes) -> bytes:
+    outer, _, inner = api.limit.partition(".")
+    asked = {name: value for name, value in api.asked.items() if name != outer}
+    value = b'{"%s": %s}' % (inner.encode(), most) if inner else most
+    return json.dumps(asked).encode()[:-1] + b', "%s": %s}' % (outer.encode(), value)
+
+
+def called(**more: Any) -> Any:
+    return [*HELLO, {"role": "assistant", "content": "", **more}, *HELLO]
+
+
+HOSTILE: dict[str, Callable[[Api], bytes]] = {  # bodies by what is wrong with them
+    "nested lists": lambda api: DEEP,
+    "nested objects": lambda api: b'{"a":' * 5_000,
+    "a nested field": lambda api: body(api, b', "unheard_of": ' + DEEP),
+    "a nested text": lambda api: saying(api, json.loads(b"[" * 150 + b"]" * 150)),
+    "nested parameters": lambda api: body(api, b', "tools": [{"a":' + b'{"a":' * 999),
+    "a huge number": lambda api: limited(api, NUMBER),
+    "a huge negative number": lambda api: limited(api, b"-" + NUMBER),
+    "a huge exponent": lambda api: limited(api, b"1e999999"),
+    "a negative limit": lambda api: limited(api, b"-9"),
+    "half a token": lambda api: limited(api, b"1.5"),
+    "a truth for a number": lambda api: limited(api, b"true"),
+    "NaN": lambda api: body(api, b', "temperature": NaN'),
+    "infinity": lambda api: body(api, b', "temperature": -Infinity'),
+    "a hot temperature": lambda api: body(api, temperature=1e308),
+    "a key twice": lambda api: body(api, b', "model": 5'),
+    "no comma": lambda api: body(api, b' "a": 1'),
+    "more behind the end": lambda api: body(api) + b"{}",
+    "half a letter": lambda api: saying(api, "?").replace(b"?", rb"\ud83d"),
+    "no UTF-8": lambda api: saying(api, "?").replace(b"?", b"\xff\xfe"),
+    "UTF-16": lambda api: body(api).decode().encode("utf-16"),
+    "a byte order mark": lambda api: b"\xef\xbb\xbf" + body(api),
+    "a null byte": lambda api: saying(api, "?").replace(b"?", b"\0"),
+    "only null bytes": lambda api: bytes(999),
+    "a null in the model": lambda api: body(api, model="pocket\0"),
+    "a long model": lambda api: body(api, model="x" * 99_999),
+    "a path as model": lambda api: body(api, model="../../../etc/passwd"),
+    "a list as model": lambda api: body(api, model=["pocket"]),
+    "a long field": lambda api: body(api, **{"x" * 99_999: 1}),
+    "a long word for a number": lambda api: limited(api, b'"%s"' % (b"9" * 99_999)),
+    "an image": lambda api: saying(api, [{"type": "image_url", "image_url": {"url": "x"}}]),
+    "an image as input": lambda api: saying(api, [{"type": "input_image", "image_url": "x"}]),
+    "an image as a block": lambda api: saying(api, [{"type": "image", "source": {}}]),
+    "a part of nothing": lambda api: saying(api, [None]),
+    "a part without a text": lambda api: saying(api, [{"type": "text"}]),
+    "a part of an odd type": lambda api: saying(api, [{"type": {}, "text": "x"}]),
+    "an object as text": lambda api: saying(api, {"text": "x"}),
+    "a number as text": lambda api: saying(api, 1.5),
+    "images beside a text": lambda api: body(api, messages=with_content("x", images=["eA=="])),
+    "an odd role": lambda api: body(api, messages=[{"role": ["user"], "content": "x"}]),
+    "no message": lambda api: body(api, messages=[None]),
+    "too many messages": lambda api: body(api, messages=HELLO * 5_000, prompt=["x"] * 5_000),
+    "calls that are none": lambda api: body(api, messages=called(tool_calls=5)),
+    "a call that is none": lambda api: body(api, messages=called(tool_calls=[None])),
+    "a call of nothing": lambda api: body(api, messages=called(tool_calls=[{"function": 5}])),
+    "an odd id of a call": lambda api: body(
+        api, messages=called(tool_calls=[{"id": [1], "function": FUNCTION}])
+    ),
+    "tools that are none": lambda api: body(api, tools=5),
+    "a tool that is none": lambda api: body(api, tools=[None]),
+    "too many tools": lambda api: body(api, tools=(api.tools or [TOOL]) * 129),
+    "an odd choice of tools": lambda api: body(api, tool_choice={"type": ["auto"]}),
+    "an odd name of a choice": lambda api: body(api, tool_choice={"type": "tool", "name": [1]}),
+    "too many stops": lambda api: body(
+        api, **dict.fromkeys(("stop", "stop_sequences"), ["x"] * 9_999), options={"stop": "x"}
+    ),
+    "too many stops as an option": lambda api: body(api, options={"stop": ["x"] * 9_999}),
+    "a stop that is none": lambda api: body(
+        api, stop=[None], stop_sequences=[None], options={"stop": [None]}
+    ),
+    "a word for a truth": lambda api: body(api, stream="yes"),
+    "a body in gzip": lambda api: gzip.compress(body(api)),
+}
+TYPES = (
+    *("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"),
+    *("application/jsonp", "application/octet-stream", "application/json, text/plain", "x" * 9_999),
+)
+
+
+@every_api
+@pytest.mark.parametrize("case", [*HOSTILE, *TYPES], ids=lambda case: case[:40] or "none")
+def test_no_hostile_body_is_more_than_refused(client, talk, api, case):
+    before = len(talk.answers)
+    headers = JSON if case in HOSTILE else {"Content-Type": case}
+    if "gzip" in case:
+        headers = {**headers, "Content-Encoding": "gzip"}
+    given = HOSTILE.get(case, body)(api)
+    said = client.post(api.path, content=given, headers=headers)
+    assert said.status_code in ((400, 404) if case in HOSTILE else (415,)), said.text
+    assert len(assert_refused(api, said, said.status_code)) < 1_000
+    assert len(talk.answers) == before
+    assert client.get("/health").status_code == 200
+
+
+POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+SENT: dict[str, bytes] = {  # what is sent by clients that speak no HTTP, or badly
+    "chunks that end early": POST + b"Content-Type: application/json\r\nTransfer-Encoding: chunked"
+    b"\r\n\r\nff\r\n{",
+    "a body that ends early": POST
+    + b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+    "a head that ends early": POST,
+    "a chunk of odd size": POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n",
+    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+    "a length of -1": POST + b"Content-Length: -1\r\n\r\n",
+    "a huge length": POST + b"Content-Length: " + NUMBER[:20] + b"\r\n\r\n",
+    "a length and chunks": POST
+    + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "many headers": POST + b"X: y\r\n" * 20_000 + b"\r\n",
+    "a long header": POST + b"X: " + b"y" * 200_000 + b"\r\n\r\n",
+    "a header without a name": POST + b": x\r\n\r\n",
+    "a null in a header": POST + b"X: \0\r\n\r\n",
+    "two hosts": POST + b"Host: evil.example\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(99),
+    **{
+        f"the path {path[:40]!r}": b"GET %s HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer "
+        b"secret\r\nConnection: close\r\n\r\n" % path
+        for path in (
+            *(b"/../../etc/passwd", b"//etc/passwd", b"/..%2f..%2fetc%2fpasswd", b"/%00", b"/%ff"),
+            *(
+                b"/v1/models/../../etc/passwd",
+                b"/v1/models/%2e%2e%2fx",
+                b"/v1/models/" + b"x" * 9_999,
+            ),
+            *(
+                b"/v1/chat/completions/..",
+                b"/v1/messages/%0d%0aX: y",
+                b"http://evil.example/",
+                b"*",
+            ),
+            *(b"/" + b"x" * 99_999, b"/?" + b"x" * 99_999, b"/v1//models", b"\\..\\windows"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_no_hostile_request_is_more_than_refused(served, client, talk, case):
+    """No answer reaches who says nothing more within a body, or sends more than is read."""
+    with socket.create_connection(served[1].socket.getsockname(), PATIENCE) as sender:
+        answer = http.client.HTTPResponse(sender)
+        try:
+            sender.sendall(SENT[case])
+            sender.shutdown(socket.SHUT_WR)
+            answer.begin()
+            said = json.loads(answer.read())
+        except (http.client.BadStatusLine, OSError):
+            assert "early" in case or len(SENT[case]) > HEAD_BYTES
+        else:
+            assert 400 <= answer.status < 500, answer.status
+            assert said["error"]
+    assert client.post(CHAT.path, json=CHAT.asked).status_code == 200
