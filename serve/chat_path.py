@@ -70,7 +70,7 @@ class ChatPath(Protocol):
         """
 
 
-class Placed(dict[str, Any]):
+class TranslatedPart(dict[str, Any]):
     """A part of OpenAI's body that knows where it stands in the body that this one was made of."""
 
     def __init__(self, place: str, **said: Any) -> None:
@@ -127,6 +127,8 @@ def _place(body: Any, path: Sequence[int | str], names: Mapping[str, str]) -> st
             body = body[step]
         except (LookupError, TypeError):  # it is missing, or a step within the schema
             break
-        if isinstance(body, Placed):  # what lies between it and the last step has other names there
+        if isinstance(
+            body, TranslatedPart
+        ):  # what lies between it and the last step has other names there
             steps = [body.place, *path[count:][-1:]]
     return ".".join(names.get(str(step), str(step)) for step in steps)

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, Placed, TranslatedForm, request_of
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, TranslatedPart, request_of
 from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
@@ -111,7 +111,7 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if role not in ("user", "assistant") or message.keys() - {"role", "content"}:
         raise ValueError(f"{where} is no message; give role, user or assistant, and content")
     if isinstance(content, str):
-        return [Placed(where, role=role, content=content)]
+        return [TranslatedPart(where, role=role, content=content)]
     results, texts, calls = list[dict[str, Any]](), list[Any](), list[dict[str, Any]]()
     for number, block in enumerate(content if isinstance(content, list) else [None]):
         place = f"{where}.content.{number}"
@@ -121,14 +121,14 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
             case {"type": "tool_result", "tool_use_id": str(id_)} if role == "user":
                 text = _text(block.get("content") or "", f"{place}.content")
                 text = f"Error: {text}" if block.get("is_error") else text
-                results.append(Placed(place, role="tool", tool_call_id=id_, content=text))
+                results.append(TranslatedPart(place, role="tool", tool_call_id=id_, content=text))
             case {"type": "tool_use", "id": id_, "name": name, "input": input_} if (
                 role == "assistant"
             ):
                 if not isinstance(input_, dict):
                     raise ValueError(f"{place}.input is no object; give the call's arguments")
                 function = {"name": name, "arguments": json.dumps(input_)}
-                calls.append(Placed(place, type="function", id=id_, function=function))
+                calls.append(TranslatedPart(place, type="function", id=id_, function=function))
             case {"type": kind} if kind in UNUSED:
                 pass
             case _:
@@ -140,7 +140,7 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if not texts and not calls:
         return results
     called = {"tool_calls": calls} if calls else {}
-    said = Placed(where, role=role, content=_text(texts, f"{where}.content"), **called)
+    said = TranslatedPart(where, role=role, content=_text(texts, f"{where}.content"), **called)
     return [*results, said]
 
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, Placed, TranslatedForm, request_of
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, TranslatedPart, request_of
 from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
@@ -152,17 +152,19 @@ def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         case {"type": "function_call", "call_id": id_, "name": name, "arguments": arguments}:
             function = {"name": name, "arguments": arguments}
             if not found or found[-1]["role"] != "assistant":
-                found.append(Placed(where, role="assistant", content=""))
+                found.append(TranslatedPart(where, role="assistant", content=""))
             calls = found[-1].setdefault("tool_calls", [])
-            calls.append(Placed(where, type="function", id=id_, function=function))
+            calls.append(TranslatedPart(where, type="function", id=id_, function=function))
         case {"type": "function_call_output", "call_id": id_, "output": output}:
             text = _text(output, f"{where}.output")
-            found.append(Placed(where, role="tool", tool_call_id=id_, content=text))
+            found.append(TranslatedPart(where, role="tool", tool_call_id=id_, content=text))
         case {
             "role": "system" | "developer" | "user" | "assistant" as role,
             "content": content,
         } if item.get("type", "message") == "message":
-            found.append(Placed(where, role=role, content=_text(content, f"{where}.content")))
+            found.append(
+                TranslatedPart(where, role=role, content=_text(content, f"{where}.content"))
+            )
         case _:
             kind = str(item.get("type") or item.get("role"))[:40]
             raise ValueError(
