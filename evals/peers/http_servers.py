@@ -123,7 +123,8 @@ def _await_address(server: PeerServer) -> None:
             server.port = int(found[1])
             break
     else:
-        raise PeerFailed(f"the server did not start: {''.join(server.lines).strip()[-500:]}")
+        last = next(filter(None, map(str.strip, reversed(server.lines))), "it said nothing")
+        raise PeerFailed(f"the server did not start: {last}")
     threading.Thread(
         target=lambda lines: server.lines.extend(lines), args=[server.process.stderr], daemon=True
     ).start()

@@ -93,9 +93,17 @@ def test_a_server_that_hangs_is_killed() -> None:
         asked_in_vain(server)
 
 
-def test_a_server_that_ends_says_its_last_words() -> None:
-    ends = [sys.executable, "-c", "import sys; sys.exit('no model there')"]
-    with pytest.raises(PeerFailed, match="did not start: no model there"), running(ends):
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("sys.exit('no model there')", "no model there"),
+        ("raise ImportError('no server there')", "ImportError: no server there"),  # no traceback
+        ("sys.exit(1)", "it said nothing"),
+    ],
+)
+def test_a_server_that_ends_says_its_last_words(code: str, said: str) -> None:
+    ends = [sys.executable, "-c", f"import sys; {code}"]
+    with pytest.raises(PeerFailed, match=f"did not start: {said}$"), running(ends):
         pass
 
 
