@@ -34,7 +34,7 @@ from kvcap.runtime.backends.onnxruntime.slots import LayerSlots
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import ToleranceError
-from kvcap.runtime.models.checkpoint import empty, fill, streaming
+from kvcap.runtime.models.checkpoint import Checkpoint, empty, fill, streaming
 
 STEPS = 4  # single tokens after the blocks
 ANSWER = 16  # tokens generated at the end
@@ -436,18 +436,25 @@ class _Rounded(Mapping[str, Tensor]):
 
     def _far(self, name: str, found: Tensor) -> float:
         """Return how far a matrix is from the model's, relative to its norm; a part at a time."""
-        rows = getattr(
-            self.weights, "rows", lambda name, start, stop: self.weights[name][start:stop]
-        )
         step = max(1, ROWS // found[0].numel())
         off = norm = torch.zeros((), dtype=torch.float64)
-        for start, part in zip(range(0, len(found), step), found.split(step), strict=True):
-            wanted = rows(name, start, start + len(part)).float()
+        start = 0
+        for part in found.split(step):
+            wanted = self._rows(name, start, start + len(part)).float()
             if wanted.shape != part.shape:
                 return float("inf")
             off = off + (part - wanted).square().sum(dtype=torch.float64)
             norm = norm + wanted.square().sum(dtype=torch.float64)
+            start += len(part)
+        if len(self._rows(name, start, start + 1)):  # the model's has more rows
+            return float("inf")
         return float((off / norm.clamp_min(1e-24)).sqrt())
+
+    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return some rows of the model's own matrix; no others are read from a file."""
+        if isinstance(self.weights, Checkpoint):
+            return self.weights.rows(name, start, stop)
+        return self.weights[name][start:stop]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.weights)

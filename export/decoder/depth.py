@@ -30,17 +30,17 @@ def layers_of(model: Any) -> tuple[str, nn.ModuleList] | None:
     return None if name is None else (name, lists[name])
 
 
-def kinds_of(model: Any, layout: CacheLayout) -> list[int] | None:
-    """Number the kinds of a model's layers; return each layer's, or None where none can be found.
+def kinds_of(model: Any, layout: CacheLayout) -> list[int]:
+    """Number the kinds of a model's layers; return each layer's.
 
     Layers of one kind differ by their weights alone: they have the same modules, settings and
-    sizes, and hold the same number of slots.
+    sizes, and hold the same number of slots. Where layers cannot be found, each is its own kind.
     """
-    found = layers_of(model)
+    found, held = layers_of(model), held_layers(layout)
     if found is None:
-        return None
+        return list(range(len(held)))
     numbers = dict[Any, int]()
-    facts = zip(map(settings, found[1]), held_layers(layout), strict=True)
+    facts = zip(map(settings, found[1]), held, strict=True)
     return [numbers.setdefault(fact, len(numbers)) for fact in facts]
 
 

@@ -46,6 +46,7 @@ class _Example(NamedTuple):
     What a layer hands to the next are a few tensors, in the order in which the next reads them.
     """
 
+    layer: int
     steps: list[_Step]
     reads: list[str]  # names of the layer before
     gives: list[str]  # names that the next layer reads
@@ -91,9 +92,8 @@ def repeat(model: Any, numbered: Numbered, traced: int, kinds: Sequence[int]) ->
         node.input[:] = [last.get(name, name) for name in node.input]
     moved = {id(node) for node in rest}
     _set(graph.node, [*(node for node in graph.node if id(node) not in moved), *nodes, *rest])
-    like = {kind: layer for layer, kind in enumerate(kinds[:traced])}
+    more = [(layer, examples[kinds[layer]].layer) for layer in range(traced, len(kinds))]
     for values in (graph.input, graph.output):
-        more = [(layer, like[kinds[layer]]) for layer in range(traced, len(kinds))]
         _set(values, [*values, *_values(values, numbered, more)])
     return True
 
@@ -174,7 +174,7 @@ def _examples(
             steps.append(_Step(node, names))
         after = rest if layer == last else groups[layer + 1]
         reads, gives = _read(groups[layer], before), _read(after, outputs[layer])
-        found[kind] = _Example(steps, reads, gives)
+        found[kind] = _Example(layer, steps, reads, gives)
     if not found or len({len(x) for each in found.values() for x in (each.reads, each.gives)}) > 1:
         return None
     handed, later = _read(groups[2], outputs[1]), set[str]().union(*outputs[1:])

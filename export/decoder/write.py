@@ -177,8 +177,8 @@ class _Export:
         """
         model, checkpoint, rows = decoder.model, self.source.checkpoint, list[CheckedRun]()
         kinds = kinds_of(model, self.layout)
-        count = None if kinds is None else enough(kinds)
-        if kinds is not None and (count is not None or checkpoint is not None):
+        count = enough(kinds)
+        if count is not None or checkpoint is not None:
             capped = self.layout.shape.capped[0] + 1  # one that evicts is among those checked
             first = count or min(max(LEAST, capped), len(kinds))
             with first_layers(model, self.layout, first) as layout:

@@ -16,6 +16,7 @@ from tools import operations  # noqa: F401
 
 from kvcap import pocket
 from kvcap.cli import run
+from kvcap.export.decoder import check as checking
 from kvcap.export.decoder import spec
 from kvcap.export.decoder import write as writing
 from kvcap.export.decoder.depth import enough, first_layers, kinds_of, layers_of, numbered
@@ -23,6 +24,7 @@ from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.repeat import Numbered, repeat
 from kvcap.export.decoder.spec import Source, layout_for, open_model
 from kvcap.export.decoder.write import write
+from kvcap.export.weights import Rounding
 from kvcap.policies import load_policy
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import ToleranceError
@@ -326,6 +328,39 @@ def test_an_export_from_the_files_is_that_of_the_loaded_model(
         for more in ("", ", 3 layers")
     }
     assert all(parameter.is_meta for parameter in sources[1].model.parameters())
+
+
+@pytest.mark.slow
+def test_a_model_whose_layers_all_differ_is_not_loaded_either(checkpoint, tmp_path, monkeypatch):
+    """Its first layers are checked at length, and all of them over a few tokens."""
+    where = str(checkpoint)
+    monkeypatch.setattr(spec, "LOADED", 0)
+    config = load_config(where)
+    eviction = small_policy("pyramidkv", config)
+    layout = layout_for(config, CacheSettings(24, 4, eviction))
+    assert enough(kinds_of(empty_model(where, config, torch.float32), layout)) is None
+    source = open_model(where, "fp32")
+    said, report = write(source, layout, "fp32", tmp_path / "x", True)
+    assert report.ok
+    assert {row.who.partition(", ")[2] for row in report.rows} == {"", "3 layers"}
+    written = {entry["file"] for entry in said["evictors"]}
+    assert {path.name for path in (tmp_path / "x").glob("evictor*")} == written
+    assert len(written) > 3
+    assert all(parameter.is_meta for parameter in source.model.parameters())
+
+
+def test_a_matrix_with_fewer_rows_than_the_models_is_found():
+    """A matrix is compared a part at a time, and the model's may go on behind the last part."""
+    whole = torch.randn(6, 4)
+
+    class Short:
+        rounding = Rounding(4)
+
+        def read(self):
+            return whole[:4]
+
+    with pytest.raises(ToleranceError, match="rounded by"):
+        checking._Rounded({"w": whole}, {"w": Short()})["w"]
 
 
 @pytest.mark.slow
