@@ -127,8 +127,7 @@ def _place(body: Any, path: Sequence[int | str], names: Mapping[str, str]) -> st
             body = body[step]
         except (LookupError, TypeError):  # it is missing, or a step within the schema
             break
-        if isinstance(
-            body, TranslatedPart
-        ):  # what lies between it and the last step has other names there
+        if isinstance(body, TranslatedPart):
+            # Between it and the last step, names are others there.
             steps = [body.place, *path[count:][-1:]]
     return ".".join(names.get(str(step), str(step)) for step in steps)

@@ -177,14 +177,13 @@ class OllamaForm(TranslatedForm):
         model: the name that the server has for it.
         most_calls: of tools.
         chat: whether a message is answered, or a prompt.
-        raw: the prompt is continued as it is, so that all of the answer is text.
     """
 
     prefix, media_type, alive = "ollama", "application/x-ndjson", b""
 
-    def __init__(self, model: str, most_calls: int, *, chat: bool, raw: bool = False) -> None:
+    def __init__(self, model: str, most_calls: int, *, chat: bool) -> None:
         super().__init__(model, include_usage=False, most_calls=most_calls)
-        self.chat, self.raw, self.begun = chat, raw, time.perf_counter_ns()
+        self.chat, self.begun = chat, time.perf_counter_ns()
         self.first: int | None = None  # when the first piece came
 
     def opening(self) -> bytes:
@@ -194,10 +193,11 @@ class OllamaForm(TranslatedForm):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices of a piece, and note when the first came."""
         self.first = self.first or time.perf_counter_ns()
-        if not self.raw:
-            return super().put(piece)
-        self.content += piece.text
-        return [{"delta": {"content": piece.text}}] if piece.text else []
+        return self.parts(piece)
+
+    def parts(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the choices of a piece: thoughts, text, or none while it may be a call."""
+        return super().put(piece)
 
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and the figures."""
@@ -251,6 +251,22 @@ class OllamaForm(TranslatedForm):
             "eval_count": usage.completion_tokens if usage else 0,
             "eval_duration": ended - first,
         }
+
+
+class RawForm(OllamaForm):
+    """A form of a prompt that is continued as it is, so that all of the answer is text.
+
+    Args:
+        model: the name that the server has for it.
+    """
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model, most_calls=0, chat=False)
+
+    def parts(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return a choice with the piece's text."""
+        self.content += piece.text
+        return [{"delta": {"content": piece.text}}] if piece.text else []
 
 
 class Ollama:
@@ -313,9 +329,7 @@ class Ollama:
             return JSONResponse({"model": name, "created_at": now(), **answer, **ended})
         if isinstance(body, GenerateBody) and body.raw:
             text = request_of(schemas.CompletionRequest, body.text, NAMES)
-            return await self.api.go_on(
-                request, text, lambda: OllamaForm(name, 0, chat=False, raw=True)
-            )
+            return await self.api.go_on(request, text, lambda: RawForm(name))
         said = request_of(schemas.ChatRequest, body.chat, NAMES)
         return await self.api.answer(
             request, said, lambda: OllamaForm(name, said.most_calls, chat=chats)
