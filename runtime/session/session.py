@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -87,6 +88,17 @@ class PreparedPrompt:
     begin: str = ""  # text that the answer begins with, at the end of `ids`
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A record of what the last answer was given to, so that the same is read for another."""
+
+    transcript: Transcript  # without the answer
+    options: dict[str, Any]  # of the chat template
+    held: bool  # the answer was held to a form
+    tokens: int  # that were read before the answer, recalled ones too
+    begin: str = ""  # text that the answer began with
+
+
 class Session:
     """A conversation that lives in one cache, made by `Runtime.session`.
 
@@ -142,6 +154,7 @@ class Session:
         self._open: ref[Generator[Step, Any, None]] | None = None  # the answer being written
         self._written = Written()  # the last answer
         self._read_with: dict[str, Any] = {}  # options of the chat template of the last message
+        self._asked: Asked | None = None  # None: not known, or not read to its end
 
     def __repr__(self) -> str:
         plan, count = self.runtime.plan, len(self.messages)
@@ -316,7 +329,7 @@ class Session:
     @property
     def conversation(self) -> dict[str, Any]:
         """Return messages and settings as a session's file keeps them."""
-        unread = self._unread
+        unread, asked = self._unread, self._asked
         return {
             "messages": self.messages,
             "system": self.system,
@@ -328,6 +341,7 @@ class Session:
             "unread_since": self.cache.seen if unread else 0,
             "seed": self.seed,
             "read_ids": self.read_ids,
+            "read_before_answer": 0 if asked is None or asked.begin else asked.tokens,
             "recalled_spans": self.recall.spans,
         }
 
@@ -347,6 +361,9 @@ class Session:
         self.recall.spans = [
             (start, stop) for start, stop in conversation.get("recalled_spans", ())
         ]
+        self._asked = None
+        if tokens := conversation.get("read_before_answer", 0):
+            self._asked = Asked(self._unanswered, self._read_with, False, tokens)
 
     def send(
         self,
@@ -417,6 +434,10 @@ class Session:
     def regenerate(self) -> Iterator[str]:
         """Answer the last message again, after reading the conversation again.
 
+        The tokens that were read before its answer are read as they are, unless messages, pins or
+        options of the chat template have changed, or the cache was emptied: then all messages are
+        written anew.
+
         If this is stopped before the new answer begins, the former one stays.
 
         Raises:
@@ -466,7 +487,7 @@ class Session:
             self.cache.reset()
             self.recall.clear()
             self.messages, self.pinned = [], set()
-            self._read_with = {}
+            self._read_with, self._asked = {}, None
             self.turn = self.notice = None
             self._written = Written()
 
@@ -596,17 +617,53 @@ class Session:
 
     def _repeated_prompt(self) -> PreparedPrompt:
         """Return the prompt of the conversation without its last answer."""
+        after = self._unanswered
+        if not after.messages:
+            raise EmptyPrompt("there is nothing to answer again; say something first")
+        asked, read, begin = self._asked, None, ""
+        now = (after, self._template_options, self._held)
+        if asked is not None and now == (asked.transcript, asked.options, asked.held):
+            read, begin = self._read_before(asked.tokens), asked.begin
+        whole = self._whole_prompt(after, begin if read else "", read)
+        return self._checked(replace(whole, emptied=True, reread=True))
+
+    @property
+    def _unanswered(self) -> Transcript:
+        """Return the conversation without its last answer."""
         after = self._transcript
         while after.messages and after.messages[-1]["role"] == "assistant":
             after.messages.pop()
-        if not after.messages:
-            raise EmptyPrompt("there is nothing to answer again; say something first")
         pinned = frozenset(index for index in after.pinned if index < len(after.messages))
-        after = replace(after, pinned=pinned)
-        return self._checked(replace(self._whole_prompt(after), emptied=True, reread=True))
+        return replace(after, pinned=pinned)
 
-    def _whole_prompt(self, whole: Transcript, begin: str = "") -> PreparedPrompt:
-        """Return the prompt of a whole conversation, for an answer that begins with `begin`."""
+    def _read_before(self, tokens: int) -> tuple[list[int], list[Span]] | None:
+        """Return the first tokens that the cache has read, without recalled ones, and their pins.
+
+        None: it has not read so many, or not all are known.
+        """
+        ids = self.read_ids[:tokens]
+        if len(ids) < tokens or min(ids) < 0:
+            return None
+        recalled = [place for span in self.recall.spans for place in range(*span) if place < tokens]
+        for place in reversed(recalled):
+            del ids[place]
+        pins = [(a, min(b, tokens)) for a, b in self.cache.pinned_spans if a < tokens]
+        return ids, [(a - bisect_left(recalled, a), b - bisect_left(recalled, b)) for a, b in pins]
+
+    def _whole_prompt(
+        self,
+        whole: Transcript,
+        begin: str = "",
+        read: tuple[list[int], list[Span]] | None = None,
+    ) -> PreparedPrompt:
+        """Return the prompt of a whole conversation.
+
+        Args:
+            whole: the conversation.
+            begin: text that its answer begins with.
+            read: its tokens as they were read before, and those that are pinned; None: it is
+                written anew.
+        """
         tokenizer, options = self.runtime.tokenizer, self._template_options
 
         def write(some: Sequence[Message]) -> str:
@@ -618,9 +675,12 @@ class Session:
         first = system_message(whole.system)
         check_written(tokenizer, first, whole.messages, whole.tools, options)
         text = write([*first, *whole.messages])
-        ids = self.encode(text)
-        spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
-        spans += message_spans(encode, first, whole.messages, whole.pinned, ids)
+        if read is not None:
+            ids, spans = read
+        else:
+            ids = self.encode(text)
+            spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
+            spans += message_spans(encode, first, whole.messages, whole.pinned, ids)
         question = self._question(ids, text, whole.messages[-1], 0)
         prefix = self._prefix_of(ids[:question], lambda: first_tokens(encode, first))
         return PreparedPrompt(
@@ -689,7 +749,12 @@ class Session:
 
     def _ready(self, text: str) -> str:
         """Return the prompt, with its thoughts closed where the answer is held to a form."""
-        return with_thoughts_closed(text) if settings.shapes(self.generation) else text
+        return with_thoughts_closed(text) if self._held else text
+
+    @property
+    def _held(self) -> bool:
+        """Return whether the next answer is held to a form."""
+        return bool(settings.shapes(self.generation))
 
     def _checked(self, prompt: PreparedPrompt) -> PreparedPrompt:
         """Return the prompt if it can be answered; else refuse it."""
@@ -727,13 +792,12 @@ class Session:
     @property
     def _prompt_inputs(self) -> tuple[Any, ...]:
         """Return everything that a prompt depends on."""
-        held = bool(settings.shapes(self.generation))
         return (
             self._transcript,
             self.on_full,
             self.cache.seen,
             self._unread,
-            held,
+            self._held,
             self._template_options,
             self._read_with,
         )
@@ -742,8 +806,7 @@ class Session:
         """Answer a prompt; however that ends, the conversation can go on."""
         before, ended = self._transcript, False
         place = 0 if prompt.transcript is None else len(prompt.transcript.messages)
-        held = bool(settings.shapes(self.generation))
-        written = Written(prompt=prompt.ids[-PROMPT_SEEN:], place=place, held=held)
+        written = Written(prompt=prompt.ids[-PROMPT_SEEN:], place=place, held=self._held)
         turn = Turn(prompt_tokens=len(prompt.ids))
         start = (0, 0)
 
@@ -764,6 +827,8 @@ class Session:
                         self._transcript, self._read_with = prompt.transcript, prompt.options
                     self.turn, self.notice, self._written = turn, None, written
                     start = self.cache.seen, self.cache.held
+                    if prompt.transcript is not None or not start[0]:
+                        self._asked = None
                     turn.reused_tokens = start[0]
                     self.recall.begin(start[0])
                 insertion = None
@@ -835,6 +900,10 @@ class Session:
             if before.messages and not cache.seen:
                 notice += f"; {REREAD}"
         else:
+            if whole:
+                asked, read = self._unanswered, seen + total
+                held = self._written.held
+                self._asked = Asked(asked, prompt.options, held, read, prompt.begin)
             said = Parsed(prompt.begin + answer).as_message()
             if self.tools and (parsed := self.parsed).tool_calls:
                 called = parsed._replace(content=prompt.begin + parsed.content).as_message()

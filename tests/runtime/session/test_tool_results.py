@@ -261,3 +261,38 @@ def test_a_template_that_fails_with_any_ids_says_why_it_does():
     said = [ASKED, {"role": "tool", "content": "2", "tool_call_id": "call_x"}]
     with pytest.raises(ChatTemplateMissing, match="a result without a call"):
         render(tokenizer, said, [ADD])
+
+
+IF_FIRST = "{% if m.role == 'assistant' and messages[loop.index0 - 1].role == 'user' %}"
+AGAIN = {
+    **{name: TOOLS[name] for name in WITHIN_A_TURN},
+    # As in Qwen 3.5 and GLM: an answer is opened by a mark of thoughts, and written without it.
+    "opens": TOOLS["own turn"].replace(
+        "<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}"
+    ),
+    # As in Qwen 3 and Kimi: an earlier answer gets closed thoughts only behind the last question.
+    "closed": TOOLS["own turn"].replace(
+        "<|{{ m.role }}|>", "<|{{ m.role }}|>" + IF_FIRST + "<think></think>{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_result_is_answered_again_behind_the_same_tokens(tmp_path, tmp_path_factory, name, saved):
+    runtime = tiny(tmp_path_factory.mktemp("tiny")).with_budget(600)
+    session = called(runtime, AGAIN[name])
+    answer = "".join(session.send([result(session, "2")], pin=True))
+    count = session.turn.reused_tokens + session.turn.prompt_tokens
+    read, pins = session.read_ids[:count], list(session.cache.pinned_spans)
+    if saved:
+        session.save(tmp_path / "talk")
+        session = kvcap.Session.load(session.runtime, tmp_path / "talk")
+        session.set_generation(max_new_tokens=6, temperature=0.0)
+    for _ in range(2):
+        assert "".join(session.regenerate()) == answer
+        assert (session.turn.prompt_tokens, session.read_ids[:count]) == (count, read)
+        assert session.cache.pinned_spans == pins
+    session.set_generation(template_options={"mood": "another"})  # all is written anew
+    list(session.regenerate())
+    assert session.read_ids[:count] != read
