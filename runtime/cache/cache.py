@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvcap.runtime.attention.masks import READY_MADE, MaskNote, MaskRequest, watch_stock
 from kvcap.runtime.attention.uncompiled import run_uncompiled
 from kvcap.runtime.cache.allocation import Allocation
+from kvcap.runtime.cache.checkpointing import watch_layers
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.layer import BudgetLayer, refuse_reordering
 from kvcap.runtime.cache.layer_balance import LayerBalance
@@ -126,6 +127,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self._mask = MaskNote(self._attends)  # of the pass that begins
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
+        watch_layers(BudgetCache)
         run_uncompiled(
             BudgetCache,
             "update",
@@ -292,6 +294,24 @@ class BudgetCache(Cache):  # type: ignore[misc]
             UnsupportedModel: the cache needs kvcap's attention, and the model has another one.
         """
         self._mask.check(self.seen, self.allocation.batch, asked)
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """Return the settings that say what it holds, which differ between differing caps."""
+        layout = self.layout
+        return {
+            "budget_tokens": layout.budget_tokens,
+            "block_size": layout.block_size,
+            "policy": self.eviction,
+            "positions": layout.positions,
+            "kv_dtype": layout.slot_format,
+            "evict_every": self.evict_every,
+        }
+
+    @property
+    def begun(self) -> bool:
+        """Return whether a layer has taken up the pass whose mask was checked last."""
+        return self._mask.length is None
 
     @property
     def balance(self) -> LayerBalance | None:

@@ -6,7 +6,6 @@ block. Knows transformers' models, no text.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from dataclasses import dataclass
 from functools import partial
@@ -118,11 +117,11 @@ def cap(model: Any, *given: Any, **named: Unpack[SettingNames]) -> Cap:
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)
     try:
-        BlockLoop(model, make(), graphs=False)  # refuses what cannot run
+        BlockLoop(model, trial := make(), graphs=False)  # refuses what cannot run
     except Exception:
         model.set_attn_implementation(before)
         raise
-    return Cap(model, make, before)
+    return Cap(model, make, trial.terms, before)
 
 
 class _Hidden(NamedTuple):
@@ -145,7 +144,6 @@ class _Call:
 
     cached: bool  # the caller gets the cache
     as_tuple: bool
-    seen: int  # tokens read before its last block
     earlier: list[_Hidden]  # of the blocks before the last
 
 
@@ -158,8 +156,11 @@ class Cap:
     cache: BudgetCache | None = None
     """Holds the cache of the last call, for its figures."""
 
-    def __init__(self, model: Any, make: partial[BudgetCache], attention: str) -> None:
+    def __init__(
+        self, model: Any, make: partial[BudgetCache], terms: dict[str, Any], attention: str
+    ) -> None:
         self._model, self._name, self._make = ref(model), type(model).__name__, make
+        self._terms = terms  # of every cache that it takes
         self._attention, decoder = attention, model.get_decoder()
         self._wraps = is_wrapper(model.config)
         self._mask: Any = None  # the mask that the wrapper was called with
@@ -182,14 +183,16 @@ class Cap:
             self._implementation = self._generation.cache_implementation
             self._generation.cache_implementation = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cap:
-        """Return the cap of the model's copy, which has no cache yet."""
-        model, made = self._model(), object.__new__(Cap)
-        memo[id(self)] = made
-        kept = {k: x for k, x in vars(self).items() if k not in ("_model", "_calls", "cache")}
-        vars(made).update(copy.deepcopy(kept, memo))
-        made._model, made._calls = ref(memo.get(id(model), model)), WeakKeyDictionary()
-        return made
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the model, or a pickled one, takes along: no cache, no calls."""
+        left_out = ("_calls", "cache")
+        kept = {name: value for name, value in vars(self).items() if name not in left_out}
+        return kept | {"_model": self._model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become the cap of the model's copy."""
+        vars(self).update(state)
+        self._model, self._calls = ref(state["_model"]), WeakKeyDictionary()
 
     def __repr__(self) -> str:
         """Return a line for people about the cap and its last cache."""
@@ -254,7 +257,7 @@ class Cap:
         earlier = [_Hidden.of(part) for part in self._blocks(decoder, given, cache)]
         if earlier:
             given.pop("logits_to_keep", None)  # Gemma 4's decoder would shorten the last block
-        self._calls[cache] = _Call(bool(cached), as_tuple, cache.seen, earlier)
+        self._calls[cache] = _Call(bool(cached), as_tuple, earlier)
         return (), given
 
     def _after_decoder(self, decoder: nn.Module, _: Any, kwargs: Any, output: Any) -> Any:
@@ -262,7 +265,6 @@ class Cap:
         cache = cache_of(kwargs)
         if not isinstance(cache, BudgetCache) or (call := self._calls.pop(cache, None)) is None:
             return None
-        _check_read(cache, call.seen)
         parts = [*call.earlier, _Hidden.of(output)]
         last = torch.cat([part.last for part in parts], dim=1)
         found: dict[str, Any] = {"last_hidden_state": last}
@@ -282,12 +284,18 @@ class Cap:
         """Return the cache of a call; None where kvcap's own block loop makes the call.
 
         Raises:
-            UnsupportedModel: the call has a cache that is not capped.
+            UnsupportedModel: the call has a cache that is not capped, or capped otherwise.
         """
         past = cache_of(given)
         if isinstance(past, BudgetCache):
             if past.context.start is not None:
                 return None
+            if past.terms != self._terms:
+                raise UnsupportedModel(
+                    f"the cache has {_listed(past.terms)}, and the cap in force has "
+                    f"{_listed(self._terms)}; leave the cache out to begin another conversation, "
+                    "or cap the model with the settings of the cache to continue this one"
+                )
         elif past is None:
             past = self._make()
         elif type(past) is DynamicCache and past.get_seq_length() == 0:
@@ -325,10 +333,7 @@ class Cap:
         every |= cache_argument(decoder, cache) | {"use_cache": True}
         while tokens.shape[1] - cache.room >= least:
             block, tokens = tokens[:, : cache.room], tokens[:, cache.room :]
-            before = cache.seen
-            output = decoder.forward(**every, **{name: block})
-            _check_read(cache, before)
-            yield output
+            yield decoder.forward(**every, **{name: block})
         given.clear()
         given.update(rest | {name: tokens})
 
@@ -350,18 +355,10 @@ class Cap:
         BlockLoop(decoder, cache, graphs=False).check_room(length)
 
 
-def _check_read(cache: BudgetCache, before: int) -> None:
-    """Refuse the output of layers that wrote nothing to the cache, and saw no earlier block.
-
-    Raises:
-        UnsupportedModel: as under gradient checkpointing, which takes the cache from each layer.
-    """
-    if cache.seen == before:
-        raise UnsupportedModel(
-            "the model's layers left the capped cache out, as they do in training with gradient "
-            "checkpointing, and a capped cache keeps no gradients: evicted tokens have none. Call "
-            "model.eval(), or remove() the cap to train"
-        )
+def _listed(terms: dict[str, Any]) -> str:
+    """Return a cache's settings for people."""
+    named = {name: getattr(value, "name", value) for name, value in terms.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in named.items())
 
 
 def _joined(blocks: tuple[Tensor, ...], batch: int) -> Tensor:

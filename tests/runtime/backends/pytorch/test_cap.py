@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import tiny_chat
@@ -23,6 +26,7 @@ from transformers import (
 )
 
 import kvcap
+from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.backends.pytorch.cap import MARK
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import (
@@ -377,10 +381,21 @@ def test_undone_it_leaves_no_trace(model, tokens):
     assert torch.equal(model.generate(ids, **ones(ids), **OPTIONS), before)
 
 
-def test_a_copy_of_the_model_has_a_cap_of_its_own(model, tokens):
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded]
+)
+def test_a_copy_of_the_model_has_a_cap_of_its_own(copied, model, tokens):
     ids = tokens(40)
     capped = kvcap.cap(model, 24, 8)
-    twin = copy.deepcopy(model)
+    model(ids)
+    twin = copied(model)
     capped.remove()
     assert model(ids)[CACHE].get_seq_length() == 40
     assert twin(ids)[CACHE].held == 24
@@ -511,15 +526,20 @@ class Listed(DynamicCache):
     """A cache that a program derived, which does something of its own."""
 
 
+def checkpointed(family, attention, *, reentrant):
+    model = tiny_model(family, attention).train()
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+    return model
+
+
 @pytest.mark.parametrize("length", [6, 40])  # of one block, of several
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_gradient_checkpointing_is_refused(length, family, reentrant, tokens):
     """It takes the cache from every layer, so that each block would see itself alone."""
-    model, ids = tiny_model(family, "sdpa").train(), tokens(length)
-    newer = getattr(model, "activation_checkpointing_enable", None)
-    (newer or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+    model, ids = checkpointed(family, "sdpa", reentrant=reentrant), tokens(length)
     with kvcap.cap(model, 24, 8):
         with pytest.raises(UnsupportedModel, match="gradient checkpointing, and a capped"):
             model(ids, labels=ids)
@@ -527,6 +547,41 @@ def test_gradient_checkpointing_is_refused(length, family, reentrant, tokens):
         assert model(ids, labels=ids)[CACHE].seen == length
     model.train()
     model(ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("attention", ["kvcap", "sdpa", "eager"])
+@pytest.mark.parametrize(("family", "reentrant"), [("llama", True), ("gemma3_text", False)])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_gradient_checkpointing_beside_a_cache_is_refused(attention, family, reentrant, tokens):
+    model, ids = checkpointed(family, attention, reentrant=reentrant), tokens(6)
+    cache = kvcap.BudgetCache(model.config, 24, 8, "streaming_llm")
+    with pytest.raises(UnsupportedModel, match="pass no BudgetCache"):
+        model(ids, labels=ids, **as_cache(cache))
+    assert not cache.seen
+    model.eval()
+    model(ids, labels=ids, **as_cache(cache))
+    assert cache.seen == 6
+
+
+@pytest.mark.parametrize(
+    ("newer", "message"),
+    [
+        ({"budget_tokens": 12}, "cache has budget_tokens=24.* in force has budget_tokens=12"),
+        ({"policy": "full"}, "policy='keydiff'.*policy='full'"),
+        ({"kv_dtype": "int8"}, "kv_dtype=None.*kv_dtype='int8'"),
+        ({"policy": KeyDiff()}, None),  # of other words, but the same
+    ],
+)
+def test_a_cache_of_an_earlier_cap(newer, message, model, tokens):
+    """It would hold what the earlier one allowed."""
+    settings = {"budget_tokens": 24, "block_size": 8, "policy": "keydiff"}
+    with kvcap.cap(model, **settings):
+        cache = model(tokens(40))[CACHE]
+    with kvcap.cap(model, **{**settings, **newer}) as capped:
+        refused = pytest.raises(UnsupportedModel, match=message) if message else nullcontext()
+        with refused:
+            assert model(tokens(3), **as_cache(cache))[CACHE] is capped.cache
+    assert cache.seen == (40 if message else 43)
 
 
 def test_other_calls_that_are_refused(model, tokens):
