@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -169,15 +169,23 @@ class CacheLayout:
         """Return whether all layers hold slots of their own keys and values, for one engine."""
         return self.shape.all_capped and self.shape.latent is None
 
-    @property
+    @cached_property
     def longest(self) -> int:
-        """Return the most slots that a head can ever keep."""
+        """Return the most slots that a head can ever keep, with its sinks or with none.
+
+        Sinks change how budgets are spread, and a saved session brings its own: without them in
+        this number, no buffer depends on them, and every session has the bytes of the plan.
+        """
         layers, heads = len(self.shape.capped), self.shape.kv_heads
         if self.pooled:
             return layers * self.budget_tokens
-        if self.eviction.heads_move:
-            return heads * max(self.budgets)
-        return max(map(max, self.allotments))
+        found = 0
+        for run in (self.eviction, replace(self.eviction, sink_tokens=0, sinks_yield=False)):
+            if run.heads_move:
+                found = max(found, heads * max(run.split(self.budget_tokens, layers)))
+            else:
+                found = max(found, *map(max, run.allot(self.budget_tokens, layers, heads)))
+        return found
 
     @cached_property
     def rotates(self) -> list[bool]:

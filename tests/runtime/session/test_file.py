@@ -10,19 +10,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_chat
 import torch
-from conftest import in_turn, tiny_model
+from conftest import in_turn, small_policy, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tools import runtime_of
 
 import kvcap
 from kvcap import cli
-from kvcap.policies import policies
+from kvcap.policies import load_policy, policies
 from kvcap.runtime.cache.pool import SHIFT
 from kvcap.runtime.cli.chat import Chat
 from kvcap.runtime.cli.options import Output
@@ -112,6 +113,26 @@ def test_another_budget(policy, positions, tokens, tmp_path):
             ]
         assert read_on(loaded, ids[:, 60:]).isfinite().all()
         assert loaded.cache.held <= budget + 1
+
+
+@pytest.mark.parametrize("sinks", [None, 0, 6])
+@pytest.mark.parametrize(
+    ("policy", "positions"),
+    [("pyramidkv", "auto"), ("snapkv+pyramidkv+adakv", "compact"), ("headkv", "auto")],
+)
+def test_bytes_of_a_session_of_another_budget(policy, positions, sinks, tokens, tmp_path):
+    """It brings its number of first tokens, by which layers and heads share slots out."""
+    model = MODELS["llama"]
+    eviction = (
+        load_policy(policy, window=4) if "+" in policy else small_policy(policy, model.config)
+    )
+    saved = runtime_of(model, replace(eviction, sink_tokens=sinks), 40, 16, positions).session()
+    saved.loop.prefill(tokens(60))
+    saved.save(tmp_path / "s")
+    for budget in (28, 40, 64):
+        runtime = runtime_of(model, eviction, budget, 16, positions)
+        cache = Session.load(runtime, tmp_path / "s").cache
+        assert cache.nbytes == runtime.plan.cache_bytes
 
 
 def test_a_smaller_budget_keeps_what_the_policy_would(tokens, tmp_path):
