@@ -62,11 +62,22 @@ class Ask:
 
     To be sent with every request: where they differ from earlier ones, all messages are read again.
     """
+    progress: bool = False
+    """Says whether pieces without text tell how much of the prompt is read."""
     recall: str | int | None = None
     """Says how much evicted text is read again in front of the last message.
 
     'auto', 'off' or so many tokens at most, as `RecallSettings.parse` takes it. None: as the server
     was started, and none for a `prompt`."""
+
+
+class PromptProgress(NamedTuple):
+    """A count of how far a prompt is read, under the names that llama.cpp's server gives."""
+
+    total: int  # tokens of the whole request
+    cache: int  # of these, tokens that need not be read
+    processed: int  # of these, tokens that are read by now, or need not be
+    time_ms: int  # since the first block was begun
 
 
 class Piece(NamedTuple):
@@ -78,6 +89,8 @@ class Piece(NamedTuple):
     prompt_tokens: int = 0  # of the whole request
     completion_tokens: int = 0  # of the answer up to here
     opened: str = ""  # the mark by which the prompt opened thoughts, in which the answer begins
+    progress: PromptProgress | None = None
+    """Says how far the prompt is read, in a piece before the first text; None: it is a text."""
 
 
 @dataclass(frozen=True)

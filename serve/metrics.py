@@ -93,7 +93,7 @@ class Metrics(Collector):
         """Yield the pieces of an answer, whose times are noted if it comes to its end."""
         begun, first = time.perf_counter(), True
         async for piece in reply:
-            if first:
+            if first and piece.progress is None:
                 self.first.observe(time.perf_counter() - begun)
                 first = False
             yield piece

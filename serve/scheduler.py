@@ -31,7 +31,7 @@ from kvcap.runtime.session.session import Session
 from kvcap.runtime.session.stats import FinishReason, Turn
 from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.runtime.types import SlotUse
-from kvcap.serve.contract import Ask, Figures, Piece, Usage
+from kvcap.serve.contract import Ask, Figures, Piece, PromptProgress, Usage
 from kvcap.serve.conversations import (
     Conversation,
     Held,
@@ -95,6 +95,7 @@ class Job:
     answer: Iterator[str] | None = None
     key: str = ""  # the conversation's key before this request
     seen: int = 0  # tokens that the conversation had read before this request
+    begun: float = 0.0  # when its first block was begun
     opened: str | None = None  # the mark by which the prompt opened thoughts; None: not known yet
     echoed: bool = False  # the prompt was given to the reader
     noted: int = 0  # tokens whose log probabilities were sent
@@ -108,6 +109,16 @@ class Job:
         if self.opened is None:
             self.opened = "" if self.ask.messages is None else session.thoughts_opened
         self.pieces.append(Piece(text, likely, prompt, turn.completion_tokens, self.opened))
+
+    def give_progress(self, session: Session) -> None:
+        """Tell the reader how much of the prompt is read, if it has heard all that came before."""
+        turn = session.turn
+        if turn is None or self.pieces:
+            return
+        total, kept = turn.reused_tokens + turn.prompt_tokens, turn.reused_tokens
+        since = round(1000 * (time.monotonic() - self.begun))
+        read = PromptProgress(total, kept + turn.copied_tokens, session.cache.seen, since)
+        self.pieces.append(Piece("", prompt_tokens=total, progress=read))
 
     def give_prompt(self, session: Session) -> None:
         """Give the reader the prompt as the first piece, once."""
@@ -667,6 +678,7 @@ class Scheduler:
         assert session is not None
         assert job.answer is not None
         self._answering[id(session)] = job
+        job.begun = time.monotonic()
         self.batch.add(session, job.answer)
 
     def _put_back(self, conversation: Conversation, key: str) -> None:
@@ -690,7 +702,9 @@ class Scheduler:
                 job.give_prompt(session)
             if text:
                 job.give(session, text, job.likely(session))
-            if text or job.ask.echo:
+            elif job.ask.progress and not ended:
+                job.give_progress(session)
+            if job.pieces:
                 fed.append(job)
             if ended:
                 self._finish(job, error)

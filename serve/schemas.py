@@ -345,6 +345,8 @@ class Request(Strict):
     model: Annotated[str, StringConstraints(max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    """Says that a stream tells how much of the prompt is read, as llama.cpp's server does."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Annotated[int, Field(ge=0, le=2**31 - 1)] | None, BeforeValidator(_all)] = None
@@ -383,6 +385,8 @@ class Request(Strict):
     def _options_of_a_stream(self) -> Request:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are for stream: true; add that, or leave them out")
+        if self.return_progress and not self.stream:
+            raise ValueError("return_progress is for stream: true; add that, or leave it out")
         return self
 
     @property
@@ -617,6 +621,7 @@ class ChatRequest(Request):
             tools=self.offered,
             pins=frozenset(i for i, one in enumerate(messages) if one.pin),
             recall=self.recall,
+            progress=bool(self.return_progress),
         )
 
 
@@ -670,7 +675,12 @@ class CompletionRequest(Request):
             raise ApiError(400, "a completion goes on with no session; leave X-Session-Id out")
         options = self.options(limits, defaults)
         return Ask(
-            prompt=prompt, options=options, owner=owner, recall=self.recall, echo=bool(self.echo)
+            prompt=prompt,
+            options=options,
+            owner=owner,
+            recall=self.recall,
+            echo=bool(self.echo),
+            progress=bool(self.return_progress),
         )
 
 

@@ -115,6 +115,8 @@ class Form(ABC):
 
     def written(self, piece: Piece) -> bytes:
         """Write what a piece brings."""
+        if piece.progress is not None:
+            return self.part([], prompt_progress=piece.progress._asdict())
         return b"".join([self.part([choice]) for choice in self.put(piece)])
 
     def closing(self, reply: Reply) -> bytes:

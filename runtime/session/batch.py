@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class Progress(NamedTuple):
-    """A record that a step gives of a session: a piece of its answer, its end, or an error."""
+    """A record that a step gives of a session: a piece of its answer, its end, or an error.
+
+    One without any of these says that a block of its prompt was read.
+    """
 
     session: Session
     text: str = ""
@@ -225,7 +228,10 @@ class Batch:
             while step.text:
                 yield Progress(session, step.text)
                 step = next(steps)
-            answer.asked = None if step.token is None else step
+            if step.token is None:
+                yield Progress(session)
+            else:
+                answer.asked = step
             return
         except StopIteration:
             pass

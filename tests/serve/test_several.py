@@ -183,6 +183,40 @@ def test_every_part_has_the_usage_so_far_where_that_is_asked_for(client):
     assert {part.usage.prompt_tokens for part in parts} == {parts[-1].usage.prompt_tokens}
 
 
+def test_a_stream_tells_how_far_the_prompt_is_read_where_that_is_asked_for(client):
+    """By the names of llama.cpp's server; what the cache holds counts as read from the start."""
+
+    def told(*messages: Any, **more: Any) -> tuple[list[dict[str, int]], Any, str]:
+        options = {"include_usage": True}
+        parts = [
+            *client.chat.completions.create(
+                messages=messages, stream=True, stream_options=options, extra_body=more, **ASKED
+            )
+        ]
+        found = [part.model_extra.get("prompt_progress") for part in parts]
+        text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        return [one for one in found if one], parts[-1].usage, text
+
+    long, held = user("Seven kinds of mosses survive the cold near Porto. " * 20), 0
+    messages = [long]
+    for _ in range(2):
+        found, usage, text = told(*messages, return_progress=True)
+        read = [one["processed"] for one in found]
+        assert len(read) > 3
+        assert read == sorted(set(read))
+        assert held <= found[0]["cache"] < read[0]
+        assert read[-1] < usage.prompt_tokens
+        held = usage.prompt_tokens_details.cached_tokens
+        assert {(one["total"], one["cache"]) for one in found} == {(usage.prompt_tokens, held)}
+        messages = [*messages, said(text), long]
+    assert held > 0
+    assert told(long)[0] == []
+    with pytest.raises(openai.BadRequestError, match="return_progress is for stream: true"):
+        client.chat.completions.create(
+            messages=[long], extra_body={"return_progress": True}, **ASKED
+        )
+
+
 def test_what_fails_in_the_second_answer_ends_all(talk, url):
     talk.script = Script([Piece("Hi")], late=RuntimeError("broken"))
     answered = httpx.post(f"{url}/v1/completions", json={"prompt": ["a", "b"], "stream": True})
