@@ -83,11 +83,6 @@ def _stops(value: Any) -> Any:
     return [text for text in texts if text != ""]
 
 
-def _seed(value: Any) -> Any:
-    """Return a seed; -1, as llama.cpp's clients send it, is none."""
-    return None if type(value) is int and value == -1 else value
-
-
 def _no_limit(value: Any) -> Any:
     """Return a number of tokens; -1, as llama.cpp's clients send it, is none."""
     return None if type(value) is int and value == -1 else value
@@ -354,7 +349,7 @@ class Request(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[Annotated[int, Field(ge=0, le=2**63 - 1)] | None, BeforeValidator(_seed)] = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: Stop | None = None
     max_tokens: Most = None
     ignore_eos: bool | None = None
@@ -449,11 +444,11 @@ class Request(Strict):
 
     def asks(self, one: Ask) -> list[Ask]:
         """Return one request `n` times, each with another seed where one was given."""
-        seed = one.options.get("seed")
+        seed = settings.seeded(one.options.get("seed"))
         return [
             one
             if not number or seed is None
-            else replace(one, options={**one.options, "seed": (seed + number) % 2**63})
+            else replace(one, options={**one.options, "seed": (seed + number) % 2**64})
             for number in range(self.n or 1)
         ]
 

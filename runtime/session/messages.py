@@ -15,6 +15,7 @@ from typing import Any
 from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, MessagesInvalid
 from kvcap.runtime.session.chat_template import TemplateFailed, render_template
 from kvcap.runtime.session.encoding import check_letters
+from kvcap.runtime.session.template_abilities import Abilities, abilities
 from kvcap.runtime.session.template_forms import (
     MARKER,
     Write,
@@ -22,6 +23,7 @@ from kvcap.runtime.session.template_forms import (
     template_for,
     with_short_ids,
 )
+from kvcap.runtime.session.told_tools import told
 from kvcap.runtime.session.tool_calls import HERMES
 from kvcap.runtime.types import Message, Span, Tool
 
@@ -51,7 +53,7 @@ MARK_BEGUN = "\u2402begun\u2403"  # stands for the beginning of the next answer
 def checked_messages(said: Any) -> list[Message]:
     """Return the messages given to `Session.send`, checked.
 
-    A user's or a tool's comes last.
+    One of the user, a tool or the system comes last.
 
     Raises:
         MessagesInvalid: neither a text nor such messages, naming the first that is wrong.
@@ -67,12 +69,12 @@ def checked_messages(said: Any) -> list[Message]:
     if not said:
         raise EmptyPrompt("there are no messages; give at least one of the user")
     found = [_checked_message(index, one) for index, one in enumerate(said)]
-    if found[-1]["role"] not in ("user", "tool"):
+    if found[-1]["role"] == "assistant":
         raise MessagesInvalid(
-            f"the last message is of the {found[-1]['role']}; it must be of the user, who is to be "
-            "answered, or of a tool"
+            "the last message is of the assistant; it must be of the user, who is to be answered, "
+            "of a tool or of the system"
         )
-    if found[-1]["role"] == "user" and not found[-1]["content"].strip():
+    if found[-1]["role"] != "tool" and not found[-1]["content"].strip():
         raise EmptyPrompt("the message is empty; write something to answer")
     return found
 
@@ -205,6 +207,11 @@ def render(
             )
         return before + begin
     template, write = _writer(tokenizer, tools, options, prompt=prompt)
+    if tools or any(one["role"] == "tool" or one.get("tool_calls") for one in messages):
+        can = abilities_of(tokenizer, tools, options)
+        if not (can.tools or (can.calls and not tools)):
+            messages = told(messages, tools, in_system=can.system)
+            template, write = _writer(tokenizer, (), options, prompt=prompt)
     taken = as_taken(template, write, messages)
     try:
         return write(taken)
@@ -236,6 +243,20 @@ def _writer(
     prompt: bool = True,
 ) -> tuple[str, Write]:
     """Return the chat template, and a function that renders messages by it as they are."""
+    template, further = _chosen(tokenizer, tools, options)
+    names = {
+        "add_generation_prompt": prompt,
+        "tools": list(tools) or None,
+        "documents": None,
+        **further,
+    }
+    return template, lambda some: render_template(template, {"messages": list(some), **names})
+
+
+def _chosen(
+    tokenizer: Any, tools: Sequence[Tool], options: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Return the chat template, and what it gets besides messages and tools."""
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateMissing(
             "this tokenizer has no chat template; give one by --chat-template FILE or NAME, such "
@@ -245,14 +266,24 @@ def _writer(
     further = dict(options)
     name = further.pop("chat_template", None)
     template = template_for(tokenizer.chat_template, tools=bool(tools), name=name)
-    names = {
-        "add_generation_prompt": prompt,
-        "tools": list(tools) or None,
-        "documents": None,
-        **tokenizer.special_tokens_map,
-        **further,
-    }
-    return template, lambda some: render_template(template, {"messages": list(some), **names})
+    return template, {**tokenizer.special_tokens_map, **further}
+
+
+def abilities_of(
+    tokenizer: Any, tools: Sequence[Tool] = (), options: Mapping[str, Any] = NO_OPTIONS
+) -> Abilities:
+    """Return what the chat template writes.
+
+    Args:
+        tokenizer: that has the template, or several.
+        tools: that the model may call, for which another template may be taken.
+        options: further names that the template gets.
+
+    Raises:
+        ChatTemplateMissing: there is no template, or it does not write what the user says.
+    """
+    template, further = _chosen(tokenizer, tools, options)
+    return abilities(template, json.dumps(further, default=str))
 
 
 def check_tools_read(
@@ -261,7 +292,7 @@ def check_tools_read(
     tools: Sequence[Tool],
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> None:
-    """Refuse tools that the chat template leaves out, as the model would not know of them.
+    """Refuse tools that the chat template leaves out of these messages, though not of others.
 
     Raises:
         ChatTemplateMissing: the chat template does not write them.
@@ -269,8 +300,8 @@ def check_tools_read(
     marked = [{**tool, "function": {**tool["function"], "name": MARKER}} for tool in tools]
     if tools and MARKER not in render(tokenizer, messages, marked, options):
         raise ChatTemplateMissing(
-            "this model's chat template does not write tools, so the model would not know of them; "
-            "describe them in the message, or use a model that was made to call tools"
+            "this model's chat template does not write tools for these messages, so the model "
+            "would not know of them; begin with a message of the user, or of the system"
         )
 
 

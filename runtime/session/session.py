@@ -133,8 +133,8 @@ class Session:
         """Says whether the system prompt is never evicted, from the next time that it is read."""
         self.tools: tuple[Tool, ...] = ()
         """Holds the tools that the model may call, once all is read again; see `send`."""
-        self.seed = seed
-        self.rng = runtime.rng(seed)
+        self.seed = settings.seeded(seed)
+        self.rng = runtime.rng(self.seed)
         self.loop = runtime.loop()
         """Holds the loop that reads into the conversation's cache."""
         self.cache_away: Callable[[], None] | None = None
@@ -383,16 +383,17 @@ class Session:
 
         Args:
             said: a text; or a list of messages to add to the conversation, dictionaries with 'role'
-                ('system', 'user', 'assistant' or 'tool') and 'content'. The last one is a user's
-                message or a tool's result; a first one of the system is the system prompt of a new
-                conversation. An assistant's may have 'tool_calls', a tool's a 'tool_call_id', and
-                others a 'name'.
+                ('system', 'user', 'assistant' or 'tool') and 'content'. The last one is not the
+                assistant's; a first one of the system is the system prompt of a new conversation,
+                and may be alone. An assistant's may have 'tool_calls', a tool's a 'tool_call_id',
+                and others a 'name'.
             pin: whether the given messages are never evicted.
             tools: functions that the model may call, as OpenAI's API describes them; give them
-                with the first message, before which templates write them. None: those of the
-                conversation so far. The calls of the answer are in `parsed`, and its message has
-                them as `tool_calls`. If the template writes a result together with its call, the
-                conversation is read again.
+                with the first message, before which templates write them. Where a template writes
+                none, the system prompt has them, and calls and results are texts. None: those of
+                the conversation so far. The calls of the answer are in `parsed`, and its message
+                has them as `tool_calls`. If the template writes a result together with its call,
+                the conversation is read again.
             begin: text that the answer begins with; only what follows it is streamed.
 
         Raises:
@@ -519,7 +520,7 @@ class Session:
             ends = settings.end_tokens(SimpleNamespace(**held))
             self._decoding.guide(ends, settings.forms(SimpleNamespace(**held)))
         if "seed" in options:
-            self.seed = options.pop("seed")
+            self.seed = settings.seeded(options.pop("seed"))
             self.rng = self.runtime.rng(self.seed)
         if (temperature := options.get("temperature")) is not None:
             options.setdefault("do_sample", temperature > 0)
@@ -575,7 +576,10 @@ class Session:
                 raise MessagesInvalid(
                     "a system prompt was given behind a text that was continued; clear it first"
                 )
-            system, given, pin_system = given[0]["content"], given[1:], pin_system or pin
+            if len(given) > 1 or self._is_answered(given[0], tools):
+                system, given, pin_system = given[0]["content"], given[1:], pin_system or pin
+            else:
+                given = [{**given[0], "role": "user"}]
         messages, tokenizer = [*before.messages, *given], self.runtime.tokenizer
         new = range(len(before.messages), len(messages))
         pinned = before.pinned | frozenset(new if pin else ())
@@ -598,9 +602,16 @@ class Session:
                 "the text that was continued would be forgotten, as these messages, or the options "
                 "of the chat template, need the whole conversation to be read again; clear it first"
             )
-        check_tools_read(tokenizer, messages, tools, options)
+        check_tools_read(tokenizer, [*system_message(system), *messages], tools, options)
         whole = self._whole_prompt(after, begin)
         return self._checked(replace(whole, emptied=seen > 0, reread=bool(before.messages)))
+
+    def _is_answered(self, system: Message, tools: Sequence[Tool]) -> bool:
+        """Return whether the chat template writes a message of the system without any other."""
+        with suppress(ChatTemplateMissing):
+            text = render(self.runtime.tokenizer, [system], tools, self._template_options)
+            return system["content"].strip() in text
+        return False
 
     def _text_prompt(self, text: str | Sequence[int], recall: bool) -> PreparedPrompt:
         """Return the prompt of a text that is no message."""
@@ -618,7 +629,7 @@ class Session:
     def _repeated_prompt(self) -> PreparedPrompt:
         """Return the prompt of the conversation without its last answer."""
         after = self._unanswered
-        if not after.messages:
+        if not after.messages and not (self.messages and after.system):
             raise EmptyPrompt("there is nothing to answer again; say something first")
         asked, read, begin = self._asked, None, ""
         now = (after, self._template_options, self._held)
@@ -681,10 +692,10 @@ class Session:
             ids = self.encode(text)
             spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
             spans += message_spans(encode, first, whole.messages, whole.pinned, ids)
-        question = self._question(ids, text, whole.messages[-1], 0)
-        prefix = self._prefix_of(ids[:question], lambda: first_tokens(encode, first))
+        asked = self._question(ids, text, whole.messages[-1], 0) if whole.messages else None
+        prefix = self._prefix_of(ids[:asked], lambda: first_tokens(encode, first))
         return PreparedPrompt(
-            ids, whole, spans, options, question=question, prefix=prefix, begin=begin
+            ids, whole, spans, options, question=asked, prefix=prefix, begin=begin
         )
 
     def _prefix_of(self, ids: Sequence[int], first: Callable[[], list[int]]) -> int:

@@ -45,7 +45,7 @@ NUMBERS = {
     "max_new_tokens": Bounds(int, 1),
     "logprobs": Bounds(int, 0, 20),
     "prompt_logprobs": Bounds(int, 0, 20),
-    "seed": Bounds(int, 0, 2**63 - 1),
+    "seed": Bounds(int, -(2**63), 2**64 - 1),
 }
 SHAPES = ("json_schema", "regex")
 """Names the settings that say what a whole answer is held to."""
@@ -138,6 +138,16 @@ def _are_biases(value: Any) -> bool:
         (token.holds(key) or (isinstance(key, str) and key.isdecimal())) and bias.holds(number)
         for key, number in value.items()
     )
+
+
+def seeded(seed: int | None) -> int | None:
+    """Return a seed of 64 bits without a sign; None, as for -1: draws are not repeated.
+
+    >>> seeded(7), seeded(-1), seeded(-2) == 2**64 - 2
+    (7, None, True)
+    """
+    check({"seed": seed})
+    return None if seed in (None, -1) else seed % 2**64
 
 
 def copied(config: Any) -> Any:

@@ -115,10 +115,14 @@ def test_an_answer_is_held_to_a_schema(client):
     assert json.loads(said.choices[0].message.content)["a"] in (True, False)
 
 
-def test_tools_that_a_model_cannot_read_are_refused(client):
+def test_a_model_is_told_of_tools_that_its_template_does_not_write(client):
     tool: Any = {"type": "function", "function": {"name": "add"}}
-    with pytest.raises(openai.BadRequestError, match="does not write tools"):
-        client.chat.completions.create(messages=[user("Hello!")], tools=[tool], **ASKED)
+    asked = {"messages": [user("Hello!")], **ASKED, "max_tokens": 40}
+    plain = client.chat.completions.create(**asked)
+    said = client.chat.completions.create(**asked, tools=[tool], tool_choice="required")
+    (call,) = said.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("add", "{}")
+    assert said.usage.prompt_tokens > plain.usage.prompt_tokens + 40
 
 
 def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chat_templates import with_template
+from chat_templates import PLAIN, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
@@ -118,7 +118,7 @@ def test_all_messages_that_are_given_are_pinned(runtime):
         ([{"role": "user", "content": [{"type": "text"}]}], MessagesInvalid, "is a list"),
         ([{**ASKED, "tool_calls": [1]}], MessagesInvalid, "has 'tool_calls'"),
         ([ASKED, ANSWERED], MessagesInvalid, "the last message is of the assistant"),
-        ([SYSTEM], MessagesInvalid, "the last message is of the system"),
+        ([{**SYSTEM, "content": " "}], EmptyPrompt, "the message is empty"),
         ([ASKED, {"role": "user", "content": " "}], EmptyPrompt, "the message is empty"),
     ],
 )
@@ -205,3 +205,37 @@ def test_whatever_is_given_is_messages_or_refused_by_name(said):
         assert found[-1]["role"] == "user"
         assert all(set(one) == {"role", "content"} for one in found)
         assert all(type(one["content"]) is str for one in found)
+
+
+@pytest.mark.parametrize("template", [None, "trimmed"])
+def test_a_system_prompt_alone_is_answered(runtime, template, monkeypatch):
+    """As it is written without a user; as a user's message where the template leaves it out."""
+    if template is not None:
+        tokenizer = with_template(runtime.tokenizer, PLAIN[template])
+        monkeypatch.setattr(runtime, "tokenizer", tokenizer)
+    session = session_of(runtime)
+    answer = "".join(session.send([SYSTEM]))
+    first = [SYSTEM] if template is None else [{**SYSTEM, "role": "user"}]
+    assert held(session).startswith(spelt(session, first))
+    assert [*system_message(session.system), *session.messages] == [
+        *first,
+        {"role": "assistant", "content": answer},
+    ]
+    assert "".join(session.regenerate()) == answer
+    before = held(session)
+    list(session.send("And now?"))
+    assert held(session).startswith(before)
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1, -(2**63)])
+def test_seeds_have_64_bits(runtime, seed):
+    said = set()
+    for one in (seed, seed % 2**64):
+        session = session_of(runtime)
+        session.set_generation(seed=one, temperature=1.0)
+        said.add("".join(session.send("Hello!")))
+    assert len(said) == 1
+    session.set_generation(seed=-1)
+    assert session.seed is None
+    with pytest.raises(ValueError, match="seed="):
+        session.set_generation(seed=2**64)

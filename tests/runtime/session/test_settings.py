@@ -39,7 +39,7 @@ def runtime(request, tmp_path_factory):
         ({"max_new_tokens": 0}, "a whole number, 1 or more"),
         ({"repetition_penalty": 0}, "repetition_penalty=0 will not work; use a number above 0"),
         ({"repetition_penalty": -1.0}, "a number above 0"),
-        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**64}, "seed=18446744073709551616"),
         ({"seed": "x", "top_k": 3}, "seed='x'"),
         ({"eos_token_id": "</s>"}, "a token id or a list of them"),
         ({"eos_token_id": [2, None]}, "a token id or a list of them"),

@@ -16,6 +16,7 @@ from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.messages import render, render_turn
 from kvcap.runtime.session.template_forms import without_default
+from kvcap.runtime.session.told_tools import told
 
 TEMPLATES = PLAIN | PARTS | THINKING | TOOLS
 TOKENIZER = AutoTokenizer.from_pretrained(pocket.path())
@@ -143,8 +144,9 @@ NAMED = {"default": PLAIN["text"], "tool_use": TOOLS["own turn"], "rag": PARTS["
 def test_a_named_template_is_taken_as_by_transformers(tools, names):
     tokenizer = with_template(TOKENIZER, {name: NAMED[name] for name in names})
     said = [{"role": "user", "content": "Hi."}]
+    read = said if "tool_use" in names else told(said, tools, in_system=True)
     assert render(tokenizer, said, tools) == tokenizer.apply_chat_template(
-        said, tools=tools or None, tokenize=False, add_generation_prompt=True
+        read, tools=tools or None, tokenize=False, add_generation_prompt=True
     )
 
 

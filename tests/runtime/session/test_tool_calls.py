@@ -10,14 +10,15 @@ from typing import Any
 
 import jsonschema
 import pytest
-from chat_templates import TOOLS, with_template
+from chat_templates import PARTS, PLAIN, THINKING, TOOLS, with_template
 from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
 
 import kvcap
 from kvcap import pocket
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
-from kvcap.runtime.errors import ChatTemplateMissing, MessagesInvalid
-from kvcap.runtime.session.messages import calls_are_marked
+from kvcap.runtime.errors import MessagesInvalid
+from kvcap.runtime.session.messages import abilities_of, calls_are_marked
+from kvcap.runtime.session.template_abilities import Abilities
 from kvcap.runtime.session.tool_calls import (
     Parsed,
     ToolCall,
@@ -128,12 +129,59 @@ def test_calls_that_cannot_be_read_are_refused(runtime, calls):
         session_of(runtime).send(said)
 
 
-def test_a_template_that_does_not_write_tools_is_refused(runtime):
-    runtime.tokenizer.chat_template = TEMPLATE.replace("if tools", "if false")
-    session = session_of(runtime)
-    with pytest.raises(ChatTemplateMissing, match="does not write tools"):
-        session.send("Hello!", tools=[ADD])
-    list(session.send("Hello!", tools=[]))
+TOLD = {
+    "system": PLAIN["text"],
+    "no system": PLAIN["text"].replace("<|{{ m.role }}|>", "{% if m.role in ('system', 'tool') %}"
+    "{{ raise_exception('no such role') }}{% endif %}<|{{ m.role }}|>"),
+    "turns that alternate": PLAIN["trimmed"].replace("<|{{ m.role }}|>", "{% if (m.role == 'user') "
+    "== (messages[loop.index0 - 1].role == 'user') and loop.index0 %}{{ raise_exception('turns') }}"
+    "{% endif %}<|{{ m.role }}|>"),
+    "parts": PARTS["walked"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("system", [None, "Be kind."])
+def test_a_model_is_told_of_tools_that_its_template_does_not_write(runtime, name, system):
+    """Calls and their results are texts, and the conversation goes on without being read again."""
+    pytest.importorskip("llguidance")
+    runtime.tokenizer.chat_template = TOLD[name]
+    assert calls_are_marked(runtime.tokenizer, [ADD])
+    if name == "no system" and system:
+        pytest.skip("this template takes none")
+    session = session_of(runtime, system)
+    session.set_generation(json_schema=schema_of_call([ADD]), max_new_tokens=60)
+    list(session.send("What is 1 and 1?", tools=[ADD]))
+    session.set_generation(json_schema=None, max_new_tokens=6)
+    text = held(session)
+    assert f"<tools>\n{json.dumps(ADD)}\n</tools>" in text
+    assert text.index(system or "<|bos|>") < text.index("# Tools") < text.index("What is 1")
+    (call,) = session.messages[-1]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    results = [{"role": "tool", "content": text, "tool_call_id": call["id"]} for text in "23"]
+    list(session.send(results))
+    assert session.turn.reused_tokens > 0
+    one, other = (f"<tool_response>\n{text}\n</tool_response>" for text in "23")
+    assert f"<|user|>{one}\n\n{other}<|end|>" in held(session)
+    list(session.send("Thank you."))
+    session.cache.reset()
+    list(session.send("And now?"))
+    text = held(session)
+    function = json.dumps(call["function"])
+    assert text.count("# Tools") == text.count(f"<tool_call>\n{function}\n</tool_call>") == 1
+    assert text.count(f"{one}\n\n{other}") == 1
+
+
+@pytest.mark.parametrize(("name", "writes"), [
+    ("own turn", Abilities(True, True, True, False)), ("ids", Abilities(True, True, True, False)),
+    ("named", Abilities(True, True, True, False)), ("one turn", Abilities(True, True, True, False)),
+    ("text", Abilities(False, False, True, False)),
+    ("walked", Abilities(False, False, True, False)),
+    ("switch", Abilities(False, False, True, True)), ("opens", Abilities(False, False, True, True)),
+])  # fmt: skip
+def test_what_a_template_writes_is_found_out(runtime, name, writes):
+    runtime.tokenizer.chat_template = {**TOOLS, **PLAIN, **PARTS, **THINKING}[name]
+    assert abilities_of(runtime.tokenizer) == writes
 
 
 def test_what_an_answer_calls_is_parsed(runtime):
@@ -319,8 +367,8 @@ def test_an_answer_that_is_held_to_a_call_is_one(runtime):
         (TOOLS["own turn"], True),
         (TOOLS["ids"], False),  # an id follows the JSON
         (POCKET_TOOLS.read_text(), True),
-        ("{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", False),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", True),  # no tools
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", True),  # they are told
         ("{{ raise_exception('no') }}", False),
     ],
 )
