@@ -149,15 +149,15 @@ DIVISIONS: tuple[Callable[[BudgetCache], None], ...] = (
 def pretend_full(cache: BudgetCache) -> None:
     """Mark every slot as used, as after a very long text; what the slots hold is not touched."""
     shape, block = cache.layout.shape, cache.block_size
+    windows = [layer.sliding_window for layer in cache.sliding_layers.values()]
+    read = max(shape.trained_length, *windows, 0)  # a window may be the longer one
     for layer in cache.capped_layers:
         spare = 0 if cache.eviction.policy.evicts else block
-        layer.restore_counters(
-            shape.trained_length, [max(0, s.budget - spare) for s in layer.segments]
-        )
+        layer.restore_counters(read, [max(0, s.budget - spare) for s in layer.segments])
         layer.enable_rotation()
     cache.count_stores_full()
     for state in cache.state_layers.values():
-        state.seen, state.has_previous_state[0] = shape.trained_length, True
+        state.seen, state.has_previous_state[0] = read, True
     segment = cache.capped_layers[0].segments[-1]
     like = segment.pool.keys.new_empty(0, dtype=segment.pool.dtype)
     for index, layer in cache.sliding_layers.items():
@@ -169,7 +169,7 @@ def pretend_full(cache: BudgetCache) -> None:
         layer.keys = like.new_zeros(*slots)[:, :, -size:]
         layer.values = like.new_zeros(*slots)[:, :, -size:]
         layer.dtype, layer.device, layer.is_initialized = like.dtype, like.device, True
-        layer.cumulative_length = shape.trained_length
+        layer.cumulative_length = read
 
 
 class Tally(TorchDispatchMode):

@@ -59,6 +59,13 @@ def test_within_five_percent_of_the_allocators_peak(family, dtype):
         assert expected == pytest.approx(measured(config, eviction, budget, block, dtype), rel=0.05)
 
 
+def test_a_window_that_is_longer_than_the_models_context():
+    config = tiny_config("gemma2", **SIZES, max_position_embeddings=64, sliding_window=100)
+    eviction = kvcap.load_policy("obcache")
+    expected = rehearse_block(config, CacheSettings(120, 40, eviction), torch.float32)
+    assert expected == pytest.approx(measured(config, eviction, 120, 40, torch.float32), rel=0.05)
+
+
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("policy", [name for name in policies() if name != "full"][::2])
 def test_policies_that_decide_nothing_by_contents(policy):
