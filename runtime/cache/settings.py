@@ -54,7 +54,8 @@ class CacheSettings:
 
     Args:
         budget_tokens: slots per KV head and layer that stay after every block (`N`); 256 if no
-            budget is given.
+            budget is given. A plan and a `Runtime` take the model's context, or what memory holds
+            of it, for a policy that never evicts.
         block_size: tokens read at once (`T`); 128 by default, fewer under a small budget in bytes.
         policy: a name (see `kvcap policies`), an `Eviction` from `load_policy` or a `Policy`.
         positions: 'compact', 'true' or 'auto': true as long as the text fits the length that the

@@ -350,8 +350,8 @@ class CacheOptions:
             "--max-kv-size",
             min=1,
             metavar="N",
-            help="Keep at most N slots per KV head and layer (256 by default); instead of "
-            "--kv-budget.",
+            help="Keep at most N slots per KV head and layer (256 by default; under --policy full "
+            "the model's context, or what memory holds of it); instead of --kv-budget.",
         ),
     ] = None
     memory_cap: Annotated[

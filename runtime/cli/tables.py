@@ -250,8 +250,9 @@ def print_plan(
     for name, count, how in rows:
         bold = "bold" if name.startswith(("KV cache", "total")) else ""
         table.add_row(name, format_bytes(count), f"{count:,}", how, style=bold)
+    whole = "" if evicts else f" of a context of {plan.trained_length:,} tokens"
     print(
-        f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots + blocks of "
+        f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots{whole} + blocks of "
         f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions"
         f"{f', {plan.kv_dtype} slots' if plan.kv_dtype else ''}"
         f"{f', {plan.weights_dtype} weights' if plan.weights_dtype else ''}\n"

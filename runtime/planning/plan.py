@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -210,9 +211,10 @@ class MemoryPlan:
                     f"{other}"
                 )
         shape, held = ModelShape.of(text), weigh(config, dtype, headers, weights)
-        tokens = sizes.slots(BUDGET_TOKENS)
+        usual = sizes.usual(text)
+        tokens, longest = sizes.slots(usual), sizes.longest(text)
         fixed = settings.kv_dtype == "int4"
-        positions = settings.positions or default_positions(shape, sizes.longest, unchanging=fixed)
+        positions = settings.positions or default_positions(shape, longest, unchanging=fixed)
         own = process_bytes() + (RUNNING - held.nbytes if loaded else LOADING)
         baseline = 0 if memory_cap is None else own
         model = ModelPlanner(
@@ -233,7 +235,10 @@ class MemoryPlan:
         search = PlanSearch(
             model.plan, sizes, eviction.least(*heads), shape.trained_length, model.rehearsed, most
         )
-        found = search.found(BUDGET_TOKENS, BLOCK_SIZE)
+        if not eviction.policy.evicts:
+            room = free_memory().nbytes + (held.nbytes if loaded else 0)
+            usual = search.most_within(room, usual, BLOCK_SIZE)
+        found = search.found(usual, BLOCK_SIZE)
         if not rehearse:
             return found
         least = search.exactly(search.smallest())
@@ -329,10 +334,20 @@ class Sizes(NamedTuple):
     cache: CacheSettings
     memory_cap: str | int | None = None  # bytes of the process, or 'auto'
 
-    @property
-    def longest(self) -> int:
+    def usual(self, config: Any) -> int:
+        """Return the slots where no size was asked for; as many as memory holds, at most.
+
+        A policy that never evicts holds a text as long as the model was trained on.
+
+        Args:
+            config: of a text model.
+        """
+        evicts = self.cache.eviction.policy.evicts
+        return BUDGET_TOKENS if evicts else int(config.max_position_embeddings)
+
+    def longest(self, config: Any) -> int:
         """Return the slots of a head and its block; 0 where a number of bytes decides."""
-        tokens = self.slots(BUDGET_TOKENS)
+        tokens = self.slots(self.usual(config))
         return 0 if tokens is None else tokens + self.cache.sizes[1]
 
     def config_for(self, config: Any) -> Any:
@@ -343,7 +358,8 @@ class Sizes(NamedTuple):
         """
         from kvcap.runtime.models.rope import with_one_rope
 
-        return with_one_rope(config, None if self.cache.positions == "true" else self.longest)
+        reach = None if self.cache.positions == "true" else self.longest(config)
+        return with_one_rope(config, reach)
 
     def slots(self, default: int) -> int | None:
         """Return the slots asked for, or `default`; None where a number of bytes decides."""
@@ -392,6 +408,15 @@ class PlanSearch:
     def smallest(self) -> MemoryPlan:
         """Return the plan that takes the least memory."""
         return self.plan(self._fewest(self._blocks[-1]), self._blocks[-1])
+
+    def most_within(self, nbytes: int, tokens: int, block: int) -> int:
+        """Return the most slots, up to `tokens`, whose run takes at most `nbytes`; at least one.
+
+        A block of `block` is used where none was asked for.
+        """
+        size = self.sizes.cache.block_size or block
+        larger = range(2, tokens + 1)
+        return 1 + bisect_right(larger, nbytes, key=lambda n: self.plan(n, size).run_bytes)
 
     def within_cache(self, nbytes: int) -> MemoryPlan:
         """Return the plan with the most slots whose cache fits `nbytes`.

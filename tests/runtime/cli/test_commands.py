@@ -641,6 +641,16 @@ def test_a_base_model_is_named_as_such(kvcap: Any, tmp_path: Path) -> None:
     assert kvcap("generate", base, "Hi", "--raw", "--max-new-tokens", "2")[0] == 0
 
 
+def test_full_without_a_budget_goes_on_to_the_end_of_the_models_context(kvcap: Any) -> None:
+    """Not to the 256 slots that other policies have."""
+    plan = kvcap("plan", "pocket", "--policy", "full")[1]
+    assert "16,384 slots of a context of 16,384 tokens" in plan
+    said = ("The door is blue. " * 60, "--max-new-tokens", "3", "--json", "-q")
+    code, out, err = kvcap("generate", "pocket", *said, "--policy", "full")
+    assert code == 0, err
+    assert json.loads(out)["kv"]["held_tokens"] > 300
+
+
 def test_a_reached_cap_keeps_what_was_said(model: str, kvcap: Any) -> None:
     cap = ("--policy", "full", "--budget-tokens", "24")
     code, out, err = kvcap("generate", model, "Hi", "--json", "-q", *cap)

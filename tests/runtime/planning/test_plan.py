@@ -217,6 +217,21 @@ def test_a_cap_of_all_that_is_free(monkeypatch):
         MemoryPlan.of(config, memory_cap="all")
 
 
+@pytest.mark.parametrize("free", [1 << 40, 20 << 20])
+def test_a_policy_that_never_evicts_has_the_models_context(free, monkeypatch):
+    """Where nobody gave a size, and as far as memory goes."""
+    monkeypatch.setattr(plan_module, "free_memory", lambda: FreeMemory(free, "here"))
+    config = tiny_config("llama", max_position_embeddings=100_000)
+    plan = MemoryPlan.of(config, policy="full")
+    more = MemoryPlan.of(config, policy="full", budget_tokens=plan.budget_tokens + 1)
+    if free > 1 << 30:
+        assert plan.budget_tokens == plan.trained_length == 100_000
+    else:
+        assert plan.run_bytes <= free < more.run_bytes
+    assert MemoryPlan.of(config, policy="full", kv_budget="1MiB").cache_bytes <= 1 << 20
+    assert MemoryPlan.of(config).budget_tokens == 256
+
+
 def test_the_index_of_evicted_text_is_planned_beside_the_cache(monkeypatch):
     monkeypatch.setattr(plan_module, "process_bytes", lambda: 400 << 20)
     config, mib = tiny_config("llama", max_position_embeddings=100_000), 1 << 20
