@@ -7,7 +7,9 @@ its sizes and its tables of angles; its parameters are on the meta device until 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,9 +23,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from kvcap.runtime.models.gguf import header, is_gguf, name_in_file
+from kvcap.runtime.models.gguf import header, is_gguf, name_in_file, names_in_file
 from kvcap.runtime.models.quantised import quantisation
-from kvcap.runtime.models.weights import folder_of, locations, read_headers
+from kvcap.runtime.models.weights import folder_of, locations, on_meta, read_headers
 from kvcap.runtime.models.wrappers import text_name
 from kvcap.runtime.types import ATTENTION
 
@@ -195,12 +197,67 @@ def row_processor(architecture: str, config: Any) -> Any:
         kind = old.TENSOR_PROCESSORS.get(architecture, old.TensorProcessor)
     except (ImportError, AttributeError):
         return None
-    with contextlib.suppress(ImportError, AttributeError):  # families that are loaded another way
-        new: Any = importlib.import_module("transformers.integrations.gguf.gguf_conversion_mapping")
-        if architecture in new.GGUF_ARCHS:
-            return None
+    if _conversions(architecture, config):
+        return None
     heads = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads")}
     return kind(config=heads) if kind.__name__ in ROW_BY_ROW else None
+
+
+def _conversions(architecture: str, config: Any) -> list[Any]:
+    """Return how transformers renames and joins a family's tensors, if it has a list of that."""
+    try:
+        new: Any = importlib.import_module("transformers.integrations.gguf.gguf_conversion_mapping")
+        steps: list[Any] = new.GGUF_ARCHS[architecture](config)
+    except (ImportError, AttributeError, KeyError):  # most families are loaded another way
+        return []
+    return sorted(steps, key=lambda step: hasattr(step, "operations"))  # renamings come first
+
+
+BIASES = {
+    "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
+    "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
+}
+"""Holds the settings of a config that give a layer biases, which no field of a GGUF file has."""
+NEEDLESS = {
+    r"rope_(freqs|factors_long|factors_short)\.weight": "RoPE's factors: the config has them, or "
+    "the file is refused",
+    r"mtp\..*": "by transformers' name a block that guesses further tokens; no logit depends on it",
+}
+"""Holds the tensors of GGUF files without which a model is the same, and why."""
+
+
+def add_biases(where: str, config: Any) -> None:
+    """Have a config give layers the biases that a GGUF file has for all of them."""
+    tensors = header(where).tensors
+    for setting, parts in BIASES.items():
+        if hasattr(config, setting):
+            setattr(config, setting, all(f"blk.0.{part}.bias" in tensors for part in parts))
+
+
+def unused_tensors(where: str, config: Any) -> list[str]:
+    """Return the tensors of a GGUF file that its model has no place for; N stands for any layer."""
+    found = header(where)
+    model = on_meta(copy.deepcopy(config), torch.float32)  # transformers writes its type there
+    architecture, own = found.value("general.architecture"), model.state_dict()
+    steps = _conversions(architecture, config)
+    if steps:
+        places = {name: _converted(name, steps) for name in found.tensors}
+    else:
+        own = names_in_file(architecture, config.num_hidden_layers, own)
+        places = {name: name for name in found.tensors}
+    left = (
+        name
+        for name, place in places.items()
+        if place not in own and not any(re.fullmatch(known, place) for known in NEEDLESS)
+    )
+    return sorted({re.sub(r"^blk\.\d+\.", "blk.N.", name) for name in left})
+
+
+def _converted(name: str, steps: list[Any]) -> str:
+    """Return a parameter's name by its name in a GGUF file."""
+    for step in steps:
+        name, _ = step.rename_source_key(name)
+    return name
 
 
 def _stored(
@@ -315,12 +372,12 @@ def _weightless() -> Iterator[None]:
     """Return modules that are made have their parameters on the meta device, and real buffers."""
     register = nn.Module.register_parameter
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    nn.Module.register_parameter = without_data  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

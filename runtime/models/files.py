@@ -39,10 +39,12 @@ from kvcap.runtime.memory.free_memory import return_freed
 from kvcap.runtime.models.checkpoint import (
     Checkpoint,
     GgufCheckpoint,
+    add_biases,
     empty_model,
     fill,
     fill_buffers,
     row_processor,
+    unused_tensors,
 )
 from kvcap.runtime.models.config import FAMILIES, ModelShape
 from kvcap.runtime.models.gguf import (
@@ -59,6 +61,7 @@ from kvcap.runtime.models.names import ADAPTER, holds_adapter
 from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
 from kvcap.runtime.models.rope import rope_of
+from kvcap.runtime.models.splits import split_as_named
 from kvcap.runtime.models.weights import download, read_headers, refuse_misfits, untie, weigh
 from kvcap.runtime.models.wrappers import NAMES, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION, NEUTRAL
@@ -157,6 +160,13 @@ def _config_in_gguf(where: str) -> Any:
             "transformers does not read from GGUF, so that its logits would be wrong; give the "
             "repository or directory that it was made from, with safetensors"
         )
+    add_biases(where, config)
+    if unused := unused_tensors(where, config):
+        raise UnsupportedModel(
+            f"{where!r} has tensors that transformers' {config.model_type!r} does not use, so that "
+            f"its logits would be wrong: {', '.join(unused)}; give the repository or directory "
+            "that it was made from, with safetensors"
+        )
     if row_processor(file.architecture, config) is not None:
         types = {name: x.tensor_type.name for name, x in header(where).tensors.items()}
         config.gguf_blocks = {"architecture": file.architecture, "types": types}
@@ -224,6 +234,7 @@ def load_tokenizer(where: str) -> Any:
 
     Raises:
         ModelFilesBroken: its files are missing or broken, or need code of their own.
+        UnsupportedModel: a GGUF file splits text in a way that is not known.
     """
     folder = Path(where)
     if folder.is_dir() and not any((folder / name).exists() for name in VOCABULARIES):
@@ -235,7 +246,8 @@ def load_tokenizer(where: str) -> Any:
 
     def made() -> Any:
         with reading(where, vocabulary=True):
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+            found = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+        return split_as_named(where, found) if options else found
 
     try:
         tokenizer = kept_tokenizer(where, made) if options else made()
@@ -244,6 +256,8 @@ def load_tokenizer(where: str) -> Any:
             raise ValueError("its vocabulary has no letters")
         if not tokenizer.is_fast:
             raise ValueError("it has no tokenizer.json")
+    except UnsupportedModel:
+        raise
     except Exception as error:  # the library's own are of no kind of their own
         raise _broken(where, "the tokenizer", error) from error
     return tokenizer

@@ -11,10 +11,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import mmap
+import re
 import struct
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -404,6 +405,20 @@ def name_in_file(architecture: str, layers: int, name: str) -> str | None:
     stem, _, end = name.rpartition(".")
     found = _names(architecture, layers).get_name(stem)
     return None if found is None else f"{found}.{end}"
+
+
+def names_in_file(architecture: str, layers: int, names: Iterable[str]) -> set[str]:
+    """Return all names that a GGUF file can have for a model's parameters.
+
+    A file has one matrix for all experts of a layer, and `gate_up_proj` of a model as two.
+    """
+    known, found = _names(architecture, layers), set[str]()
+    for name in names:
+        stem, end = re.fullmatch(r"(.*?)(?:[._](weight|bias))?", name).groups()  # type: ignore[union-attr]
+        stem = re.sub(r"\.experts\.\d+\.", ".experts.", stem)
+        parts = (stem, *(stem.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")))
+        found |= {f"{there}.{end or 'weight'}" for x in parts if (there := known.get_name(x))}
+    return found
 
 
 @lru_cache(maxsize=1)

@@ -26,7 +26,7 @@ from kvcap.dtypes import SAFETENSORS
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.files import KEPT_FROM, VOCABULARY, cache_home, read_json
 
-FORMAT = 1  # counted up when what is kept changes
+FORMAT = 2  # counted up when what is kept changes
 SPARE = 64 << 20  # bytes that stay free on the disk
 TOKENIZER, SETTINGS, WEIGHTS = "tokenizer.json", "settings.json", "weights.safetensors"
 

@@ -188,7 +188,7 @@ def weigh(
         plain = weigh(config, dtype, headers)  # checks the files too
         return Weights(_packed_bytes(text_config(config), dtype, packed), plain.source)
     method = quantisation(config)
-    model = _on_meta(text_config(config), dtype)
+    model = on_meta(text_config(config), dtype)
     needed = _parameters(model)
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     # Such as what balances experts, which stays in its own type.
@@ -228,7 +228,7 @@ def weigh(
 
 def _packed_bytes(config: Any, dtype: torch.dtype, kind: PackedDtype) -> int:
     """Return the bytes that a model holds once its matrices are packed."""
-    model = _on_meta(config, dtype)
+    model = on_meta(config, dtype)
     pack(model, kind)
     held = {tensor: name for name, tensor in model.state_dict(keep_vars=True).items()}
     return sum(_loaded_bytes(model, name, tensor) for tensor, name in held.items())
@@ -323,7 +323,7 @@ def _sources(model: Any, headers: Headers, known: set[str]) -> dict[str, _Source
     return found
 
 
-def _on_meta(config: Any, dtype: torch.dtype) -> Any:
+def on_meta(config: Any, dtype: torch.dtype) -> Any:
     """Return the model that the config describes, without data."""
     try:
         with torch.device("meta"):

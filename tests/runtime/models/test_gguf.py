@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvcap import BudgetCache, Runtime, pocket
@@ -29,7 +30,7 @@ from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, UnsupportedMode
 from kvcap.runtime.models import files, kept
 from kvcap.runtime.models import gguf as gguf_files
 from kvcap.runtime.models.blocks import BLOCKS
-from kvcap.runtime.models.files import load_config, load_model, load_packed, load_tokenizer
+from kvcap.runtime.models.files import encode, load_config, load_model, load_packed, load_tokenizer
 from kvcap.runtime.models.packed import TILE, BlockMatrix, PackedEmbedding, PackedLinear
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
 from kvcap.runtime.session.settings import end_tokens
@@ -37,6 +38,23 @@ from kvcap.runtime.session.settings import end_tokens
 INSTALLED = all(importlib.util.find_spec(name) for name in gguf_files.NEEDED)
 needs_gguf = pytest.mark.skipif(not INSTALLED, reason="needs gguf and accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what reads them
+SIGNS = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3, QWEN2, TEKKEN = (  # as the tokenizer.json of these models has it
+    pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(one), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
+    )
+    for one in (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+"
+        + SIGNS,
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + SIGNS,
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 HEADS, KV_HEADS, LAYERS, HIDDEN, MLP = 4, 2, 2, 64, 96
 
 
@@ -54,8 +72,14 @@ def write(
     mlp: int = MLP,
     hidden: int = HIDDEN,
     layers: int = LAYERS,
-) -> None:
-    """A random Llama with the built-in model's tokenizer, its matrices in these types in turn."""
+    biases: bool = False,
+    extra: str = "",
+    splits: str = "smollm",
+) -> LlamaForCausalLM:
+    """A random Llama with the built-in model's tokenizer, its matrices in these types in turn.
+
+    Returns it with the numbers that were written before they were rounded.
+    """
     import gguf
 
     tokenizer = AutoTokenizer.from_pretrained(pocket.path())
@@ -67,9 +91,14 @@ def write(
         num_key_value_heads=KV_HEADS,
         intermediate_size=mlp,
         vocab_size=len(words),
+        rms_norm_eps=1e-5,
+        attention_bias=biases,
+        mlp_bias=biases,
+        max_position_embeddings=256,
     )
     torch.manual_seed(0)
-    weights = LlamaForCausalLM(config).state_dict()
+    model = LlamaForCausalLM(config).eval()
+    weights = model.state_dict()
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(256)
@@ -88,6 +117,8 @@ def write(
         merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
         special = set(tokenizer.all_special_ids)
         writer.add_tokenizer_model("gpt2")
+        if splits:
+            writer.add_tokenizer_pre(splits)
         writer.add_token_list(words)
         writer.add_token_types([3 if i in special else 1 for i in range(len(words))])
         writer.add_token_merges([" ".join(pair) for pair in merges])
@@ -97,12 +128,18 @@ def write(
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     if factors:
         writer.add_tensor("rope_freqs.weight", torch.ones(hidden // HEADS // 2).numpy())
+    if extra:
+        writer.add_tensor(extra, torch.ones(hidden).numpy())
     types = cycle(kinds)
     for name, tensor in weights.items() if tensors else ():
         if without in name:
             continue
         stem, _, end = name.rpartition(".")
-        values = (0.15 * torch.randn_like(tensor) + (tensor.dim() == 1)).numpy()
+        tensor.copy_(0.15 * torch.randn_like(tensor) + ("norm" in name))
+        values = tensor.numpy()
+        if "q_proj" in stem or "k_proj" in stem:  # llama.cpp has pairs that rotate side by side
+            values = values.reshape(-1, 2, hidden // HEADS // 2, *values.shape[1:]).swapaxes(1, 2)
+            values = np.ascontiguousarray(values).reshape(tensor.shape)
         if tensor.dim() == 1:
             writer.add_tensor(f"{names.get_name(stem)}.{end}", values)
         else:
@@ -113,6 +150,7 @@ def write(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return model
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -162,6 +200,88 @@ def test_its_logits_are_those_of_transformers_own_load(file):
         last = expected(ids).logits[:, -1]
     assert (loop.prefill(ids) - last).abs().max() < 1e-4
     assert last.abs().max() > 1
+
+
+@needs_gguf
+def test_biases_of_a_file_are_the_models(tmp_path):
+    """As Granite code's files have them, whose architecture is 'llama'."""
+    path, ids = tmp_path / "biased.gguf", torch.randint(3, 2000, (1, 40))
+    with torch.inference_mode():
+        expected = write(path, biases=True, kinds=("F32",))(ids).logits[:, -1]
+        config = load_config(str(path))
+        loaded = load_model(str(path), config, torch.float32)
+        for model in (loaded, load_packed(str(path), config, torch.float32, "gguf")):
+            found = BlockLoop(model.eval(), BudgetCache(model.config, 48, 16)).prefill(ids)
+            assert (found - expected).abs().max() < 1e-4 < expected.abs().max()
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"biases": True, "without": "o_proj.bias"}, r"blk\.N\.attn_k\.bias, .*attn_v\.bias;"),
+        ({"extra": "blk.1.attn_sub_norm.weight"}, r": blk\.N\.attn_sub_norm\.weight;"),
+        ({"extra": "output_scale"}, r": output_scale;"),
+    ],
+)
+def test_tensors_that_a_model_does_not_use_are_refused_by_name(tmp_path, capsys, given, named):
+    path = tmp_path / "x.gguf"
+    write(path, **given)
+    with pytest.raises(UnsupportedModel, match=named):
+        load_config(str(path))
+    assert run(["plan", str(path)]) == 2
+    assert "does not use" in capsys.readouterr().err
+
+
+HARD = "\n 5\r\n\n  a  1234567 We'LL don't HELLOworld's x+=\t\t\"//\n\n    caf\u00e9 \u6f22\u304b. "
+HARD += "\u0664\u00bd\u2026\u3000!"
+DIGITS, BYTES = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    ("name", "true"),
+    [
+        ("smollm", pre_tokenizers.Sequence([DIGITS, BYTES])),
+        ("gpt-2", BYTES),
+        *((name, LLAMA3) for name in ("llama-bpe", "dbrx")),
+        ("qwen2", QWEN2),
+        ("tekken", TEKKEN),
+    ],
+)
+def test_text_is_split_as_a_file_names_it(tmp_path, name, true):
+    path = tmp_path / f"{name}.gguf"
+    write(path, splits=name)
+    backend = load_tokenizer(str(path)).backend_tokenizer
+    assert [x for x, _ in backend.pre_tokenizer.pre_tokenize_str(HARD)] == [
+        x for x, _ in true.pre_tokenize_str(HARD)
+    ]
+    assert backend.model.ignore_merges == (name in ("llama-bpe", "tekken"))
+    assert backend.decode(backend.encode(HARD).ids) == HARD
+
+
+@needs_gguf
+@pytest.mark.parametrize(("name", "said"), [("next", "as 'next'"), ("", "does not say how")])
+def test_an_unknown_way_to_split_text_is_refused(tmp_path, capsys, name, said):
+    path = tmp_path / "x.gguf"
+    write(path, splits=name)
+    with pytest.raises(UnsupportedModel, match=f"{said}.*known: llama3, "):
+        load_tokenizer(str(path))
+    assert run(["chat", str(path)]) == 2
+    assert "tokenizer.ggml.pre" in capsys.readouterr().err
+
+
+@needs_gguf
+@pytest.mark.parametrize(("name", "opens"), [("llama-bpe", True), ("smollm", False)])
+def test_a_token_opens_a_text_where_it_does_by_default(tmp_path, name, opens):
+    path = tmp_path / "opened.gguf"
+    write(path, splits=name)
+    for _ in range(2):  # converted, then kept
+        tokenizer = load_tokenizer(str(path))
+        assert encode(tokenizer, "one") == (
+            [tokenizer.bos_token_id] * opens,
+            tokenizer("one", add_special_tokens=False).input_ids,
+        )
 
 
 @needs_gguf
