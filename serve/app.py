@@ -194,6 +194,8 @@ class Api:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/messages", self.messages.create, methods=["POST"]),
             Route("/v1/responses", self.responses.create, methods=["POST"]),
+            Route("/v1/responses/{id}", self.responses.read, methods=["GET"]),
+            Route("/v1/responses/{id}", self.responses.delete, methods=["DELETE"]),
             Route("/v1/messages/count_tokens", self.messages.count, methods=["POST"]),
             Route("/tokenize", self.tokens.tokenize, methods=["POST"]),
             Route("/detokenize", self.tokens.detokenize, methods=["POST"]),

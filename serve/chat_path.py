@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -76,6 +77,21 @@ class TranslatedPart(dict[str, Any]):
     def __init__(self, place: str, **said: Any) -> None:
         super().__init__(said)
         self.place = place
+
+
+def joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of which the system's and the user's are one where they follow each other.
+
+    Chat templates of several models take no other order than that of turns.
+    """
+    found = list[dict[str, Any]]()
+    for one in messages:
+        if found and one["role"] in ("system", "user") and one["role"] == found[-1]["role"]:
+            found[-1] = copy(found[-1])
+            found[-1]["content"] += f"\n\n{one['content']}"
+        else:
+            found.append(one)
+    return found
 
 
 class TranslatedForm(ChatForm):

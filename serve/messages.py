@@ -1,7 +1,8 @@
 """Answers `POST /v1/messages`, Anthropic's API, by the one path that answers chats.
 
 A body becomes a `ChatRequest`, and `MessageForm` puts the answer into Anthropic's words. What the
-model thinks is a block of its own; counts of tokens are this tokenizer's.
+model thinks is a block of its own, for requests that enable `thinking`; others do not get it.
+Counts of tokens are this tokenizer's.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, TranslatedForm, TranslatedPart, request_of
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, TranslatedPart, joined, request_of
 from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-NAMES = {"stop": "stop_sequences", "tool_call_id": "tool_use_id"}
+NAMES = {
+    "stop": "stop_sequences",
+    "tool_call_id": "tool_use_id",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+}
+EFFORTS = {"max": "xhigh"}  # words of this API by those of OpenAI's; others are the same
+LATER_SYSTEM = "<system-reminder>\n{}\n</system-reminder>"
+"""Writes what the system says between messages into the user's, as many templates take no other."""
 UNUSED = ("thinking", "redacted_thinking")  # blocks of earlier answers that are not read again
 
 
@@ -33,14 +42,60 @@ class MessageTool(schemas.Strict):
     description: str | None = None
     input_schema: schemas.Schema | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """Says that the tool is offered only once a `tool_reference` among the messages names it."""
+    input_examples: Annotated[list[schemas.Schema], Field(max_length=schemas.TOOLS)] | None = None
+    """Lists arguments that go to the model behind the description."""
+    # These fields are accepted only with values that ask for nothing.
+    allowed_callers: list[Literal["direct"]] | None = None
+    # They ask for nothing, whatever they are: a call always comes whole.
+    eager_input_streaming: Any = None
     cache_control: Any = None
 
     @property
     def openai(self) -> dict[str, Any]:
         """Return the tool as OpenAI's API has it."""
-        said: dict[str, Any] = {"description": self.description, "parameters": self.input_schema}
+        examples = [f"Example: {json.dumps(one)}" for one in self.input_examples or ()]
+        description = "\n".join([*filter(None, [self.description]), *examples])
+        said: dict[str, Any] = {"description": description or None, "parameters": self.input_schema}
         said |= {} if self.strict is None else {"strict": self.strict}
         return {"type": "function", "function": {"name": self.name, **said}}
+
+
+class ThinkingSettings(schemas.Strict):
+    """A group of settings of what the model thinks."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None  # the model is not held to it
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(schemas.Strict):
+    """A format that the answer must have."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[schemas.Schema, Field(alias="schema")]
+
+
+class OutputSettings(schemas.Strict):
+    """A group of settings of the answer."""
+
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    """Goes to the chat template as `reasoning_effort`."""
+    format: OutputFormat | None = None
+
+
+class ContextEdit(schemas.Strict):
+    """A wish to leave thoughts of earlier answers out, which are never read again here."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Any = None
+
+
+class ContextManagement(schemas.Strict):
+    """A group of wishes of what is to be left out of a long conversation."""
+
+    edits: list[ContextEdit] | None = None
 
 
 class CountBody(schemas.Strict):
@@ -51,8 +106,16 @@ class CountBody(schemas.Strict):
     system: str | list[dict[str, Any]] | None = None
     tools: Annotated[list[MessageTool], Field(max_length=schemas.TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-    """Goes to the chat template as `enable_thinking`; a budget of its tokens is not kept."""
+    thinking: ThinkingSettings | None = None
+    """Goes to the chat template as `enable_thinking`, which is off where it is left out."""
+    output_config: OutputSettings | None = None
+    output_format: OutputFormat | None = None  # an older name of `output_config.format`
+    context_management: ContextManagement | None = None
+    # These fields are accepted only with values that ask for nothing.
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    # They ask for nothing, whatever they are.
+    cache_control: Any = None
+    speed: Any = None
 
     def openai(self) -> dict[str, Any]:
         """Return the body as OpenAI's API has it.
@@ -61,8 +124,9 @@ class CountBody(schemas.Strict):
             ValueError: a block that this server does not read.
         """
         found: dict[str, Any] = {"model": self.model, "messages": self._messages()}
-        if self.tools:
-            found["tools"] = [tool.openai for tool in self.tools]
+        names = _referenced(self.messages)
+        if tools := [t.openai for t in self.tools or () if not t.defer_loading or t.name in names]:
+            found["tools"] = tools
         choice = dict(self.tool_choice or {})
         if choice.pop("disable_parallel_tool_use", None):
             found["parallel_tool_calls"] = False
@@ -72,18 +136,31 @@ class CountBody(schemas.Strict):
             found["tool_choice"] = words.get(kind, kind) if isinstance(kind, str) else kind
         if choice:
             raise ValueError(f"tool_choice has {next(iter(choice))[:40]!r}; leave it out")
-        if self.thinking is not None:
-            on = self.thinking.get("type") != "disabled"
-            found["chat_template_kwargs"] = {"enable_thinking": on}
+        found["chat_template_kwargs"] = {"enable_thinking": self.thinks}
+        config = self.output_config or OutputSettings()
+        if config.effort is not None:
+            found["reasoning_effort"] = EFFORTS.get(config.effort, config.effort)
+        if format_ := config.format or self.output_format:
+            named = {"schema": format_.schema_}
+            found["response_format"] = {"type": "json_schema", "json_schema": named}
         return found
+
+    @property
+    def thinks(self) -> bool:
+        """Return whether the request enables thinking."""
+        return self.thinking is not None and self.thinking.type != "disabled"
 
     def _messages(self) -> list[dict[str, Any]]:
         found = list[dict[str, Any]]()
         if self.system:
             found.append({"role": "system", "content": _text(self.system, "system")})
         for number, message in enumerate(self.messages):
-            found += _translated(message, f"messages.{number}")
-        return found
+            where = f"messages.{number}"
+            if message.get("role") == "system" and any(one["role"] != "system" for one in found):
+                text = LATER_SYSTEM.format(_text(message.get("content"), f"{where}.content"))
+                message = {**message, "role": "user", "content": text}
+            found += _translated(message, where)
+        return joined(found)
 
 
 class MessageBody(CountBody):
@@ -104,11 +181,16 @@ class MessageBody(CountBody):
         given = {name: getattr(self, name) for name in same}
         return super().openai() | given | {"stop": self.stop_sequences}
 
+    @property
+    def shows_thoughts(self) -> bool:
+        """Return whether the answer has a block of what the model thinks."""
+        return self.thinks and self.thinking is not None and self.thinking.display != "omitted"
+
 
 def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Return a message as OpenAI's API has it; results of tools are messages of their own."""
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant") or message.keys() - {"role", "content"}:
+    if role not in ("system", "user", "assistant") or message.keys() - {"role", "content"}:
         raise ValueError(f"{where} is no message; give role, user or assistant, and content")
     if isinstance(content, str):
         return [TranslatedPart(where, role=role, content=content)]
@@ -144,6 +226,19 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return [*results, said]
 
 
+def _referenced(messages: list[dict[str, Any]]) -> set[str]:
+    """Return the names of the tools that results of a search for tools refer to."""
+    results = [block for message in messages for block in _blocks(message)]
+    found = [block for result in results for block in _blocks(result)]
+    return {str(one.get("tool_name")) for one in found if one.get("type") == "tool_reference"}
+
+
+def _blocks(of: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the blocks that the content of a message, or of a block, has."""
+    content = of.get("content")
+    return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+
+
 def _text(content: Any, where: str) -> str:
     """Return a text, given as such or as blocks.
 
@@ -151,24 +246,35 @@ def _text(content: Any, where: str) -> str:
         ValueError: a block is none.
     """
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = list[str]()
     for block in blocks if isinstance(blocks, list) else [None]:
-        if (
-            not isinstance(block, dict)
-            or block.get("type") != "text"
-            or not isinstance(block.get("text"), str)
-        ):
-            raise ValueError(f"{where} has a block that is no text; this server reads texts")
-    return "".join(block["text"] for block in blocks)
+        match block:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "tool_reference", "tool_name": str(name)}:
+                texts.append(f"The tool {name} is offered.\n")
+            case _:
+                raise ValueError(f"{where} has a block that is no text; this server reads texts")
+    return "".join(texts)
 
 
 class MessageForm(TranslatedForm):
-    """A form that puts a chat's answer into Anthropic's words."""
+    """A form that puts a chat's answer into Anthropic's words.
+
+    Args:
+        model: the name that the server has for it.
+        most_calls: of tools.
+        asked: the body.
+    """
 
     prefix = "msg"
     alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, model: str, most_calls: int) -> None:
+    def __init__(self, model: str, most_calls: int, asked: MessageBody) -> None:
         super().__init__(model, include_usage=False, usage_each=True, most_calls=most_calls)
+        self.shows_thoughts = asked.shows_thoughts
+        edits: dict[str, Any] = {"context_management": {"applied_edits": []}}  # none is taken
+        self.edits = edits if asked.context_management else {}
         self.blocks = 0  # that were opened
         self.open: str | None = None  # the kind of the last one, until it is closed
 
@@ -183,7 +289,7 @@ class MessageForm(TranslatedForm):
         """Write what was held back, the calls, and why the answer ended."""
         last = self.rest(reply) + self._close()
         ended = {"stop_reason": self._stopped(reply), "stop_sequence": _stop_string(reply)}
-        last += _event("message_delta", delta=ended, usage=_usage(reply))
+        last += _event("message_delta", delta=ended, usage=_usage(reply), **self.edits)
         return last + _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
@@ -193,7 +299,7 @@ class MessageForm(TranslatedForm):
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole message."""
         content = list[dict[str, Any]]()
-        if self.thoughts:
+        if self.thoughts and self.shows_thoughts:
             content.append({"type": "thinking", "thinking": self.thoughts, "signature": ""})
         if self.content:
             content.append({"type": "text", "text": self.content})
@@ -202,7 +308,8 @@ class MessageForm(TranslatedForm):
             for call in self.calls
         ]
         said = self._message(content, self._stopped(reply))
-        return {**said, "stop_sequence": _stop_string(reply), "usage": _usage(reply)}
+        stopped = {"stop_sequence": _stop_string(reply), "usage": _usage(reply)}
+        return {**said, **stopped, **self.edits}
 
     def _message(self, content: list[Any], reason: str | None) -> dict[str, Any]:
         return {
@@ -220,7 +327,7 @@ class MessageForm(TranslatedForm):
     def delta(self, delta: Mapping[str, Any]) -> bytes:
         """Write the blocks that a delta opens or continues."""
         found = b""
-        if text := delta.get("reasoning_content"):
+        if (text := delta.get("reasoning_content")) and self.shows_thoughts:
             found += self._begin("thinking", {"thinking": "", "signature": ""})
             found += self._go_on({"type": "thinking_delta", "thinking": text})
         if text := delta.get("content"):
@@ -290,7 +397,7 @@ class Messages:
         body = await self.api.said(request, MessageBody)
         said = request_of(schemas.ChatRequest, body.openai, NAMES)
         return await self.api.answer(
-            request, said, lambda: MessageForm(self.api.name, said.most_calls)
+            request, said, lambda: MessageForm(self.api.name, said.most_calls, body)
         )
 
     async def count(self, request: Request) -> Response:

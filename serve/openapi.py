@@ -24,6 +24,7 @@ BODIES: dict[str, tuple[str, type[schemas.Strict]]] = {
 }
 READ = {
     "/v1/models": "List the one model",
+    "/v1/responses/{id}": "Return a response that is kept",
     "/api/tags": "List the one model, as ollama does",
     "/api/ps": "List the one model and its memory, as ollama does",
     "/api/version": "Return kvcap's version, as ollama does",

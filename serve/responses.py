@@ -1,25 +1,30 @@
 """Answers `POST /v1/responses`, OpenAI's newer API, by the one path that answers chats.
 
-A body becomes a `ChatRequest`, and `ResponseForm` puts the answer into the words of that API. What
-was said in earlier responses is kept here as messages, within a bound, so that
-`previous_response_id` goes on: the conversation is known by its messages and still held, or read
-again.
+A body becomes a `ChatRequest`, and `ResponseForm` puts the answer into the words of that API.
+Responses are kept here within a bound, with their input: they can be asked for by their ids,
+`item_reference` names an item of one, and `previous_response_id` goes on, as the conversation is
+known by its messages and still held, or read again.
+
+Tools of other types than `function` run in OpenAI's machines, or answer in forms that only its
+models write. They are left out, and named in the log and in the response's metadata.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from kvcap.serve import schemas
-from kvcap.serve.chat_path import ChatPath, TranslatedForm, TranslatedPart, request_of
+from kvcap.serve.chat_path import ChatPath, TranslatedForm, TranslatedPart, joined, request_of
 from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
@@ -33,16 +38,18 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 TEXTS = ("input_text", "output_text", "text")
-
-
-class ResponseTool(schemas.Strict):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: schemas.Name
-    description: str | None = None
-    parameters: schemas.Schema | None = None
-    strict: bool | None = None
+LEFT_OUT = "kvcap_tools_left_out"  # the name in a response's metadata of tools that are not offered
+OF_HOSTED_TOOLS = Literal[
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""Names what `include` may ask for: parts of items that no response has here."""
+LOG = logging.getLogger("kvcap.serve")
 
 
 class TextFormat(schemas.Strict):
@@ -59,7 +66,8 @@ class TextSettings(schemas.Strict):
     """A group of settings of the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Goes to the chat template by its name."""
 
 
 class ReasoningSettings(schemas.Strict):
@@ -68,6 +76,7 @@ class ReasoningSettings(schemas.Strict):
     effort: str | None = None
     summary: Any = None  # thoughts are given whole
     generate_summary: Any = None
+    context: Any = None  # earlier thoughts stay in the conversation's cache
 
 
 class ResponseBody(schemas.Strict):
@@ -81,32 +90,49 @@ class ResponseBody(schemas.Strict):
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=schemas.TOOLS)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=schemas.TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     store: bool | None = None
-    metadata: Any = None
+    metadata: dict[str, Any] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    """Limits calls of tools that a server runs, of which there are none here."""
     # These fields are accepted only with values that ask for nothing.
     background: Literal[False] | None = None
     truncation: Literal["disabled", "auto"] | None = None
     top_logprobs: Literal[0] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[OF_HOSTED_TOOLS] | None = None
     stream_options: dict[str, Literal[False]] | None = None
     # They ask for nothing, whatever they are.
+    client_metadata: Any = None
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     service_tier: Any = None
 
-    def openai(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the body as `POST /v1/chat/completions` takes it, with all messages."""
+    def openai(self, items: list[tuple[str, dict[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
+        """Return the body as `POST /v1/chat/completions` takes it, and which tools it leaves out.
+
+        Args:
+            items: of the whole conversation, each with its place in the body.
+
+        Raises:
+            ValueError: an item, or a tool, that this server does not read.
+        """
         system = {"role": "system", "content": self.instructions}
+        messages = [system] if self.instructions else []
+        tools = [(f"tools.{number}", tool) for number, tool in enumerate(self.tools or ())]
+        for where, item in items:
+            if item.get("type") == "additional_tools" and isinstance(item.get("tools"), list):
+                tools += [(f"{where}.tools.{i}", tool) for i, tool in enumerate(item["tools"])]
+            else:
+                _add(messages, item, where)
         found: dict[str, Any] = {
             "model": self.model,
-            "messages": [*([system] if self.instructions else []), *messages],
+            "messages": joined(messages),
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -114,34 +140,53 @@ class ResponseBody(schemas.Strict):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
-        if self.tools:
-            found["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})}
-                for tool in self.tools
-            ]
+        functions, left_out = _sorted(tools)
         choice = self.tool_choice
-        if isinstance(choice, dict) and choice.keys() == {"type", "name"}:
-            choice = {"type": choice["type"], "function": {"name": choice["name"]}}
+        match choice:
+            case {"type": "allowed_tools", "mode": str(mode), "tools": list(allowed), **more} if (
+                not more
+            ):
+                names = [one.get("name") for one in allowed if isinstance(one, dict)]
+                functions = [one for one in functions if one["function"].get("name") in names]
+                choice = mode
+            case {"type": type_, "name": name, **more} if not more:
+                choice = {"type": type_, "function": {"name": name}}
+        if functions:
+            found["tools"] = functions
         found["tool_choice"] = choice
+        if self.text is not None and self.text.verbosity is not None:
+            found["chat_template_kwargs"] = {"verbosity": self.text.verbosity}
         if self.text is not None and (format_ := self.text.format) is not None:
             said = format_.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
             shaped = {"json_schema": said} if format_.type == "json_schema" else {}
             found["response_format"] = {"type": format_.type, **shaped}
-        return found
+        return found, left_out
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the input as messages.
+    def items(self) -> list[dict[str, Any]]:
+        """Return the input as items."""
+        message = {"role": "user", "content": self.input}
+        return [message] if isinstance(self.input, str) else self.input
 
-        Raises:
-            ValueError: an item that this server does not read.
-        """
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
-        found = list[dict[str, Any]]()
-        for number, item in enumerate(self.input):
-            _add(found, item, f"input.{number}")
-        return found
+
+def _sorted(tools: list[tuple[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the functions among tools as OpenAI's older API has them, and the names of all others.
+
+    Raises:
+        ValueError: one is no tool.
+    """
+    functions, left_out = list[dict[str, Any]](), list[str]()
+    for where, tool in tools:
+        match tool:
+            case {"type": "function", **function}:
+                said = TranslatedPart(where, **{str(name): x for name, x in function.items()})
+                functions.append(TranslatedPart(where, type="function", function=said))
+            case {"type": str(type_)}:
+                name = str(tool.get("name") or tool.get("server_label") or "")
+                left_out.append(f"{type_} {name}".strip()[:64])
+            case _:
+                raise ValueError(f"{where} is no tool; give {{'type': 'function', 'name': NAME}}")
+    return functions, left_out
 
 
 def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
@@ -162,6 +207,7 @@ def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
             "role": "system" | "developer" | "user" | "assistant" as role,
             "content": content,
         } if item.get("type", "message") == "message":
+            role = "system" if role == "developer" else role
             found.append(
                 TranslatedPart(where, role=role, content=_text(content, f"{where}.content"))
             )
@@ -191,15 +237,15 @@ def _text(content: Any, where: str) -> str:
 
 
 class Said(NamedTuple):
-    """A record of what one response added to a conversation."""
+    """A record of a response, and of what was said to it."""
 
-    before: str | None  # the id of the response before it
-    messages: list[dict[str, Any]]
+    items: list[dict[str, Any]]
+    response: dict[str, Any]
     nbytes: int
 
 
 class Responses:
-    """An application that answers at `/v1/responses`, and keeps what was said in the last ones.
+    """An application that answers at `/v1/responses`, and keeps the last responses.
 
     Args:
         api: that answers chats.
@@ -209,58 +255,111 @@ class Responses:
         self.api = api
         self.most_bytes = 4 * api.limits.body_bytes
         self.kept = OrderedDict[tuple[str, str], Said]()  # by owner and id
+        self.items = dict[tuple[str, str], dict[str, Any]]()  # of the outputs of those, likewise
         self.nbytes = 0
 
     async def create(self, request: Request) -> Response:
         """Answer an input: `POST /v1/responses`."""
         body = await self.api.said(request, ResponseBody)
-        owner = request.user.username
+        owner, own, left_out = request.user.username, list[dict[str, Any]](), list[str]()
 
         def made() -> dict[str, Any]:
-            return body.openai([*self._before(owner, body.previous_response_id), *body.messages])
+            own.extend(self._item(owner, one, f"input.{i}") for i, one in enumerate(body.items))
+            before = [("previous_response_id", x) for x in self._before(owner, body)]
+            found, left = body.openai([*before, *((f"input.{i}", x) for i, x in enumerate(own))])
+            left_out.extend(left)
+            return found
 
         said = request_of(schemas.ChatRequest, made, NAMES)
+        if left_out:
+            _log_left_out(", ".join(left_out))
 
-        def keep(form: ResponseForm) -> None:
+        def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
-                new = [*body.messages, form.message]
-                size = len(json.dumps(new))
-                self._keep((owner, form.id), Said(body.previous_response_id, new, size))
+                size = len(json.dumps([own, response]))
+                self._keep((owner, response["id"]), Said(own, response, size))
 
-        model = self.api.name
-        response: Response = await self.api.answer(
-            request, said, lambda: ResponseForm(model, said.most_calls, body, keep)
+        return await self.api.answer(
+            request,
+            said,
+            lambda: ResponseForm(self.api.name, said.most_calls, body, left_out, keep),
         )
-        return response
 
-    def _before(self, owner: str, id_: str | None) -> Iterator[dict[str, Any]]:
-        """Yield the messages of a response and of those before it.
+    async def read(self, request: Request) -> Response:
+        """Return a response that is kept: `GET /v1/responses/{id}`."""
+        return JSONResponse(self._known(request.user.username, request.path_params["id"]).response)
+
+    async def delete(self, request: Request) -> Response:
+        """Forget a response: `DELETE /v1/responses/{id}`."""
+        owner, id_ = request.user.username, request.path_params["id"]
+        self._known(owner, id_)
+        self._forget((owner, id_))
+        return JSONResponse({"id": id_, "object": "response", "deleted": True})
+
+    def _known(self, owner: str, id_: str, param: str | None = None) -> Said:
+        """Return a response that is kept.
 
         Raises:
-            ApiError: one is not known any more.
+            ApiError: it is not known any more.
         """
-        chain = list[list[dict[str, Any]]]()
+        said = self.kept.get((owner, id_))
+        if said is None:
+            raise ApiError(
+                404,
+                f"the response {id_[:80]!r} is not kept, or not any more; send the whole input "
+                "instead of its id",
+                param=param,
+                code="previous_response_not_found" if param else "response_not_found",
+            )
+        self.kept.move_to_end((owner, id_))
+        return said
+
+    def _before(self, owner: str, body: ResponseBody) -> Iterator[dict[str, Any]]:
+        """Yield the items of the response before a body, and of those before it."""
+        chain, id_ = list[Said](), body.previous_response_id
         while id_ is not None:
-            said = self.kept.get((owner, id_))
-            if said is None:
-                raise ApiError(
-                    404,
-                    f"the response {id_[:80]!r} is not known, or not any more; send the whole "
-                    "input without previous_response_id",
-                    param="previous_response_id",
-                    code="previous_response_not_found",
-                )
-            self.kept.move_to_end((owner, id_))
-            chain.append(said.messages)
-            id_ = said.before
-        for messages in reversed(chain):
-            yield from messages
+            chain.append(self._known(owner, id_, "previous_response_id"))
+            id_ = chain[-1].response["previous_response_id"]
+        for said in reversed(chain):
+            yield from said.items
+            yield from said.response["output"]
+
+    def _item(self, owner: str, item: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return an item, or that which it refers to.
+
+        Raises:
+            ApiError: that one is not known any more.
+        """
+        if item.get("type") != "item_reference":
+            return item
+        id_ = str(item.get("id"))
+        if (owner, id_) not in self.items:
+            raise ApiError(
+                404,
+                f"the item {id_[:80]!r} is not known, or not any more; send the item itself",
+                param=f"{where}.id",
+                code="item_not_found",
+            )
+        return self.items[owner, id_]
 
     def _keep(self, name: tuple[str, str], said: Said) -> None:
         self.kept[name] = said
+        self.items |= {(name[0], item["id"]): item for item in said.response["output"]}
         self.nbytes += said.nbytes
         while self.nbytes > self.most_bytes:
-            self.nbytes -= self.kept.popitem(last=False)[1].nbytes
+            self._forget(next(iter(self.kept)))
+
+    def _forget(self, name: tuple[str, str]) -> None:
+        said = self.kept.pop(name)
+        self.nbytes -= said.nbytes
+        for item in said.response["output"]:
+            del self.items[name[0], item["id"]]
+
+
+@lru_cache(maxsize=64)
+def _log_left_out(names: str) -> None:
+    """Log tools that are not offered, once while the last ones are remembered."""
+    LOG.warning("tools of types that this server cannot offer are left out: %s", names)
 
 
 class ResponseForm(TranslatedForm):
@@ -270,25 +369,25 @@ class ResponseForm(TranslatedForm):
         model: the name that the server has for it.
         most_calls: of tools.
         asked: the body.
-        keep: takes the form once the answer has ended.
+        left_out: names of its tools that are not offered.
+        keep: takes the response once it has ended.
     """
 
     prefix, whole_object = "resp", "response"
 
     def __init__(
-        self, model: str, most_calls: int, asked: ResponseBody, keep: Callable[[ResponseForm], None]
+        self,
+        model: str,
+        most_calls: int,
+        asked: ResponseBody,
+        left_out: list[str],
+        keep: Callable[[dict[str, Any]], None],
     ) -> None:
         super().__init__(model, include_usage=False, most_calls=most_calls)
-        self.asked, self.keep = asked, keep
+        self.asked, self.left_out, self.keep = asked, left_out, keep
         self.output = list[dict[str, Any]]()  # items, of which the last may be open
         self.open = ""  # the type of the item that is open
         self.number = 0  # of the next event
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """Return the answer as a message of a chat."""
-        calls = {"tool_calls": self.calls} if self.calls else {}
-        return {"role": "assistant", "content": self.content, **calls}
 
     def opening(self) -> bytes:
         """Write the response without its output."""
@@ -298,8 +397,8 @@ class ResponseForm(TranslatedForm):
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and the whole response."""
         last = self.rest(reply) + self._close()
-        self.keep(self)
         said = self._response(reply)
+        self.keep(said)
         return last + self._event(said["status"], response=said)
 
     def failed(self, error: ApiError) -> bytes:
@@ -317,8 +416,9 @@ class ResponseForm(TranslatedForm):
         ):
             self.delta(delta)
         self._close()
-        self.keep(self)
-        return self._response(reply)
+        said = self._response(reply)
+        self.keep(said)
+        return said
 
     def _response(self, reply: Reply | None, status: str = "") -> dict[str, Any]:
         """Return the response as it is so far; with a reply, once it has ended."""
@@ -331,13 +431,14 @@ class ResponseForm(TranslatedForm):
                 "input_tokens": found.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": found.reused_tokens},
                 "output_tokens": found.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self.thought_tokens},
                 "total_tokens": found.prompt_tokens + found.completion_tokens,
             }
         format_ = asked.text and asked.text.format
         shown = {"type": "text"}
         if format_:
             shown = format_.model_dump(by_alias=True, exclude_none=True)
+        left_out = {LEFT_OUT: ", ".join(self.left_out)[:512]} if self.left_out else {}
         return {
             "id": self.id,
             "object": "response",
@@ -349,15 +450,19 @@ class ResponseForm(TranslatedForm):
             "output": list(self.output),
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
+            "max_tool_calls": asked.max_tool_calls,
+            "metadata": {**(asked.metadata or {}), **left_out},
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": asked.previous_response_id,
             "temperature": asked.temperature,
             "top_p": asked.top_p,
             "tool_choice": asked.tool_choice or "auto",
-            "tools": [tool.model_dump() for tool in asked.tools or ()],
-            "text": {"format": shown},
-            "reasoning": {"effort": None, "summary": None},
+            "tools": [tool for tool in asked.tools or () if tool["type"] == "function"],
+            "text": {
+                "format": shown,
+                "verbosity": (asked.text and asked.text.verbosity) or "medium",
+            },
+            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
             "store": asked.store is not False,
             "truncation": "disabled",
             "usage": usage,

@@ -171,6 +171,7 @@ class ChatForm(Form):
         self.gate, self.most_calls = CallGate() if most_calls else None, most_calls
         self.thinking = ThoughtGate()
         self.content = self.thoughts = ""
+        self.thought_tokens = 0  # of the answer, up to the piece in which its thoughts end
         self.calls: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
 
@@ -181,7 +182,10 @@ class ChatForm(Form):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return a choice with the piece's text; none while it may be a call."""
         self.texts.append(piece.text)
+        open_before = self.thinking.open
         thoughts, text = self.thinking.put(piece.text, piece.opened)
+        if open_before or thoughts or self.thinking.open:
+            self.thought_tokens = piece.completion_tokens
         parts = self._thought(thoughts)
         text = self._certain(text)
         found: dict[str, Any] | None = None

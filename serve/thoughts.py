@@ -18,6 +18,11 @@ class ThoughtGate:
         self._closing: str | None = None  # the mark that ends the thoughts; None: none are open
         self._begun = self._strip = False
 
+    @property
+    def open(self) -> bool:
+        """Return whether what comes next is thoughts, as far as is known."""
+        return self._closing is not None
+
     def put(self, text: str, opened: str = "") -> tuple[str, str]:
         """Take more text; return what of it is certain to be thoughts, and to be content.
 

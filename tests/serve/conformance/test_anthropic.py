@@ -46,12 +46,14 @@ def test_a_message_is_answered_with_its_usage(url, talk):
         "stop_strings": ["END"],
         "temperature": 0.5,
         "top_k": 3,
+        "template_options": {"enable_thinking": False},
     }
 
 
 def test_a_stream_has_the_events_of_its_blocks(url, talk):
     talk.script = Script(["<think>Hm", "</think>", "Hel", "lo\n", CALL])
-    found = events(url, tools=[TOOL])
+    found = events(url, tools=[TOOL], thinking={"type": "enabled", "budget_tokens": 1_024})
+    assert talk.asked.options["template_options"] == {"enable_thinking": True}
     assert [one["type"] for one in found] == [
         "message_start",
         "content_block_start",

@@ -233,7 +233,7 @@ RESPONSES = Api(
 )
 MESSAGES = Api(
     "/v1/messages",
-    {**BOTH, "max_tokens": 9},
+    {**BOTH, "max_tokens": 9, "thinking": {"type": "adaptive"}},
     [{"name": "add", "input_schema": PARAMETERS}],
     None,
     of_message,

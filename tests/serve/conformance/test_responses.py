@@ -10,6 +10,7 @@ from server_chats import pocket
 from stand_in import Script
 
 from kvcap.serve.app import Settings, application
+from kvcap.serve.contract import Piece
 from kvcap.serve.limits import RequestLimits
 from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.server import Server, bound
@@ -80,9 +81,10 @@ def test_a_response_goes_on_and_one_that_is_not_known_is_refused(client, talk):
     ]
     unkept = client.responses.create(model="pocket", input="One", store=False)
     for id_ in (unkept.id, "none"):
-        with pytest.raises(openai.NotFoundError, match="previous_response_id") as refused:
+        with pytest.raises(openai.NotFoundError, match="is not kept") as refused:
             client.responses.create(model="pocket", input="Two", previous_response_id=id_)
         assert refused.value.code == "previous_response_not_found"
+        assert refused.value.param == "previous_response_id"
     for _ in range(10):  # beyond 20,000 bytes the oldest are forgotten
         client.responses.create(model="pocket", input="x" * 4_000)
     with pytest.raises(openai.NotFoundError):
@@ -90,10 +92,13 @@ def test_a_response_goes_on_and_one_that_is_not_known_is_refused(client, talk):
 
 
 @pytest.mark.parametrize("body", [
-    {"input": [{"type": "item_reference", "id": "x"}]}, {"max_output_tokens": 0},
+    {"max_output_tokens": 0}, {"include": ["message.output_text.logprobs"]},
     {"input": [{"role": "king", "content": "x"}]}, {"background": True},
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-    {"tools": [{"type": "web_search"}]}, {"conversation": "x"}, {"unheard_of": 1},
+    {"tools": [{"type": "function", "name": "f", "odd": 1}]}, {"tools": [{}]},
+    {"conversation": "x"}, {"unheard_of": 1},
+    {"tool_choice": {"type": "web_search"}, "tools": [{"type": "web_search"}]},
+    {"tool_choice": "required", "tools": [{"type": "custom", "name": "patch"}]},
 ])  # fmt: skip
 def test_what_cannot_be_answered_is_refused_by_name(client, talk, body):
     with pytest.raises(openai.BadRequestError, match=next(iter(body))):
@@ -123,3 +128,36 @@ def test_a_response_goes_on_with_what_its_conversation_holds():
             model="pocket", input="Thanks.", previous_response_id=first.id, temperature=0
         )
         assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+
+
+def test_a_kept_response_is_served_and_its_items_can_be_referred_to(client, talk):
+    """The AI SDK's default refers to all items of earlier answers, without the answer's id."""
+    talk.script = Script([
+        Piece("<think>Hm", completion_tokens=4), Piece("</think>", completion_tokens=5),
+        Piece("Well.\n", completion_tokens=6), Piece(CALL, completion_tokens=30),
+    ])  # fmt: skip
+    asked: Any = {"role": "user", "content": "1+1?"}
+    first = client.responses.create(model="pocket", input=[asked], tools=[TOOL])
+    assert first.usage.output_tokens_details.reasoning_tokens == 5
+    assert client.responses.retrieve(first.id) == first
+    call = first.output[-1]
+    refs: Any = [{"type": "item_reference", "id": item.id} for item in first.output]
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+    whole = [item.model_dump(exclude_none=True) for item in first.output]
+    for said in ([asked, *refs, output], [asked, *whole, output]):
+        client.responses.create(model="pocket", input=said, tools=[TOOL])
+        assert [one["role"] for one in talk.asked.messages] == ["user", "assistant", "tool"]
+        assert talk.asked.messages[1]["content"] == "Well."
+        assert talk.asked.messages[1]["tool_calls"][0]["id"] == call.call_id
+    client.responses.delete(first.id)
+    for gone in (
+        lambda: client.responses.retrieve(first.id),
+        lambda: client.responses.delete(first.id),
+        lambda: client.responses.create(model="pocket", input=[asked, *refs]),
+    ):
+        with pytest.raises(openai.NotFoundError, match="not any more"):
+            gone()
+    unkept = client.responses.create(model="pocket", input="Hi", store=False)
+    assert (first.model_extra["store"], unkept.model_extra["store"]) == (True, False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
