@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvcap.evals.peers.process import WAIT
 from kvcap.runtime.errors import PeerFailed
 
 ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)")
@@ -179,6 +180,7 @@ def transformers_server(
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PYTHONSAFEPATH": "1",
     }
+    environment.pop(WAIT, None)
     if python is not None:
         environment.pop("PYTHONPATH", None)
     command = [

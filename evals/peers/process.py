@@ -33,6 +33,7 @@ START = (
 )
 PINNED = "import os; hasattr(os, 'sched_setaffinity') and os.sched_setaffinity(0, {cpus!r}); "
 COMMAND = "import sys; sys.path[:] = {path!r}; from kvcap.cli import main; main()"
+WAIT = "OMP_WAIT_POLICY"  # the variable by which kvcap's commands let OpenMP's threads sleep
 PIECES = 8  # tokens that a started command writes, so that it still runs after the first one
 
 
@@ -53,7 +54,7 @@ class Process:
         self.name, self.python = name, python or sys.executable
         packages = PROGRAMS[name][1]
         threads = settings["threads"]
-        environment, code = _environment(python, threads), _code(name, python, "main")
+        environment, code = _environment(name, python, threads), _code(name, python, "main")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # until the program is closed
         try:
             self._child = subprocess.Popen(
@@ -157,7 +158,7 @@ def first_piece(name: str, python: str | None, settings: Mapping[str, Any]) -> d
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env=_environment(python, threads),
+            env=_environment(name, python, threads),
         ) as child:
             assert child.stdout is not None
             try:
@@ -187,9 +188,11 @@ def _generate(settings: Mapping[str, Any]) -> list[str]:
     return ["generate", settings["model"], settings["text"], "--raw", "--quiet", *words]
 
 
-def _environment(python: str | None, threads: int) -> dict[str, str]:
+def _environment(name: str, python: str | None, threads: int) -> dict[str, str]:
     """Return the environment of a program; another interpreter only finds its own packages."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONSAFEPATH": "1"}
+    if name != "kvcap":
+        environment.pop(WAIT, None)  # kvcap's commands set it; others wait as their users have it
     if python is not None:
         environment.pop("PYTHONPATH", None)
     return environment

@@ -7,6 +7,7 @@ transformers is imported before a command runs, so that `kvcap --help` is instan
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -40,6 +41,10 @@ PLAIN: dict[str, dict[str, Any]] = {  # commands without groups of options, and 
     "report": {},
     "lm-eval": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
+
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+"""Names the variables by which a user says how OpenMP's threads wait."""
 
 
 def application(name: str | None = None) -> typer.Typer:
@@ -114,8 +119,18 @@ def _wrong_option(error: Any) -> str:
     return f"{said}; the environment says {found[0]}" if found else said
 
 
+def wait_passively() -> None:
+    """Have PyTorch's threads sleep while they wait, so that other work may use their cores.
+
+    OpenMP reads this once, when torch is imported; what the user says of it stays.
+    """
+    if not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def main() -> None:
     """Run the `kvcap` script."""
+    wait_passively()
     for stream in (sys.stdout, sys.stderr):
         reconfigure: Any = getattr(stream, "reconfigure", None)
         if reconfigure:

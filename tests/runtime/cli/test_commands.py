@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,27 @@ def test_help_is_light_and_complete() -> None:
     ).stdout
     assert out.endswith("0 []\n")
     assert all(f"  {name} " in out for name in OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("said", "wait"),
+    [
+        ({}, "PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        ({"GOMP_SPINCOUNT": "9"}, None),
+        ({"KMP_BLOCKTIME": "9"}, None),
+    ],
+)
+def test_threads_sleep_while_they_wait_unless_the_user_says_how(said, wait, monkeypatch):
+    others = {name: value for name, value in os.environ.items() if name not in cli.WAITING}
+    monkeypatch.setattr(os, "environ", {**others, **said})
+    seen = []
+    monkeypatch.setattr(cli, "run", lambda: seen.append(os.environ.get("OMP_WAIT_POLICY")))
+    monkeypatch.setattr(warnings, "filters", [*warnings.filters])
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert seen == [wait]  # before any command may import torch
 
 
 @pytest.mark.parametrize("command", OPTIONS)
