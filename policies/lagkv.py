@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcap.policies.base import Observation, Policy
+from kvcap.policies.base.order import ranks
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class LagKV(Policy):
         return self.sinks
 
     def score(self, obs: Observation) -> Tensor:
+        return self.scored(obs, ranks)
+
+    def scored(self, obs: Observation, rank: Callable[[Tensor], Tensor]) -> Tensor:
         slots = obs.positions.shape[-1]
         in_time = obs.positions.argsort(-1)  # [B, K, n]
         sinks = (obs.positions < self.sinks).sum(-1, keepdim=True)  # [B, K, 1]
@@ -54,10 +59,9 @@ class LagKV(Policy):
         places = torch.arange((slots // self.lag + 2) * self.lag, device=in_time.device)  # [P·lag]
         chosen = in_time.gather(-1, (sinks + places).clamp(max=slots - 1))  # [B, K, P·lag]
         found = self._stand_out(obs.keys, chosen) + self._stand_out(obs.values, chosen)
-        ranks = found.argsort(dim=-1, stable=True).argsort(dim=-1).flatten(2)  # [B, K, P·lag]
         place = torch.empty_like(in_time).scatter_(-1, in_time, places[:slots].expand_as(in_time))
         place = place - sinks  # [B, K, n], below 0 for sinks
-        scores = ranks.gather(-1, place.clamp(min=0)) / self.lag
+        scores = rank(found).flatten(2).gather(-1, place.clamp(min=0)) / self.lag  # [B, K, n]
         last = ((slots - sinks) // self.lag - 1) * self.lag  # where the last whole one begins
         return scores.masked_fill((place < 0) | (place >= last), 1.0)
 

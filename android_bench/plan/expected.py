@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcap.android_bench.documents import sha256
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.runner.inputs import filled
-from kvcap.export.graphs.compare import RTOL, difference, reference, truth
+from kvcap.export.graphs.compare import RTOL, Wanted
 from kvcap.export.graphs.stages import Evict, StageGraph
 
 SEEDS = {"keys": 1, "values": 2, "queries": 3, "output_norm": 4}
@@ -141,22 +141,25 @@ class Expected:
             self.name += f".q{case.queries}"
         # An evict graph returns state of the kept slots alone.
         kept = "kept_" if isinstance(case.graph, Evict) else ""
-        self.eager, self.truth = (
-            {name if name == "worth" else kept + name: x for name, x in found.items()}
-            for found in (reference(case.graph, inputs), truth(case.graph, inputs))
+        self.wanted = Wanted(
+            *(
+                {name if name == "worth" else kept + name: x for name, x in found.items()}
+                for found in Wanted.of(case.graph, inputs)
+            )
         )
+        self.eager = self.wanted.eager
 
     def allowed(self, name: str) -> float:
         """Return the largest difference from eager that passes, as in `kvcap export verify`."""
-        eager = self.eager[name]
-        return difference(eager, eager, self.truth[name], RTOL)[1]
+        low, high, near = self.wanted.range(name)
+        return near + float((high - low).abs().amax())
 
     def marks(self) -> Tensor:
         """Return marks of the slots [B, K, n] uint8: 2 must stay, 1 may stay, 0 must go."""
-        worth, near = self.eager["worth"], self.allowed("worth")
+        low, high, near = self.wanted.range("worth")
         kept = self.case.sizes["kept"]
-        least = worth.topk(kept, dim=-1).values[..., -1:]
-        return (worth >= least - near).to(torch.uint8) + (worth > least + near).to(torch.uint8)
+        least = self.eager["worth"].topk(kept, dim=-1).values[..., -1:]
+        return (high >= least - near).to(torch.uint8) + (low > least + near).to(torch.uint8)
 
     @property
     def decided(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,16 @@ from torch import Tensor
 from kvcap.export.graphs.forms import Traced
 from kvcap.export.graphs.portable import Float64
 from kvcap.export.graphs.stages import Evict, Score, StageGraph, Update
+from kvcap.policies import Observation
+from kvcap.policies.base.order import ranks
 from kvcap.runtime.errors import ShapeError
 
 RTOL = 2e-5  # error allowed in float32, relative to the largest value
 # Factor of eager's own error that is allowed: where scores are ill-conditioned, such as attention
 # that all goes to one outlier, sums in another order have errors several times as large.
 OWN = 8
+# Beside that, error of numbers that are ranked, relative to the largest: they may differ by little.
+TIE = 2.0**-21
 OVERLAP = 0.9  # least overlap with the slots kept in float64, relative to eager's overlap
 HUGE = 1e30  # a score this large is a rescorer's mark of a slot that stays, and is not compared
 
@@ -46,40 +51,91 @@ def compared(graph: StageGraph, feeds: Named, got: Named, rtol: float = RTOL) ->
     Raises:
         ShapeError: an output has another shape, or a kept slot is not whole.
     """
-    eager, exact = reference(graph, feeds), truth(graph, feeds)
+    wanted = Wanted.of(graph, feeds)
     finite = all(bool(x.isfinite().all()) for x in got.values() if x.is_floating_point())
     differences = [(0.0, 0.0)]
-    for name, value, expected, precise in _pairs(graph, got, eager, exact):
+    for name, value, expected, precise in _pairs(graph, got, wanted):
         _same_shape(name, value, expected)
-        differences.append(difference(value, expected, precise, rtol))
+        differences.append(difference(wanted.settled(name, value), expected, precise, rtol))
     error, allowed = max(differences, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
-    overlap, reachable, misses = _selection(graph, feeds, got, eager, exact, rtol)
+    overlap, reachable, misses = _selection(graph, feeds, got, wanted, rtol)
     same = misses == 0 and overlap >= OVERLAP * reachable
     ok = finite and error <= allowed and (same or overlap == 1)
     return Difference(error, allowed, overlap, misses, finite, ok)
 
 
+class Wanted(NamedTuple):
+    """The outputs that a graph should have, and by how much ties let them differ.
+
+    Where scores are ranks, numbers that are equal but for rounding may have each other's.
+    """
+
+    eager: Named  # of the policy's own code; where its ranks differ by ties only, those of `exact`
+    exact: Named  # in float64
+    below: Named  # how much less each may be than `exact` by ties; what has no ranks is missing
+    above: Named  # how much more
+
+    @classmethod
+    def of(cls, graph: StageGraph, feeds: Named) -> Wanted:
+        """Compute them for the inputs `feeds`."""
+        numbers: list[Tensor] = []  # that were ranked: in float32, then in float64
+
+        def noted(given: Tensor) -> Tensor:
+            numbers.append(given)
+            return ranks(given)
+
+        eager, exact = reference(graph, feeds, noted), truth(graph, feeds, noted)
+        if not numbers:
+            return cls(eager, exact, {}, {})
+        own, precise = numbers
+        near = difference(own, own, precise, TIE)[1]
+        low, high = (truth(graph, feeds, partial(_rank, near=x)) for x in (-near, near))
+        below = {n: (low[n] - x).nan_to_num(0.0).clamp(max=0) for n, x in exact.items()}
+        above = {n: (high[n] - x).nan_to_num(0.0).clamp(min=0) for n, x in exact.items()}
+        found = cls(eager, exact, below, above)
+        return found._replace(eager={n: found.settled(n, x) for n, x in eager.items()})
+
+    def settled(self, name: str, value: Tensor) -> Tensor:
+        """Return an output without what ties explain of its difference from `exact`."""
+        if name not in self.below:
+            return value
+        apart = value.double() - self.exact[name]
+        return value - apart.clamp(self.below[name], self.above[name])
+
+    def range(self, name: str, rtol: float = RTOL) -> tuple[Tensor, Tensor, float]:
+        """Return the least and the most that ties let an output be, and the error beside that."""
+        eager, exact = self.eager[name], self.exact[name]
+        low, high = (eager + x.get(name, 0) for x in (self.below, self.above))
+        return low, high, difference(eager, eager, exact, rtol)[1]
+
+
+def _rank(numbers: Tensor, near: float) -> Tensor:
+    """Return the highest rank that rounding by `near` may give each number; below 0 the lowest."""
+    before = numbers[..., None, :] <= numbers[..., None] + near  # [..., n, n]
+    return before.sum(-1) - (1 if near >= 0 else 0)
+
+
 def _pairs(
-    graph: StageGraph, got: Named, eager: Named, truth: Named
+    graph: StageGraph, got: Named, wanted: Wanted
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Yield the name, value, eager value and float64 value of outputs that are computed.
 
     Outputs that are only moved to other slots are checked by `_moved`.
     """
     for name, value in got.items():
-        if name in eager:
-            yield name, value, eager[name], truth[name]
+        if name in wanted.eager:
+            yield name, value, wanted.eager[name], wanted.exact[name]
     if isinstance(graph, Evict):
         index = got["kept_slot"].long()
         for name in graph.form.eviction.policy.state:
-            expected, exact = (values[name].gather(-1, index) for values in (eager, truth))
+            expected, exact = (x[name].gather(-1, index) for x in (wanted.eager, wanted.exact))
             yield name, got[f"kept_{name}"], expected, exact
         for port, total in graph.form.kept_state({}, got["kept_keys"]):
             yield port.name, got[port.name], total, total
 
 
 def _selection(
-    graph: StageGraph, feeds: Named, got: Named, eager: Named, truth: Named, rtol: float
+    graph: StageGraph, feeds: Named, got: Named, wanted: Wanted, rtol: float
 ) -> tuple[float, float, int]:
     """Compare kept slots; score graphs are compared by the better half of their slots.
 
@@ -88,23 +144,43 @@ def _selection(
         many slots are kept or evicted against eager.
     """
     if isinstance(graph, Evict):
-        worth, exact, index = eager["worth"], truth["worth"], got["kept_slot"].long()
-        _moved(graph, feeds, got, index, min(worth.shape[-1], graph.form.shape.budget), rtol)
-    elif "scores" in eager:
-        worth, exact = eager["scores"], truth["scores"]
-        half = max(1, worth.shape[-1] // 2)
-        index = got["scores"].nan_to_num().topk(half, dim=-1).indices
+        name, index = "worth", got["kept_slot"].long()
+        slots = wanted.eager[name].shape[-1]
+        _moved(graph, feeds, got, index, min(slots, graph.form.shape.budget), rtol)
+    elif "scores" in wanted.eager:
+        name = "scores"
+        half = max(1, got[name].shape[-1] // 2)
+        index = got[name].nan_to_num().topk(half, dim=-1).indices
     else:
         return 1.0, 1.0, 0
-    _, near = difference(worth, worth, exact, rtol)
+    worth, exact = wanted.eager[name], wanted.exact[name]
     own = worth.topk(index.shape[-1], dim=-1).indices
-    return _overlap(index, exact), _overlap(own, exact), _misses(index, worth, near)
+    best = exact + wanted.above.get(name, 0)
+    return (
+        _overlap(index, exact, best),
+        _overlap(own, exact, best),
+        _misses(index, name, wanted, rtol),
+    )
 
 
-def reference(graph: StageGraph, feeds: Named) -> dict[str, Tensor]:
+class Plain(Traced):
+    """A form that computes the policy's own scores, with ranks taken by `rank`."""
+
+    def __init__(self, form: Traced, rank: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(form.eviction, form.shape)
+        self.rank = rank
+
+    def score(self, feeds: Named, obs: Observation) -> Tensor:
+        """Compute the worth of every slot, [B, K, n] float32."""
+        return self.eviction.policy.scored(obs, self.rank)
+
+
+def reference(
+    graph: StageGraph, feeds: Named, rank: Callable[[Tensor], Tensor] = ranks
+) -> dict[str, Tensor]:
     """Compute the expected outputs: scores by the policy's own code, other state by the form."""
     form = graph.form
-    plain = Traced(form.eviction, form.shape)
+    plain = Plain(form, rank)
     if isinstance(graph, Evict):
         obs = plain.observe(feeds)
         state = {name: tensor for name, (_, tensor) in plain.next_state(obs).items()}
@@ -115,11 +191,13 @@ def reference(graph: StageGraph, feeds: Named) -> dict[str, Tensor]:
     return {port.name: tensor for port, tensor in Score(plain).compute(feeds)}
 
 
-def truth(graph: StageGraph, feeds: Named) -> dict[str, Tensor]:
+def truth(
+    graph: StageGraph, feeds: Named, rank: Callable[[Tensor], Tensor] = ranks
+) -> dict[str, Tensor]:
     """Compute `reference` in float64."""
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in feeds.items()}
     with Float64():
-        return reference(graph, doubled)
+        return reference(graph, doubled, rank)
 
 
 def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tuple[float, float]:
@@ -135,21 +213,22 @@ def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tupl
     return float((value - eager)[plain].abs().amax()), rtol * scale + OWN * own + 1e-12
 
 
-def _misses(index: Tensor, worth: Tensor, near: float) -> int:
-    """Count slots that are kept or evicted although `worth` says otherwise by more than `near`."""
-    stays = torch.zeros_like(worth, dtype=torch.bool).scatter(-1, index, True)
+def _misses(index: Tensor, name: str, wanted: Wanted, rtol: float) -> int:
+    """Count slots that are kept or evicted although their worth says otherwise, ties apart."""
+    low, high, near = wanted.range(name, rtol)
+    stays = torch.zeros_like(low, dtype=torch.bool).scatter(-1, index, True)
     if int(stays.sum()) != index.numel():
         return index.numel()  # a slot kept twice
-    least = worth.topk(index.shape[-1], dim=-1).values[..., -1:]
-    wrong = (stays & (worth < least - near)) | (~stays & (worth > least + near))
+    least = wanted.eager[name].topk(index.shape[-1], dim=-1).values[..., -1:]
+    wrong = (stays & (high < least - near)) | (~stays & (low > least + near))
     return int(wrong.sum())
 
 
-def _overlap(index: Tensor, exact: Tensor) -> float:
-    """Return the share of kept slots that are among the best in float64, ties included."""
+def _overlap(index: Tensor, exact: Tensor, best: Tensor) -> float:
+    """Return the share of kept slots that are, or by ties may be, among the best in float64."""
     least = exact.topk(index.shape[-1], dim=-1).values[..., -1:]
     tied = 1e-12 * least.abs().nan_to_num(posinf=0.0)
-    return float((exact.gather(-1, index) >= least - tied).double().mean())
+    return float((best.gather(-1, index) >= least - tied).double().mean())
 
 
 def _moved(graph: Evict, feeds: Named, got: Named, index: Tensor, count: int, rtol: float) -> None:

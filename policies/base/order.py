@@ -66,6 +66,11 @@ def best(worth: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
     return stays & (others < slots)
 
 
+def ranks(numbers: Tensor) -> Tensor:
+    """Return how many of its row come before each number, of equal ones the earlier. [..., n]."""
+    return numbers.argsort(dim=-1, stable=True).argsort(dim=-1)
+
+
 def _nth(numbers: Tensor, place: Tensor) -> Tensor:
     """Return the number of each row that has `place` smaller ones before it. [..., 1]."""
     return numbers.sort(dim=-1).values.gather(-1, place.long().clamp(0, numbers.shape[-1] - 1))

@@ -6,6 +6,7 @@ writes), because the same method is traced for ONNX and mirrored by a Triton ker
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -38,6 +39,14 @@ class Policy(Component):
     def score(self, obs: Observation) -> Tensor:
         """Return the worth of every slot, higher is kept. Shape [B, K, n], float32."""
         raise NotImplementedError
+
+    def scored(self, obs: Observation, rank: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `score` with the ranks of numbers taken by `rank`, as `policies.base.order.ranks`.
+
+        A policy whose scores are ranks defines this, and its `score` gives it `ranks`. Numbers that
+        are nearly equal may change places in another engine; a check gives other ranks to say so.
+        """
+        return self.score(obs)
 
     @property
     def queries_observed(self) -> int | None:

@@ -13,14 +13,14 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from conftest import small_options
+from conftest import in_turn, small_options
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 from tools import operations  # noqa: F401
 
 from kvcap.cli import run
 from kvcap.export.files import sha256
-from kvcap.export.graphs import manifest
+from kvcap.export.graphs import compare, manifest
 from kvcap.export.graphs.cases import Case, inputs
 from kvcap.export.graphs.check import feed, session
 from kvcap.export.graphs.forms import form_of, graph_part
@@ -366,6 +366,50 @@ def test_sizes_of_a_model_are_read_from_its_config(tmp_path):
     ):
         (tmp_path / "config.json").write_text(json.dumps({**family, "num_hidden_layers": 2}))
         assert model_sizes(str(tmp_path))["scaling"] == expected
+
+
+# --- scores that are ranks
+
+COMMON = [  # query heads, KV heads and head size of SmolLM2, Qwen, Llama, Gemma and others
+    (9, 3, 64), (15, 5, 64), (32, 8, 64), (14, 2, 64), (16, 8, 128), (28, 4, 128), (32, 8, 128),
+    (24, 8, 128), (4, 1, 256), (8, 4, 256),
+]  # fmt: skip
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "name"),
+    [(*shape, "lagkv") for shape in COMMON] + in_turn(COMMON, OWN, len(OWN) // len(COMMON) + 1),
+)
+def test_every_policy_matches_at_common_shapes(heads, kv_heads, size, name, tmp_path):
+    shape = Shape(heads=heads, kv_heads=kv_heads, head_dim=size)
+    _, report = export(tmp_path, name, shape=shape, quick=False)
+    assert report.ok
+
+
+@pytest.mark.parametrize("fault", ["a near tie", "one rank", "another order", "a smaller part"])
+def test_ranks_differ_by_near_ties_alone(fault):
+    """SmolLM2's shape, where ONNX Runtime once gave two near-equal tokens each other's rank."""
+    spec = Spec(load_policy("lagkv"), Shape(heads=9, kv_heads=3, head_dim=64), "score")
+    graph = spec.graph()
+    with torch.inference_mode():
+        feeds = inputs(graph, Case("random", 640), torch.float32)
+        wanted = compare.Wanted.of(graph, feeds)
+        low, high, _ = wanted.range("scores")
+        scores = wanted.exact["scores"].float()
+        tied = ((high - low) * 32).round()
+        assert 0 < float((tied > 0).double().mean()) < 0.1
+        if fault == "a near tie":
+            scores = high.float()
+        elif fault == "one rank":  # of a token that is like no other
+            scores[(tied == 0) & (scores == scores[tied == 0][0])] += 1 / 32
+        elif fault == "another order":
+            scores = 1 - scores
+        else:
+            other = replace(load_policy("lagkv").policy, lag=31)
+            scores = other.score(graph.form.observe(feeds))
+        found = compare.compared(graph, feeds, {"scores": scores})
+    assert found.ok == (fault == "a near tie"), found
 
 
 # --- what verification catches
