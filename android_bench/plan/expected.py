@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcap.android_bench.documents import sha256
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.runner.inputs import filled
-from kvcap.export.graphs.compare import RTOL, Wanted
+from kvcap.export.graphs.compare import RTOL, Reference
 from kvcap.export.graphs.stages import Evict, StageGraph
 
 SEEDS = {"keys": 1, "values": 2, "queries": 3, "output_norm": 4}
@@ -141,10 +141,10 @@ class Expected:
             self.name += f".q{case.queries}"
         # An evict graph returns state of the kept slots alone.
         kept = "kept_" if isinstance(case.graph, Evict) else ""
-        self.wanted = Wanted(
+        self.wanted = Reference(
             *(
                 {name if name == "worth" else kept + name: x for name, x in found.items()}
-                for found in Wanted.of(case.graph, inputs)
+                for found in Reference.of(case.graph, inputs)
             )
         )
         self.eager = self.wanted.eager

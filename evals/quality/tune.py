@@ -47,6 +47,7 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime, usual_every
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.devices import best_device
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.weights import read_headers
@@ -396,6 +397,7 @@ def _side(request: TuningRequest, where: str, config: PretrainedConfig, policy: 
         config,
         replace(request.sizes.cache, policy=eviction),
         dtype=dtype,
+        device=request.device or best_device(),
         memory_cap=cap,
         headers=read_headers(where),
         recall_store=index_bytes(cap=None if cap is None else parse_cap(cap)),

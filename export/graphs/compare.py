@@ -51,7 +51,7 @@ def compared(graph: StageGraph, feeds: Named, got: Named, rtol: float = RTOL) ->
     Raises:
         ShapeError: an output has another shape, or a kept slot is not whole.
     """
-    wanted = Wanted.of(graph, feeds)
+    wanted = Reference.of(graph, feeds)
     finite = all(bool(x.isfinite().all()) for x in got.values() if x.is_floating_point())
     differences = [(0.0, 0.0)]
     for name, value, expected, precise in _pairs(graph, got, wanted):
@@ -64,7 +64,7 @@ def compared(graph: StageGraph, feeds: Named, got: Named, rtol: float = RTOL) ->
     return Difference(error, allowed, overlap, misses, finite, ok)
 
 
-class Wanted(NamedTuple):
+class Reference(NamedTuple):
     """The outputs that a graph should have, and by how much ties let them differ.
 
     Where scores are ranks, numbers that are equal but for rounding may have each other's.
@@ -76,7 +76,7 @@ class Wanted(NamedTuple):
     above: Named  # how much more
 
     @classmethod
-    def of(cls, graph: StageGraph, feeds: Named) -> Wanted:
+    def of(cls, graph: StageGraph, feeds: Named) -> Reference:
         """Compute them for the inputs `feeds`."""
         numbers: list[Tensor] = []  # that were ranked: in float32, then in float64
 
@@ -116,7 +116,7 @@ def _rank(numbers: Tensor, near: float) -> Tensor:
 
 
 def _pairs(
-    graph: StageGraph, got: Named, wanted: Wanted
+    graph: StageGraph, got: Named, wanted: Reference
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Yield the name, value, eager value and float64 value of outputs that are computed.
 
@@ -135,7 +135,7 @@ def _pairs(
 
 
 def _selection(
-    graph: StageGraph, feeds: Named, got: Named, wanted: Wanted, rtol: float
+    graph: StageGraph, feeds: Named, got: Named, wanted: Reference, rtol: float
 ) -> tuple[float, float, int]:
     """Compare kept slots; score graphs are compared by the better half of their slots.
 
@@ -163,7 +163,7 @@ def _selection(
     )
 
 
-class Plain(Traced):
+class RankedForm(Traced):
     """A form that computes the policy's own scores, with ranks taken by `rank`."""
 
     def __init__(self, form: Traced, rank: Callable[[Tensor], Tensor]) -> None:
@@ -180,7 +180,7 @@ def reference(
 ) -> dict[str, Tensor]:
     """Compute the expected outputs: scores by the policy's own code, other state by the form."""
     form = graph.form
-    plain = Plain(form, rank)
+    plain = RankedForm(form, rank)
     if isinstance(graph, Evict):
         obs = plain.observe(feeds)
         state = {name: tensor for name, (_, tensor) in plain.next_state(obs).items()}
@@ -213,7 +213,7 @@ def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tupl
     return float((value - eager)[plain].abs().amax()), rtol * scale + OWN * own + 1e-12
 
 
-def _misses(index: Tensor, name: str, wanted: Wanted, rtol: float) -> int:
+def _misses(index: Tensor, name: str, wanted: Reference, rtol: float) -> int:
     """Count slots that are kept or evicted although their worth says otherwise, ties apart."""
     low, high, near = wanted.range(name, rtol)
     stays = torch.zeros_like(low, dtype=torch.bool).scatter(-1, index, True)

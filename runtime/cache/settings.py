@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # PyTorch stands behind them
     from kvcap.runtime.cache.slot_format import KvDtype
 
 BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # where neither is asked for and bytes are not few
+GPU_BLOCK = 512  # on CUDA, where it is at most half the slots: prompts are read much faster
 OLD_NAMES = {
     "kv_budget_tokens": "budget_tokens", "budget": "budget_tokens", "block": "block_size",
 }  # fmt: skip
@@ -56,7 +57,8 @@ class CacheSettings:
         budget_tokens: slots per KV head and layer that stay after every block (`N`); 256 if no
             budget is given. A plan and a `Runtime` take the model's context, or what memory holds
             of it, for a policy that never evicts.
-        block_size: tokens read at once (`T`); 128 by default, fewer under a small budget in bytes.
+        block_size: tokens read at once (`T`); by default 128, on CUDA 512 from 1,024 slots on, and
+            fewer under a small budget in bytes.
         policy: a name (see `kvcap policies`), an `Eviction` from `load_policy` or a `Policy`.
         positions: 'compact', 'true' or 'auto': true as long as the text fits the length that the
             model was trained on, compact from then on. The default is compact if that is exact and
@@ -142,6 +144,18 @@ class CacheSettings:
         from kvcap.policies import as_eviction
 
         return as_eviction(self.policy, self.sink_tokens)
+
+
+def usual_block(tokens: int, device: Any, most: int) -> int:
+    """Return the tokens of a block for so many slots where none are asked for.
+
+    Args:
+        tokens: slots of a head.
+        device: of the run; None stands for a CPU.
+        most: slots that the model can use, or was trained with.
+    """
+    large = str(device).startswith("cuda") and tokens >= 2 * GPU_BLOCK
+    return GPU_BLOCK if large and tokens + GPU_BLOCK <= most else BLOCK_SIZE
 
 
 def check_size(name: str, size: Any) -> None:

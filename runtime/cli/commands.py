@@ -287,7 +287,8 @@ def warm_command(
     (TRITON_CACHE_DIR), where every process finds it; give the options that it will run with.
     """
     quiet_libraries()
-    from kvcap.runtime.backends.pytorch.runtime import Runtime, best_device, usable
+    from kvcap.runtime.backends.pytorch.runtime import Runtime
+    from kvcap.runtime.models.devices import best_device, usable
 
     begun, chosen = perf_counter(), usable(device) or best_device()
     if not str(chosen).startswith("cuda"):
@@ -453,15 +454,14 @@ def _note_conversion(model: str) -> None:
         )
 
 
-def _usual_weights(config: Any, budget: Budget, device: str | None) -> PackedDtype | None:
+def _usual_weights(config: Any, budget: Budget, device: Any) -> PackedDtype | None:
     """Return how weights are held without --weights: a GGUF file's may stay as they are."""
     if not hasattr(config, "gguf_blocks"):
         return None
-    from kvcap.runtime.backends.pytorch.runtime import best_device, usable
     from kvcap.runtime.models.packed import usual_packing
 
-    dtype, device_ = dtypes.of_model(budget.dtype, config), usable(device) or best_device()
-    return usual_packing(config, dtype, device_, budget.eviction().observes)
+    dtype = dtypes.of_model(budget.dtype, config)
+    return usual_packing(config, dtype, device, budget.eviction().observes)
 
 
 def _load_export(model: str, budget: Budget, running: Running, recall_store: int | None) -> Engine:
@@ -514,19 +514,22 @@ def planned(
             model = str(kept_export(model, weights, budget, calibrate=backend.calibrate))
         return _planned_export(model, budget, recall_store)
     quiet_libraries()
+    from kvcap.runtime.models.devices import best_device, usable
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.weights import read_headers
 
+    chosen = usable(device) or (best_device() if backend.weights is None else "cpu")
     where, settings = resolve(model), budget.settings(policy=budget.eviction())
     config = Sizes(settings, budget.memory_cap).config_for(load_config(where))
     return MemoryPlan.of(
         config,
         settings,
         dtype=dtypes.parse(budget.dtype),
+        device=chosen,
         memory_cap=budget.memory_cap,
         headers=read_headers(where),
         rehearse=True,
-        weights=backend.weights or _usual_weights(config, budget, device),
+        weights=backend.weights or _usual_weights(config, budget, chosen),
         recall_store=recall_store,
     )
 
@@ -604,7 +607,8 @@ def planned_serving(
             shared_prompts=shared_prompts,
         )
     from kvcap.runtime.backends.pytorch.batch import plan_shared
-    from kvcap.runtime.backends.pytorch.runtime import best_device, usable, usual_every
+    from kvcap.runtime.backends.pytorch.runtime import usual_every
+    from kvcap.runtime.models.devices import best_device, usable
     from kvcap.runtime.models.files import load_config
 
     running = running or Running()

@@ -253,7 +253,8 @@ def print_plan(
     whole = "" if evicts else f" of a context of {plan.trained_length:,} tokens"
     print(
         f"{model}: policy {plan.policy}, {plan.budget_tokens:,} slots{whole} + blocks of "
-        f"{plan.block_size:,}, {plan.dtype}, {plan.positions} positions"
+        f"{plan.block_size:,}{f' ({plan.block_why})' if plan.block_why else ''}, {plan.dtype}, "
+        f"{plan.positions} positions"
         f"{f', {plan.kv_dtype} slots' if plan.kv_dtype else ''}"
         f"{f', {plan.weights_dtype} weights' if plan.weights_dtype else ''}\n"
     )

@@ -186,6 +186,12 @@ class ModelShape:
         return min(self.trained_length, self.longest_compact or self.trained_length)
 
     @cached_property
+    def most_slots(self) -> int:
+        """Return how many slots a head and its block may have without passing what was trained."""
+        windows = {self.layers[i].window for i in self.capped} - {None}
+        return min([self.trained_window, *filter(None, windows)])
+
+    @cached_property
     def all_capped(self) -> bool:
         """Return whether every layer holds slots: none slides, reads another's, or has a state."""
         return len(self.capped) == len(self.layers) and not self.recurrent

@@ -15,7 +15,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcap.runtime.cache.settings import BLOCK_SIZE, BUDGET_TOKENS, CacheSettings
+from kvcap.runtime.cache.settings import (
+    BLOCK_SIZE,
+    BUDGET_TOKENS,
+    GPU_BLOCK,
+    CacheSettings,
+    usual_block,
+)
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import FreeMemory, free_memory, process_bytes
 from kvcap.runtime.types import Positions
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
     from kvcap.runtime.models.weights import Headers, Weights, WeightsSource
 
 BLOCK_SIZES = [BLOCK_SIZE >> i for i in range(8)]  # tried in this order where none is asked for
+LARGE = f"the default on CUDA from {2 * GPU_BLOCK:,} slots on, where prompts are read faster"
 LOADING = 64 << 20  # bytes: a tokenizer, the mapped file of weights, buffers of the first block
 RUNNING = 16 << 20  # the last of these alone
 AUTO = "auto"  # a cap of all memory that is free
@@ -81,6 +88,7 @@ class MemoryPlan:
     weights_dtype: PackedDtype | None = None  # of matrices; None: `dtype`, or the checkpoint's own
     evicted_in: str = ""  # 'device', 'host' or a directory with a file of them; '': none are kept
     recall_store: int = 0  # at most, beside the cache: the index of a conversation's text
+    block_why: str = ""  # why blocks have this size, in words; '': it was asked for, or is 128
 
     @property
     def summary(self) -> str:
@@ -155,6 +163,7 @@ class MemoryPlan:
         *given: CacheSettings,
         dtype: torch.dtype | None = None,
         batch: int = 1,
+        device: torch.device | str | None = None,
         memory_cap: str | int | None = None,
         headers: Headers | None = None,
         loaded: bool = False,
@@ -171,6 +180,7 @@ class MemoryPlan:
             given: whole `CacheSettings`, if not by name.
             dtype: the type of keys and values; the config's by default.
             batch: the number of sequences.
+            device: of the run, which decides the default block; a CPU by default.
             memory_cap: bytes for the whole process, or 'auto' for all that is free; without a
                 budget, the largest `N` and block that fit are taken.
             headers: headers of the files of weights, from `read_headers`; without them, the
@@ -233,12 +243,21 @@ class MemoryPlan:
         # Compact positions count what is held, and stay where the model was trained.
         most = shape.longest_compact if positions != "true" else None
         search = PlanSearch(
-            model.plan, sizes, eviction.least(*heads), shape.trained_length, model.rehearsed, most
+            model.plan,
+            sizes,
+            eviction.least(*heads),
+            shape.trained_length,
+            model.rehearsed,
+            most,
+            usual_block(shape.most_slots - GPU_BLOCK, device, shape.most_slots),
         )
+        block = usual_block(tokens or 0, device, shape.most_slots)
         if not eviction.policy.evicts:
             room = free_memory().nbytes + (held.nbytes if loaded else 0)
-            usual = search.most_within(room, usual, BLOCK_SIZE)
-        found = search.found(usual, BLOCK_SIZE)
+            usual = search.most_within(room, usual, block)
+        found = search.found(usual, block)
+        if settings.block_size is None and found.block_size > BLOCK_SIZE:
+            found = replace(found, block_why=LARGE)
         if not rehearse:
             return found
         least = search.exactly(search.smallest())
@@ -379,6 +398,7 @@ class PlanSearch:
         trained_length: tokens, beyond which a cap of the process takes no more slots.
         exactly: replaces a plan's estimate of the workspace by the workspace it will take.
         most: tokens that a head and its block may hold; None: any number.
+        largest: the largest block to take where bytes decide and none was asked for.
     """
 
     plan: Callable[[int, int], MemoryPlan]
@@ -387,6 +407,7 @@ class PlanSearch:
     trained_length: int
     exactly: Callable[[MemoryPlan], MemoryPlan] = lambda plan: plan
     most: int | None = None
+    largest: int = BLOCK_SIZE
 
     def found(self, tokens: int, block: int) -> MemoryPlan:
         """Return the plan; `tokens` and `block` are used where no sizes were asked for.
@@ -485,7 +506,7 @@ class PlanSearch:
     def _blocks(self) -> list[int]:
         """Return the sizes of a block that may be taken, the largest first."""
         asked = self.sizes.cache.block_size
-        return BLOCK_SIZES if asked is None else [asked]
+        return [*dict.fromkeys([self.largest, *BLOCK_SIZES])] if asked is None else [asked]
 
     def _fewest(self, block: int) -> int:
         """Return the fewest slots for such blocks: at least twice a block that nobody asked for."""

@@ -17,9 +17,9 @@ from tools import ROOT
 from transformers import AutoTokenizer
 
 from kvcap.cli import run
-from kvcap.runtime.backends.pytorch.runtime import best_device
 from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.runtime.errors import ChatTemplateMissing, PlanInfeasible
+from kvcap.runtime.models.devices import best_device
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.planning.serving import CAPPED_BODY, TOKENISING, ServingPlan, Shared
 from kvcap.runtime.recall.settings import RecallSettings

@@ -7,7 +7,7 @@ block. Knows transformers' models, no text.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,9 +23,10 @@ from kvcap.runtime.attention.uncompiled import run_uncompiled
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import refuse_reordering
-from kvcap.runtime.cache.settings import CacheSettings, SettingNames
+from kvcap.runtime.cache.settings import CacheSettings, SettingNames, usual_block
 from kvcap.runtime.errors import PaddingUnsupported, PositionMismatch, UnsupportedModel
 from kvcap.runtime.models.arguments import CACHE_NAMES, cache_argument, cache_of
+from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.wrappers import M_ROPE, is_wrapper, text_config
 from kvcap.runtime.types import ATTENTION
 
@@ -113,7 +114,11 @@ def cap(model: Any, *given: Any, **named: Unpack[SettingNames]) -> Cap:
     if hasattr(model.get_decoder(), MARK):
         raise UnsupportedModel("the model is already under a cap; remove() that one first")
     settings = CacheSettings.of(given, named, "budget_tokens", "block_size", "policy")
-    make = partial(BudgetCache, model.config.get_text_config(decoder=True), settings)
+    config = model.config.get_text_config(decoder=True)
+    if settings.block_size is None:
+        most, tokens = ModelShape.of(config).most_slots, settings.sizes[0]
+        settings = replace(settings, block_size=usual_block(tokens, model.device, most))
+    make = partial(BudgetCache, config, settings)
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)
     try:

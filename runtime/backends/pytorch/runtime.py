@@ -27,10 +27,10 @@ from kvcap.runtime.backends.pytorch.shared_pass import SharedPass
 from kvcap.runtime.backends.pytorch.warm import converse
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames, check_size
-from kvcap.runtime.errors import first_line
 from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
 from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.devices import best_device, usable
 from kvcap.runtime.models.files import (
     check_generation,
     load_config,
@@ -192,6 +192,7 @@ class Runtime:
             config,
             settings,
             dtype=precision,
+            device=chosen,
             memory_cap=cap,
             headers=read_headers(where),
             weights=weights,
@@ -397,10 +398,13 @@ class Runtime:
 
     def _replanned(self, settings: CacheSettings) -> Runtime:
         """Return a runtime of this model and its weights under a new plan for `settings`."""
+        if self.plan.block_why:  # nobody asked for this block, so it follows the new budget
+            settings = replace(settings, block_size=None)
         plan = MemoryPlan.of(
             self.model.config,
             settings,
             dtype=self.model.dtype,
+            device=self.model.device,
             rehearse=self.memory_cap is not None,
             weights=self.plan.weights_dtype,
             recall_store=self.plan.recall_store,
@@ -432,32 +436,3 @@ def enforce_limit(cap: int, device: str | torch.device) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     _, total = torch.cuda.mem_get_info(index)
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), index)
-
-
-def usable(device: str | torch.device | None) -> str | torch.device | None:
-    """Return `device` if tensors can be made there.
-
-    Raises:
-        ValueError: they cannot be; it says which devices can be used.
-    """
-    if device is None:
-        return None
-    there = " or ".join(dict.fromkeys(("cpu", best_device())))
-    hint = f"; use {there}"
-    if str(device).lower().split(":")[0] in ("gpu", "nvidia", "amd", "rocm", "hip"):
-        hint = f", GPUs of NVIDIA and AMD are called cuda; here there is {there}"
-    try:
-        if torch.device(device).type == "meta":
-            raise RuntimeError("it holds no numbers")
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
-        reason = "" if "device type at start" in str(error) else f" ({first_line(error)})"
-        raise ValueError(f"device {str(device)!r} cannot be used here{reason}{hint}") from error
-    return device
-
-
-def best_device() -> str:
-    """Return 'cuda', 'mps' or 'cpu', the first that there is."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"

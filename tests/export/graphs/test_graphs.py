@@ -394,7 +394,7 @@ def test_ranks_differ_by_near_ties_alone(fault):
     graph = spec.graph()
     with torch.inference_mode():
         feeds = inputs(graph, Case("random", 640), torch.float32)
-        wanted = compare.Wanted.of(graph, feeds)
+        wanted = compare.Reference.of(graph, feeds)
         low, high, _ = wanted.range("scores")
         scores = wanted.exact["scores"].float()
         tied = ((high - low) * 32).round()

@@ -429,6 +429,14 @@ def test_help_pages_read_well_at_80_columns(
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_a_plan_says_why_blocks_are_larger_on_a_gpu(kvcap: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("kvcap.runtime.models.devices.best_device", lambda: "cuda")
+    code, out, _ = kvcap("plan", "pocket", "--budget-tokens", "1024")
+    assert code == 0
+    assert "1,024 slots + blocks of 512 (the default on CUDA from 1,024 slots on, " in out
+    assert "blocks of 128, " in kvcap("plan", "pocket")[1]
+
+
 def test_plan(model: str, kvcap: Any) -> None:
     code, out, _ = kvcap("plan", model, "--kv-budget", "64KiB", "--json")
     document = json.loads(out)

@@ -103,6 +103,30 @@ def test_a_byte_budget_takes_the_most_slots_that_fit(cap, policy):
     assert plan.budget_tokens >= 2 * plan.block_size
 
 
+@pytest.mark.parametrize(
+    ("device", "sizes", "block"),
+    [
+        ("cuda", {"budget_tokens": 1024}, 512),
+        (torch.device("cuda", 1), {"budget_tokens": 4096}, 512),
+        ("cuda", {"budget_tokens": 1023}, 128),
+        ("cuda", {}, 128),
+        ("cuda", {"budget_tokens": 2048, "block_size": 64}, 64),
+        ("cuda", {"budget_tokens": 7681}, 128),  # so that nothing passes the trained length
+        ("cuda", {"kv_budget": 1_000_000}, 512),
+        ("cuda", {"kv_budget": 600_000}, 128),
+        ("cuda", {"memory_cap": "8GiB"}, 512),
+        ("cpu", {"budget_tokens": 4096}, 128),
+        ("mps", {"budget_tokens": 4096}, 128),
+        (None, {"memory_cap": "8GiB"}, 128),
+    ],
+)
+def test_the_default_block_follows_device_and_budget(device, sizes, block):
+    config = tiny_config("llama", max_position_embeddings=8192)
+    plan = MemoryPlan.of(config, policy="keydiff", dtype=torch.float32, device=device, **sizes)
+    assert plan.block_size == block
+    assert ("on CUDA from 1,024 slots" in plan.block_why) == (block == 512)
+
+
 COMPOSED = st.sampled_from(["keydiff", "h2o", "streaming_llm", "snapkv", "pyramidkv", "calidrop"])
 PINNED = st.sampled_from([{}, {"sink_tokens": 5}, {"sink_tokens": 3, "recent_tokens": 40}])
 
