@@ -188,35 +188,42 @@ class Api:
 
     @property
     def routes(self) -> list[Route]:
-        """Return the routes that can be asked for."""
-        return [
+        """Return the routes that can be asked for, those of OpenAI's API also without `/v1`."""
+        openai = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/messages", self.messages.create, methods=["POST"]),
             Route("/v1/responses", self.responses.create, methods=["POST"]),
             Route("/v1/responses/{id}", self.responses.read, methods=["GET"]),
             Route("/v1/responses/{id}", self.responses.delete, methods=["DELETE"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
+        ]
+        short = [Route(x.path[len("/v1") :], x.endpoint, methods=x.methods) for x in openai]
+        return [
+            *openai,
+            *short,
+            Route("/v1/messages", self.messages.create, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.messages.count, methods=["POST"]),
             Route("/tokenize", self.tokens.tokenize, methods=["POST"]),
             Route("/detokenize", self.tokens.detokenize, methods=["POST"]),
             *self.ollama.routes,
             Route("/docs", self.docs, methods=["GET"]),
             Route("/openapi.json", self.docs, methods=["GET"]),
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/metrics", self.show_metrics, methods=["GET"]),
         ]
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return the model as OpenAI's API has it, and whether it can chat."""
+        """Return the model as OpenAI's and vLLM's API has it, and whether it can chat."""
+        figures = self.conversations.figures()
         return {
             "id": self.settings.model,
             "object": "model",
             "created": self.created,
             "owned_by": "kvcap",
-            "chat_template": self.conversations.figures().chat_template,
+            "max_model_len": figures.model.context_length,
+            "chat_template": figures.chat_template,
         }
 
     @property

@@ -14,6 +14,7 @@ from kvcap.runtime.session.logprobs import Logprob
 from kvcap.runtime.session.stats import FinishReason
 from kvcap.runtime.session.tool_calls import Parsed
 from kvcap.runtime.types import Message
+from kvcap.serve.model_facts import ModelFacts
 
 if TYPE_CHECKING:
     from kvcap.serve.strip import Strip
@@ -55,6 +56,10 @@ class Ask:
 
     None: one is made.
     """
+    must_call: bool = False
+    """Says that the answer is held to a call of a tool, so that it is one even if it is cut."""
+    number: int = 0
+    """Says which of several answers to the same messages this is, by which its calls have ids."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Holds tools as the chat template takes them; others begin another conversation."""
     pins: frozenset[int] = frozenset()
@@ -187,6 +192,7 @@ class Figures:
     restored: int = 0  # conversations read from disk
     dropped: int = 0  # saved files that could not be read, and conversations that were not saved
     chat_template: bool = True  # says whether messages can be written for the model
+    model: ModelFacts = field(default_factory=ModelFacts)
 
 
 class Conversations(Protocol):
@@ -209,7 +215,11 @@ class Conversations(Protocol):
         """
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
+        """Return the text of tokens.
+
+        Raises:
+            TokenUnknown: one is not in the vocabulary.
+        """
 
     async def strip(self, owner: str, session_id: str) -> Strip:
         """Return which tokens of a conversation are held, evicted and pinned, at any time.

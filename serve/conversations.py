@@ -342,7 +342,7 @@ def begin(
         assert ask.prompt is not None
         return session.complete(ask.prompt, recall=ask.recall is not None)
     messages = list(ask.messages)
-    session.tools = tuple(ask.tools)
+    session.tools, session.number = tuple(ask.tools), ask.number
     if count:
         pin = len(messages) - 1 in ask.pins
         return session.send(messages[count:], pin=pin, begin=ask.begin)

@@ -15,6 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvcap.serve.errors import ApiError
 
 MIB = 2**20
+UNSAID = ("", "application/x-www-form-urlencoded")
+"""Holds the types that programs send whose user named none, such as curl."""
 HEAD_BYTES = 2**15  # the most bytes of a request's line and headers
 
 
@@ -70,6 +72,11 @@ class Bodies:
             self.held -= len(body)
 
 
+def from_browser(request: Request) -> bool:
+    """Return whether a request is a browser's, as far as it says: all say it of another site's."""
+    return any(name in request.headers for name in ("origin", "sec-fetch-site"))
+
+
 def _too_long(limits: RequestLimits) -> ApiError:
     return ApiError(413, f"the body has more than {limits.body_bytes:,} bytes")
 
@@ -81,10 +88,11 @@ def _check_head(request: Request, limits: RequestLimits) -> None:
         ApiError: it is too long, or no JSON.
     """
     # A page of another site can send anything but this without asking first, which is refused.
-    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json" and (kind not in UNSAID or from_browser(request)):
         raise ApiError(415, "the body must be sent with Content-Type: application/json")
     said = request.headers.get("content-length", "")
-    if said.isdecimal() and len(said) < 20 and int(said) > limits.body_bytes:
+    if said.isdecimal() and (len(said) >= 20 or int(said) > limits.body_bytes):
         raise _too_long(limits)
 
 

@@ -20,6 +20,7 @@ from kvcap.serve.chat_path import ChatPath, TranslatedForm, TranslatedPart, join
 from kvcap.serve.contract import Reply
 from kvcap.serve.errors import ApiError
 from kvcap.serve.streaming import WRITTEN
+from kvcap.serve.tool_calls import arguments_of
 
 ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 NAMES = {
@@ -303,10 +304,7 @@ class MessageForm(TranslatedForm):
             content.append({"type": "thinking", "thinking": self.thoughts, "signature": ""})
         if self.content:
             content.append({"type": "text", "text": self.content})
-        content += [
-            {**_call(call), "input": json.loads(call["function"]["arguments"])}
-            for call in self.calls
-        ]
+        content += [{**_call(call), "input": arguments_of(call)} for call in self.calls]
         said = self._message(content, self._stopped(reply))
         stopped = {"stop_sequence": _stop_string(reply), "usage": _usage(reply)}
         return {**said, **stopped, **self.edits}

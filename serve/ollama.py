@@ -10,19 +10,20 @@ import json
 import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvcap import __version__
 from kvcap.serve import schemas
 from kvcap.serve.chat_path import ChatPath, TranslatedForm, request_of
 from kvcap.serve.contract import Piece, Reply
 from kvcap.serve.errors import ApiError
+from kvcap.serve.model_facts import ModelFacts
 from kvcap.serve.streaming import WRITTEN
+from kvcap.serve.tool_calls import arguments_of
 
 OPTIONS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
            "seed": "seed", "stop": "stop", "num_predict": "max_tokens",
@@ -40,11 +41,53 @@ UNUSED = (
     "use_mlock",
     "low_vram",
     "numa",
+    "f16_kv",
+    "num_gqa",
+    "penalize_newline",
+    "rope_frequency_base",
+    "rope_frequency_scale",
+    "mirostat_tau",
+    "mirostat_eta",
 )
-"""Names the options that say how ollama runs a model, which this server's own options do."""
+"""Names the options that say how ollama runs a model, which this server's own options do.
+
+And those that change nothing without another that is refused."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "typical_p": (1,),
+    "vocab_only": (False,),
+    "embedding_only": (False,),
+    "logits_all": (False,),
+}
+"""Holds options that this server has not, with the values by which they change nothing."""
+UNLIMITED = (-2, -1, 0)  # values of `num_predict`
+LEVEL = "0.12.11"
+"""Says which version's API this server speaks; clients ask for at least the one that they need."""
 
 
-class OllamaBody(schemas.Strict):
+class GoBody(schemas.Strict):
+    """A body of ollama's own client, which sends the fields that were not set with zero values.
+
+    Such a value of a field that this server has not asks for nothing, and is left out. Of those
+    that it has, `KEPT` mean something by their zero value.
+    """
+
+    KEPT: ClassVar = frozenset({"keep_alive", "stream", "think"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_zeros(cls, said: Any) -> Any:
+        if not isinstance(said, dict):
+            return said
+        return {
+            name: value
+            for name, value in said.items()
+            if value or (name in cls.KEPT and value not in ("", None))
+        }
+
+
+class OllamaBody(GoBody):
     """A body with what a chat and a text have in common."""
 
     model: Annotated[str, Field(max_length=256)]
@@ -52,7 +95,17 @@ class OllamaBody(schemas.Strict):
     options: dict[str, Any] | None = None
     format: Literal["json", ""] | schemas.Schema | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
-    keep_alive: Any = None  # it asks for nothing: the model stays
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=schemas.TOP_LOGPROBS)] | None = None
+    truncate: bool | None = None  # nothing is too long for a cache that evicts
+    shift: bool | None = None  # likewise
+    keep_alive: Any = None  # the model stays, whatever it is
+
+    @property
+    def load_or_unload(self) -> str:
+        """Return what a body asks for that has nothing to answer; the model stays in any case."""
+        kept = "1" if self.keep_alive is None else str(self.keep_alive)  # 0, "0", "0s", "0m0s"
+        return "unload" if "0" in kept and not kept.strip("0.smh") else "load"
 
     def openai(self, **asked: Any) -> dict[str, Any]:
         """Return the body as OpenAI's API has it, with the messages or the prompt that it asks.
@@ -62,10 +115,18 @@ class OllamaBody(schemas.Strict):
         """
         found: dict[str, Any] = {"model": self.model.removesuffix(":latest"), **asked}
         found["stream"] = self.stream is not False
-        for name, value in (self.options or {}).items():
+        given = dict(self.options or {})
+        last = given.pop("repeat_last_n", -1)
+        if type(last) is not int or last < -1:
+            raise ValueError(f"options.repeat_last_n is {last!r}; use a whole number, -1 or more")
+        if last == 0:  # the penalty looks at no token
+            given["repeat_penalty"] = 1.0
+        if type(most := given.get("num_predict")) is int and most in UNLIMITED:
+            del given["num_predict"]
+        for name, value in given.items():
             if name in OPTIONS:
                 found[OPTIONS[name]] = value
-            elif name not in UNUSED:
+            elif name not in UNUSED and not _changes_nothing(name, value):
                 raise ValueError(
                     f"options has {name[:40]!r}, which this server has not; use "
                     f"{', '.join(OPTIONS)}"
@@ -74,11 +135,17 @@ class OllamaBody(schemas.Strict):
             schema = {"type": "object"} if self.format == "json" else self.format
             named = {"name": "answer", "schema": schema}
             found["response_format"] = {"type": "json_schema", "json_schema": named}
+        if self.logprobs or self.top_logprobs:
+            found |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if isinstance(self.think, str):
             found["reasoning_effort"] = self.think
         elif self.think is not None:
             found["chat_template_kwargs"] = {"enable_thinking": self.think}
         return found
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    return any(type(value) in (type(one), float) and value == one for one in NEUTRAL.get(name, ()))
 
 
 class ChatBody(OllamaBody):
@@ -159,10 +226,14 @@ class GenerateBody(OllamaBody):
                     f"{name} does not go with raw, which continues the prompt without the chat "
                     "template; leave one of them out"
                 )
-        return {**self.openai(prompt=self.prompt), "chat_template_kwargs": None}
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true; add that, or leave it out")
+        said = {"logprobs": self.top_logprobs or 0 if self.logprobs else None}
+        without = {"chat_template_kwargs": None, "top_logprobs": None}
+        return {**self.openai(prompt=self.prompt), **without, **said}
 
 
-class ShowBody(schemas.Strict):
+class ShowBody(GoBody):
     """A body that `POST /api/show` takes."""
 
     model: str | None = None
@@ -185,6 +256,7 @@ class OllamaForm(TranslatedForm):
         super().__init__(model, include_usage=False, most_calls=most_calls)
         self.chat, self.begun = chat, time.perf_counter_ns()
         self.first: int | None = None  # when the first piece came
+        self.likely = list[dict[str, Any]]()  # how likely tokens were that no line has had yet
 
     def opening(self) -> bytes:
         """Write nothing, as a stream has no first line of its own."""
@@ -193,6 +265,7 @@ class OllamaForm(TranslatedForm):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices of a piece, and note when the first came."""
         self.first = self.first or time.perf_counter_ns()
+        self.likely += [_likely(one.as_dict()) for one in piece.logprobs or ()]
         return self.parts(piece)
 
     def parts(self, piece: Piece) -> list[dict[str, Any]]:
@@ -201,7 +274,8 @@ class OllamaForm(TranslatedForm):
 
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and the figures."""
-        return self.rest(reply) + _json_line({**self._said({}), **self._figures(reply)})
+        last = {**self._said({}), **self._likely(), **self._figures(reply)}
+        return self.rest(reply) + _json_line(last)
 
     def failed(self, error: ApiError) -> bytes:
         """Write the error."""
@@ -211,11 +285,18 @@ class OllamaForm(TranslatedForm):
         """Return the whole answer, with its figures."""
         delta = {"content": self.content, "reasoning_content": self.thoughts}
         said = self._said({**delta, "tool_calls": self.calls})
-        return {**said, **self._figures(reply)}
+        return {**said, **self._likely(), **self._figures(reply)}
 
     def delta(self, delta: Mapping[str, Any]) -> bytes:
         """Write a delta's line."""
-        return _json_line({**self._said(delta), "done": False}) if delta else b""
+        if not delta or delta == {"content": ""}:
+            return b""
+        return _json_line({**self._said(delta), **self._likely(), "done": False})
+
+    def _likely(self) -> dict[str, Any]:
+        """Return how likely the tokens were that no line has had, if that was asked for."""
+        found, self.likely = self.likely, []
+        return {"logprobs": found} if found else {}
 
     def _said(self, delta: Mapping[str, Any]) -> dict[str, Any]:
         """Return one delta of a chat's stream in ollama's words."""
@@ -231,7 +312,7 @@ class OllamaForm(TranslatedForm):
                     "id": call["id"],
                     "function": {
                         "name": call["function"]["name"],
-                        "arguments": json.loads(call["function"]["arguments"]),
+                        "arguments": arguments_of(call),
                     },
                 }
                 for call in calls
@@ -277,21 +358,30 @@ class Ollama:
     """
 
     def __init__(self, api: ChatPath) -> None:
-        self.api = api
-        name = api.name
-        self.model = {
+        self.api, self.begun = api, now()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Return what the model is and can do."""
+        return self.api.conversations.figures().model
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Return the model as ollama lists it."""
+        name, facts = self.api.name, self.facts
+        return {
             "name": name,
             "model": name,
-            "modified_at": now(),
+            "modified_at": self.begun,
             "size": 0,
             "digest": "0" * 64,
             "details": {
                 "parent_model": "",
                 "format": "kvcap",
-                "family": "",
-                "families": [],
-                "parameter_size": "",
-                "quantization_level": "",
+                "family": facts.architecture,
+                "families": [facts.architecture],
+                "parameter_size": facts.size,
+                "quantization_level": facts.level,
             },
         }
 
@@ -325,10 +415,12 @@ class Ollama:
             answer = (
                 {"message": {"role": "assistant", "content": ""}} if chats else {"response": ""}
             )
-            ended = {"done": True, "done_reason": "load"}
+            ended = {"done": True, "done_reason": body.load_or_unload}
             return JSONResponse({"model": name, "created_at": now(), **answer, **ended})
         if isinstance(body, GenerateBody) and body.raw:
-            text = request_of(schemas.CompletionRequest, body.text, NAMES)
+            text = request_of(
+                schemas.CompletionRequest, body.text, {**NAMES, "logprobs": "top_logprobs"}
+            )
             return await self.api.go_on(request, text, lambda: RawForm(name))
         said = request_of(schemas.ChatRequest, body.chat, NAMES)
         return await self.api.answer(
@@ -339,16 +431,21 @@ class Ollama:
         """Describe the model."""
         said = await self.api.said(request, ShowBody)
         self.api.check_model((said.model or said.name or "").removesuffix(":latest"))
-        chats = self.api.conversations.figures().chat_template
-        can = ["completion", *(["tools"] if chats else [])]
+        facts = self.facts
+        can = {"completion": True, "tools": facts.tools, "thinking": facts.thinking}
+        more = {"general.parameter_count": facts.parameters} if facts.parameters else {}
         return JSONResponse(
             {
                 "modelfile": "",
                 "parameters": "",
                 "template": "",
                 "details": self.model["details"],
-                "model_info": {},
-                "capabilities": can,
+                "model_info": {
+                    "general.architecture": facts.architecture,
+                    f"{facts.architecture}.context_length": facts.context_length,
+                    **more,
+                },
+                "capabilities": [name for name, able in can.items() if able],
             }
         )
 
@@ -363,13 +460,18 @@ class Ollama:
         return JSONResponse({"models": [{**self.model, **more}]})
 
     async def version(self, _: Request) -> Response:
-        """Return kvcap's version."""
-        return JSONResponse({"version": __version__})
+        """Return the version of the API that is spoken."""
+        return JSONResponse({"version": LEVEL})
 
 
 def now() -> str:
     """Return the time as ollama writes it."""
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+
+
+def _likely(noted: dict[str, Any]) -> dict[str, Any]:
+    """Return how likely a token was, as ollama has it."""
+    return noted if noted["top_logprobs"] else {k: noted[k] for k in ("token", "logprob", "bytes")}
 
 
 def _json_line(said: dict[str, Any]) -> bytes:

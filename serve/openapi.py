@@ -27,7 +27,7 @@ READ = {
     "/v1/responses/{id}": "Return a response that is kept",
     "/api/tags": "List the one model, as ollama does",
     "/api/ps": "List the one model and its memory, as ollama does",
-    "/api/version": "Return kvcap's version, as ollama does",
+    "/api/version": "Return the version of ollama's API that is spoken",
     "/health": "Say whether the server runs",
     "/metrics": "Show figures for Prometheus",
 }

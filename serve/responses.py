@@ -431,7 +431,7 @@ class ResponseForm(TranslatedForm):
                 "input_tokens": found.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": found.reused_tokens},
                 "output_tokens": found.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": self.thought_tokens},
+                "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
                 "total_tokens": found.prompt_tokens + found.completion_tokens,
             }
         format_ = asked.text and asked.text.format

@@ -23,7 +23,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kvcap.runtime.errors import Busy, ConversationUnknown, KvcapError, ReaderTooSlow
+from kvcap.runtime.errors import (
+    Busy,
+    ConversationUnknown,
+    KvcapError,
+    ReaderTooSlow,
+    TokenUnknown,
+)
 from kvcap.runtime.memory.free_memory import process_bytes, return_freed
 from kvcap.runtime.recall.settings import DEFAULT, RecallSettings
 from kvcap.runtime.session.logprobs import Logprob
@@ -44,10 +50,12 @@ from kvcap.serve.conversations import (
     recall_of,
     salt_of,
 )
+from kvcap.serve.model_facts import ModelFacts
 from kvcap.serve.prefixes import SharedPrompts
 from kvcap.serve.saved import ConversationFile, SavedConversations
 from kvcap.serve.threads import by_a_thread
 from kvcap.serve.tokens import decoded, encoded
+from kvcap.serve.tool_calls import cut_call
 
 if TYPE_CHECKING:
     from kvcap.serve.strip import Strip
@@ -268,7 +276,7 @@ class Scheduler:
         self.batch = runtime.batch(limits.together)
         self._held = Held(runtime, limits.places, disk)
         self._shared = SharedPrompts(limits.shared_prompts, self._has_room)
-        self._salt = salt_of(runtime)
+        self._salt, self._model = salt_of(runtime), ModelFacts.of(runtime)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: list[Job] = []
         self._preparing: list[Job] = []
@@ -345,8 +353,16 @@ class Scheduler:
         return await asyncio.to_thread(encoded, self.runtime.tokenizer, ask, special=special)
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        return await asyncio.to_thread(decoded, self.runtime.tokenizer, tokens)
+        """Return the text of tokens; see `Conversations.decode`."""
+        tokenizer = self.runtime.tokenizer
+        for token in tokens:
+            if tokenizer.backend_tokenizer.id_to_token(token) is None:
+                count = tokenizer.backend_tokenizer.get_vocab_size()
+                raise TokenUnknown(
+                    f"token {token:,} is not in the vocabulary, which has {count:,} tokens; give "
+                    "ids of this model's tokenizer"
+                )
+        return await asyncio.to_thread(decoded, tokenizer, tokens)
 
     async def strip(self, owner: str, session_id: str) -> Strip:
         """Return which tokens of a conversation are held; see `Conversations.strip`."""
@@ -454,6 +470,7 @@ class Scheduler:
         return Figures(
             policy=plan.policy,
             chat_template=bool(getattr(self.runtime.tokenizer, "chat_template", None)),
+            model=self._model,
             budget_tokens=plan.budget_tokens,
             places=self.limits.places,
             in_memory=len(held.conversations),
@@ -747,6 +764,8 @@ class Scheduler:
         reason = turn.finish_reason or "interrupted"
         if job.ask.tools and error is None:
             job.parsed = session.parsed
+            if job.ask.must_call:
+                job.parsed = cut_call(job.parsed, (len(session.messages), session.number))
         cache = session.cache
         seen, held = cache.seen, cache.held
         reused = job.seen if session.turn is None else turn.reused_tokens + turn.copied_tokens

@@ -8,6 +8,7 @@ used, as they ask for nothing. Every number and list has a bound.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -83,8 +84,8 @@ def _stops(value: Any) -> Any:
     return [text for text in texts if text != ""]
 
 
-def _no_limit(value: Any) -> Any:
-    """Return a number of tokens; -1, as llama.cpp's clients send it, is none."""
+def _unless_minus_one(value: Any) -> Any:
+    """Return a seed or a number of tokens; -1, as llama.cpp's clients send it, is none."""
     return None if type(value) is int and value == -1 else value
 
 
@@ -134,7 +135,7 @@ Stop = Annotated[
     BeforeValidator(_stops),
     Field(max_length=STOPS),
 ]
-Most = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_no_limit)]
+Most = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_unless_minus_one)]
 """Names how many tokens an answer has at most; 0: the prompt is only read."""
 Schema = Annotated[dict[str, Any], AfterValidator(_shallow)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -296,11 +297,18 @@ class ResponseFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    """Holds the schema itself, as llama.cpp's clients send it."""
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        given = sum(one is not None for one in (self.json_schema, self.schema_))
+        if self.type == "json_schema" and given != 1:
+            raise ValueError("type 'json_schema' has no schema, or two; give one as json_schema")
+        if self.json_schema is not None and self.type != "json_schema":
             raise ValueError("json_schema goes with type 'json_schema', and with no other")
+        if self.schema_ is not None and self.type == "text":
+            raise ValueError("schema goes with type 'json_object' or 'json_schema'; give one")
         return self
 
     @property
@@ -308,7 +316,57 @@ class ResponseFormat(Strict):
         """Return the JSON schema that the answer is held to; None: any text will do."""
         if self.json_schema is not None:
             return self.json_schema.schema_
+        if self.schema_ is not None:
+            return self.schema_
         return {"type": "object"} if self.type == "json_object" else None
+
+
+class StructuredOutputs(Strict):
+    """A form that the answer must have, as vLLM's clients send it."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    """Holds a JSON schema, or its text."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=ANSWERS)] | None = None
+    """Lists texts, one of which is the answer."""
+    # These fields are accepted only with values that ask for nothing.
+    disable_fallback: bool | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> StructuredOutputs:
+        given = (self.json_, self.json_object or None, self.regex, self.choice)
+        if sum(one is not None for one in given) != 1:
+            raise ValueError("give json, json_object: true, regex or choice, and one of them")
+        _ = self.schema_of_answer
+        return self
+
+    @property
+    def schema_of_answer(self) -> dict[str, Any] | None:
+        """Return the JSON schema that the answer is held to; None: it is to none.
+
+        Raises:
+            ValueError: the text is none.
+        """
+        if not isinstance(self.json_, str):
+            return {"type": "object"} if self.json_object else self.json_
+        try:
+            found = json.loads(self.json_)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError("json is a text that is no JSON object; give a JSON schema")
+        _shallow(found)
+        return found
+
+    @property
+    def regex_of_answer(self) -> str | None:
+        """Return the regular expression that the answer matches; None: it need match none."""
+        if self.choice is None:
+            return self.regex
+        return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", one) for one in self.choice)
 
 
 class StreamOptions(Strict):
@@ -333,6 +391,7 @@ class Request(Strict):
         "seed": "seed",
         "stop": "stop_strings",
         "max_tokens": "max_new_tokens",
+        "min_tokens": "min_tokens",
         "logit_bias": "logit_bias",
     }
     """Maps parameters to the settings of generation that they are."""
@@ -349,9 +408,14 @@ class Request(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=REPETITION)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    seed: Annotated[
+        Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None, BeforeValidator(_unless_minus_one)
+    ] = None
     stop: Stop | None = None
     max_tokens: Most = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Says how many tokens an answer has at least, as vLLM's clients send it."""
+    structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool | None = None
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_biases)] = None
     n: Annotated[int, Field(ge=1, le=ANSWERS)] | None = None
@@ -408,6 +472,7 @@ class Request(Strict):
         given = {name: getattr(self, field) for field, name in self.OPTIONS.items()}
         if self.ignore_eos:
             given["eos_token_id"] = []
+        given |= {"regex": self.regex, "min_tokens": self.min_tokens or None}
         given |= self.further_options()
         if self.max_tokens == 0:
             given |= {"max_new_tokens": None, "only_read": True}
@@ -424,6 +489,10 @@ class Request(Strict):
                     param=field,
                     code="unsupported_parameter",
                 )
+        least = found.get("min_tokens", 0)
+        if least > found.get("max_new_tokens", limits.answer_tokens):
+            said = f"min_tokens is {least:,}, and the answer has fewer at most; give a lower number"
+            raise ApiError(400, said, param="min_tokens")
         if (most := found.get("max_new_tokens", 1)) > limits.answer_tokens:
             given_as = [name for name in LIMITS if getattr(self, name, None) is not None]
             field = self._named(given_as[0] if given_as else LIMITS[0])
@@ -435,6 +504,38 @@ class Request(Strict):
             )
         return found
 
+    @property
+    def held_to(self) -> dict[str, Any] | None:
+        """Return the JSON schema that the answer is held to."""
+        said = self.structured_outputs
+        return None if said is None else said.schema_of_answer
+
+    @property
+    def regex(self) -> str | None:
+        """Return the regular expression that the answer matches."""
+        return None if self.structured_outputs is None else self.structured_outputs.regex_of_answer
+
+    @property
+    def has_form(self) -> bool:
+        """Return whether the answer is held to a form."""
+        return self.held_to is not None or self.regex is not None
+
+    def check_form(self, form: str) -> None:
+        """Refuse what does not go with an answer that is held to a form.
+
+        Args:
+            form: the fields that may hold it.
+
+        Raises:
+            ValueError: the answer is held to a form, and something else says when it ends.
+        """
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name) and self.has_form:
+                raise ValueError(
+                    f"{name} does not go with {form}, by which the answer ends; leave one of them "
+                    "out"
+                )
+
     def _named(self, field: str) -> str:
         return self._names.get(field, field)
 
@@ -445,11 +546,10 @@ class Request(Strict):
     def asks(self, one: Ask) -> list[Ask]:
         """Return one request `n` times, each with another seed where one was given."""
         seed = settings.seeded(one.options.get("seed"))
+        more = [{} if seed is None else {"seed": (seed + i) % 2**64} for i in range(self.n or 1)]
         return [
-            one
-            if not number or seed is None
-            else replace(one, options={**one.options, "seed": (seed + number) % 2**64})
-            for number in range(self.n or 1)
+            replace(one, number=i, options={**one.options, **also}) if i else one
+            for i, also in enumerate(more)
         ]
 
 
@@ -457,9 +557,11 @@ class ChatRequest(Request):
     """A body that `POST /v1/chat/completions` takes."""
 
     messages: list[ChatMessage]
-    max_tokens: Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_no_limit)] = None
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=1)] | None, BeforeValidator(_unless_minus_one)
+    ] = None
     max_completion_tokens: Annotated[
-        Annotated[int, Field(ge=1)] | None, BeforeValidator(_no_limit)
+        Annotated[int, Field(ge=1)] | None, BeforeValidator(_unless_minus_one)
     ] = None
     continue_final_message: bool | None = None
     """Says that an assistant's last message is continued, as it always is."""
@@ -485,21 +587,21 @@ class ChatRequest(Request):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true; add that, or leave it out")
-        shaped = self.response_format is not None and self.response_format.schema_of_answer
-        if self.tools and shaped:
+        if self.structured_outputs is not None and self.response_format is not None:
             raise ValueError(
-                "tools do not go with a response_format of JSON; leave one of them out"
+                "structured_outputs and response_format both hold the answer; give one"
+            )
+        if self.regex is not None and self.offered:
+            raise ValueError(
+                "tools do not go with a regex or choice of structured_outputs, which no call "
+                "matches; give its json, or leave one of them out"
             )
         if self.tool_choice not in (None, "auto", "none") and not self.forced:
             raise ValueError(
                 "tool_choice asks for a call of what is not among the tools; give that tool, or "
                 "leave tool_choice out"
             )
-        if self.ignore_eos and self.held_to is not None:
-            raise ValueError(
-                "ignore_eos does not go with response_format or tool_choice, by which the answer "
-                "ends; leave one of them out"
-            )
+        self.check_form("response_format, structured_outputs or tool_choice")
         self._check_begun()
         return self
 
@@ -518,24 +620,29 @@ class ChatRequest(Request):
             return
         if last.tool_calls:
             raise ValueError("the last message has tool_calls; give what they returned behind it")
-        if last.content and self.held_to is not None:
+        if last.content and self.has_form:
             raise ValueError(
-                "the last message begins the answer, which response_format or tool_choice "
-                "constrain from its start; end with a user's message, or leave them out"
+                "the last message begins the answer, which response_format, structured_outputs or "
+                "tool_choice constrain from its start; end with a user's message, or leave them out"
             )
 
     @property
     def held_to(self) -> dict[str, Any] | None:
-        """Return the JSON schema that the answer is held to."""
+        """Return the JSON schema that the answer is held to.
+
+        With tools and a schema of the answer it is held to either: a call, or what fits that.
+        """
         if self.forced:
             return schema_of_call(self.forced)
-        return None if self.response_format is None else self.response_format.schema_of_answer
+        said = self.response_format
+        schema = super().held_to if said is None else said.schema_of_answer
+        return schema_of_call(self.offered, schema) if schema and self.offered else schema
 
     @property
     def call_schema(self) -> dict[str, Any] | None:
         """Return the JSON schema of calls that the model makes by itself; None: none is strict."""
         strict = [tool.function.strict is True for tool in self.tools or ()]
-        if not any(strict) or self.forced or not self.offered or self.ignore_eos:
+        if not any(strict) or self.held_to or not self.offered or self.ignore_eos:
             return None
         free = {"parameters": {"type": "object"}}
         return schema_of_call(
@@ -563,7 +670,7 @@ class ChatRequest(Request):
     @property
     def most_calls(self) -> int:
         """Return how many calls of tools the answer may have; 0: no tools are offered."""
-        one = self.forced or self.parallel_tool_calls is False
+        one = self.held_to is not None or self.parallel_tool_calls is False
         return (1 if one else TOOLS) if self.offered else 0
 
     @property
@@ -614,6 +721,7 @@ class ChatRequest(Request):
             owner=owner,
             session_id=session_id,
             tools=self.offered,
+            must_call=bool(self.forced),
             pins=frozenset(i for i, one in enumerate(messages) if one.pin),
             recall=self.recall,
             progress=bool(self.return_progress),
@@ -638,6 +746,7 @@ class CompletionRequest(Request):
             raise ValueError(
                 f"prompt and n ask for {count} answers; ask for {ANSWERS} at most in one request"
             )
+        self.check_form("structured_outputs")
         if self.echo and self.logprobs is not None and self.recall not in (None, OFF):
             raise ValueError(
                 "recall adds text to the prompt, and echo with logprobs needs the prompt as it is; "
@@ -648,9 +757,9 @@ class CompletionRequest(Request):
     def further_options(self) -> dict[str, Any]:
         """Return settings that are no plain parameter."""
         if self.logprobs is None:
-            return {}
+            return {"json_schema": self.held_to}
         both = {"prompt_logprobs": self.logprobs} if self.echo else {}
-        return {"logprobs": self.logprobs, **both}
+        return {"logprobs": self.logprobs, "json_schema": self.held_to, **both}
 
     def ask(
         self,

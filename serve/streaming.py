@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from abc import ABC, abstractmethod
+from codecs import getincrementaldecoder
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -41,13 +42,19 @@ ENDS: Mapping[FinishReason | None, str] = {"stop": "stop"}  # all others: "lengt
 Found = TypeVar("Found")
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """Return OpenAI's figures, with the cache's under `kv`, and what was recalled."""
+def usage_of(usage: Usage, reasoning: int) -> dict[str, Any]:
+    """Return OpenAI's figures, with the cache's under `kv`, and what was recalled.
+
+    Args:
+        usage: of the answer.
+        reasoning: tokens of thoughts in it.
+    """
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
         "kv": {
             "held": usage.held,
             "waiting": usage.waiting,
@@ -83,6 +90,11 @@ class Form(ABC):
         self._opening = WRITTEN(said)[:-1]  # the fields that every part of the stream begins with
         self.texts: list[str] = []
         self.so_far = _usage_so_far(0, 0) if usage_each else None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many of the tokens are thoughts."""
+        return 0
 
     @abstractmethod
     def begin(self) -> list[dict[str, Any]]:
@@ -123,7 +135,7 @@ class Form(ABC):
         """Write what a stream ends with."""
         last = b"".join([self.part([choice]) for choice in self.end(reply)])
         if self.include_usage and reply.usage is not None:
-            last += self.part([], usage=usage_of(reply.usage))
+            last += self.part([], usage=usage_of(reply.usage, self.reasoning_tokens))
         return last + DONE
 
     def failed(self, error: ApiError) -> bytes:
@@ -147,7 +159,7 @@ class Form(ABC):
             "choices": self.choices(reply),
         }
         if reply.usage is not None:
-            said["usage"] = usage_of(reply.usage)
+            said["usage"] = usage_of(reply.usage, self.reasoning_tokens)
         return said
 
 
@@ -171,9 +183,14 @@ class ChatForm(Form):
         self.gate, self.most_calls = CallGate() if most_calls else None, most_calls
         self.thinking = ThoughtGate()
         self.content = self.thoughts = ""
-        self.thought_tokens = 0  # of the answer, up to the piece in which its thoughts end
+        self.cut = False  # the last call is not whole
         self.calls: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] = []
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many of the tokens are thoughts, for all APIs."""
+        return self.thinking.tokens
 
     def begin(self) -> list[dict[str, Any]]:
         """Return a choice with the role."""
@@ -182,10 +199,7 @@ class ChatForm(Form):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return a choice with the piece's text; none while it may be a call."""
         self.texts.append(piece.text)
-        open_before = self.thinking.open
-        thoughts, text = self.thinking.put(piece.text, piece.opened)
-        if open_before or thoughts or self.thinking.open:
-            self.thought_tokens = piece.completion_tokens
+        thoughts, text = self.thinking.put(piece.text, piece.opened, piece.completion_tokens)
         parts = self._thought(thoughts)
         text = self._certain(text)
         found: dict[str, Any] | None = None
@@ -217,9 +231,12 @@ class ChatForm(Form):
                 parsed = parsed._replace(content=without_thoughts(parsed.content))
             if text := self.gate.end(parsed):
                 found.append(_delta({"content": text}))
+            if not parsed.content:
+                self.content = ""
             if parsed.tool_calls:
                 self.calls = as_calls(parsed)[: self.most_calls]
                 self.content = parsed.content
+                self.cut = any(call.cut is not None for call in parsed.tool_calls)
                 numbered = [{"index": i, **call} for i, call in enumerate(self.calls)]
                 found.append(_delta({"tool_calls": numbered}))
         return [*found, _delta({}, finish_reason=self._reason(reply))]
@@ -240,7 +257,8 @@ class ChatForm(Form):
         }
 
     def _reason(self, reply: Reply) -> str:
-        return "tool_calls" if self.calls else ENDS.get(reply.finish_reason, "length")
+        whole = self.calls and not self.cut
+        return "tool_calls" if whole else ENDS.get(reply.finish_reason, "length")
 
 
 class TextForm(Form):
@@ -250,8 +268,8 @@ class TextForm(Form):
 
     def __init__(self, model: str, include_usage: bool, usage_each: bool = False) -> None:
         super().__init__(model, include_usage, usage_each)
-        self.logprobs: list[Logprob] = []
-        self.letters = 0  # of the text whose log probabilities were sent
+        self.columns = dict[str, list[Any]]()  # what was sent of log probabilities
+        self.letters = 0  # of the text so far
 
     def begin(self) -> list[dict[str, Any]]:
         """Return no choices, as a completion has no first part."""
@@ -262,9 +280,10 @@ class TextForm(Form):
         self.texts.append(piece.text)
         found = None
         if piece.logprobs:
-            found = _columns(piece.logprobs, self.letters)
-            self.logprobs += piece.logprobs
-            self.letters += sum(len(one.text) for one in piece.logprobs)
+            found = _columns(piece.logprobs, piece.text, self.letters)
+            for name, more in found.items():
+                self.columns.setdefault(name, []).extend(more)
+        self.letters += len(piece.text)
         return [_text(piece.text, found)]
 
     def end(self, reply: Reply) -> list[dict[str, Any]]:
@@ -273,8 +292,9 @@ class TextForm(Form):
 
     def choice(self, reply: Reply) -> dict[str, Any]:
         """Return the choice with the whole text."""
-        logprobs = _columns(self.logprobs, 0) if self.logprobs else None
-        return _text("".join(self.texts), logprobs, ENDS.get(reply.finish_reason, "length"))
+        return _text(
+            "".join(self.texts), self.columns or None, ENDS.get(reply.finish_reason, "length")
+        )
 
 
 class SeveralForm(Form):
@@ -292,6 +312,11 @@ class SeveralForm(Form):
         super().__init__(first.model, first.include_usage, first.so_far is not None)
         self.forms, self.series, self.place = forms, series, 0
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many tokens of all answers are thoughts."""
+        return sum(form.reasoning_tokens for form in self.forms)
+
     def begin(self) -> list[dict[str, Any]]:
         """Return the first choices of the first answer."""
         return self._numbered(self.forms[0].begin())
@@ -299,6 +324,8 @@ class SeveralForm(Form):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices that a piece brings, behind the ends of answers before its own."""
         ended = self._ended(len(self.series.replies) - 1)
+        before = [one.usage.completion_tokens for one in self.series.replies[:-1] if one.usage]
+        piece = piece._replace(completion_tokens=piece.completion_tokens - sum(before))
         return ended + self._numbered(self.forms[self.place].put(piece))
 
     def end(self, reply: Reply) -> list[dict[str, Any]]:
@@ -336,9 +363,17 @@ def _usage_so_far(prompt: int, completion: int) -> dict[str, int]:
     }
 
 
-def _columns(logprobs: Sequence[Logprob], start: int) -> dict[str, Any]:
-    """Return how likely tokens were, as completions have it: one list for each fact."""
-    offsets = [*accumulate((len(one.text) for one in logprobs), initial=start)]
+def _columns(logprobs: Sequence[Logprob], text: str, start: int) -> dict[str, list[Any]]:
+    """Return how likely tokens were, as completions have it: one list for each fact.
+
+    Args:
+        logprobs: of the tokens of a piece of text.
+        text: the piece. What they write before it, such as an opening token, is at its start.
+        start: letters before it.
+    """
+    letters = getincrementaldecoder("utf-8")("replace")  # a token may be a part of a letter
+    ends = [*accumulate((len(letters.decode(one.bytes)) for one in logprobs), initial=0)]
+    beyond = ends[-1] + len(letters.decode(b"", final=True)) - len(text)
     return {
         "tokens": [one.text for one in logprobs],
         "token_logprobs": [one.logprob for one in logprobs],
@@ -346,7 +381,7 @@ def _columns(logprobs: Sequence[Logprob], start: int) -> dict[str, Any]:
             None if one.logprob is None else {each.text: each.logprob for each in one.top}
             for one in logprobs
         ],
-        "text_offset": offsets[:-1],
+        "text_offset": [start + max(0, place - beyond) for place in ends[:-1]],
     }
 
 

@@ -17,22 +17,28 @@ class ThoughtGate:
         self._held = ""
         self._closing: str | None = None  # the mark that ends the thoughts; None: none are open
         self._begun = self._strip = False
+        self._before = self._first = self._certain = 0  # tokens: of pieces, and before thoughts
 
     @property
-    def open(self) -> bool:
-        """Return whether what comes next is thoughts, as far as is known."""
-        return self._closing is not None
+    def tokens(self) -> int:
+        """Return how many tokens the thoughts have, without those of the marks around them."""
+        return self._certain - self._first
 
-    def put(self, text: str, opened: str = "") -> tuple[str, str]:
+    def put(self, text: str, opened: str = "", tokens: int = 0) -> tuple[str, str]:
         """Take more text; return what of it is certain to be thoughts, and to be content.
 
         Args:
             text: of the answer.
             opened: the mark by which the prompt has opened thoughts; "": it has not.
+            tokens: of the answer up to here.
         """
         self._held += text
-        if not self._begun and not self._begin(opened):
-            return "", ""
+        before, self._before = self._before, tokens
+        if not self._begun:
+            if not self._begin(opened):
+                return "", ""
+            if not opened and self._closing is not None:
+                self._first = self._certain = before if self._held.strip() else tokens
         if self._closing is None:
             return "", self._given(len(self._held))
         thoughts, found, rest = self._held.partition(self._closing)
@@ -40,13 +46,17 @@ class ThoughtGate:
             sizes = range(min(len(self._closing), len(self._held)), 0, -1)
             kept = next((n for n in sizes if self._closing.startswith(self._held[-n:])), 0)
             certain = self._held[: len(self._held) - kept].rstrip()
+            self._certain = self._certain if kept else tokens
             return self._given(len(certain)), ""
+        self._certain = tokens if thoughts.strip() else self._certain
         thoughts = self._stripped(thoughts.rstrip())
         self._closing, self._held, self._strip = None, rest, True
         return thoughts, self._given(len(rest))
 
     def end(self) -> tuple[str, str]:
         """Return what was held back, since no text follows."""
+        if self._closing is not None:
+            self._certain = self._before
         text = self._given(len(self._held))
         return ("", text) if self._closing is None else (text.rstrip(), "")
 

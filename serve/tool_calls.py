@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from kvcap.runtime.session.tool_calls import HERMES, Parsed
+from pydantic_core import from_json
+
+from kvcap.runtime.session.tool_calls import HERMES, Parsed, ToolCall
+from kvcap.serve.thoughts import without_thoughts
 
 JSON_BEGINS = re.compile(r"\s*(\[\s*)?(\{|$)")  # an answer may be a call from its first letter on
+
+CUT = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*(?:,\s*("arguments"\s*:\s*))?')
 
 
 class CallGate:
@@ -42,8 +48,37 @@ class CallGate:
         """Return the text that was held back, once all calls are known."""
         given, self._shut = self._given.strip(), True
         if not parsed.tool_calls:
-            return self._held
+            return self._held if parsed.content else ""
         return parsed.content.removeprefix(given) if parsed.content.startswith(given) else ""
+
+
+def cut_call(parsed: Parsed, place: tuple[int, int]) -> Parsed:
+    """Return an answer that must call a tool, and was cut short, as the call that it begins.
+
+    Its arguments are the text so far. No text is left, and no call before its name is whole.
+
+    >>> parsed = cut_call(Parsed('{"name": "add", "arguments": {"a": 1'), (1, 0))
+    >>> parsed.content, [(call.name, call.cut) for call in parsed.tool_calls]
+    ('', [('add', '{"a": 1')])
+
+    Args:
+        parsed: the answer; one that has calls stays.
+        place: as for `Parsed.with_ids`.
+    """
+    if parsed.tool_calls:
+        return parsed
+    text = without_thoughts(parsed.content)
+    if (found := CUT.match(text)) is None:
+        return Parsed("")
+    call = ToolCall(json.loads(found[1]), {}, cut=text[found.end() :] if found[2] else "")
+    return Parsed("", (call,)).with_ids(place)
+
+
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of OpenAI's call; of a call that was cut short, those that are whole."""
+    text = call["function"]["arguments"]
+    found = from_json(text, allow_partial=True) if text.strip() else {}
+    return found if isinstance(found, dict) else {}
 
 
 def as_calls(parsed: Parsed) -> list[dict[str, Any]]:
@@ -54,7 +89,9 @@ def as_calls(parsed: Parsed) -> list[dict[str, Any]]:
             "type": "function",
             "function": {
                 "name": call.name,
-                "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                "arguments": json.dumps(call.arguments, ensure_ascii=False)
+                if call.cut is None
+                else call.cut,
             },
         }
         for call in parsed.tool_calls

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcap.runtime.session.tool_calls import Parsed, parsed_text
 from kvcap.serve.contract import Ask, Figures, Piece, Usage
+from kvcap.serve.tool_calls import cut_call
 
 
 @dataclass
@@ -47,13 +48,17 @@ class Answer:
             raise self.script.early
         for piece in self._left:
             self.given += 1
-            return Piece(piece) if isinstance(piece, str) else piece
+            given = Piece(piece) if isinstance(piece, str) else piece
+            return given._replace(completion_tokens=given.completion_tokens or self.given)
         if self.script.late is not None:
             raise self.script.late
         self.finish_reason = self.script.reason
         if self.ask.tools:
             text = "".join(x if isinstance(x, str) else x.text for x in self.script.pieces)
-            self.parsed = parsed_text(text, text, self.ask.tools).with_ids(1)
+            place = (1, self.ask.number)
+            self.parsed = parsed_text(text, text, self.ask.tools).with_ids(place)
+            if self.ask.must_call:
+                self.parsed = cut_call(self.parsed, place)
         self.usage = Usage(
             11,
             4,

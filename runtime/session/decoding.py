@@ -10,12 +10,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.engine import CacheCopy, Engine, Loop, TokenSampler
 from kvcap.runtime.session.guide import Guide
-from kvcap.runtime.session.listener import AnswerLimits, Listener
+from kvcap.runtime.session.listener import AnswerLimits, LeastTokens, Listener
 from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
 from kvcap.runtime.session.stats import FinishReason, Turn
 
@@ -91,7 +93,7 @@ class Written:
     logprobs: list[Logprob] = field(default_factory=list)  # of the tokens of `pieces`, if asked for
     prompt_logprobs: list[Logprob] = field(default_factory=list)  # of the prompt's, likewise
     prompt: Sequence[int] = ()  # the last tokens of what it answers
-    place: int = 0  # of the answer among the conversation's messages
+    place: tuple[int, int] = (0, 0)  # among the messages, and the conversation's `number`
     held: bool = False  # True: the answer is held to a JSON schema or a regular expression
 
     @property
@@ -221,10 +223,13 @@ class Decoding:
             if found is None:
                 yield Step()
         turn.read_tokens = turn.prompt_tokens
-        stream = TextStream(engine.tokenizer, stops, self.read_ids)
+        least = getattr(config, "min_tokens", None) or 0
+        stream = TextStream(engine.tokenizer, stops, self.read_ids, least)
         listeners = self._listeners(config, sampler, guide, stream, written)
         ends = dict.fromkeys(settings.end_tokens(config).union(*(one.ends for one in listeners)))
         ends |= special_tokens(engine.tokenizer, stops)  # streams of text leave these out
+        if least:
+            listeners.append(LeastTokens(least, frozenset(ends), engine.vocabulary))
         # A penalty looks back at this turn only: the history of a conversation has no bound.
         most_looked_at = min(turn.prompt_tokens, engine.plan.budget_tokens)
         history = engine.token_ids(list(self.read_ids[-most_looked_at:]))
@@ -388,7 +393,8 @@ class TokenSource:
             self._token = None
             return found
         masks = [mask for one in self._readers if (mask := one.allowed()) is not None]
-        allowed = masks[0] if masks else None
+        known = min(map(len, masks), default=0)
+        allowed = np.logical_and.reduce([mask[:known] for mask in masks]) if masks else None
         self._token = self.sampler.next(found, self.history, allowed, self.tokens)
         if self.sampler.recipe is None:
             self.history = self.engine.append_token(self.history, self._token)
@@ -447,11 +453,17 @@ class TextStream(Listener):
         tokenizer: decodes.
         stop: the strings.
         before: tokens that were read before, of which the last say how the text begins.
+        least: tokens in which a stop string does not count.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        before: Sequence[int] = (),
+        least: int = 0,
     ) -> None:
+        self._least = least
         self._detokenizer = Detokenizer(tokenizer, before)
         self._stop = [s for s in stop if s]
         self._held = ""
@@ -482,6 +494,7 @@ class TextStream(Listener):
 
     def put(self, token: int) -> str:
         """Take a token; return the text that is certain after it, which may be empty."""
+        self._least -= 1
         return self._take(self._detokenizer.put(token))
 
     def end(self) -> str:
@@ -493,6 +506,8 @@ class TextStream(Listener):
         """Add a piece to the text held back; return what of it is certain."""
         self.decoded += len(piece)
         self._held += piece
+        if self._least >= 0:
+            return self._give(len(self._held))
         found = [(place, stop) for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if found:
             place, self.stopped = min(found)

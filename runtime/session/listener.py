@@ -27,7 +27,7 @@ class Listener:
     def allowed(self) -> NDArray[np.bool_] | None:
         """Return a mask of the vocabulary's first tokens that may come next; None: any may.
 
-        Asked only if it reads logits. Only one listener of an answer may return a mask.
+        Asked only if it reads logits. A token may come if it is in the masks of all listeners.
         """
         return None
 
@@ -43,6 +43,31 @@ class Listener:
     def finish(self) -> FinishReason | None:
         """Finish, since no token follows; return why the answer ends, if that shows only here."""
         return None
+
+
+class LeastTokens(Listener):
+    """A listener that lets no token end an answer before it has so many.
+
+    Args:
+        least: tokens.
+        ends: tokens by which the model would end it.
+        vocabulary: of the model.
+    """
+
+    reads_logits = True
+
+    def __init__(self, least: int, ends: frozenset[int], vocabulary: int) -> None:
+        self._left = least
+        self._mask = np.ones(vocabulary, np.bool_)
+        self._mask[[end for end in ends if end < vocabulary]] = False
+
+    def allowed(self) -> NDArray[np.bool_] | None:
+        """Return a mask without the ends, until there are tokens enough."""
+        return self._mask if self._left > 0 else None
+
+    def token(self, number: int, logits: Any) -> None:
+        """Count the token."""
+        self._left -= 1
 
 
 class AnswerLimits(Listener):

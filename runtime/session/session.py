@@ -133,6 +133,8 @@ class Session:
         """Says whether the system prompt is never evicted, from the next time that it is read."""
         self.tools: tuple[Tool, ...] = ()
         """Holds the tools that the model may call, once all is read again; see `send`."""
+        self.number = 0
+        """Says which of several conversations with these messages it is: ids of calls have it."""
         self.seed = settings.seeded(seed)
         self.rng = runtime.rng(self.seed)
         self.loop = runtime.loop()
@@ -496,8 +498,9 @@ class Session:
         """Change settings from the next answer on; None is the model's default.
 
         temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
-        logit_bias (numbers added to logits, by token id), max_new_tokens, only_read (the prompt is
-        read and nothing written), do_sample, seed, eos_token_id, stop_strings, logprobs,
+        logit_bias (numbers added to logits, by token id), max_new_tokens, min_tokens (no token and
+        no stop string ends the answer before), only_read (the prompt is read and nothing written),
+        do_sample, seed, eos_token_id, stop_strings, logprobs,
         prompt_logprobs, json_schema, regex, call_schema: a JSON schema of the calls that an answer
         may have between `<tool_call>` and `</tool_call>`, template_options: further names that the
         chat template gets, such as `{"enable_thinking": False}`; `chat_template` names one of
@@ -817,7 +820,8 @@ class Session:
         """Answer a prompt; however that ends, the conversation can go on."""
         before, ended = self._transcript, False
         place = 0 if prompt.transcript is None else len(prompt.transcript.messages)
-        written = Written(prompt=prompt.ids[-PROMPT_SEEN:], place=place, held=self._held)
+        tail, at = prompt.ids[-PROMPT_SEEN:], (place, self.number)
+        written = Written(prompt=tail, place=at, held=self._held)
         turn = Turn(prompt_tokens=len(prompt.ids))
         start = (0, 0)
 

@@ -43,6 +43,7 @@ NUMBERS = {
     "presence_penalty": Bounds(float, -2, 2),
     "frequency_penalty": Bounds(float, -2, 2),
     "max_new_tokens": Bounds(int, 1),
+    "min_tokens": Bounds(int, 0),
     "logprobs": Bounds(int, 0, 20),
     "prompt_logprobs": Bounds(int, 0, 20),
     "seed": Bounds(int, -(2**63), 2**64 - 1),
@@ -64,6 +65,7 @@ OURS = (
     "prompt_logprobs",
     "logit_bias",
     "only_read",
+    "min_tokens",
     *PENALTIES,
     *FORMS,
     "template_options",
@@ -119,6 +121,10 @@ def check(settings: Mapping[str, Any]) -> None:
     held = [name for name in FORMS if settings.get(name) is not None]
     if len(held) > 1:
         raise ValueError(f"an answer is held to {held[0]} or to {held[1]}; set one of them to None")
+    if settings.get("min_tokens") and held and held[0] in SHAPES:
+        raise ValueError(
+            f"min_tokens does not go with {held[0]}, by which the answer ends; set one to None"
+        )
 
 
 def _are_template_options(value: Any) -> bool:

@@ -28,6 +28,8 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
     id: str = ""
     """Holds the `tool_call_id` of the message that has its result."""
+    cut: str | None = None
+    """Holds the text of the arguments so far, of a call that was cut short; None: it is whole."""
 
     def as_message(self) -> dict[str, Any]:
         """Return the call as a message's `tool_calls` have it."""
@@ -41,11 +43,12 @@ class Parsed(NamedTuple):
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
 
-    def with_ids(self, place: int) -> Parsed:
+    def with_ids(self, place: int | tuple[int, int]) -> Parsed:
         """Return the answer with an id for each call, derived from what is called and where.
 
         Args:
-            place: of the answer in its conversation, so that no two of its calls have one id.
+            place: of the answer in its conversation, so that no two of its calls have one id; and
+                where several conversations have the same messages, the number of this one.
         """
         calls = [
             call._replace(id=call_id(place, number, call.name, call.arguments))
@@ -134,12 +137,16 @@ def parsed_text(text: str, raw: str, tools: Sequence[Tool] = ()) -> Parsed:
     return Parsed(text)
 
 
-def schema_of_call(tools: Sequence[Tool]) -> dict[str, Any]:
+def schema_of_call(tools: Sequence[Tool], answer: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the JSON schema of one call of one of these tools, as `parsed_text` reads it.
 
     An answer that must call a tool is held to it. A tool without parameters takes none.
+
+    Args:
+        tools: that may be called.
+        answer: the schema of what the answer may be instead; None: it must call a tool.
     """
-    calls = []
+    calls = list[dict[str, Any]]()
     for number, tool in enumerate(tools):
         function, place = tool["function"], f"#/anyOf/{number}/properties/arguments"
         given = function.get("parameters")
@@ -156,6 +163,8 @@ def schema_of_call(tools: Sequence[Tool]) -> dict[str, Any]:
                 "additionalProperties": False,
             }
         )
+    if answer is not None:
+        calls.append(_placed(answer, f"#/anyOf/{len(calls)}"))
     return {"anyOf": calls}
 
 

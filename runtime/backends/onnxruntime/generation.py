@@ -34,6 +34,7 @@ class Generation:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     max_new_tokens: int | None = None
+    min_tokens: int | None = None
     eos_token_id: int | list[int] | None = None
     stop_strings: str | list[str] | None = None
     logprobs: int | None = None

@@ -540,7 +540,7 @@ HOSTILE: dict[str, Callable[[Api], bytes]] = {  # bodies by what is wrong with t
     "a body in gzip": lambda api: gzip.compress(body(api)),
 }
 TYPES = (
-    *("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"),
+    *("text/plain", "multipart/form-data; boundary=x"),
     *("application/jsonp", "application/octet-stream", "application/json, text/plain", "x" * 9_999),
 )
 
@@ -560,18 +560,74 @@ def test_no_hostile_body_is_more_than_refused(client, talk, api, case):
     assert client.get("/health").status_code == 200
 
 
+@every_api
+@pytest.mark.parametrize("kind", [None, "", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("header", ["Origin", "Sec-Fetch-Site"])
+def test_a_body_without_its_type_is_taken_where_no_browser_sends_it(
+    client, talk, api, kind, header
+):
+    """As curl and litellm send it; a page of another site cannot leave both headers out."""
+    given = {} if kind is None else {"Content-Type": kind}
+    assert client.post(api.path, content=body(api), headers=given).status_code == 200
+    said = client.post(api.path, content=body(api), headers={**given, header: "null"})
+    assert "Content-Type" in assert_refused(api, said, 415)
+
+
+@every_chat
+def test_thoughts_are_counted(client, talk, api):
+    """All but the marks, which are three tokens here."""
+    talk.script = Script(["<think>", "Hm", "\n", "so", "</", "think>", "Yes"])
+    said = client.post(api.path, json=api.asked).json()
+    usage = said.get("usage", {})
+    names = ("completion_tokens_details", "output_tokens_details")
+    found = [usage[name]["reasoning_tokens"] for name in names if name in usage]
+    assert found == ([3] if api in (CHAT, RESPONSES) else [])
+
+
+CUT: dict[str, tuple[str, list[tuple[str, Any]]]] = {  # what is left of a call that was cut
+    '{"na': ("", []),
+    '{"name": "add"': ("", [("add", {})]),
+    '{"name": "add", "arguments": {"a": [1, 2': ('{"a": [1, 2', [("add", {"a": [1, 2]})]),
+}
+
+
+@pytest.mark.parametrize("api", [CHAT, RESPONSES, MESSAGES], ids=named)
+@pytest.mark.parametrize("written", CUT)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_that_must_be_is_one_even_if_it_is_cut(client, talk, api, written, streamed):
+    """Its text is no content; where the API wants an object, arguments are those that are whole."""
+    talk.script = Script([written[:6], written[6:]], reason="length")
+    text, calls = CUT[written]
+    choice = {"type": "any"} if api is MESSAGES else "required"
+    asked = {**api.asked, "tools": api.tools, "tool_choice": choice, "stream": streamed}
+    said = client.post(api.path, json=asked)
+    assert said.status_code == 200, said.text
+    assert r"{\"na" not in said.text
+    assert json.dumps(text)[1:-1] in said.text or (api is MESSAGES and not streamed)
+    if not streamed and api is MESSAGES:
+        assert said.json()["stop_reason"] == "max_tokens"
+        blocks = said.json()["content"]
+        assert [(one["name"], one["input"]) for one in blocks] == calls
+    if not streamed and api is CHAT:
+        (one,) = said.json()["choices"]
+        assert (one["message"]["content"] or "", one["finish_reason"]) == ("", "length")
+        found = one["message"].get("tool_calls", [])
+        assert [one["function"]["arguments"] for one in found] == [text] * len(calls)
+
+
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
+TEXT = POST + b"Content-Type: text/plain\r\n"  # refused before its body is read
 SENT: dict[str, bytes] = {  # what is sent by clients that speak no HTTP, or badly
     "chunks that end early": POST + b"Content-Type: application/json\r\nTransfer-Encoding: chunked"
     b"\r\n\r\nff\r\n{",
     "a body that ends early": POST
     + b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
     "a head that ends early": POST,
-    "a chunk of odd size": POST + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n",
+    "a chunk of odd size": TEXT + b"Transfer-Encoding: chunked\r\n\r\n-1\r\n",
     "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     "a length of -1": POST + b"Content-Length: -1\r\n\r\n",
     "a huge length": POST + b"Content-Length: " + NUMBER[:20] + b"\r\n\r\n",
-    "a length and chunks": POST
+    "a length and chunks": TEXT
     + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "many headers": POST + b"X: y\r\n" * 20_000 + b"\r\n",
     "a long header": POST + b"X: " + b"y" * 200_000 + b"\r\n\r\n",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from server_chats import pocket
 from stand_in import Script
+from tools import PATIENCE
 
-from kvcap import __version__
+from kvcap.runtime.session.logprobs import Logprob
 from kvcap.serve.app import Api, Settings, application
+from kvcap.serve.contract import Piece
 from kvcap.serve.limits import RequestLimits
 from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.server import Server, bound
@@ -95,6 +98,11 @@ def test_any_json_may_be_asked_for(url, talk):
     *(("generate", {"model": "pocket", "prompt": "x", "raw": True, **more}, "does not go with raw")
       for more in ({"system": "x"}, {"format": "json"}, {"think": True})),
     ("show", {"model": "llama3"}, "use 'pocket'"),
+    *(("chat", {**ASKED, "options": {name: value}}, name) for name, value in (
+        ("typical_p", 0.5), ("vocab_only", True), ("repeat_last_n", "x"), ("num_predict", -3))),
+    *(("generate", {"model": "pocket", "prompt": "x", **more}, next(iter(more))) for more in (
+        {"template": "x"}, {"suffix": "x"}, {"images": ["x"]}, {"context": [1]})),
+    ("chat", {**ASKED, "top_logprobs": 3}, "top_logprobs"),
 ])  # fmt: skip
 def test_what_cannot_be_answered_is_refused_in_its_form(url, talk, path, body, words):
     said = httpx.post(f"{url}/api/{path}", json=body)
@@ -107,8 +115,65 @@ def test_the_one_model_is_described(url, talk):
         (model,) = httpx.get(f"{url}/api/{path}").json()["models"]
         assert model["name"] == "pocket"
     shown = httpx.post(f"{url}/api/show", json={"model": "pocket"}).json()
-    assert shown["capabilities"] == ["completion", "tools"]
-    assert httpx.get(f"{url}/api/version").json() == {"version": __version__}
+    assert shown["capabilities"] == ["completion"]
+    level = httpx.get(f"{url}/api/version").json()["version"]
+    assert tuple(map(int, level.split("."))) >= (0, 6, 4)
+
+
+ZEROS: dict[str, Any] = {"template": "", "system": "", "options": None, "suffix": "", "name": "",
+    "images": [], "context": None, "raw": False, "format": None, "keep_alive": None, "think": None,
+    "truncate": None, "shift": False, "logprobs": False, "top_logprobs": 0, "tools": None,
+    "width": 0}  # fmt: skip
+NEUTRAL: dict[str, Any] = {"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "typical_p": 1,
+    "tfs_z": 1.0, "repeat_last_n": 64, "penalize_newline": True, "f16_kv": True, "num_ctx": 2048,
+    "vocab_only": False, "stop": []}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["chat", "generate"])
+def test_what_its_clients_send_unasked_asks_for_nothing(url, talk, path):
+    asked = ASKED if path == "chat" else {"model": "pocket", "prompt": "Hi"}
+    assert httpx.post(f"{url}/api/{path}", json=asked).status_code == 200
+    plain = talk.asked
+    for more in (ZEROS, {"truncate": True}, *({"options": {**NEUTRAL, "num_predict": most}}
+                                              for most in (-2, -1, 0))):  # fmt: skip
+        said = httpx.post(f"{url}/api/{path}", json={**more, **asked})
+        assert said.status_code == 200, said.text
+        stops = {"stop_strings": []} if more.get("options") else {}
+        assert talk.asked == replace(plain, options={**plain.options, **stops})
+    options = {"repeat_penalty": 1.3, "repeat_last_n": 0}
+    httpx.post(f"{url}/api/{path}", json={**asked, "options": options})
+    assert talk.asked.options["repetition_penalty"] == 1.0
+
+
+@pytest.mark.parametrize(("kept", "reason"), [
+    (0, "unload"), ("0", "unload"), ("0s", "unload"), ("0m0s", "unload"), (0.0, "unload"),
+    (None, "load"), ("", "load"), (-1, "load"), ("5m", "load"), ("10m", "load"), (300, "load"),
+])  # fmt: skip
+def test_a_model_is_loaded_and_unloaded_in_word(url, talk, kept, reason):
+    for path in ("chat", "generate"):
+        said = httpx.post(f"{url}/api/{path}", json={"model": "pocket", "keep_alive": kept}).json()
+        assert said["done_reason"] == reason
+
+
+@pytest.mark.parametrize("asked", [
+    ("chat", {}), ("generate", {"prompt": "Hi"}), ("generate", {"prompt": "Hi", "raw": True}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_given(url, talk, asked, stream):
+    path, more = asked
+    likely = [
+        Logprob(7, text, text.encode(), -0.5, (Logprob(8, "x", b"x", -1.0),)) for text in "ab"
+    ]
+    talk.script = Script([Piece(one.text, (one,)) for one in likely])
+    body = {**({"prompt": "Hi"} if path == "generate" else ASKED), **more, "model": "pocket"}
+    body = {**body, "stream": stream, "logprobs": True, "top_logprobs": 1}
+    said = httpx.post(f"{url}/api/{path}", json=body)
+    found = lines(said) if stream else [said.json()]
+    assert [one for line in found for one in line.get("logprobs", ())] == [
+        {"token": text, "logprob": -0.5, "bytes": list(text.encode()),
+         "top_logprobs": [{"token": "x", "logprob": -1.0, "bytes": [120]}]} for text in "ab"
+    ]  # fmt: skip
+    assert talk.asked.options["logprobs"] == 1
 
 
 def test_the_document_describes_every_body(url, talk):
@@ -122,7 +187,10 @@ def test_the_document_describes_every_body(url, talk):
             name = body["schema"]["$ref"].rpartition("/")[2]
             assert found["components"]["schemas"][name]["properties"]
     routes = Api(talk, Settings("pocket")).paths
-    assert set(routes) - {"/docs", "/openapi.json", "/v1/models/{name:path}"} == set(found["paths"])
+    openai = {path for path in found["paths"] if path.startswith("/v1/") and "messages" not in path}
+    short = {path.removeprefix("/v1") for path in (*openai, "/v1/models/{name:path}")}
+    others = {"/docs", "/openapi.json", "/v1/models/{name:path}"}
+    assert set(routes) - short - others == set(found["paths"])
 
 
 def test_texts_become_tokens_and_tokens_text():
@@ -131,7 +199,10 @@ def test_texts_become_tokens_and_tokens_text():
     with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
 
         def post(path: str, **body: Any) -> Any:
-            return httpx.post(f"{server.url}{path}", json=body).json()
+            return httpx.post(f"{server.url}{path}", json=body, timeout=PATIENCE).json()
+
+        def get(path: str) -> Any:
+            return httpx.get(f"{server.url}{path}").json()
 
         ids = runtime.tokenizer.backend_tokenizer.encode("Hello there").ids
         plain = runtime.tokenizer.backend_tokenizer.encode(
@@ -140,6 +211,24 @@ def test_texts_become_tokens_and_tokens_text():
         assert post("/tokenize", prompt="Hello there") == {"tokens": ids, "count": len(ids)}
         assert post("/tokenize", content="Hello there")["tokens"] == plain
         assert post("/detokenize", tokens=plain)["content"] == "Hello there"
+        beyond = runtime.tokenizer.backend_tokenizer.get_vocab_size()
+        refused = post("/detokenize", tokens=[*plain, beyond])["error"]
+        assert refused["code"] == "token_unknown"
+        assert f"token {beyond:,} is not in the vocabulary" in refused["message"]
+        shown, (listed,) = post("/api/show", model="pocket"), get("/v1/models")["data"]
+        assert (shown["capabilities"], shown["details"]["family"]) == (["completion"], "llama")
+        info, length = shown["model_info"], runtime.trained_length
+        assert info["general.architecture"] == "llama"
+        assert info["llama.context_length"] == listed["max_model_len"] == length
+        assert info["general.parameter_count"] == runtime.model.num_parameters()
+        assert shown["details"]["parameter_size"].endswith("M")
+        assert shown["details"]["quantization_level"] == "F32"
+        assert get("/models")["data"] == [listed]
+        said = [{"role": "system", "content": "Hello!"}]
+        assert post("/chat/completions", messages=said, max_tokens=1)["choices"]
+        made = post("/chat/completions", messages=said, tools=[TOOL], tool_choice="required", n=3)
+        ids = [one["message"]["tool_calls"][0]["id"] for one in made["choices"]]
+        assert len(set(ids)) == 3
         chat = [{"role": "user", "content": "Hello!"}]
         whole = post("/v1/chat/completions", messages=chat, max_tokens=1)
         count = whole["usage"]["prompt_tokens"]

@@ -12,7 +12,9 @@ import pytest
 from stand_in import Script
 
 from kvcap.runtime import errors
+from kvcap.runtime.session.logprobs import Logprob
 from kvcap.serve.app import Settings
+from kvcap.serve.contract import Piece
 from kvcap.serve.limits import RequestLimits
 
 SETTINGS = Settings("pocket", limits=RequestLimits(messages=3))
@@ -149,6 +151,19 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"), ({"modalities": ["audio"]}, None),
     ({"response_format": {"type": "json_schema"}}, "response_format"), ({"audio": {}}, "audio"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
+    ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+     "response_format"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "no schema"}}, "structured_outputs"),
+    ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"regex": "a"}, "tools": [TOOL]}, None),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, None),
+    ({"structured_outputs": {"regex": "a"}, "messages": [*HELLO, BEGUN]}, None),
+    ({"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"min_tokens": -1}, "min_tokens"), ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": 5, "structured_outputs": {"regex": "a"}}, None),
     ({"messages": "Hello"}, "messages"), ({"messages": HELLO * 4}, "messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user"}]}, "messages.0"),
@@ -224,7 +239,7 @@ def test_values_that_ask_for_nothing_are_taken(url, talk):
         "parallel_tool_calls": True, "tool_choice": "auto", "modalities": ["text"], "stop": None,
         "response_format": {"type": "text"}, "logprobs": False, "service_tier": "auto",
         "metadata": {"a": "b", "c": 1, "d": 0.5, "e": True}, "stream": False, "top_logprobs": 0,
-        "max_tokens": -1, "max_completion_tokens": -1, "ignore_eos": False,
+        "max_tokens": -1, "max_completion_tokens": -1, "ignore_eos": False, "min_tokens": 0,
     }  # fmt: skip
     nothing |= {
         "store": True,
@@ -423,3 +438,82 @@ def test_no_choice_of_tools_offers_none(client, talk):
     )
     assert said.choices[0].message.content == CALL
     assert talk.asked.tools == ()
+
+
+SCHEMA: Any = {"type": "object", "properties": {"b": {"$ref": "#/$defs/b"}}, "$defs": {"b": {}}}
+
+
+@pytest.mark.parametrize(("said", "options"), [
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"json_schema": SCHEMA}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": SCHEMA}),
+    ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+    ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["yes", "1 + 1 (or so)"]}},
+     {"regex": r"yes|1 \+ 1 \(or so\)"}),
+    ({"min_tokens": 5}, {"min_tokens": 5}),
+    ({"seed": 2**64 - 1}, {"seed": 2**64 - 1}), ({"seed": -2}, {"seed": -2}),
+], ids=lambda x: json.dumps(x)[:60])  # fmt: skip
+def test_forms_of_other_servers_are_understood(url, talk, said, options):
+    assert post(url, **said).status_code == 200
+    assert talk.asked.options == options
+    if "response_format" not in said:
+        assert post(url, "/v1/completions", prompt="x", **said).status_code == 200
+        assert talk.asked.options == options
+
+
+@pytest.mark.parametrize(("written", "calls"), [
+    ('{"name": "add", "arguments": {"a": 1}}', 1), ('{"b": 1}', 0),
+    ('{"name": "Ada", "arguments": {}}', 0),
+])  # fmt: skip
+def test_with_tools_and_a_schema_an_answer_is_held_to_either(url, talk, written, calls):
+    talk.script = Script([written])
+    shape = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    (choice,) = post(url, tools=[strict], response_format=shape).json()["choices"]
+    assert len(choice["message"].get("tool_calls", ())) == calls
+    assert choice["message"]["content"] == (None if calls else written)
+    call, answer = talk.asked.options["json_schema"]["anyOf"]
+    assert call["properties"]["name"] == {"const": "add"}
+    assert answer["properties"]["b"] == {"$ref": "#/anyOf/1/$defs/b"}
+    assert "call_schema" not in talk.asked.options
+    post(url, tools=[TOOL], response_format=shape, tool_choice="none")
+    assert (talk.asked.options["json_schema"], talk.asked.tools) == (SCHEMA, ())
+
+
+def test_answers_to_one_request_have_calls_of_different_ids(url, talk):
+    talk.script = Script([CALL])
+    said = post(url, tools=[TOOL], n=3).json()["choices"]
+    assert len({one["message"]["tool_calls"][0]["id"] for one in said}) == 3
+    assert [answer.ask.number for answer in talk.answers[-3:]] == [0, 1, 2]
+
+
+def test_thoughts_of_all_answers_are_counted(url, talk):
+    talk.script = Script(["<think>", "Hm", "so", "</think>", "Yes"])
+    for stream in (False, True):
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        said = post(url, n=2, stream=stream, **options).text
+        assert '"completion_tokens_details":{"reasoning_tokens":4}' in said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_places_of_tokens_are_those_of_the_text(url, talk, stream):
+    """Of letters in several tokens, and of an opening token that the text has not."""
+
+    def noted(*parts: bytes) -> tuple[Logprob, ...]:
+        return tuple(Logprob(7, x.decode(errors="replace"), x, -0.5) for x in parts)
+
+    talk.script = Script(
+        [
+            Piece("Ho", noted(b"<bos>", b"Ho")),
+            Piece(" \U0001f642", noted(b" ", *(bytes([x]) for x in "\U0001f642".encode()))),
+            Piece("!x", noted(b"!", b"x")),
+        ]
+    )
+    said = post(url, "/v1/completions", prompt="Ho", echo=True, logprobs=0, stream=stream)
+    parts = [x.removeprefix("data: ") for x in said.text.split("\n\n") if "text_offset" in x]
+    columns = [json.loads(part)["choices"][0]["logprobs"] for part in parts]
+    joined = {key: [x for one in columns for x in one[key]] for key in ("text_offset", "tokens")}
+    assert joined["text_offset"] == [0, 0, 2, 3, 3, 3, 3, 4, 5]
+    assert joined["tokens"][:3] == ["<bos>", "Ho", " "]
