@@ -128,8 +128,32 @@ def wait_passively() -> None:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
+def _in_utf_8() -> None:
+    """Start again in Python's UTF-8 mode where arguments are in UTF-8 and the locale is not.
+
+    Python has surrogates in place of their letters then, and does not find files of such names.
+    """
+    unread = any("\udc80" <= letter <= "\udcff" for letter in "".join(sys.argv))
+    if unread and sys.getfilesystemencoding() != "utf-8":
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def _with_streams() -> None:
+    """Open the streams that whoever started this process has closed, as empty ones.
+
+    Each gets its usual number, which another file would otherwise take.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+
+
 def main() -> None:
     """Run the `kvcap` script."""
+    _with_streams()
+    _in_utf_8()
     wait_passively()
     for stream in (sys.stdout, sys.stderr):
         reconfigure: Any = getattr(stream, "reconfigure", None)

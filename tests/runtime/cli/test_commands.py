@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import warnings
@@ -593,6 +594,34 @@ def test_texts_of_another_code_are_refused_wherever_they_are(
     assert "stdin is not UTF-8 text (at byte 4); convert it, as iconv -f LATIN1" in err
     (tmp_path / "wide").write_text("Hello", encoding="utf-16")
     assert "iconv -f UTF-16 -t" in kvcap("generate", "-m", model, "-f", str(tmp_path / "wide"))[2]
+
+
+def in_a_shell(command: str, **environment: str) -> tuple[int, str, str]:
+    """Run a line of the shell that begins with `kvcap`; returns its code, stdout and stderr."""
+    line = command.replace("kvcap", f"{shlex.quote(sys.executable)} -m kvcap", 1)
+    environment = {**os.environ, **environment}
+    run = subprocess.run(["sh", "-c", line], capture_output=True, encoding="utf-8", env=environment)
+    return run.returncode, run.stdout, run.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes the streams")
+@pytest.mark.parametrize(
+    ("command", "code", "answers"),
+    [
+        ("generate {} Hello 2>&-", 0, True),
+        ("chat {} -q <&- >&-", 0, False),
+        ("generate {} - <&- 2>&-", 2, False),
+    ],
+)
+def test_closed_streams_are_empty_ones(command: str, code: int, answers: bool, model: str) -> None:
+    got, out, err = in_a_shell(f"kvcap {command.format(shlex.quote(model))} --max-new-tokens 2")
+    assert (got, bool(out), err) == (code, answers, "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Python reads arguments by the locale")
+def test_arguments_in_utf_8_are_read_in_any_locale() -> None:
+    code, _, err = in_a_shell("kvcap policies 'Tür'", LC_ALL="C", PYTHONUTF8="0")
+    assert (code, "'Tür'" in err) == (2, True)
 
 
 def test_a_line_of_another_code_is_refused_and_the_chat_goes_on(model: str, kvcap: Any) -> None:
