@@ -344,8 +344,8 @@ def read_gguf(where: str) -> GgufFile:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ExtraMissing(
-            f"{where!r} is a GGUF file, which {' and '.join(missing)} must read; "
-            f"{how_to_install('gguf')}"
+            f"{where!r} is a GGUF file, and reading it needs {' and '.join(missing)}, not "
+            f"installed here; {how_to_install('gguf')}"
         )
     found = header(where)
     architecture = found.value("general.architecture")

@@ -37,6 +37,12 @@ gap: GAP
 TEXT: /(.|\n)*/
 GAP: /[ \t\r\n]{{0,8}}/
 """  # the free text of an answer, with calls in it
+WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+"""Matches the place of an error in the grammar `CALLS`, which no user wrote."""
+NOT_OURS = re.compile(r"\n *1 \| |\. Enable 'coerce_one_of'|<backtrace>|<state>|<non-verbose/>")
+"""Matches where an error of llguidance's goes on with that grammar, or with its own code.
+
+It also offers to hold `oneOf` inexactly."""
 STRICT = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": SPACE}
 
 _vocabularies: WeakKeyDictionary[Any, dict[frozenset[int], Any]] = WeakKeyDictionary()
@@ -74,6 +80,8 @@ class Guide(Listener):
         self.ends = frozenset[int](self._vocabulary.eos_tokens)
         """Holds the tokens that end the answer, once it may end."""
         self._what = "this regular expression" if regex is not None else "this JSON schema"
+        if call_schema is not None:
+            self._what = "the JSON schemas of these tools' parameters"
         self._special = {
             added.content: token
             for token, added in tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
@@ -166,8 +174,7 @@ class Guide(Listener):
     def _refused(self, why: str) -> SchemaRefused:
         if why.startswith("NoExtension"):
             return SchemaRefused(f"no text fits {self._what}")
-        # llguidance offers to hold `oneOf` inexactly, and adds where in its own code it gave up.
-        reason = re.split(r"\. Enable 'coerce_one_of'|<backtrace>|<state>|<non-verbose/>", why)[0]
+        reason = NOT_OURS.split(WHERE.sub("", why))[0]
         reason = " ".join(reason.split())[:500]
         return SchemaRefused(f"answers cannot be held to {self._what}: {reason}")
 

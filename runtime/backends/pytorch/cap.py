@@ -391,7 +391,8 @@ def _text_alone(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
         k: x for k, x in given.items() if x is not None and not (isinstance(x, dict) and not x)
     }
     more = [
-        name
+        # What generate has encoded is named by its kinds, such as 'image'.
+        " and ".join(f"{kind}s" for kind in value) if name == "mm_encoder_outputs" else name
         for name, value in given.items()
         if name not in (*TOKEN_ARGUMENTS, *HEAD_ARGUMENTS)
         and (bool(value.any()) if name in TYPES_OF_TOKENS else isinstance(value, (Tensor, dict)))

@@ -238,6 +238,12 @@ def identity_of(
     }
 
 
+def _named(identity: dict[str, Any]) -> str:
+    """Return a model's name for people, with its revision where it has one."""
+    revision = identity.get("revision")
+    return f"{identity['model']!r}" + (f" (revision {revision})" if revision else "")
+
+
 def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> None:
     if facts.get("backend", "torch") != "torch":
         raise SessionFileForeign(
@@ -259,10 +265,17 @@ def _check_identity(facts: dict[str, Any], mine: dict[str, Any], path: str) -> N
     # Fingerprints depend on the dtype of weights; in another dtype models are compared by name.
     same_dtype, same_name = (facts[name] == mine[name] for name in ("dtype", "model"))
     if facts["fingerprint"] != mine["fingerprint"] and (same_dtype or not same_name):
+        saved, this = _named(facts), _named(mine)
         also = "" if same_dtype else f" and --dtype {facts['dtype']}"
+        if saved == this:
+            raise SessionFileForeign(
+                f"{path!r} was saved by model {saved} when it had other weights, or other factors "
+                "of its rotary embedding; load it with the files that it had, and if those are "
+                f"unchanged with its budget of {facts['budget_tokens']:,} slots and blocks of "
+                f"{facts['block_size']:,}, by which RoPE of type longrope chooses its factors"
+            )
         raise SessionFileForeign(
-            f"{path!r} was saved by model {facts['model']!r} (revision {facts['revision']}), and "
-            f"this is {mine['model']!r} (revision {mine['revision']}); load it with that one{also}"
+            f"{path!r} was saved by model {saved}, and this is {this}; load it with that one{also}"
         )
     for name, option in (("dtype", "--dtype"), ("positions", "--positions")):
         if facts[name] != mine[name]:

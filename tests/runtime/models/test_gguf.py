@@ -776,7 +776,9 @@ def test_the_missing_package_is_named_before_anything_is_loaded(tmp_path, monkey
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF and more")
     monkeypatch.setattr(gguf_files, "NEEDED", ("gguf_that_is_not_there", "accelerate"))
-    with pytest.raises(ExtraMissing, match=r"gguf_that_is_not_there.*'\.\[gguf\]'"):
+    with pytest.raises(
+        ExtraMissing, match=r"needs gguf_that_is_not_there.* not installed here.*'\.\[gguf\]'"
+    ):
         load_config(str(path))
     assert run(["chat", str(path)]) == 1
     assert "'.[gguf]'" in capsys.readouterr().err

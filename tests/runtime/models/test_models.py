@@ -344,8 +344,9 @@ def test_longrope_is_compact_while_what_is_held_fits(policy):
 def test_longrope_beyond_its_short_factors():
     needs_5()
     config = longrope().config
-    with pytest.raises(kvcap.KvcapError, match="exact up to 64 tokens held"):
-        kvcap.BudgetCache(config, 60, 8, positions="compact")
+    for budget, block in ((60, 8), (60, 128)):  # the latter fits no budget
+        with pytest.raises(kvcap.KvcapError, match=r"exact up to 64 tokens held.*above 64$"):
+            kvcap.BudgetCache(config, budget, block, positions="compact")
     assert kvcap.BudgetCache(config, 60, 8).layout.positions == "true"
     with pytest.warns(UserWarning, match="keys move exactly up to 64 tokens held"):
         plan = kvcap.MemoryPlan.of(config, budget_tokens=60, block_size=8)

@@ -326,6 +326,9 @@ def test_under_a_cap_only_text_is_read(tokens):
     model = wrapper("gemma3")
     with kvcap.cap(model, 24, 8), pytest.raises(UnsupportedModel, match=r"given pixel_values; rem"):
         model(input_ids=tokens(12), pixel_values=torch.zeros(1, 3, 16, 16))
+    encoded = {"mm_encoder_outputs": {"image": torch.zeros(1, 2)}}  # as generate hands them on
+    with kvcap.cap(model, 24, 8), pytest.raises(UnsupportedModel, match=r"was given images; rem"):
+        model(input_ids=tokens(12), **encoded)
     cache = kvcap.BudgetCache(model.config, 24, 16)
     types = torch.zeros(1, 12, dtype=torch.long)
     types[0, 3:7] = 1

@@ -443,7 +443,10 @@ def test_foreign(session, chatting, tmp_path, tmp_path_factory):
     assert same.cache.seen == session.cache.seen
     with torch.no_grad():
         same.runtime.model.model.embed_tokens.weight.mul_(1.5)
-    with pytest.raises(SessionFileForeign, match="saved by model"):
+    with pytest.raises(SessionFileForeign, match=r"saved by model .*, and this is"):
+        Session.load(same.runtime, tmp_path / "s")
+    same.runtime.name = session.runtime.name
+    with pytest.raises(SessionFileForeign, match=r"when it had other weights.*of 32 slots"):
         Session.load(same.runtime, tmp_path / "s")
 
 

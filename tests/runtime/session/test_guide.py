@@ -378,6 +378,22 @@ def test_a_schema_that_cannot_be_held_is_refused_before_anything_is_read(runtime
 
 
 @pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+        ({"pattern": "(?=x)y"}, "regex parse error: (?=x)y ^^^ error: look-around, including"),
+    ],
+)
+def test_a_tool_that_cannot_be_held_to_is_refused_by_its_schema_alone(runtime, part, says):
+    """And not by the grammar around it, which nobody wrote."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", **part}}}
+    with pytest.raises(SchemaRefused) as refused:
+        session_of(runtime).set_generation(call_schema=schema)
+    assert f"of these tools' parameters: {says}" in str(refused.value)
+    assert not re.search("%|failed to|TEXT|llguidance", str(refused.value))
+
+
+@pytest.mark.parametrize(
     ("setting", "says"),
     [
         ({"json_schema": "{}"}, "use a dictionary"),
