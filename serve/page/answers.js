@@ -18,6 +18,7 @@ export const keepAll = () => running.forEach((one) => one.keepHalf());
 export class Answer {
   text = ""; // what is written of it here
   thoughts = ""; // what is thought before that, where the server tells them apart
+  progress = null; // how far the prompt is read, in tokens: {total, cache, processed, time_ms}
   asked = null; // the messages that the model is given; null until it is begun
   reason = null; // why it ended, if it was before its time: length, stopped or broken
   failed = null; // an error
@@ -71,8 +72,9 @@ export class Answer {
         hear();
         let first = null; // when the first token came
         const { reason, usage } = await api.answer({ ...conversation, messages: this.asked, model }, this.#control.signal,
-          ({ content = "", reasoning_content: thought = "" }) => {
-            first ??= performance.now();
+          ({ content, reasoning_content: thought, progress }) => {
+            if (progress) this.progress = progress;
+            else first ??= performance.now();
             this.text += content ?? "";
             this.thoughts += thought ?? "";
             hear();

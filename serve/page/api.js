@@ -52,7 +52,8 @@ export class Api {
    * @param {object} asked the model, the messages, the pinned ones' indices, the conversation's id
    *   and settings
    * @param {AbortSignal} signal stops the answer
-   * @param {(piece: {content?: string, reasoning_content?: string}) => void} hear hears of every piece
+   * @param {(piece: {content?: string, reasoning_content?: string, progress?: object}) => void} hear hears of
+   *   every piece, and before the first of how far the prompt is read, in tokens: {total, cache, processed, time_ms}
    * @returns {Promise<{reason: string | null, usage: object | null}>} why it ended, and what it took
    */
   async answer({ model, messages, pins, id, settings }, signal, hear) {
@@ -61,7 +62,7 @@ export class Api {
     const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
     const body = {
       model, messages: [...system, ...said], temperature: settings.temperature, max_tokens: settings.tokens,
-      stream: true, stream_options: { include_usage: true },
+      stream: true, stream_options: { include_usage: true }, return_progress: true,
     };
     const response = await this.#ask("v1/chat/completions",
       { method: "POST", body: JSON.stringify(body), signal },
@@ -72,6 +73,7 @@ export class Api {
       const { choices = [], error, ...more } = JSON.parse(event);
       if (error) throw new Refused(error.message, 500);
       usage = more.usage ?? usage;
+      if (more.prompt_progress) hear({ progress: more.prompt_progress });
       for (const { delta, finish_reason: ended } of choices) {
         if (delta?.content || delta?.reasoning_content) hear(delta);
         reason = ended ?? reason;

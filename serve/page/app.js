@@ -4,6 +4,7 @@ import { askAbout } from "./about.js";
 import { Answer, answerIn, keepAll } from "./answers.js";
 import { Api } from "./api.js";
 import { byId, bytes, html, number, show } from "./dom.js";
+import { draft } from "./draft.js";
 import { exportJson } from "./exports.js";
 import { closePanels } from "./panels.js";
 import * as store from "./store.js";
@@ -29,13 +30,14 @@ async function greet() {
     const { policy, budget_tokens: budget, ...found } = await api.facts();
     model = found.model;
     show("no-template", !found.chats);
-    byId("text").disabled = byId("send").disabled = !found.chats;
-    byId("lead").textContent = `${model.split("/").at(-1)}: ${policy} keeps ${number(budget)} slots`;
+    byId("text").disabled = byId("send").disabled = byId("example").disabled = !found.chats;
+    byId("model").textContent = `${model.split("/").at(-1)} keeps ${number(budget)} tokens`;
+    byId("keeps").textContent = `the ${number(budget)} tokens, words or parts of words,`;
     byId("policy").replaceChildren(policy, html("small", {}, `budget ${number(budget)} slots`));
     trouble(null);
     await refresh();
   } catch (error) {
-    byId("lead").textContent = "";
+    byId("model").textContent = "";
     refused(error, greet);
   }
 }
@@ -116,8 +118,10 @@ function showMemory(found) {
   fill(held / budget);
   const waits = waiting ? ` + ${number(waiting)} waiting for the next eviction` : "";
   byId("held").replaceChildren(`${number(held)} slots`, html("small", {}, `of ${number(budget)}${waits}`));
-  byId("evicted").replaceChildren(`${number(evicted)} tokens`, html("small", {}, `of ${number(tokens.length)} read`));
+  byId("evicted").replaceChildren(`${number(evicted)} tokens`, html("small", {}, `of ${number(tokens.length)} read, by an average head`));
   byId("cap").replaceChildren(bytes(found.cap_bytes), html("small", {}, `${bytes(found.bytes)} in use`));
+  byId("takes").textContent = ` in ${bytes(found.cap_bytes)}`;
+  show(["slots", "figures"]);
   strip.show(found);
 }
 
@@ -127,10 +131,11 @@ function fill(share) {
 
 function forgetMemory() {
   fill(0);
-  for (const id of ["held", "evicted", "cap"]) byId(id).textContent = "–";
+  byId("takes").textContent = "";
+  show(["slots", "figures"], false);
   byId("strip-none").textContent = now.messages.length
     ? "The server does not have this conversation at hand. It is shown here again after the next answer."
-    : "Once there is an answer, every token of the conversation is shown here: the stronger its colour, the more heads hold it.";
+    : "Once there is an answer, every word of the conversation is shown here: the stronger its colour, the more of the model remembers it.";
   strip.show(null);
 }
 
@@ -139,8 +144,8 @@ function forgetMemory() {
 function showList() {
   const item = (one) => {
     const shown = one.id === now.id, title = store.titled(one), busy = answerIn(one.id) !== undefined;
-    const open = html("button", { type: "button", class: "open", "aria-current": shown ? "true" : null, title, dir: "auto" }, title,
-      busy && html("span", { class: "unseen" }, ", being answered"));
+    const open = html("button", { type: "button", class: "open", "aria-current": shown ? "true" : null, title, dir: "auto" },
+      html("span", { class: "name" }, title), busy && html("span", { class: "unseen" }, ", being answered"));
     open.addEventListener("click", () => choose(store.find(one.id) ?? one));
     const drop = html("button", { type: "button", class: "delete", "aria-label": `Delete “${title}”`, title: "Delete" }, "✕");
     drop.addEventListener("click", () => remove(one.id));
@@ -259,7 +264,7 @@ function placeOf(element) {
 
 function draw() {
   live.frame = 0;
-  live.turn.update(live.one.message);
+  live.turn.update(live.one.message, live.one.begun ? null : live.one.progress);
   follow();
 }
 
@@ -343,7 +348,7 @@ function hear(one) {
   if (one.id !== now.id) return;
   if (live?.one !== one) showConversation();
   else live.frame ||= requestAnimationFrame(() => live?.one === one && draw());
-  if (one.begun && byId("notice").textContent === READING) tell("");
+  if ((one.begun || one.progress) && byId("notice").textContent === READING) tell("");
 }
 
 /** Send a message; one that was never answered is sent with it. */
@@ -353,22 +358,22 @@ function send(text) {
     return left === null ? [...messages, { role: "user", content: text }]
       : [...messages.slice(0, -1), { role: "user", content: `${left}\n\n${text}` }];
   }, () => {
-    byId("text").value ||= text;
+    draft.text ||= text;
   }, () => byId("form").requestSubmit());
 }
 
 /** Write a message of the user's anew, in the place of the next one. */
 function edit(index) {
   const { content } = now.messages[index];
-  editing = { index, content, draft: editing?.draft ?? byId("text").value };
-  byId("text").value = content;
+  editing = { index, content, draft: editing?.draft ?? draft.text };
+  draft.text = content;
   byId("text").focus();
   tell("Send the message as it is to be; what follows it is answered anew.", "Keep it as it was", endEdit);
 }
 
 function endEdit() {
   if (!editing) return false;
-  byId("text").value = editing.draft;
+  draft.text = editing.draft;
   editing = null;
   tell("");
   return true;
@@ -380,9 +385,9 @@ function sendEdited({ index, content }, text) {
     if (messages[index]?.content !== content) throw new Error("another tab has changed the conversation");
     return [...messages.slice(0, index), { role: "user", content: text }];
   }, () => {
-    const same = now.messages[index]?.content === content, draft = byId("text").value;
+    const same = now.messages[index]?.content === content, left = draft.text;
     if (same) edit(index);
-    byId("text").value = same || !draft ? text : `${draft}\n\n${text}`;
+    draft.text = same || !left ? text : `${left}\n\n${text}`;
   }, () => byId("form").requestSubmit());
 }
 
@@ -403,15 +408,16 @@ function focusText() {
 
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
-  const text = byId("text").value;
+  const { text } = draft;
   if (answerIn(now.id) || !text.trim()) return;
   if (!model) return greet(); // the text stays where it is
   const edited = editing;
-  byId("text").value = editing?.draft ?? "";
+  draft.text = editing?.draft ?? "";
   editing = null;
   if (edited) sendEdited(edited, text);
   else send(text);
 });
+byId("example").addEventListener("click", ({ target }) => send(target.textContent));
 byId("text").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();

@@ -31,6 +31,9 @@ export function show(ids, visible = true) {
 
 export const number = (value) => value.toLocaleString("en");
 
+/** Milliseconds in words. */
+export const duration = (value) => (value < 90_000 ? `${Math.round(value / 1_000)} s` : `${Math.round(value / 60_000)} minutes`);
+
 /** Bytes in words. */
 export function bytes(value) {
   const [size, unit] = value < 1e9 ? [value / 1e6, "MB"] : [value / 1e9, "GB"];

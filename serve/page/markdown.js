@@ -12,6 +12,7 @@ const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
 const RULE = /^ {0,3}(?:(?:-\s*){3,}|(?:\*\s*){3,}|(?:_\s*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( +|$)/;
+const TASK = /^\[([ xX])\] +(?=\S)/;
 const DISPLAY = /^ {0,3}(?:\$\$|\\\[)/;
 const TABLE = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
 
@@ -149,9 +150,11 @@ function list(lines, i, depth) {
   }
   const start = kind ? Number.parseInt(items[0].mark, 10) : 1;
   const item = ({ lines: inner }) => {
-    const made = nodes(inner, depth + 1);
+    const task = TASK.exec(inner[0]), done = task?.[1].trim() ? true : null;
+    const made = nodes(task ? [inner[0].slice(task[0].length), ...inner.slice(1)] : inner, depth + 1);
     const lone = made.filter(({ tagName }) => tagName === "P").length === 1 && made[0].tagName === "P";
-    return html("li", {}, ...(lone ? [...made[0].childNodes, ...made.slice(1)] : made));
+    const box = task && html("input", { type: "checkbox", disabled: true, checked: done, "aria-label": done ? "Done" : "To do" });
+    return html("li", { class: task && "task" }, box, ...(lone ? [...made[0].childNodes, ...made.slice(1)] : made));
   };
   return [stop, () => html(kind ? "ol" : "ul", { start: start === 1 ? null : start }, ...items.map(item))];
 }

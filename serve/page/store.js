@@ -37,7 +37,7 @@ export const begun = () => ({ id: fresh(), title: "", messages: [], pins: [], se
 /** What a list calls a conversation: by its title or, where it has none, the beginning of its first message. */
 export function titled({ title, messages }) {
   if (title) return title;
-  const text = (messages[0]?.content ?? "").trim().replace(/\s+/g, " ");
+  const text = (messages[0]?.content ?? "").trimStart().slice(0, 10 * LONGEST).trim().replace(/\s+/g, " ");
   const letters = [...text];
   return letters.length > LONGEST ? `${letters.slice(0, LONGEST - 1).join("")}…` : text || "New conversation";
 }

@@ -5,6 +5,7 @@ import { byId, html, number } from "./dom.js";
 
 const STEPS = 5; // of colour
 const BLOCK = 512, LINES = 64; // tokens of a block at most, and where it may end with a line
+const SLICE = 4_000; // tokens that are made in one go, so that the page stays awake
 const GUIDE = "Point at a token, or move with the arrow keys, to see which layers hold it.";
 const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, PageDown: 20, PageUp: -20 };
 
@@ -64,18 +65,26 @@ export class Strip {
     byId("strip-shown").hidden = !data?.tokens.length;
     byId("strip-none").hidden = Boolean(data?.tokens.length);
     if (!data?.tokens.length) return;
-    const from = this.#spans.length;
-    const made = data.tokens.slice(from).map((piece, i) =>
-      html("span", { id: `token-${from + i}`, role: "option", "aria-selected": "false",
-        "aria-label": piece?.trim() ? null : spoken(piece) }, visible(piece)));
-    for (const span of made) this.#spans.push(span);
     this.#pinned = within(data.pinned, data.tokens.length);
     this.#recalled = within(data.recalled, data.tokens.length);
     this.#offer();
     this.#draw();
+    this.#grow(data);
+  }
+
+  /** Make the tokens that are not there yet, a slice after the other, while this strip is shown. */
+  #grow(data) {
+    const from = this.#spans.length;
+    if (data !== this.#data || from === data.tokens.length) return;
+    const made = data.tokens.slice(from, from + SLICE).map((piece, i) =>
+      html("span", { id: `token-${from + i}`, role: "option", "aria-selected": "false",
+        "aria-label": piece?.trim() ? null : spoken(piece) }, visible(piece)));
+    this.#spans.push(...made);
+    this.#shade(from);
     const follows = this.box.scrollHeight - this.box.clientHeight - this.box.scrollTop < 40;
     this.#append(made);
     if (follows) this.box.scrollTop = this.box.scrollHeight;
+    setTimeout(() => this.#grow(data));
   }
 
   /** In blocks, of which only those in sight are laid out: a conversation may be long. */
@@ -115,19 +124,25 @@ export class Strip {
     const chosen = this.#chosen, { tokens } = this.#data;
     this.#all = sum(chosen.map(({ heads }) => heads));
     this.#counts = tokens.map((_, i) => sum(chosen.map(({ held }) => held[i])));
-    this.#spans.forEach((span, i) => {
-      const marks = `${this.#pinned[i] ? " pinned" : ""}${this.#recalled[i] ? " recalled" : ""}`;
-      const shade = `token s${step(this.#counts[i], this.#all)}${marks}`;
-      if (this.#shades[i] === shade) return;
-      span.className = `${shade}${i === this.#here ? " here" : ""}`;
-      this.#shades[i] = shade;
-    });
+    this.#shade(0);
     const held = this.#counts.filter((count) => count > 0).length;
     const pins = this.#pinned.filter(Boolean).length, again = this.#recalled.filter(Boolean).length;
     const where = byId("group").value === "-1" ? "any layer" : named(chosen[0]);
-    byId("summary").textContent = `${number(held)} of ${number(tokens.length)} tokens are held by a head of ${where}` +
+    byId("summary").textContent = "Every head keeps tokens of its own, so a token that one has evicted may be held by another: " +
+      `${number(held)} of ${number(tokens.length)} tokens are held by at least one head of ${where}` +
       `${pins ? `, ${number(pins)} are pinned` : ""}${again ? `, ${number(again)} are recalled text` : ""}.`;
     this.#describe();
+  }
+
+  /** Give the tokens from `from` on, as far as they are made, the classes that they have by now. */
+  #shade(from) {
+    for (let i = from; i < this.#spans.length; i += 1) {
+      const marks = `${this.#pinned[i] ? " pinned" : ""}${this.#recalled[i] ? " recalled" : ""}`;
+      const shade = `token s${step(this.#counts[i], this.#all)}${marks}`;
+      if (this.#shades[i] === shade) continue;
+      this.#spans[i].className = `${shade}${i === this.#here ? " here" : ""}`;
+      this.#shades[i] = shade;
+    }
   }
 
   #describe() {

@@ -1,6 +1,6 @@
 // What was said: a message with what can be done with it. Knows no conversations and no network.
 
-import { copyButton, html, number } from "./dom.js";
+import { copyButton, duration, html, number } from "./dom.js";
 import { Growing } from "./markdown.js";
 import { parted } from "./thoughts.js";
 
@@ -9,6 +9,10 @@ const ENDS = {
   stopped: "Stopped before its end.",
   broken: "The answer broke off before its end.",
 };
+
+const FOLDED = { letters: 400, lines: 8 }; // of a message of the user's, of which more is folded
+const SOON = 2_000; // milliseconds, from which it is told how long reading takes
+const PIECE = 4_000; // letters that are laid out together, once they are in sight
 
 /** Who says it, by which screen readers go from one to the next. */
 const heading = (role) => html("h2", { class: "unseen" }, role === "user" ? "You" : "Answer");
@@ -38,16 +42,72 @@ class Said {
 /** An answer as it is written: `update` shows the message that it is so far. */
 export class LiveTurn {
   #shown = new Said();
-  element = html("article", { class: "turn assistant" }, heading("assistant"), ...this.#shown.nodes);
+  #bar = html("progress", { max: 1, value: 0, "aria-label": "Read so far" });
+  #read = html("p", {});
+  #reading = html("div", { class: "reading hint", hidden: true }, this.#read, this.#bar);
+  element = html("article", { class: "turn assistant" }, heading("assistant"), this.#reading, ...this.#shown.nodes);
 
   constructor() {
     this.#shown.said.classList.add("writing");
     this.#shown.said.setAttribute("aria-busy", "true");
   }
 
-  update(message) {
+  /** @param {object | null} progress how far what was said is read; null where that is not to be shown */
+  update(message, progress) {
     this.#shown.update(message, true);
+    this.#shown.said.hidden = progress !== null;
+    this.#reading.hidden = progress === null;
+    if (progress === null) return;
+    const { total, cache, processed, time_ms: time } = progress;
+    const left = time > SOON && processed > cache ? time * (total - processed) / (processed - cache) : 0;
+    this.#bar.value = processed / total;
+    this.#read.textContent = `Reading: ${number(processed)} of ${number(total)} tokens${left > SOON ? `, about ${duration(left)} left` : ""}`;
   }
+}
+
+/** The place, or the one before it where it lies within a letter of two units. */
+const between = (text, at) => at - Number(/[\uDC00-\uDFFF]/.test(text[at] ?? ""));
+
+/** Where the beginning of a long message ends that is shown of it; null where it is not long. */
+function fold(content) {
+  let end = -1;
+  for (let i = 0; i < FOLDED.lines; i += 1) {
+    end = content.indexOf("\n", end + 1);
+    if (end < 0 || end > FOLDED.letters) break;
+  }
+  const stop = end < 0 || end > FOLDED.letters ? between(content, FOLDED.letters) : end;
+  const rest = content.slice(stop).trim();
+  return rest.length > FOLDED.letters / 2 || rest.split("\n").length > FOLDED.lines / 2 ? stop : null;
+}
+
+/** A long text in pieces that end with a line or a word, of which only those in sight are laid out. */
+function pieces(content) {
+  const found = [];
+  for (let i = 0; i < content.length;) {
+    const part = content.slice(i, i + PIECE), at = [part.lastIndexOf("\n"), part.lastIndexOf(" ")].find((one) => one >= 0);
+    const stop = i + PIECE >= content.length ? content.length : at === undefined ? between(content, i + PIECE) : i + at + 1;
+    found.push(html("div", { class: "piece" }, content.slice(i, stop).replace(/\n$/, "")));
+    i = stop;
+  }
+  return found;
+}
+
+/** What the user says, and what unfolds it where it is long. */
+function own(content) {
+  const stop = fold(content), said = html("div", { class: "said", dir: "auto" });
+  if (stop === null) {
+    said.append(content);
+    return { said };
+  }
+  const more = html("button", { type: "button" });
+  const show = (all) => {
+    said.replaceChildren(...(all ? pieces(content) : [`${content.slice(0, stop).trimEnd()} …`]));
+    more.textContent = all ? "Show less" : `Show all ${number(content.length)} letters`;
+    more.setAttribute("aria-expanded", String(all));
+  };
+  more.addEventListener("click", () => show(more.getAttribute("aria-expanded") === "false"));
+  show(false);
+  return { said, more };
 }
 
 /**
@@ -59,11 +119,11 @@ export class LiveTurn {
  */
 export function turn(message, pinned, { pin, edit, again, goOn }) {
   const { role, content, ended } = message, user = role === "user";
-  const said = user ? [html("div", { class: "said", dir: "auto" }, content)] : new Said().update(message).nodes;
+  const { said, more } = user ? own(content) : {};
   const tools = user
-    ? [pinButton(pinned, pin), edit && tool("Edit", edit), again && tool("Answer it", again)]
+    ? [more, pinButton(pinned, pin), edit && tool("Edit", edit), again && tool("Answer it", again)]
     : [copyButton(parted(message).text), ended && content && goOn && tool("Continue", goOn), again && tool("Answer again", again), tookFor(message)];
-  return html("article", { class: `turn ${role}${user && pinned ? " pinned" : ""}` }, heading(role), ...said,
+  return html("article", { class: `turn ${role}${user && pinned ? " pinned" : ""}` }, heading(role), ...(user ? [said] : new Said().update(message).nodes),
     ended && html("p", { class: "ended hint" }, ENDS[ended]), recalledFor(message), html("div", { class: "tools" }, ...tools));
 }
 

@@ -218,13 +218,17 @@ def test_a_conversation_is_deleted_by_its_owner(client):
 def test_slots_that_wait_for_the_next_eviction_are_told_apart(page, url, runtime):
     session = runtime.session()
     list(session.send(FACT))
-    found = strip_of(session, "").model_copy(update={"held": 128, "waiting": 3})
-    page.route("**/strip", lambda route: route.fulfill(json=found.model_dump()))
+    figures: dict[str, Any] = strip_of(session, "").model_dump()
+    figures |= {"held": 128, "waiting": 3, "tokens": ["a"] * 9000}  # shown slice by slice
+    figures["groups"] = [{**group, "held": [1] * 9000} for group in figures["groups"]]
+    page.route("**/strip", lambda route: route.fulfill(json=figures))
     opened(page, url)
     say(page, FACT)
     page.get_by_role("button", name="Memory", exact=True).click()
     page.locator("#held", has_text="of 128 + 3 waiting for the next eviction").wait_for()
     assert page.locator("#held").inner_text().startswith("128 slots")
+    page.locator("#token-8999.s3").wait_for(state="attached")
+    assert page.locator("#strip .token").count() == 9000
 
 
 @in_browser
@@ -240,7 +244,10 @@ def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
     page.get_by_role("button", name="Memory", exact=True).click()
     page.locator("#held", has_text="128 slots").wait_for()
     figures = session.stats
-    evicted, read = f"{figures.evicted_tokens} tokens", f"of {figures.seen_tokens} read"
+    evicted, read = (
+        f"{figures.evicted_tokens} tokens",
+        f"of {figures.seen_tokens} read, by an average head",
+    )
     assert page.locator("#evicted").inner_text().split("\n") == [evicted, read]
     expected = strip_of(session, "")
     spans = page.locator("#strip .token")
@@ -254,7 +261,9 @@ def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
         assert classes == [f"token s{-(-5 * count // heads)}" for count in held]
         assert len(set(held)) > 2
         told = f"{len(held) - held.count(0)} of {len(held)} tokens are held"
-        assert told in page.locator("#summary").inner_text()
+        summary = page.locator("#summary").inner_text()
+        assert summary.startswith("Every head keeps tokens of its own")
+        assert told in summary
     assert all(address.startswith(url) for address in asked)
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
     page.keyboard.press("Escape")
@@ -395,6 +404,55 @@ def test_an_answer_is_stopped_and_given_again(page, url):
     assert whole.startswith(begun)
     assert len(whole) > len(begun)
     assert [one["role"] for one in kept(page)[0]["messages"]] == ["user", "assistant"]
+
+
+@in_browser
+def test_how_far_a_long_message_is_read_is_shown(page, url):
+    page.add_init_script(SLOWLY)
+    opened(page, url)
+    write(page, LONG * 2)
+    reading = page.get_by_text(re.compile(r"^Reading: [\d,]+ of [\d,]+ tokens"))
+    reading.wait_for()
+    assert page.locator(".writing").is_hidden(), "an empty bubble"
+    done, total = re.findall(r"[\d,]+", reading.inner_text())[:2]
+    value = page.get_by_role("progressbar", name="Read so far").evaluate("one => one.value")
+    assert 0 < value == int(done) / int(total) < 1
+    page.evaluate("setInterval(() => window.next?.(), 1)")
+    assert answered(page)
+    assert reading.count() == 0
+
+
+@in_browser
+def test_a_long_text_is_pasted_beside_the_field_and_folded_once_it_is_sent(page, url):
+    """The field would lay a megabyte out anew with every letter, in seconds."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answering(page, {"content": "Yes."})
+    opened(page, url)
+    pasted = "Seven kinds of mosses survive the cold near Porto. " * 20_000
+    page.evaluate("(text) => navigator.clipboard.writeText(text)", pasted)
+    text = page.get_by_role("textbox", name="Your message")
+    text.focus()
+    for _ in range(2):
+        page.keyboard.press("Control+V")
+    page.get_by_role("button", name="Remove the pasted text").first.click()
+    assert page.locator("#pasted li").count() == 1
+    assert page.locator("#pasted").get_by_text("1,020,000 letters").is_visible()
+    text.press_sequentially("Is it long?")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.keyboard.press("Enter")
+    (message,) = json.loads(asked.value.post_data)["messages"]
+    assert message["content"] == f"{pasted}\n\nIs it long?"
+    answered(page)
+    assert page.locator("#pasted li").count() == 0
+    said = page.locator(".user .said")
+    assert len(said.inner_text()) < 1000
+    page.get_by_role("button", name="Show all 1,020,013 letters").click()
+    assert said.text_content() == message["content"]
+    page.get_by_role("button", name="Show less").click()
+    assert len(said.inner_text()) < 1000
+    page.get_by_role("button", name="Edit").click()
+    assert text.input_value() == "Is it long?"
+    assert page.locator("#pasted li").count() == 1
 
 
 @pytest.mark.slow
@@ -759,6 +817,9 @@ def test_answers_become_elements(blank):
         "snake_case_name, 2 * 3 * 4, \\*a\\*, **": "<p>snake_case_name, 2 * 3 * 4, *a*, **</p>",
         "- a\n- b\n  1. c\n\n     d": "<ul><li>a</li><li>b<ol><li><p>c</p><p>d</p></li></ol></li>"
         "</ul>",
+        "- [x] a\n- [ ] *b*\n- [ ]\n- [a] c": '<ul><li class="task"><input type="checkbox" '
+        'disabled="" checked="" aria-label="Done">a</li><li class="task"><input type="checkbox" '
+        'disabled="" aria-label="To do"><em>b</em></li><li>[ ]</li><li>[a] c</li></ul>',
         "3. a\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
         "> a\n> > b": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote>",
         "```py\n<b>\n\n*x*\n```\nc": '<div class="code"><pre tabindex="0" role="region" '
@@ -950,8 +1011,14 @@ def test_code_has_colours(page, url):
 
 MANY = (
     "### A\n\n`b` [c](https://d.example)\n\n```py\ndef e(): # f\n    return 1, 'g'\n```\n\n"
-    "|h|\n|-|\n|i|"
+    "|h|\n|-|\n|i|\n\n- [x] j\n- [ ] k"
 )
+BEGUN = """async () => {
+  (await import('./page/draft.js')).draft.text = 'a '.repeat(20_000);
+  const turn = new (await import('./page/turns.js')).LiveTurn();
+  turn.update({ content: '' }, { total: 9, cache: 0, processed: 3, time_ms: 9000 });
+  document.getElementById('log').append(turn.element);
+}"""  # a long text to be sent, and one that is being read
 
 
 @pytest.mark.slow
@@ -972,6 +1039,8 @@ def test_axe_finds_nothing(page, url, width, scheme):
     say(page, "Hello!")
     page.get_by_text("Thoughts").click()
     page.locator(".code-kwd").first.wait_for()
+    page.evaluate(BEGUN)
+    page.get_by_text("Reading: 3 of 9 tokens, about 18 s left").wait_for()
     assert page.evaluate(look) == []
     names = ["About this conversation"] + ["Conversations", "Memory"] * (width < 760)
     for name in names:
@@ -1028,6 +1097,39 @@ def test_conversations_are_searched(page, url):
         search.fill(words)
         assert page.locator("#list .open").count() == found
         assert page.get_by_text("No conversation has these words").is_visible() == (not found)
+    search.fill("")
+    page.set_viewport_size({"width": 1280, "height": 800})
+    whole = "(all) => all.map((one) => one.scrollWidth <= one.clientWidth)"
+    assert page.locator("#list .open, #list .name").evaluate_all(whole) == [True] * 4
+
+
+@in_browser
+def test_a_phone_shows_everything_and_fingers_can_hit_it(page, url):
+    name = "SmolLM2-1.7B-Instruct-with-a-long-name-of-many-words-Q4_1"
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": f"a/{name}"}]}))
+    answering(page, {"reasoning_content": "Hm."}, {"content": MANY})
+    opened(page, url).set_viewport_size({"width": 390, "height": 844})
+    page.get_by_text("Please remember").click()  # the example
+    answered(page)
+    say(page, LONG)
+    page.get_by_text("Thoughts").first.click()
+    tell = page.locator("#lead", has_text=f"{name} keeps 128 tokens")
+    for part in (tell, page.locator("h1"), page.get_by_role("button", name="Memory", exact=True)):
+        box = part.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+        assert part.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+    for opener in ("Conversations", "Memory", "About this conversation"):
+        assert page.evaluate(SMALL) == []
+        page.get_by_role("button", name=opener, exact=True).click()
+        assert page.evaluate(SMALL) == [], opener
+        page.keyboard.press("Escape")
+
+
+SMALL = """() => [...document.querySelectorAll('button, summary, select, textarea, input:enabled')]
+  .filter((one) => one.checkVisibility({ visibilityProperty: true }))
+  .map((one) => [one.outerHTML, one.getBoundingClientRect()])
+  .filter(([, { width, height }]) => width < 44 || height < 44).map(([html]) => html)"""
 
 
 @in_browser
