@@ -33,7 +33,9 @@ def scheduler() -> Scheduler:
 def client(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
     app = application(scheduler, Settings("pocket"))
     with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        url = f"{server.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            yield client
 
 
 def ids_of(scheduler: Scheduler, text: str, *, special: bool = True) -> list[int]:
