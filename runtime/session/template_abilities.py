@@ -32,7 +32,7 @@ CALLED: Message = {
 RESULT: Message = {"role": "tool", "content": MARKER, "tool_call_id": CALL["id"], "name": MARKER}
 THOUGHT: Message = {"role": "assistant", "content": ".", "reasoning_content": MARKER,
                     "thinking": MARKER}  # fmt: skip
-EFFORTS = ({"enable_thinking": True, "reasoning_effort": "low"},
+EFFORTS: tuple[dict[str, Any], ...] = ({"enable_thinking": True, "reasoning_effort": "low"},
            {"enable_thinking": False, "reasoning_effort": "high"})  # fmt: skip
 
 

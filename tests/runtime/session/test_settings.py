@@ -225,3 +225,30 @@ def test_settings_at_the_edge_of_what_numbers_hold(config, logits, kept, tokens)
             torch.from_numpy(row).expand(4, -1), dict.fromkeys(range(4), torch_one)
         )
         assert set(rows.tolist()) <= kept
+
+
+def test_nothing_ends_an_answer_before_it_has_tokens_enough(runtime):
+    session = session_of(runtime)
+    text = "".join(session.send("Hello!"))
+    prompt = session.turn.prompt_tokens
+    end, count = session.read_ids[prompt], session.turn.completion_tokens
+    assert count == 6
+    for options, least in (
+        ({"eos_token_id": [end]}, 3),
+        ({"eos_token_id": [], "stop_strings": [text[:1]]}, 4),
+    ):
+        session.clear()
+        session.set_generation(**options, min_tokens=0)
+        list(session.send("Hello!"))
+        assert (session.turn.completion_tokens < least, session.turn.finish_reason) == (
+            True,
+            "stop",
+        )
+        session.clear()
+        session.set_generation(min_tokens=least)
+        list(session.send("Hello!"))
+        assert session.turn.completion_tokens >= least
+        assert end not in session.read_ids[prompt : prompt + least] or "stop_strings" in options
+        session.set_generation(eos_token_id=[], stop_strings=None, min_tokens=None)
+    with pytest.raises(ValueError, match="min_tokens does not go with regex"):
+        session.set_generation(min_tokens=3, regex="a")
