@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from kvcap.serve.contract import Figures, Piece, Reply
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-SIZES = {  # of `Figures`; all others but texts and those of yes or no are counts
+SIZES = {  # of `Figures`; all others but texts, facts and those of yes or no are counts
     "budget_tokens": "Slots per KV head and layer that stay after an eviction.",
     "places": "Conversations that fit in memory.",
     "in_memory": "Conversations in memory, idle ones too.",

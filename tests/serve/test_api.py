@@ -240,7 +240,8 @@ def test_what_is_no_http_is_refused_in_openais_form(served, said):
 
 
 def test_no_http_behind_an_answer_ends_the_connection(served, caplog):
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection(served[1].socket.getsockname(), PATIENCE) as client:
         client.sendall(head)
         answer = http.client.HTTPResponse(client)
@@ -341,7 +342,7 @@ def test_metrics_show_every_figure_and_no_word_of_a_client(url, talk):
     assert "kvcap_waiting 3.0" in text
     assert 'kvcap_http_requests_total{path="other",status="404"}' in text
     assert "made/up" not in text
-    assert unnamed() == {"policy", "chat_template", "closing"}
+    assert unnamed() == {"policy", "model", "chat_template", "closing"}
     assert set(Figures.__dataclass_fields__) > unnamed()
 
 
