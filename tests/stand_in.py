@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcap.runtime.session.tool_calls import Parsed, parsed_text
 from kvcap.serve.contract import Ask, Figures, Piece, Usage
+from kvcap.serve.model_facts import ModelFacts
 from kvcap.serve.tool_calls import cut_call
 
 
@@ -83,6 +84,7 @@ class StandIn:
     script: Script = field(default_factory=Script)
     answers: list[Answer] = field(default_factory=list)
     saved: bool = False
+    model: ModelFacts = field(default_factory=ModelFacts)
 
     def submit(self, ask: Ask) -> Answer:
         if self.script.refused is not None:
@@ -108,7 +110,13 @@ class StandIn:
         raise NotImplementedError
 
     def figures(self) -> Figures:
-        return Figures(policy="keydiff", asked=len(self.answers), waiting=3, closing=self.saved)
+        return Figures(
+            policy="keydiff",
+            asked=len(self.answers),
+            waiting=3,
+            closing=self.saved,
+            model=self.model,
+        )
 
     async def aclose(self) -> None:
         self.saved = True

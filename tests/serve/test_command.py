@@ -123,6 +123,10 @@ def test_a_model_is_told_of_tools_that_its_template_does_not_write(client):
     (call,) = said.choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("add", "{}")
     assert said.usage.prompt_tokens > plain.usage.prompt_tokens + 40
+    result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+    further = {**asked, "messages": [*asked["messages"], said.choices[0].message, result]}
+    more = client.chat.completions.create(**further, tools=[tool])
+    assert more.usage.prompt_tokens_details.cached_tokens >= said.usage.prompt_tokens
 
 
 def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp_path):

@@ -16,6 +16,7 @@ from kvcap.runtime.session.logprobs import Logprob
 from kvcap.serve.app import Api, Settings, application
 from kvcap.serve.contract import Piece
 from kvcap.serve.limits import RequestLimits
+from kvcap.serve.model_facts import ModelFacts
 from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.server import Server, bound
 
@@ -118,6 +119,24 @@ def test_the_one_model_is_described(url, talk):
     assert shown["capabilities"] == ["completion"]
     level = httpx.get(f"{url}/api/version").json()["version"]
     assert tuple(map(int, level.split("."))) >= (0, 6, 4)
+
+
+@pytest.mark.parametrize(("tools", "thinking"), [(True, True), (True, False), (False, True)])
+def test_a_model_can_do_what_its_template_writes(url, talk, monkeypatch, tools, thinking):
+    facts = ModelFacts("qwen3", 40_960, 1_720_574_976, "BF16", tools, thinking)
+    monkeypatch.setattr(talk, "model", facts)
+    shown = httpx.post(f"{url}/api/show", json={"model": "pocket"}).json()
+    can = [name for name, able in (("tools", tools), ("thinking", thinking)) if able]
+    assert shown["capabilities"] == ["completion", *can]
+    assert shown["model_info"] == {
+        "general.architecture": "qwen3",
+        "general.parameter_count": 1_720_574_976,
+        "qwen3.context_length": 40_960,
+    }
+    (listed,) = httpx.get(f"{url}/api/tags").json()["models"]
+    assert shown["details"] == listed["details"]
+    assert listed["details"]["families"] == [listed["details"]["family"]] == ["qwen3"]
+    assert listed["details"]["parameter_size"] == "1.7B"
 
 
 ZEROS: dict[str, Any] = {"template": "", "system": "", "options": None, "suffix": "", "name": "",
