@@ -203,6 +203,10 @@ def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
         case {"type": "function_call_output", "call_id": id_, "output": output}:
             text = _text(output, f"{where}.output")
             found.append(TranslatedPart(where, role="tool", tool_call_id=id_, content=text))
+        case {"type": "function_call_output", "name": str(name), "output": output}:
+            # Codex's own word on its state: it answers no call, so that no template takes it.
+            text = f"{name}: {_text(output, f'{where}.output')}"
+            found.append(TranslatedPart(where, role="user", content=text))
         case {
             "role": "system" | "developer" | "user" | "assistant" as role,
             "content": content,

@@ -182,6 +182,17 @@ def test_what_the_system_says_later_is_part_of_the_users_message(url, talk):
     ]
 
 
+def test_an_output_that_answers_no_call_is_the_users(url, talk):
+    """Codex tells the model of a goal so, behind the result of the call that set it."""
+    call = {"type": "function_call", "id": "fc_1", "call_id": "1", "name": "run", "arguments": "{}"}
+    result = {"type": "function_call_output", "id": "fco_1", "call_id": "1", "output": "Set."}
+    goal = {"type": "function_call_output", "name": "goal", "namespace": "agent", "output": "Run."}
+    said = post(url, RESPONSES, {**PLAIN[RESPONSES], "input": [*HELLO, call, result, goal]})
+    assert said.status_code == 200, said.text
+    assert [one["role"] for one in talk.asked.messages] == ["user", "assistant", "tool", "user"]
+    assert talk.asked.messages[-1]["content"] == "goal: Run."
+
+
 def test_tools_that_are_not_offered_are_named(url, talk, caplog):
     tools = [NAMED, {"type": "code_interpreter", "container": {"type": "auto"}}]
     names = "namespace multi_agent_v1, code_interpreter"
