@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
@@ -85,12 +86,13 @@ def joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     Chat templates of several models take no other order than that of turns.
     """
     found = list[dict[str, Any]]()
-    for one in messages:
-        if found and one["role"] in ("system", "user") and one["role"] == found[-1]["role"]:
-            found[-1] = copy(found[-1])
-            found[-1]["content"] += f"\n\n{one['content']}"
-        else:
-            found.append(one)
+    for role, group in groupby(messages, lambda one: one["role"]):
+        first, *others = group
+        if others and role in ("system", "user"):
+            text = "\n\n".join([first["content"], *(one["content"] for one in others)])
+            first, others = copy(first), []
+            first["content"] = text
+        found += [first, *others]
     return found
 
 

@@ -155,11 +155,13 @@ class CountBody(schemas.Strict):
         found = list[dict[str, Any]]()
         if self.system:
             found.append({"role": "system", "content": _text(self.system, "system")})
+        begun = False  # by others than the system
         for number, message in enumerate(self.messages):
-            where = f"messages.{number}"
-            if message.get("role") == "system" and any(one["role"] != "system" for one in found):
+            where, system = f"messages.{number}", message.get("role") == "system"
+            if system and begun:
                 text = LATER_SYSTEM.format(_text(message.get("content"), f"{where}.content"))
                 message = {**message, "role": "user", "content": text}
+            begun = begun or not system
             found += _translated(message, where)
         return joined(found)
 
