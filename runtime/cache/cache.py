@@ -698,8 +698,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
             raise UnsupportedModel(
                 f"the {self.seen:,} tokens held were rotated by RoPE of type longrope for short "
                 f"texts, and beyond {most:,} tokens it takes other frequencies; load the model by "
-                "kvcap.Runtime.from_pretrained(positions='true'), which takes the long factors "
-                "throughout, use compact positions with a budget and block of at most "
+                "kvcap.Runtime.from_pretrained(positions='true'), which reads the text again by "
+                "those, use compact positions with a budget and block of at most "
                 f"{most:,} tokens, or begin with a block of more"
             )
         if self.context.start is None and any(self.layout.rotates):

@@ -90,8 +90,8 @@ class CacheLayout:
                 f"{named} are exact up to {most:,} tokens held, with the frequencies "
                 "that RoPE of type longrope has for short texts, and a head and its block would "
                 f"hold {self.longest + self.block_size:,}; use a smaller budget or block, "
-                "positions='true', or kvcap.Runtime.from_pretrained, which takes the factors for "
-                f"long texts throughout where budget and block together are above {most:,}"
+                "positions='true', or kvcap.Runtime.from_pretrained, which reads longer texts by "
+                f"the factors for those where budget and block together are above {most:,}"
             )
         if self.slot_format.quantised:
             self._check_quantised()

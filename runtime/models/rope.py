@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,9 +85,9 @@ def with_one_rope(config: Any, reach: int | None) -> Any:
     """Return the config of a model whose keys are all rotated by the same frequencies.
 
     A model with longrope takes its long factors as soon as a position passes the length that it was
-    first trained on, where keys that are held were rotated by the short ones. transformers then
-    reads the whole text again; a conversation under a cap cannot. So one set is chosen before:
-    the long factors, in the place of the short ones too, if a position can pass that length.
+    first trained on, where keys that are held were rotated by the short ones. So one set is chosen
+    before: the long factors, in the place of the short ones too, if a position can pass that
+    length. `ShortFactors` has a loop read by the short ones until then.
 
     Args:
         config: of a text model; it is not changed.
@@ -101,6 +104,48 @@ def with_one_rope(config: Any, reach: int | None) -> Any:
             config = copy.deepcopy(config)
             setattr(config, name, found)
     return config
+
+
+SHORT = "kvcap_short"  # an attribute of a model, which has its `ShortFactors`
+_SHORT: ContextVar[bool] = ContextVar("short", default=False)
+
+
+class ShortFactors:
+    """The short factors of a model that was loaded by the long factors of its longrope alone.
+
+    Its rotary embeddings rotate by these within `used`, and else as they did. A loop that has read
+    all of a text by them reads it again by the long ones before it becomes too long, as
+    transformers does.
+
+    Args:
+        model: loaded with the result of `with_one_rope`.
+        config: the one that it was given.
+        longest: tokens of the longest text that the short factors are for.
+    """
+
+    def __init__(self, model: Any, config: Any, longest: int) -> None:
+        self.longest = longest
+        for long in [module for module in model.modules() if _has_longrope(module)]:
+            long.forward = partial(_rotation_by, long.forward, type(long)(config))
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Rotate by the short factors, in this thread."""
+        token = _SHORT.set(True)
+        try:
+            yield
+        finally:
+            _SHORT.reset(token)
+
+
+def _has_longrope(module: Any) -> bool:
+    """Return whether a module is a rotary embedding of longrope, for some type of layers."""
+    kind = getattr(module, "rope_type", None)
+    return "longrope" in (kind.values() if isinstance(kind, dict) else (kind,))
+
+
+def _rotation_by(long: Any, short: Any, *given: Any, **named: Any) -> Any:
+    return (short if _SHORT.get() else long)(*given, **named)
 
 
 def _one_rope(config: Any, parameters: dict[str, Any], reach: int | None) -> dict[str, Any]:

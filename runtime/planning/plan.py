@@ -252,7 +252,7 @@ class MemoryPlan:
             usual_block(shape.most_slots - GPU_BLOCK, device, shape.most_slots),
         )
         block = usual_block(tokens or 0, device, shape.most_slots)
-        if not eviction.policy.evicts:
+        if not eviction.policy.evicts and settings.budget_tokens is None:
             room = free_memory().nbytes + (held.nbytes if loaded else 0)
             usual = search.most_within(room, usual, block)
         found = search.found(usual, block)

@@ -87,10 +87,11 @@ class SessionRows:
 
     def fits(self, answer: Answer) -> bool:
         """Return whether a session's slots can be copied into a row."""
-        cache = answer.session.loop.cache
+        loop: Any = answer.session.loop
+        cache = loop.cache
         if self._row_of(cache) is not None:
             return True
-        if not cache.compact_positions or cache.eviction != self.cache.eviction:
+        if loop.read_short or not cache.compact_positions or cache.eviction != self.cache.eviction:
             return False
         # A pinned first token that is read later would get a position of the shared counter.
         first = self._first_pinned(cache)

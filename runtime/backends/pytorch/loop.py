@@ -6,7 +6,8 @@ Works on token ids and logits; knows no text and no sampling.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.latents import check_expansions
 from kvcap.runtime.models.output_projection import check_projections
+from kvcap.runtime.models.rope import SHORT, ShortFactors
 from kvcap.runtime.session.engine import CacheCopy, Loop, Room
 from kvcap.runtime.types import OnFull
 
@@ -62,6 +64,10 @@ class BlockLoop(Loop):
         super().__init__(cache, on_full, never)
         self.model, self.asynchronous = model, model.device.type == "cuda"
         self.graphs = graphs if isinstance(graphs, BlockGraphs) else None
+        self.short: ShortFactors | None = getattr(model, SHORT, None)
+        """Holds the factors by which short texts are read, where the model has others."""
+        self.read_short: list[Tensor] = []
+        """Lists the tokens [B, T] of all passes, if all were read by the short factors."""
         self._several, self._captures = several, graphs is True and model.device.type == "cuda"
         if cache.allocation.batch is not None:
             self._allocate(cache.allocation.batch)
@@ -75,7 +81,8 @@ class BlockLoop(Loop):
 
     def next_length(self, batch: int, left: int) -> int:
         """Return how many of the `left` tokens the next pass reads: one block's, or several."""
-        several = None if self.graphs is None else self.graphs.pass_length(batch, left)
+        graphs = None if self.read_short else self.graphs
+        several = None if graphs is None else graphs.pass_length(batch, left)
         return several or self.cache.room
 
     @torch.inference_mode()
@@ -91,15 +98,14 @@ class BlockLoop(Loop):
                 memory half-way, then the cache is empty again.
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
-        self._allocate(len(ids))
-        self.make_room(ids.shape[1])
-        if self.graphs is not None:
+        short = self._begin(ids)
+        if self.graphs is not None and short is None:
             with interrupts_deferred():
                 logits = self.graphs.read(ids, need_logits)
             if logits is not None:
                 return logits
         tokens = ids.shape[1]
-        return self._read(ids, range(tokens - int(need_logits), tokens)).flatten(0, 1)
+        return self._read(ids, range(tokens - int(need_logits), tokens), short).flatten(0, 1)
 
     @torch.inference_mode()
     def read_every(self, ids: Tensor) -> Tensor:
@@ -108,18 +114,20 @@ class BlockLoop(Loop):
         Raises:
             MemoryCapExceeded, BlockTooLarge, SessionBroken: as `read`.
         """
-        self._allocate(len(ids))
-        self.make_room(ids.shape[1])
-        return self._read(ids, range(ids.shape[1]))
+        return self._read(ids, range(ids.shape[1]), self._begin(ids))
 
     def copied(self) -> CacheCopy:
         """Return a copy of what the cache holds, on its device."""
-        return copies.copied(self.cache)
+        found = copies.copied(self.cache)
+        return replace(
+            found, facts={**found.facts, "short": [*self.read_short] if self.cache.seen else []}
+        )
 
     def go_on_from(self, copy: CacheCopy) -> None:
         """Have the cache hold what a cache of the same settings held when it was copied."""
         with interrupts_deferred():
             copies.go_on_from(self.cache, copy)
+            self.read_short = [*copy.facts["short"]]
 
     def launched(self) -> Callable[[], object]:
         """Return a function that waits until the GPU has computed all passes so far.
@@ -148,12 +156,52 @@ class BlockLoop(Loop):
             with self._emptied_without_memory(tokens):
                 self.cache.become_compact()
 
-    def _read(self, ids: Tensor, wanted: range) -> Tensor:
+    def _begin(self, ids: Tensor) -> ShortFactors | None:
+        """Prepare to read a block [B, T]; return the short factors of longrope if they are for it.
+
+        If they no longer are, what was read by them is read again, by the long ones.
+        """
+        cache, tokens, short = self.cache, ids.shape[1], self.short
+        self._allocate(len(ids))
+        self.make_room(tokens)
+        if not cache.seen:
+            self.read_short = []
+        if short is None or (cache.seen and not self.read_short):
+            return None
+        # At compact positions, evictions move keys, by the long factors.
+        stays = cache.layout.positions != "compact" or (
+            cache.held == cache.seen and tokens <= cache.spare
+        )
+        if stays and cache.seen + tokens <= short.longest:
+            return short
+        if cache.seen:
+            self._read_by_long_factors(torch.cat(self.read_short, 1))
+            self.make_room(tokens)
+        return None
+
+    def _read_by_long_factors(self, ids: Tensor) -> None:
+        """Read again what the cache holds by the short factors; if that fails, it is left empty."""
+        pins, done = [*self.cache.pinned_spans], 0
+        self.cache.reset()
+        self.cache.set_pins(pins)
+        self.read_short = []
+        try:
+            while done < ids.shape[1]:
+                block = ids[:, done : done + self.cache.room]
+                self.make_room(block.shape[1])
+                self._read(block, range(0))
+                done += block.shape[1]
+        except BaseException:
+            self.cache.reset()  # a session reads its conversation again with the next message
+            raise
+
+    def _read(self, ids: Tensor, wanted: range, short: ShortFactors | None = None) -> Tensor:
         """Read one block [B, T] without a graph; returns logits [B, n, V] of tokens `wanted` [n].
 
-        `wanted` has indices of tokens in the block.
+        `wanted` has indices of tokens in the block; `short` rotates keys, if it is given.
         """
-        cache, tokens, graphs = self.cache, ids.shape[1], self.graphs
+        cache, tokens = self.cache, ids.shape[1]
+        graphs = self.graphs if short is None else None
         start, padded, blocks = cache.next_position, self.padded(tokens), blocks_of(cache, tokens)
         if cache.guard is not None:
             cache.guard.check(padded)
@@ -169,7 +217,7 @@ class BlockLoop(Loop):
                 part = -(-tokens // blocks)
                 context.rows = cache.row_pass(part, always=graphs is not None, count=count)
                 first = context.rows.first(start)
-            with cache.passing(context):
+            with cache.passing(context), nullcontext() if short is None else short.used():
                 out = model(
                     input_ids=ids[:, place],
                     position_ids=(first + cache.places(place)).expand(ids.shape[0], -1),
@@ -177,6 +225,8 @@ class BlockLoop(Loop):
                     use_cache=True,
                     logits_to_keep=torch.arange(wanted.start, wanted.stop, device=ids.device),
                 )
+            if short is not None:
+                self.read_short.append(ids)
         self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits)
 

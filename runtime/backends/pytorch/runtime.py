@@ -41,6 +41,7 @@ from kvcap.runtime.models.files import (
 from kvcap.runtime.models.names import is_export, locate, resolve
 from kvcap.runtime.models.packed import PackedDtype, check_packing, usual_packing
 from kvcap.runtime.models.quantised import quantisation
+from kvcap.runtime.models.rope import SHORT, ShortFactors
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
 from kvcap.runtime.planning.plan import (
     MemoryPlan,
@@ -178,7 +179,8 @@ class Runtime:
             )
         check_enforce(enforce, memory_cap)
         where, settings = resolve(model), CacheSettings.of(given, named, "policy")
-        config = Sizes(settings, memory_cap).config_for(load_config(where))
+        own = load_config(where)
+        config = Sizes(settings, memory_cap).config_for(own)
         floats = weights in (None, "unpacked")
         chosen = usable(device) or (best_device() if floats else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
@@ -221,6 +223,8 @@ class Runtime:
                 enforce_limit(cap, chosen)
         if quantisation(config) is not None:
             plan = plan.with_weights(held_weights(loaded))
+        if (longest := ModelShape.of(own).longest_compact) and config is not own:
+            setattr(loaded, SHORT, ShortFactors(loaded, own, longest))
         runtime = cls(
             loaded.eval().to(chosen),
             tokenizer,

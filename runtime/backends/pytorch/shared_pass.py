@@ -63,8 +63,8 @@ class SharedPass:
         return sum(x.keys.nbytes for layers in self._rotated_keys for x in layers)
 
     def fits(self, answer: Answer) -> bool:
-        """Return True: a token of any session can be read in such a pass."""
-        return True
+        """Return whether a session's token can be read so: not by other factors of longrope."""
+        return not cast(BlockLoop, answer.session.loop).read_short
 
     def join(self, answer: Answer) -> None:
         """Check that a session can read a token, and give it memory for its rotated keys.

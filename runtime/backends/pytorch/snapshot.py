@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from transformers import GenerationConfig
 from kvcap import __version__
 from kvcap.policies import Eviction
 from kvcap.policies.base import Component
+from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.restore import Refill, SavedLayers, held_by
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import KvcapError, SessionBroken, SessionFileForeign
@@ -54,6 +55,8 @@ def gather(
             "chat: /clear) and go on"
         )
     tensors, held = held_by(cache)
+    if cache.seen and (short := cast(BlockLoop, session.loop).read_short):
+        tensors["short"] = [torch.cat(short, 1).cpu()]
     facts = {
         "kvcap": __version__,
         **identity,
@@ -95,14 +98,27 @@ def restore(session: Session, identity: dict[str, Any], vocabulary: int, file: S
         rng = runtime.rng(conversation["seed"])
         rng.set_state(file.taken("draws", tuple(rng.get_state().shape), torch.uint8))
         as_saved = with_saved_sinks(facts, session.cache, runtime.settings.eviction)
-    loop = session.loop if as_saved == session.cache.eviction else runtime.loop_for(as_saved)
+    own = as_saved == session.cache.eviction
+    loop = cast(BlockLoop, session.loop if own else runtime.loop_for(as_saved))
     with _corrupt_if_wrong(file):
         exact = continues(facts, loop.cache, file.path)
         refill = Refill(SavedLayers(loop.cache, file, exact).checked())
+        short = _read_short(file, vocabulary, loop)
     session.read_by(loop)
     refill.run()
+    loop.read_short = short
     session.generation = generation
     session.take_over(conversation, rng)
+
+
+def _read_short(file: SessionFile, vocabulary: int, loop: BlockLoop) -> list[Tensor]:
+    """Return the tokens that a saved session has read by the short factors of longrope, if any."""
+    if "short" not in file.names:
+        return []
+    ids = file.taken("short", (1, file.facts["seen"]), torch.int64)
+    if loop.short is None or not bool(((ids >= 0) & (ids < vocabulary)).all()):
+        raise file.corrupt("the tokens that were read by other factors of longrope cannot be so")
+    return [ids.to(loop.model.device)]
 
 
 @contextmanager

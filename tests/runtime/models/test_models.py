@@ -318,7 +318,13 @@ LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0
 
 
 def longrope(attention: str = "kvcap") -> Any:
-    return model_of("phi3", attention, rope_parameters=LONG, original_max_position_embeddings=64)
+    return model_of(
+        "phi3",
+        attention,
+        rope_parameters=LONG,
+        original_max_position_embeddings=64,
+        vocab_size=2560,  # of the built-in model's tokenizer
+    )
 
 
 def needs_5() -> None:
@@ -355,28 +361,77 @@ def test_longrope_beyond_its_short_factors():
     assert (by_bytes.positions, by_bytes.budget_tokens) == ("compact", 56)
 
 
-def loaded_longrope(folder: Path, budget: int, positions: Any) -> Any:
+def loaded_longrope(folder: Path, budget: int, positions: Any, policy: str = "full") -> Any:
     needs_5()
     longrope().save_pretrained(folder)
     AutoTokenizer.from_pretrained(pocket.path()).save_pretrained(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return kvcap.Runtime.from_pretrained(
-            folder, "full", budget_tokens=budget, block_size=8, positions=positions, device="cpu"
+            folder, policy, budget_tokens=budget, block_size=8, positions=positions, device="cpu"
         )
 
 
 @pytest.mark.parametrize("positions", [None, "compact", "true", "auto"])
 def test_longrope_reads_on_by_one_set_of_factors(positions, tmp_path):
-    """Past the length of the short ones, as transformers reads the whole text once more."""
+    """The short ones up to their length; past it, as transformers, the whole text once more."""
     runtime, ids = loaded_longrope(tmp_path, 92, positions), text(90)
     assert runtime.plan.positions == (positions or usual_positions())
     loop = runtime.loop()
-    logits = [loop.prefill(ids[:, :62]), *(loop.read(ids[:, i : i + 1]) for i in range(62, 90))]
-    with torch.no_grad():
-        true = [longrope("eager")(ids[:, : i + 1]).logits[:, -1] for i in range(64, 90)]
-    found, expected = torch.stack(logits[3:], 1), torch.stack(true, 1)
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    for first in (62, 30, 70):
+        loop.cache.reset()
+        logits = [loop.prefill(ids[:, :first])]
+        logits += [loop.read(ids[:, i : i + 1]) for i in range(first, 90)]
+        with torch.no_grad():
+            true = [longrope("eager")(ids[:, :i]).logits[:, -1] for i in range(first, 91)]
+        found, expected = torch.stack(logits, 1), torch.stack(true, 1)
+        assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("positions", ["compact", "true"])
+def test_longrope_changes_its_factors_after_evictions_too(positions, tmp_path):
+    """By then a loop and one that goes on from its copy hold what the long ones alone give."""
+    runtime = loaded_longrope(tmp_path, 60 if positions == "compact" else 30, positions, "keydiff")
+    ids, own, other = text(90), runtime.loop(), runtime.loop()
+    own.prefill(ids[:, :40])
+    other.go_on_from(own.copied())
+    for loop in (own, other):
+        begun, found = [], []
+        for i in range(40, 90):
+            found.append(loop.read(ids[:, i : i + 1]))
+            begun += [i] * (not loop.read_short)
+        again = runtime.loop()
+        again.short = None
+        again.prefill(ids[:, : begun[0]])
+        expected = [again.read(ids[:, i : i + 1]) for i in begun]
+        torch.testing.assert_close(found[begun[0] - 40 :], expected, rtol=1e-4, atol=1e-4)
+        assert loop.cache.held < loop.cache.seen == 90
+
+
+def test_longrope_sessions_go_on_by_the_factors_of_what_they_hold(tmp_path):
+    """Also where one is saved, or answers beside another."""
+    runtime = loaded_longrope(tmp_path, 300, None, "keydiff")
+    answers = []
+    for way in ("alone", "saved", "together"):
+        session, read = runtime.session(seed=0), ""
+        for message in ("one", "two"):
+            for each in (session, beside := runtime.session(seed=0)):
+                each.set_generation(max_new_tokens=30, temperature=0, eos_token_id=9999)
+            pieces = session.send(message)
+            if way == "together":
+                batch = runtime.batch(2)
+                batch.add(beside, beside.send("three four"))
+                batch.add(session, pieces)
+                pieces = (piece for one, piece in batch if one is session)
+            read += "".join(pieces)
+            short = bool(session.loop.read_short)
+            assert short == (message == "one")
+            if way == "saved":
+                session.save(tmp_path / "session")
+                session = type(session).load(runtime, tmp_path / "session")
+                assert bool(session.loop.read_short) == short
+        answers.append(read)
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize("positions", ["compact", "auto"])
