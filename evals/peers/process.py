@@ -33,7 +33,7 @@ START = (
 )
 PINNED = "import os; hasattr(os, 'sched_setaffinity') and os.sched_setaffinity(0, {cpus!r}); "
 COMMAND = "import sys; sys.path[:] = {path!r}; from kvcap.cli import main; main()"
-WAIT = "OMP_WAIT_POLICY"  # the variable by which kvcap's commands let OpenMP's threads sleep
+WAIT = "GOMP_SPINCOUNT"  # the variable by which kvcap's commands let OpenMP's threads sleep
 PIECES = 8  # tokens that a started command writes, so that it still runs after the first one
 
 

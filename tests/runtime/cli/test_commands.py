@@ -100,24 +100,24 @@ def test_help_is_light_and_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "wait"),
+    ("said", "spins"),
     [
-        ({}, "PASSIVE"),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
-        ({"GOMP_SPINCOUNT": "9"}, None),
+        ({}, "1000"),
+        ({"GOMP_SPINCOUNT": "9"}, "9"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
         ({"KMP_BLOCKTIME": "9"}, None),
     ],
 )
-def test_threads_sleep_while_they_wait_unless_the_user_says_how(said, wait, monkeypatch):
+def test_threads_sleep_while_they_wait_unless_the_user_says_how(said, spins, monkeypatch):
     others = {name: value for name, value in os.environ.items() if name not in cli.WAITING}
     monkeypatch.setattr(os, "environ", {**others, **said})
     seen = []
-    monkeypatch.setattr(cli, "run", lambda: seen.append(os.environ.get("OMP_WAIT_POLICY")))
+    monkeypatch.setattr(cli, "run", lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
     monkeypatch.setattr(warnings, "filters", [*warnings.filters])
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     with pytest.raises(SystemExit):
         cli.main()
-    assert seen == [wait]  # before any command may import torch
+    assert seen == [spins]  # before any command may import torch
 
 
 @pytest.mark.parametrize("command", OPTIONS)
