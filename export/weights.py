@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -253,7 +254,8 @@ def place(
         The rounded weights, by name.
     """
     graph, rounded, tensors = model.graph, dict[str, Placed](), dict[str, Any]()
-    values = {x.name: x for x in graph.input if x.name in weights}
+    # In the order of the model's names, so that every export of a model has the same file.
+    values = {x.name: x for x in sorted(graph.input, key=attrgetter("name")) if x.name in weights}
     each = rounding if isinstance(rounding, Mapping) else dict.fromkeys(values, rounding)
     _separate(graph, values.keys(), each)
     nodes = _Nodes(graph)
