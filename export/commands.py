@@ -389,6 +389,14 @@ def decoder_command(
             "--quick", rich_help_panel="Output", help="Check only one block past the budget."
         ),
     ] = False,
+    foresee: Annotated[
+        bool,
+        typer.Option(
+            "--foresee",
+            rich_help_panel="Output",
+            help="Write nothing, and print what the manifest would say, as JSON; reads no weights.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Export a model and its eviction as ONNX graphs, checked, or leave no directory."""
@@ -414,10 +422,17 @@ def decoder_command(
         kv_dtype=kv_dtype,
     )
     _check_existing_only(exporter, variant=variant, config=config)
+    if foresee and exporter != "kvcap":
+        raise NotExportable(f"--foresee is for --exporter kvcap, not {exporter}; leave it out")
     report = None
     if exporter == "kvcap":
         where = out or Path(f"{Path(model).name}-onnx")
         rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate, kv_dtype)
+        if foresee:
+            from kvcap.export.decoder.foresee import foreseen
+
+            print(jsonlib.dumps(foreseen(model, settings, dtype, rounding, text)))
+            return
         manifest, report = _kvcap(model, settings, dtype, where, quick, force, rounding, text)
     else:  # other exporters make graphs for several policies, unless one is asked for
         if calibrate is not None:

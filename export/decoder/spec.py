@@ -85,7 +85,7 @@ def load(model: str | Path, dtype: str) -> Source:
     tokenizer = load_tokenizer(where)
     check_generation(where)
     loaded = load_model(where, config, torch_dtype(CACHE[check_dtype(dtype)])).eval()
-    return Source(str(model), loaded, tokenizer, None, _blocks(where, loaded, dtype))
+    return Source(str(model), loaded, tokenizer, None, blocks_of(where, loaded, dtype))
 
 
 def open_model(model: str | Path, dtype: str) -> Source:
@@ -103,7 +103,7 @@ def open_model(model: str | Path, dtype: str) -> Source:
     config, kind = load_config(where), torch_dtype(CACHE[check_dtype(dtype)])
     made = empty_model(where, config, kind).eval()
     nbytes = sum(p.nbytes for p in made.parameters())
-    blocks = _blocks(where, made, dtype)
+    blocks = blocks_of(where, made, dtype)
     own = GgufCheckpoint if is_gguf(where) else Checkpoint
     weights = own.of(where, made, kind, WITHIN) if nbytes > LOADED else None
     if weights is None or layers_of(made) is None:
@@ -112,7 +112,8 @@ def open_model(model: str | Path, dtype: str) -> Source:
     return Source(str(model), made, load_tokenizer(where), weights, blocks)
 
 
-def _blocks(where: str, model: Any, dtype: str) -> FileBlocks | None:
+def blocks_of(where: str, model: Any, dtype: str) -> FileBlocks | None:
+    """Return the matrices of a GGUF file that an export has as they are; None: it rounds them."""
     return FileBlocks.of(where, model, WITHIN) if dtype == "gguf" else None
 
 

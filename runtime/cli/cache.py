@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from time import time
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -28,25 +29,56 @@ class Kept(NamedTuple):
     """A folder of the cache."""
 
     path: Path
-    nbytes: int
+    nbytes: int  # those of files that others share, too
     model: str  # of which it was made
+    settings: dict[str, str]  # of an export: weights, policy, budget_tokens and others
+    age_s: int  # seconds since it was made
+
+    def __str__(self) -> str:
+        """Return a line for people."""
+        what = [x for x in (self.settings.get("weights"), self.settings.get("policy")) if x]
+        if (tokens := self.settings.get("budget_tokens")) is not None:
+            what += [f"{tokens} slots", f"blocks of {self.settings.get('block_size', '?')}"]
+        known = ("weights", "policy", "budget_tokens", "block_size")
+        what += [f"{name} {value}" for name, value in self.settings.items() if name not in known]
+        told = ", ".join([*what, _ago(self.age_s)])
+        return f"{format_bytes(self.nbytes):>10}  {self.path}  {self.model or '?'}: {told}"
 
 
 def kept() -> Iterator[Kept]:
     """Return all that is kept, in the order of its names."""
     for kind in KINDS:
         for path in sorted((cache_home() / kind).glob("[!.]*")):
-            nbytes = sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
-            yield Kept(path, nbytes, _model(path))
+            age = max(0, int(time() - path.stat().st_mtime))
+            yield Kept(path, _bytes([path]), *_made_of(path), age)
 
 
-def _model(path: Path) -> str:
-    """Return the model that a folder was made of; '' where it does not say so."""
+def _bytes(folders: Iterable[Path]) -> int:
+    """Return the bytes of all files; of one that several folders share, once."""
+    files = (x.stat() for folder in folders for x in folder.rglob("*") if x.is_file())
+    return sum({(x.st_dev, x.st_ino): x.st_size for x in files}.values())
+
+
+def _ago(seconds: int) -> str:
+    for unit, count in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * count:
+            return f"made {seconds // count} {unit} ago"
+    return "made just now"
+
+
+def _made_of(path: Path) -> tuple[str, dict[str, str]]:
+    """Return the model that a folder was made of, and how; nothing where it does not say so."""
     try:
-        model: Any = read_json(path / KEPT_FROM)["model"]
+        said: Any = read_json(path / KEPT_FROM)
+        model, options = said["model"], list(said.get("options", []))
+        settings = {"weights": said["weights"]} if "weights" in said else {}
     except (OSError, ValueError, LookupError, TypeError):
-        return ""
-    return _name(model) if isinstance(model, dict) else model
+        return "", {}
+    while options:
+        name = str(options.pop(0)).removeprefix("--").replace("-", "_")
+        value = str(options.pop(0)) if options and not str(options[0]).startswith("--") else "yes"
+        settings[name] = ", ".join(filter(None, (settings.get(name), value)))
+    return _name(model) if isinstance(model, dict) else model, settings
 
 
 def _name(model: dict[str, Any]) -> str:
@@ -61,14 +93,17 @@ def _name(model: dict[str, Any]) -> str:
 
 @cache.command("list")
 def list_command(json_: Json = False) -> None:
-    """List what is kept: its size, its folder, and the model that it was made of."""
+    """List what is kept: its size, folder, model, settings and age.
+
+    Exports of one model share their weights on the disk; the sum at the end counts them once.
+    """
     found = list(kept())
     if json_:
         print(json.dumps([{**x._asdict(), "path": str(x.path)} for x in found]))
         return
     for one in found:
-        print(f"{format_bytes(one.nbytes):>10}  {one.path}  {one.model}".rstrip())
-    print(f"{format_bytes(sum(x.nbytes for x in found)):>10}  in {cache_home()}")
+        print(one)
+    print(f"{format_bytes(_bytes(x.path for x in found)):>10}  in {cache_home()}")
 
 
 @cache.command("clear")
@@ -84,8 +119,11 @@ def clear_command(
 ) -> None:
     """Remove what is kept; it is made again when it is needed."""
     names = {model, str(Path(model).resolve())} if model is not None else None
-    gone = [one for one in kept() if names is None or one.model in names]
+    there = [*kept()]
+    gone = [one for one in there if names is None or one.model in names]
+    stays = _bytes(one.path for one in there if one not in gone)
+    freed = _bytes(one.path for one in there) - stays  # files that others share stay
     unfinished = cache_home().glob("*/.kvcap-*") if names is None else ()  # of who was killed
     for path in (*(one.path for one in gone), *unfinished):
         shutil.rmtree(path, ignore_errors=True)
-    print(f"removed {len(gone)} folders, {format_bytes(sum(x.nbytes for x in gone))}")
+    print(f"removed {len(gone)} folders, {format_bytes(freed)}")

@@ -20,7 +20,7 @@ import typer
 from kvcap import dtypes
 from kvcap.runtime.cli.console import INFEASIBLE, complain, dim, styled, visible
 from kvcap.runtime.cli.importing import large_imports
-from kvcap.runtime.cli.kept_exports import kept_export
+from kvcap.runtime.cli.kept_exports import foreseen_export, kept_export
 from kvcap.runtime.cli.options import (
     STDIN,
     Backend,
@@ -56,6 +56,7 @@ from kvcap.runtime.recall.settings import DEFAULT, RecallSettings
 from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
 
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
+    from kvcap.runtime.backends.onnxruntime.manifest import Manifest
     from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
     from kvcap.runtime.models.packed import PackedDtype
     from kvcap.runtime.session.ends import End
@@ -254,7 +255,7 @@ def plan_command(
         raise typer.Exit(INFEASIBLE) from error
     tokens = length or plan.trained_length
     stored = None if backend.exported(model) else _in_gguf(model)
-    ends = planned_ends(model, backend, budget)
+    ends = planned_ends(model, backend)
     if json_:
         uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
         available = {"free_bytes": free.nbytes, "free_by": free.source}
@@ -496,6 +497,8 @@ def planned(
     budget: Budget,
     recall_store: int = 0,
     device: str | None = None,
+    *,
+    export: bool = False,
 ) -> MemoryPlan:
     """Plan a run, without reading weights.
 
@@ -505,14 +508,13 @@ def planned(
         budget: of its cache.
         recall_store: bytes of the index of a conversation's text.
         device: of the run; by default the best there is.
+        export: make an export that is missing, so that its bytes are known, and not estimated.
 
     Raises:
         PlanInfeasible: nothing fits, naming what would.
     """
     if backend.exported(model):
-        if (weights := backend.kept(model)) is not None:
-            model = str(kept_export(model, weights, budget, calibrate=backend.calibrate))
-        return _planned_export(model, budget, recall_store)
+        return _planned_export(_manifest(model, backend, budget, export), budget, recall_store)
     quiet_libraries()
     from kvcap.runtime.models.devices import best_device, usable
     from kvcap.runtime.models.files import load_config
@@ -534,7 +536,7 @@ def planned(
     )
 
 
-def planned_ends(model: str, backend: Backend, budget: Budget) -> list[End]:
+def planned_ends(model: str, backend: Backend) -> list[End]:
     """Return the tokens that end an answer; those of a missing tokenizer are not known.
 
     Raises:
@@ -542,13 +544,11 @@ def planned_ends(model: str, backend: Backend, budget: Budget) -> list[End]:
     """
     from kvcap.runtime.session.ends import ends_of
 
-    if backend.exported(model):
+    if backend.exported(model) and backend.kept(model) is None:
         from kvcap.runtime.backends.onnxruntime import manifest
         from kvcap.runtime.backends.onnxruntime.runtime import generation_of
         from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 
-        if (weights := backend.kept(model)) is not None:
-            model = str(kept_export(model, weights, budget, calibrate=backend.calibrate))
         found = manifest.read(_export_folder(model))
         return ends_of(Tokenizer(found.folder, found.listed), generation_of(found))
     from kvcap.runtime.models.files import find_tokenizer, load_config, load_generation
@@ -593,7 +593,8 @@ def planned_serving(
     given = budget.memory_cap or (AUTO if free else None)
     cap = None if given is None else parse_cap(given)
     wanted = None if running is None else running.device
-    one = planned(model, backend, replace(budget, memory_cap=None), device=wanted)
+    made = running is not None  # else nothing is going to run
+    one = planned(model, backend, replace(budget, memory_cap=None), device=wanted, export=made)
     one = replace(one, baseline=process_bytes() + LOADING)
     if backend.exported(model):
         return ServingPlan.of(
@@ -628,12 +629,21 @@ def planned_serving(
     )
 
 
-def _planned_export(model: str, budget: Budget, recall_store: int) -> MemoryPlan:
+def _manifest(model: str, backend: Backend, budget: Budget, export: bool) -> Manifest:
+    """Return the manifest of the export that would run, whether it is made or not."""
     from kvcap.runtime.backends.onnxruntime import manifest
+
+    if (weights := backend.kept(model)) is None:
+        return manifest.read(_export_folder(model))
+    if export:
+        return manifest.read(kept_export(model, weights, budget, calibrate=backend.calibrate))
+    return foreseen_export(model, weights, budget, backend.calibrate)
+
+
+def _planned_export(found: Manifest, budget: Budget, recall_store: int) -> MemoryPlan:
     from kvcap.runtime.backends.onnxruntime.plan import plan_of
     from kvcap.runtime.backends.onnxruntime.runtime import check_dtype, check_slots, find_policy
 
-    found = manifest.read(_export_folder(model))
     policy = find_policy(found, _policy_request(budget), budget.positions)
     check_dtype(found, budget.dtype)
     check_slots(found, budget.kv_dtype)

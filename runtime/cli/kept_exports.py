@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -29,7 +30,11 @@ from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, MANIFEST
 from kvcap.runtime.units import format_bytes
 
+if TYPE_CHECKING:  # NumPy stands behind it
+    from kvcap.runtime.backends.onnxruntime.manifest import Manifest
+
 LEFT = 64 << 20  # bytes beside the weights that must be free on the disk
+SHARED = 1 << 20  # bytes of a file from which exports that have the same one share it
 SNAPSHOTS = "snapshots"  # the hub's cache has a folder for every revision in it
 
 
@@ -66,6 +71,48 @@ def kept_export(
             a text is for nothing.
         typer.Exit: the export failed, which has said why.
     """
+    facts, folder = _asked(model, weights, budget, symmetric, calibrate)
+    out = folder / "decoder"
+    if _is_whole(out):
+        return out
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotExportable(
+            f"no export can be kept in {str(folder)!r} ({error.strerror}); set XDG_CACHE_HOME to a "
+            "directory that can be written to"
+        ) from error
+    waiting = f"another process exports {model}; waiting for it"
+    with locked(folder / "lock", lambda: None if quiet else dim(waiting)):
+        if not _is_whole(out):
+            _make(model, weights, facts, folder, quiet, calibrate)
+    return out
+
+
+def foreseen_export(
+    model: str, weights: str, budget: Budget, calibrate: Path | None = None
+) -> Manifest:
+    """Return the manifest of a model's export; of one that is not made yet, what it would say.
+
+    Takes and raises the same as `kept_export`. No weights are read, and nothing is written.
+    """
+    from kvcap.runtime.backends.onnxruntime.manifest import Manifest, read
+
+    facts, folder = _asked(model, weights, budget, None, calibrate)
+    out = folder / "decoder"
+    if _is_whole(out):
+        return read(out)
+    command = [*_command(model, weights, facts, calibrate), "--foresee"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    if done.returncode != 0:
+        raise typer.Exit(done.returncode if done.returncode > 0 else 1)
+    return Manifest(out, json.loads(done.stdout))
+
+
+def _asked(
+    model: str, weights: str, budget: Budget, symmetric: bool | None, calibrate: Path | None
+) -> tuple[dict[str, Any], Path]:
+    """Return what is fixed in an export, and the folder of it; refuse what cannot be exported."""
     found = None if model in BUILT_IN else locate(model)
     if found is not None and is_export(found):
         raise NotExportable(
@@ -97,22 +144,7 @@ def kept_export(
     text = None if calibrate is None else read_text(calibrate)
     facts = identity(model, weights, budget, symmetric, text)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    folder = cache_folder() / f"{Path(model).name or 'model'}-{weights}-{digest}"
-    out = folder / "decoder"
-    if _is_whole(out):
-        return out
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise NotExportable(
-            f"no export can be kept in {str(folder)!r} ({error.strerror}); set XDG_CACHE_HOME to a "
-            "directory that can be written to"
-        ) from error
-    waiting = f"another process exports {model}; waiting for it"
-    with locked(folder / "lock", lambda: None if quiet else dim(waiting)):
-        if not _is_whole(out):
-            _make(model, weights, facts, folder, quiet, calibrate)
-    return out
+    return facts, cache_folder() / f"{Path(model).name or 'model'}-{weights}-{digest}"
 
 
 def identity(
@@ -207,32 +239,50 @@ def _make(
         takes = "a minute" if calibrate is None else "several minutes"
         what = "the file's weights" if weights == "gguf" else f"{weights} weights"
         dim(f"exporting {model} with {what}, once; this can take {takes}")
-    safe = ["-P"] if getattr(sys.flags, "safe_path", False) else []
-    command = [
-        sys.executable,
-        *safe,
-        "-m",
-        "kvcap",
-        "export",
-        "decoder",
-        model,
-        "--dtype",
-        weights,
-        *facts["options"],
-        "--quick",
-        "--force",
-        "-o",
-        str(folder / "decoder"),
-    ]
-    if calibrate is not None:
-        command += ["--calibrate", str(calibrate)]
+    command = _command(model, weights, facts, calibrate)
+    command += ["--quick", "--force", "-o", str(folder / "decoder")]
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code != 0:
         raise typer.Exit(code if code > 0 else 1)
+    _share(folder / "decoder")
     (folder / KEPT_FROM).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     if not quiet:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         dim(f"kept in {folder} ({format_bytes(size)}); kvcap cache clear frees the space")
+
+
+def _command(model: str, weights: str, facts: dict[str, Any], calibrate: Path | None) -> list[str]:
+    """Return the command that exports a model, but for where to."""
+    safe = ["-P"] if getattr(sys.flags, "safe_path", False) else []
+    program = [sys.executable, *safe, "-m", "kvcap", "export", "decoder", model]
+    text = [] if calibrate is None else ["--calibrate", str(calibrate)]
+    return [*program, "--dtype", weights, *facts["options"], *text]
+
+
+def _share(out: Path) -> None:
+    """Give an export the large files of earlier ones that have the same, as hard links.
+
+    Exports of one model with other budgets and policies have the same weights.
+    """
+    sums = {path.parent: _sums(path.parent) for path in cache_folder().glob(f"*/*/{MANIFEST}")}
+    for name, digest in sums.pop(out, {}).items():
+        for other in (folder / name for folder, known in sums.items() if known.get(name) == digest):
+            linked = out.parent / f".kvcap-{name}"
+            try:
+                os.link(other, linked)
+                os.replace(linked, out / name)
+                break
+            except OSError:  # it is gone, or the disk has no hard links: the export has its own
+                continue
+
+
+def _sums(out: Path) -> dict[str, str]:
+    """Return the checksums of an export's large files, by name."""
+    try:
+        files = read_json(out / MANIFEST)["files"]
+        return {x["file"]: x["sha256"] for x in files if x["bytes"] >= SHARED}
+    except (OSError, ValueError, LookupError, TypeError):  # no export, or one that was cut short
+        return {}
 
 
 def _left_over(folder: Path) -> Iterator[Path]:

@@ -243,7 +243,8 @@ def print_plan(
     rows += [("logits of a token", plan.logits, "estimate")]
     if plan.recall_store:
         rows += [("index of evicted text", plan.recall_store, "at most")]
-    rows += [("weights", plan.weights, f"exact, from {plan.weights_from}")]
+    exact = "" if plan.weights_from.endswith("estimated") else "exact, from "
+    rows += [("weights", plan.weights, exact + plan.weights_from)]
     if plan.baseline:
         rows += [("Python, libraries, loading", plan.baseline, "measured here")]
     rows += [("total", plan.total_bytes, "estimate"), ("free here", free.nbytes, free.source)]

@@ -58,7 +58,12 @@ class Tensor(NamedTuple):
 
 Headers = dict[str, Tensor]
 WeightsSource = Literal[
-    "safetensors headers", "config", "config, unpacked", "loaded model", "the manifest"
+    "safetensors headers",
+    "config",
+    "config, estimated",  # of an export that is not made
+    "config, unpacked",
+    "loaded model",
+    "the manifest",
 ]
 
 

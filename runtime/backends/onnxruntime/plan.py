@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from kvcap.runtime.errors import NotExportable, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, PlanSearch, Sizes, parse_cap
 from kvcap.runtime.units import parse_bytes, with_margin
+
+if TYPE_CHECKING:  # PyTorch stands behind it
+    from kvcap.runtime.models.weights import WeightsSource
 
 LOADING = 40 << 20  # ONNX Runtime itself, a tokenizer, buffers of the first block
 ROTATION = 2 * 4  # bytes of a cosine and a sine
@@ -184,13 +187,18 @@ def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> Memo
         workspace=_workspace(manifest, slots, block, 1) + _told(manifest, block),
         logits=4 * manifest.model["vocabulary"],
         weights=manifest.model["weights_bytes"],
-        weights_from="the manifest",
+        weights_from=_source(manifest),
         **beside._asdict(),
         token_bytes=numbers["capped"] * np.dtype(cache).itemsize,
         sliding_token_bytes=numbers["sliding"] * np.dtype(cache).itemsize,
         sliding_window=max((window or 0 for window in windows), default=0),
         trained_length=manifest.model["trained_length"],
     )
+
+
+def _source(manifest: Manifest) -> WeightsSource:
+    """Return where the bytes of the weights are from: an export that is not made has no files."""
+    return "the manifest" if "files" in manifest.facts else "config, estimated"
 
 
 def _scales(manifest: Manifest) -> int:

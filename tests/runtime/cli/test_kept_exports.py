@@ -14,6 +14,7 @@ import typer
 
 from kvcap import pocket
 from kvcap.cli import run
+from kvcap.export.decoder.manifest import file_facts
 from kvcap.runtime.backends.onnxruntime.manifest import SCHEMA
 from kvcap.runtime.cli import kept_exports
 from kvcap.runtime.cli.kept_exports import cache_folder, identity, kept_export
@@ -69,6 +70,73 @@ def test_an_export_is_listed_and_removed_by_the_name_that_the_user_gave(made, mo
     assert listed() == ["Qwen/Qwen3--0.6B"]
     assert run(["cache", "clear", "Qwen/Qwen3--0.6B"]) == 0
     assert listed() == []
+
+
+def test_exports_of_a_model_share_their_weights_and_are_told_apart(made, monkeypatch, capsys):
+    def export(command, **_):
+        out = Path(command[command.index("-o") + 1])
+        out.mkdir()
+        (out / "graph").write_text(" ".join(command))
+        (out / "weights").write_bytes(bytes([len(command)]) * 2_000_000)
+        (out / MANIFEST).write_text(json.dumps(file_facts(out)))
+        return subprocess.CompletedProcess(command, 0)
+
+    def listed() -> list[str]:
+        capsys.readouterr()
+        assert run(["cache", "list"]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    monkeypatch.setattr(kept_exports.subprocess, "run", export)
+    first, second = (kept_export("pocket", "int8", Budget(budget_tokens=n)) for n in (64, 128))
+    other = kept_export("pocket", "int4", Budget(policy="knorm", sink_tokens=2))
+    assert (first / "weights").samefile(second / "weights")
+    assert not (first / "weights").samefile(other / "weights")
+    *rows, total = listed()
+    said = sorted(row.partition("pocket: ")[2] for row in rows)
+    assert said == [
+        "int4, knorm, 256 slots, blocks of 128, sink_tokens 2, made just now",
+        "int8, lagkv, 128 slots, blocks of 128, made just now",
+        "int8, lagkv, 64 slots, blocks of 128, made just now",
+    ]
+    assert [float(row.split()[0]) for row in (*rows, total)] == [1.9, 1.9, 1.9, 3.8]
+    assert run(["cache", "clear", "pocket"]) == 0
+    assert "removed 3 folders, 3.8 MiB" in capsys.readouterr().out
+
+
+@pytest.mark.slow(keep=1)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_plan_exports_nothing_and_says_the_bytes_that_an_export_has(
+    weights, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    given = [
+        "pocket",
+        "--weights",
+        weights,
+        "--budget-tokens",
+        "40",
+        "--block-size",
+        "16",
+        "--json",
+    ]
+
+    def planned() -> dict:
+        capsys.readouterr()
+        assert run(["plan", *given]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    before = planned()
+    assert not cache_folder().exists()
+    assert before.pop("weights_from") == "config, estimated"
+    kept_export("pocket", weights, Budget(budget_tokens=40, block_size=16), quiet=True)
+    after = planned()
+    assert after.pop("weights_from") == "the manifest"
+    assert before["weights"] == pytest.approx(after["weights"], rel=0.02)
+    assert before["cache_bytes"] == after["cache_bytes"]
+    moving = {"weights", "total_bytes", "free_bytes", "least_memory_cap"}
+    assert {k: x for k, x in before.items() if k not in moving} == {
+        k: x for k, x in after.items() if k not in moving
+    }
 
 
 def test_it_is_made_once_and_again_when_something_in_it_differs(model, made, capsys):
