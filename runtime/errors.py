@@ -30,6 +30,7 @@ KvcapError
 ├── ReplicaLost             the process of a cluster that answered has gone
 ├── PortTaken               a server cannot listen on its address
 ├── ExtraMissing            a package is not installed; names the extra that brings it
+├── LibraryUnusable         a build of llama.cpp cannot be used; names what would work
 ├── CellsFailed             some cells of a sweep could not be measured; the others are kept
 ├── WorkersLost             processes that were to share work ended by themselves
 ├── NothingRecommended      every policy that was measured is worse than random eviction
@@ -187,6 +188,10 @@ class ExtraMissing(KvcapError, ImportError):
 def how_to_install(extra: str) -> str:
     """Return how a user installs one of kvcap's extras, which no package index has."""
     return f"run in kvcap's checkout: pip install '.[{extra}]'"
+
+
+class LibraryUnusable(KvcapError, ValueError):
+    """A build of llama.cpp's library cannot be loaded, or is of a version that was not tried."""
 
 
 class PeerFailed(KvcapError, RuntimeError):

@@ -15,7 +15,7 @@ import numpy as np
 import tiny_chat
 
 from kvcap import pocket
-from kvcap.runtime.backends.onnxruntime.generation import Generation, NumpySampler
+from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.backends.pytorch.runtime import Runtime

@@ -64,6 +64,7 @@ WeightsSource = Literal[
     "config, unpacked",
     "loaded model",
     "the manifest",
+    "the file",
 ]
 
 

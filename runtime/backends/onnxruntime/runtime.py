@@ -25,7 +25,7 @@ from kvcap.runtime.backends.onnxruntime.decoder import (
     evictors_of,
     scales_of,
 )
-from kvcap.runtime.backends.onnxruntime.generation import Generation, NumpySampler
+from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.grouped import GroupedDecoder
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop

@@ -27,7 +27,7 @@ from kvcap.export.decoder.companions import check_tokenizer
 from kvcap.export.files import file_entry
 from kvcap.export.verify import verify_decoder
 from kvcap.policies import load_policy
-from kvcap.runtime.backends.onnxruntime.generation import Generation, NumpySampler
+from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import read
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer

@@ -1,0 +1,389 @@
+"""Holds the cells of conversations in a context of llama.cpp, and reads tokens into them.
+
+A cell is a slot: the key and value of a token in all layers and heads. A context allocates all its
+cells and the buffers of a pass once. Knows no policy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from ctypes import c_int8, c_int32, c_void_p
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.runtime.backends.llamacpp.library import (
+    CELL_TYPES,
+    PAGE,
+    Library,
+    LlamaBatch,
+)
+from kvcap.runtime.backends.llamacpp.model import LlamaModel, reason
+from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+MIB = 1 << 20
+CELLS = re.compile(
+    r"size =\s+[\d.]+ MiB \(\s*(\d+) cells,\s*(\d+) layers,\s*(\d+)/(\d+) seqs\), "
+    r"K \((\w+)\):\s+([\d.]+) MiB, V \(\w+\):\s+([\d.]+) MiB"
+)
+STATES = re.compile(r"size =\s+([\d.]+) MiB \(\s*\d+ cells,.*R \(\w+\)")
+COMPUTE = re.compile(r"compute buffer size =\s+([\d.]+) MiB")
+OUTPUT = re.compile(r"output buffer size =\s+([\d.]+) MiB")
+UNITS = {"f16": 64, "q8_0": 34, "q4_0": 18}
+"""Holds the bytes of which a row of numbers of each type is a multiple: those of 32 numbers."""
+TYPES = frozenset(CELL_TYPES.values())
+ROWS = np.dtype([("type", "<i4"), ("nbytes", "<u8")])
+COLUMNS = np.dtype([("type", "<i4"), ("size", "<u4"), ("rows", "<u4")])
+
+
+class Allocated(NamedTuple):
+    """A count of the bytes that a context allocates, as the library's log gives them."""
+
+    cells: int = 0  # keys and values of layers that keep every token
+    sliding: int = 0  # likewise of layers that keep a window
+    states: int = 0  # of recurrent layers
+    compute: int = 0  # of a pass, to a hundredth of a MiB
+    output: int = 0  # of logits, likewise
+
+    @classmethod
+    def parse(cls, said: str) -> Allocated:
+        """Return the bytes that a log names; those of cells are exact, since rows are."""
+        caches = [_cells_bytes(*found) for found in CELLS.findall(said)]
+        return cls(
+            cells=caches[0] if caches else 0,
+            sliding=sum(caches[1:]),
+            states=_mebibytes(STATES.findall(said)),
+            compute=_mebibytes(COMPUTE.findall(said)),
+            output=_mebibytes(OUTPUT.findall(said)),
+        )
+
+
+def _mebibytes(figures: Sequence[str]) -> int:
+    return sum(round(float(figure) * MIB) for figure in figures)
+
+
+def _cells_bytes(
+    cells: str, layers: str, sequences: str, streams: str, kind: str, keys: str, values: str
+) -> int:
+    """Return the exact bytes of a cache, of which the log rounds to a hundredth of a MiB."""
+    count, unit = int(cells) * int(streams), UNITS.get(kind, 1)
+    return sum(round(float(size) * MIB / count / unit) * unit * count for size in (keys, values))
+
+
+@dataclass(frozen=True)
+class LayerCells:
+    """The cells of a conversation in one layer, as the library's state holds them.
+
+    `keys` and `values` copy them as float32 numbers [K, n, D], oldest token first.
+    """
+
+    heads: int  # K
+    order: NDArray[np.intp]  # of the cells, by position
+    key_rows: Rows
+    value_rows: Rows | None  # None: the layer's keys are latents, of which values are made
+
+    def keys(self) -> Floats:
+        """Return the keys [K, n, D]."""
+        return self.key_rows.floats(self.heads)[:, self.order]
+
+    def values(self) -> Floats:
+        """Return the values [K, n, E].
+
+        Raises:
+            UnsupportedModel: the layer keeps none.
+        """
+        if self.value_rows is None:
+            raise UnsupportedModel(
+                "the model's cells hold latents without values; choose a policy that reads keys, "
+                "such as keydiff-window, or streaming_llm"
+            )
+        return self.value_rows.floats(self.heads)[:, self.order]
+
+
+class Context:
+    """A context with room for some conversations of `cells` tokens each.
+
+    Args:
+        model: whose layers it is for.
+        cells: slots of each conversation, rounded up to a multiple of 256.
+        block: tokens read at once, at most.
+        sequences: conversations.
+        kv_dtype: of cells: 'q8_0', 'q4_0', or None for float16.
+        outputs: logits that a pass may give; 0: as many as conversations.
+        threads: that compute; None: as many as the library's default.
+
+    Raises:
+        MemoryCapExceeded: the library cannot allocate it.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        cells: int,
+        block: int,
+        *,
+        sequences: int = 1,
+        kv_dtype: str | None = None,
+        outputs: int = 0,
+        threads: int | None = None,
+    ) -> None:
+        self.model, self.library, self.calls = model, model.library, model.library.calls
+        self.sequences, self.block, self.kv_dtype = sequences, max(block, sequences), kv_dtype
+        self.outputs = max(outputs, sequences)
+        settings = model.library.context_settings()
+        settings.n_ctx = whole_pages(cells) * sequences
+        settings.n_batch = settings.n_ubatch = self.block
+        settings.n_seq_max = sequences
+        settings.n_outputs_max = self.outputs
+        settings.n_outputs_max_per_seq = max(1, outputs)
+        settings.type_k = settings.type_v = CELL_TYPES[kv_dtype]
+        if threads is not None:
+            settings.n_threads = settings.n_threads_batch = threads
+        model.library.said()
+        self.pointer: int | None = self.calls.llama_init_from_model(model.pointer, settings)
+        said = model.library.said()
+        if not self.pointer:
+            raise MemoryCapExceeded(
+                f"llama.cpp cannot allocate {cells:,} cells for {sequences} conversations: "
+                f"{reason(said)}; use fewer"
+            )
+        # The context refers to the model, so it must be freed first.
+        weakref.finalize(self, _free, self.calls, self.pointer, model)
+        self.memory: int = self.calls.llama_get_memory(self.pointer)
+        self.allocated = Allocated.parse(said)
+        self.cells = int(self.calls.llama_n_ctx_seq(self.pointer))
+        self.can_shift = bool(self.calls.llama_memory_can_shift(self.memory))
+        self._ids = (c_int32 * self.block)()
+        self._positions = (c_int32 * self.block)()
+        self._counts = (c_int32 * self.block)(*[1] * self.block)
+        self._outputs = (c_int8 * self.block)()
+        self._sequence_ids = (c_int32 * sequences)(*range(sequences))
+        self._sequences = (c_void_p * self.block)()
+        self.free = list(range(sequences))
+        """Holds the conversations that nobody has."""
+
+    def read(self, tokens: Sequence[tuple[int, int, int]], outputs: Sequence[int]) -> Floats:
+        """Read tokens, each given as its sequence, its id and its position.
+
+        Returns:
+            The logits [n, V] behind the tokens whose places in `tokens` are `outputs`.
+
+        Raises:
+            MemoryCapExceeded: the library found no cells for them, or refused them.
+        """
+        start = ctypes.addressof(self._sequence_ids)
+        for place, (sequence, token, position) in enumerate(tokens):
+            self._ids[place], self._positions[place] = token, position
+            self._sequences[place] = start + 4 * sequence
+            self._outputs[place] = 0
+        for place in outputs:
+            self._outputs[place] = 1
+        batch = LlamaBatch(
+            len(tokens),
+            *(
+                None if array is None else ctypes.addressof(array)
+                for array in (
+                    self._ids,
+                    None,
+                    self._positions,
+                    self._counts,
+                    self._sequences,
+                    self._outputs,
+                )
+            ),
+        )
+        if code := self.calls.llama_decode(self.pointer, batch):
+            raise MemoryCapExceeded(
+                f"llama.cpp refused {len(tokens)} tokens with code {code}: "
+                f"{reason(self.model.library.said())}"
+            )
+        self.model.library.lines.clear()
+        rows = [self._logits(place) for place in outputs]
+        return np.stack(rows) if rows else np.empty((0, self.model.vocabulary), np.float32)
+
+    def _logits(self, place: int) -> Floats:
+        found = self.calls.llama_get_logits_ith(self.pointer, place)
+        return np.ctypeslib.as_array(found, (self.model.vocabulary,)).copy()
+
+    def remove(self, sequence: int, start: int = 0, stop: int = -1) -> None:
+        """Free the cells of positions `start` to `stop` (-1: all further ones)."""
+        if not self.calls.llama_memory_seq_rm(self.memory, sequence, start, stop):
+            raise MemoryCapExceeded(
+                f"llama.cpp cannot free positions {start} to {stop} of this model; use /clear"
+            )
+
+    def move(self, sequence: int, start: int, stop: int, by: int) -> None:
+        """Move the tokens of positions `start` to `stop` by so many positions."""
+        self.calls.llama_memory_seq_add(self.memory, sequence, start, stop, by)
+
+    def state(self, sequence: int) -> Bytes:
+        """Return a copy of all that a conversation's cells hold, as the library writes it."""
+        size = self.calls.llama_state_seq_get_size(self.pointer, sequence)
+        found = np.empty(size, np.uint8)
+        self.calls.llama_state_seq_get_data(self.pointer, found.ctypes.data, size, sequence)
+        return found
+
+    def set_state(self, sequence: int, state: Bytes) -> bool:
+        """Have a conversation's cells hold what `state` returned; return whether it was taken."""
+        state = np.ascontiguousarray(state)
+        taken = self.calls.llama_state_seq_set_data(
+            self.pointer, state.ctypes.data, state.nbytes, sequence
+        )
+        return bool(taken == state.nbytes)
+
+    def layers(self, sequence: int, held: int) -> list[LayerCells]:
+        """Return a conversation's `held` cells in each of its capped layers.
+
+        Raises:
+            MemoryCapExceeded: the state is not laid out as in the versions that were tried.
+        """
+        part = next(split_state(self.state(sequence), self.library))
+        if part.held != held:
+            raise MemoryCapExceeded(
+                f"llama.cpp's state has {part.held} cells, and {held} tokens are held"
+            )
+        return part.layers(self.model.kv_heads)
+
+
+def _free(calls: Any, pointer: int, model: LlamaModel) -> None:
+    """Free a context; `model` is kept until then."""
+    calls.llama_free(pointer)
+
+
+def whole_pages(cells: int) -> int:
+    """Return the cells that a context has which is asked for so many: a multiple of 256."""
+    return -(-cells // PAGE) * PAGE
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a layer's keys or values in a state: one row a cell, or one a channel.
+
+    Args:
+        library: whose own conversion reads quantised numbers.
+        data: the bytes [rows, n].
+        kind: ggml's number of their type.
+        by_channel: whether a row is a channel of all cells.
+    """
+
+    library: Library
+    data: Bytes
+    kind: int
+    by_channel: bool = False
+
+    def floats(self, heads: int) -> Floats:
+        """Return the numbers as [K, cells, D]."""
+        found = self.library.floats(self.data, self.kind)
+        cells = found.T if self.by_channel else found
+        heads = heads if cells.shape[1] % heads == 0 else 1
+        return np.ascontiguousarray(cells.reshape(len(cells), heads, -1).swapaxes(0, 1))
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """A part of a conversation's state: the cells of all layers that keep equally many.
+
+    The library writes the number of streams (conversations of the context), how many cells each
+    has, then of this conversation's each cell's position, count of sequences and sequence, then
+    whether values are transposed, the number of layers, and the rows of keys and of values.
+    """
+
+    held: int  # cells
+    positions: NDArray[np.int32]  # of the cells
+    key_rows: list[Rows]
+    value_rows: list[Rows]
+    body: Bytes  # everything behind the numbers of cells
+
+    def layers(self, heads: int) -> list[LayerCells]:
+        """Return the cells layer by layer."""
+        order = np.argsort(self.positions, kind="stable")
+        values: list[Rows | None] = [*self.value_rows] or [None] * len(self.key_rows)
+        return [
+            LayerCells(heads, order, keys, own)
+            for keys, own in zip(self.key_rows, values, strict=True)
+        ]
+
+
+def split_state(state: Bytes, library: Library) -> Iterator[StatePart]:
+    """Yield the parts of a conversation's state: of capped layers, then of sliding ones.
+
+    Raises:
+        MemoryCapExceeded: it is not laid out as in the versions that were tried.
+    """
+    reader = _Reader(state)
+    reader.words(2)  # a mark, and the sequence
+    while reader.left:
+        counts = reader.words(int(reader.words(1)[0]))
+        held = int(counts.max())
+        if np.count_nonzero(counts) > 1:
+            raise MemoryCapExceeded("llama.cpp's state is of several conversations")
+        begins = reader.place
+        if not held:
+            yield StatePart(0, counts, [], [], state[:0])
+            continue
+        positions = reader.words(3 * held).reshape(held, 3)[:, 0]
+        transposed, layers = (int(word) for word in reader.words(2))
+        reader.take(library.layout.gap)
+        keys = [Rows(library, *reader.rows(held)) for _ in range(layers)]
+        values = list[Rows]()
+        while len(values) < layers and reader.follows(held, bool(transposed)):
+            taken = reader.columns(held) if transposed else reader.rows(held)
+            values.append(Rows(library, *taken, by_channel=bool(transposed)))
+        yield StatePart(held, positions, keys, values, state[begins : reader.place])
+
+
+class _Reader:
+    """A reader of a state's bytes from their beginning."""
+
+    def __init__(self, state: Bytes) -> None:
+        self.state, self.place = state, 0
+
+    @property
+    def left(self) -> int:
+        return self.state.nbytes - self.place
+
+    def take(self, size: int) -> Bytes:
+        if not 0 <= size <= self.left:
+            raise MemoryCapExceeded("llama.cpp's state is laid out otherwise than kvcap knows")
+        self.place += size
+        return self.state[self.place - size : self.place]
+
+    def words(self, count: int) -> NDArray[np.int32]:
+        return np.frombuffer(self.take(4 * count).tobytes(), "<i4")
+
+    def rows(self, held: int) -> tuple[Bytes, int]:
+        """Return the rows [held, n] of a layer, and their type."""
+        head = np.frombuffer(self.take(ROWS.itemsize).tobytes(), ROWS)[0]
+        return self.take(held * int(head["nbytes"])).reshape(held, -1), int(head["type"])
+
+    def columns(self, held: int) -> tuple[Bytes, int]:
+        """Return the rows [channels, n] of a layer whose values are stored by channel."""
+        head = np.frombuffer(self.take(COLUMNS.itemsize).tobytes(), COLUMNS)[0]
+        size = held * int(head["size"])
+        return self.take(size * int(head["rows"])).reshape(-1, size), int(head["type"])
+
+    def follows(self, held: int, transposed: bool) -> bool:
+        """Return whether rows of another layer follow, and not another part of the state."""
+        kind = COLUMNS if transposed else ROWS
+        if self.left < kind.itemsize:
+            return False
+        head = np.frombuffer(self.state[self.place : self.place + kind.itemsize].tobytes(), kind)[0]
+        size = head["nbytes"] if not transposed else head["size"] * head["rows"]
+        return bool(head["type"] in TYPES and 0 < held * int(size) <= self.left)
+
+
+def for_streams(state: Bytes, streams: int, library: Library) -> Bytes:
+    """Return a state as a context of so many conversations takes it."""
+    head = state[:8].tobytes()
+    parts = [
+        np.array([streams, part.held, *[0] * (streams - 1)], "<u4").tobytes() + part.body.tobytes()
+        for part in split_state(state, library)
+    ]
+    return np.frombuffer(head + b"".join(parts), np.uint8)

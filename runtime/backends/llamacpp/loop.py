@@ -1,0 +1,387 @@
+"""Reads tokens into the cells of a conversation, and frees those of tokens that a policy evicts.
+
+The counterpart of `backends/onnxruntime/loop.py` over llama.cpp's library.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.runtime.backends.llamacpp.context import Context, Floats
+from kvcap.runtime.backends.llamacpp.rank import Indices, Ranking
+from kvcap.runtime.cache.pinned_slots import check_slots
+from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.interrupts import interrupts_deferred
+from kvcap.runtime.memory.cap_guard import CapGuard
+from kvcap.runtime.session.engine import CacheCopy, Loop, Room
+from kvcap.runtime.types import KeptTokens, Positions, Span
+
+NONE: Indices = np.empty(0, np.int64)
+
+
+class LlamaCache:
+    """A cache of a conversation in one sequence of a context, of which it says what is held.
+
+    A slot is a cell: all layers and KV heads hold the same tokens.
+
+    Args:
+        context: that has a free sequence.
+        ranking: says which tokens stay.
+        budget: slots that stay after every block.
+        positions: of kept tokens: 'compact', 'true' or 'auto'.
+    """
+
+    consistent = True  # a pass reads a block in all layers, or fails and the cache is emptied
+    recomputed: list[float] = []  # noqa: RUF012  # evicted tokens are not kept
+
+    def __init__(
+        self, context: Context, ranking: Ranking, budget: int, positions: Positions
+    ) -> None:
+        self.context, self.ranking, self.budget = context, ranking, budget
+        self.positions, self.trained_length = positions, context.model.trained_length
+        self.sequence = context.free.pop()
+        weakref.finalize(self, _give_back, context, self.sequence)
+        self.seen = 0
+        self.tokens = NONE
+        """Holds the places in the conversation of the tokens that are held, ascending."""
+        self.places = NONE
+        """Holds their positions."""
+        self.pinned_spans: list[Span] = []
+        self.unread: tuple[int, int] | None = None  # as in `BudgetCache`
+        self._compact = positions == "compact"
+        self._moved = False  # True: keys are turned to their positions with the next pass
+
+    @property
+    def held(self) -> int:
+        """Return the slots in use."""
+        return len(self.tokens)
+
+    @property
+    def spare(self) -> int:
+        """Return how many tokens fit before any must be evicted."""
+        return max(0, self.budget - self.held)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the exact bytes of the sequence's cells and states."""
+        allocated = self.context.allocated
+        whole = allocated.cells + allocated.sliding + allocated.states
+        return whole // self.context.sequences
+
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes of the cells in use, and of windows and states."""
+        allocated, context = self.context.allocated, self.context
+        own = allocated.cells // context.sequences // context.cells
+        beside = (allocated.sliding + allocated.states) // context.sequences
+        return own * self.held + (beside if self.seen else 0)
+
+    @property
+    def sinks(self) -> int:
+        """Return how many first tokens of the conversation are never evicted."""
+        return self.ranking.pins(self.budget)[0]
+
+    def kept_tokens(self) -> list[KeptTokens]:
+        """Return the tokens that the layers hold, the same in all."""
+        return [KeptTokens(0, True, [self.tokens])]
+
+    def pin(self, spans: Sequence[Span]) -> None:
+        """Pin these tokens, [start, stop) in tokens read or still to be read: never evict them.
+
+        Raises:
+            PinsTooLarge: they do not fit beside those pinned before; nothing is changed.
+        """
+        self.set_pins(self.pinned_with(spans))
+
+    def pinned_with(self, spans: Sequence[Span], *, emptied: bool = False) -> list[Span]:
+        """Return all pinned spans once `spans` are pinned too, or only these if it is `emptied`.
+
+        Raises:
+            PinsTooLarge: they do not fit.
+        """
+        seen = 0 if emptied else self.seen
+        found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
+        self._check_pins(found)
+        return found
+
+    def set_pins(self, spans: Sequence[Span]) -> None:
+        """Pin these spans and no others.
+
+        Raises:
+            PinsTooLarge: they do not fit.
+        """
+        self._check_pins(spans)
+        self.pinned_spans = list(spans)
+
+    def _check_pins(self, spans: Sequence[Span]) -> None:
+        pins = self.ranking.pins(self.budget, spans)
+        check_slots(spans, *pins, self.budget, self.ranking.name, 0)
+
+    def reset(self) -> None:
+        """Forget the conversation; the cells stay."""
+        self.context.remove(self.sequence)
+        self.seen, self.pinned_spans, self.unread = 0, [], None
+        self.tokens = self.places = NONE
+        self._compact, self._moved = self.positions == "compact", False
+
+    def next_places(self, count: int) -> list[int]:
+        """Return the positions of the next tokens; evicts first where cells are not enough."""
+        if self.held + count > self.context.cells:
+            self.evict()
+        too_far = self._next + count > self.trained_length
+        if self.positions == "auto" and too_far and not self._compact:
+            self._compact = True
+            self._keep(np.ones(self.held, bool))
+        first = self._next
+        return list(range(first, first + count))
+
+    @property
+    def _next(self) -> int:
+        return int(self.places[-1]) + 1 if self.held else 0
+
+    def append(self, places: Sequence[int]) -> None:
+        """Note that the next tokens were read at these positions."""
+        count = len(places)
+        self.tokens = np.concatenate((self.tokens, np.arange(self.seen, self.seen + count)))
+        self.places = np.concatenate((self.places, np.array(places, np.int64)))
+        self.seen += count
+        self._moved = False
+
+    def evict(self) -> None:
+        """Free the cells of all tokens beyond the budget that the policy ranks lowest."""
+        if self.held <= self.budget or not self.ranking.evicts:
+            return
+        self.settle_keys()
+        self._keep(
+            self.ranking.kept(
+                self.tokens,
+                self.seen,
+                self.budget,
+                self.pinned_spans,
+                lambda: self.context.layers(self.sequence, self.held),
+            )
+        )
+
+    def _keep(self, stays: NDArray[np.bool_]) -> None:
+        """Free the cells of tokens that do not stay; renumber the others if they are compact."""
+        for start, stop in runs(~stays):
+            first, last = int(self.places[start]), int(self.places[stop - 1])
+            self.context.remove(self.sequence, first, last + 1)
+        self.tokens, places = self.tokens[stays], self.places[stays]
+        if self._compact:
+            by = np.arange(len(places)) - places  # 0 or less, and falling
+            for start, stop in runs_of_equal(by):
+                if by[start]:
+                    first, last = int(places[start]), int(places[stop - 1])
+                    self.context.move(self.sequence, first, last + 1, int(by[start]))
+                    self._moved = True
+            places = np.arange(len(places))
+        self.places = places
+
+    def settle_keys(self) -> None:
+        """Have the library turn moved keys to their positions now, which it does in a pass.
+
+        A state that is copied before that would have keys of one position and numbers of another.
+        The pass reads some token, whose cell is freed again.
+        """
+        if self._moved:
+            place = self._next
+            self.context.read([(self.sequence, 0, place)], [])
+            self.context.remove(self.sequence, place)
+            self._moved = False
+
+
+def _give_back(context: Context, sequence: int) -> None:
+    """Free a conversation's cells for another."""
+    context.remove(sequence)
+    context.free.append(sequence)
+
+
+def runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Return where runs of True begin and end.
+
+    >>> runs(np.array([1, 1, 0, 1], bool))
+    [(0, 2), (3, 4)]
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def runs_of_equal(values: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return where runs of equal numbers begin and end.
+
+    >>> runs_of_equal(np.array([0, 0, -2, -2, -3]))
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [(a, b) for a, b in pairwise(edges) if a < b]
+
+
+class LlamaLoop(Loop):
+    """A loop that reads tokens by llama.cpp; after each block the cache is within its budget.
+
+    Args:
+        cache: of the conversation.
+        block: tokens read at once, at most.
+        every: tokens of an answer between evictions.
+        guard: holds the process to a cap, if there is one.
+    """
+
+    cache: LlamaCache
+
+    def __init__(
+        self, cache: LlamaCache, block: int, every: int, guard: CapGuard | None = None
+    ) -> None:
+        super().__init__(cache, never=None if cache.ranking.evicts else cache.ranking.name)
+        self.block, self.every, self.guard = block, every, guard
+
+    @property
+    def execution(self) -> str:
+        """Return the version of llama.cpp."""
+        return self.cache.context.library.label
+
+    def next_length(self, batch: int, left: int) -> int:
+        """Return the tokens of a block."""
+        return self.block
+
+    def read(self, ids: NDArray[np.int64], need_logits: bool = True) -> Floats:
+        """Read one block [1, T]; return the last token's logits [1, V], if they are needed.
+
+        Raises:
+            MemoryCapExceeded: before anything is read; or the library refused the block, then the
+                cache is empty again.
+        """
+        return self._read(ids, [ids.shape[1] - 1] if need_logits else [])
+
+    def read_every(self, ids: NDArray[np.int64]) -> Floats:
+        """Read one block [1, T] as `read` does; return the logits [1, T, V] of all its tokens.
+
+        Raises:
+            MemoryCapExceeded: as in `read`, or the context gives the last token's logits only.
+        """
+        if self.cache.context.outputs < ids.shape[1]:
+            raise MemoryCapExceeded(
+                "logits of all tokens need a context that was made for them; load the model with "
+                "all_logits=True"
+            )
+        return self._read(ids, range(ids.shape[1]))[None]
+
+    def _read(self, ids: NDArray[np.int64], outputs: Sequence[int]) -> Floats:
+        cache, tokens = self.cache, ids[0].tolist()
+        self.check_room(len(tokens))
+        if self.guard is not None:
+            self.guard.check(len(tokens))
+        try:
+            with interrupts_deferred():
+                places = cache.next_places(len(tokens))
+                logits = cache.context.read(
+                    [(cache.sequence, t, p) for t, p in zip(tokens, places, strict=True)], outputs
+                )
+                cache.append(places)
+                self.evict(len(tokens))
+        except Exception as error:
+            cache.reset()
+            if isinstance(error, (MemoryCapExceeded, MemoryError)):
+                raise MemoryCapExceeded(
+                    f"{error}, for a block of {len(tokens)} tokens; what was held is forgotten, "
+                    "the conversation is read again with the next message"
+                ) from error
+            raise
+        return logits
+
+    def evict(self, read: int) -> None:
+        """Evict after so many tokens were read, of an answer only every few tokens."""
+        waiting = self.cache.held - self.cache.budget
+        if waiting >= (self.every if read == 1 else 1):
+            self.cache.evict()
+
+    def copied(self) -> CacheCopy:
+        """Return a copy of what the cache holds."""
+        cache = self.cache
+        if not cache.seen:
+            return CacheCopy({"seen": 0}, {}, 0)
+        cache.settle_keys()
+        arrays: dict[str, NDArray[Any]] = {
+            "state": cache.context.state(cache.sequence),
+            "tokens": cache.tokens,
+            "places": cache.places,
+        }
+        facts = {"seen": cache.seen, "compact": cache._compact}
+        return CacheCopy(facts, arrays, sum(array.nbytes for array in arrays.values()))
+
+    def go_on_from(self, copy: CacheCopy) -> None:
+        """Have the cache hold what a cache of this model held when it was copied.
+
+        Raises:
+            MemoryCapExceeded: the library does not take it; the cache is empty then.
+        """
+        cache = self.cache
+        with interrupts_deferred():
+            cache.context.remove(cache.sequence)
+            cache.seen, cache._moved = copy.facts["seen"], False
+            if not cache.seen:
+                cache.tokens = cache.places = NONE
+                return
+            cache.tokens, cache.places = copy.tensors["tokens"], copy.tensors["places"]
+            cache._compact = copy.facts["compact"]
+            if not cache.context.set_state(cache.sequence, copy.tensors["state"]):
+                cache.reset()
+                raise MemoryCapExceeded("llama.cpp did not take back the cells that were copied")
+
+    @property
+    def room(self) -> Room:
+        """Return what the cache holds and what still fits."""
+        cache = self.cache
+        return Room(cache.held, cache.spare, cache.budget, lambda budget: budget)
+
+
+class LlamaRows:
+    """A reader of one token of each of several sessions in one pass of the library.
+
+    It is a `SharedRows` of `session/batch.py`, for sessions with sequences of one context.
+    """
+
+    nbytes = 0
+    asynchronous = False
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def fits(self, answer: Any) -> bool:
+        """Return whether a session's conversation is in the context."""
+        return answer.session.loop.cache.context is self.context
+
+    def join(self, answer: Any) -> None:
+        """Refuse a session's token as its own loop would.
+
+        Raises:
+            MemoryCapExceeded: nothing may be evicted for it.
+        """
+        answer.session.loop.check_room(1)
+
+    def begin(self, answers: list[Any], tokens: list[int]) -> Any:
+        """Read a token of each of these answers; return a function that gives logits [1, V]."""
+        loops = [answer.session.loop for answer in answers]
+        try:
+            places = [loop.cache.next_places(1) for loop in loops]
+            logits = self.context.read(
+                [
+                    (loop.cache.sequence, token, place[0])
+                    for loop, token, place in zip(loops, tokens, places, strict=True)
+                ],
+                range(len(loops)),
+            )
+        except Exception:
+            for loop in loops:
+                loop.cache.reset()
+            raise
+        for loop, place in zip(loops, places, strict=True):
+            loop.cache.append(place)
+            loop.evict(1)
+        return lambda: [row[None] for row in logits]

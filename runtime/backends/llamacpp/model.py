@@ -1,0 +1,148 @@
+"""Loads a GGUF file's weights, tokenizer and settings by llama.cpp's library."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import weakref
+from functools import cached_property
+from pathlib import Path
+
+from kvcap.runtime.backends.llamacpp.library import Library
+from kvcap.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
+from kvcap.runtime.errors import ModelFilesBroken, UnsupportedModel
+
+ALL_LAYERS = -1
+LONGEST = 1 << 12  # bytes of a value of the file's header that is asked for
+SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""Maps fields of a header to the settings of generation that they are."""
+
+
+class Owner:
+    """An object that whoever uses a model's memory keeps."""
+
+
+class LlamaModel:
+    """A model of a GGUF file, loaded, or only its header for a plan.
+
+    Args:
+        library: that loads it.
+        file: the file; of several parts the first.
+        gpu_layers: how many layers are on a GPU, if the build has one; -1: all.
+        planned: only the header is read, and contexts take no memory.
+
+    Raises:
+        ModelFilesBroken: the library cannot load it.
+        UnsupportedModel: it writes no text.
+    """
+
+    def __init__(
+        self, library: Library, file: Path, *, gpu_layers: int = 0, planned: bool = False
+    ) -> None:
+        self.library, self.file, self.planned = library, file, planned
+        calls, settings = library.calls, library.model_settings()
+        settings.gpu_layers = gpu_layers
+        if planned:
+            settings.no_alloc, settings.load_mode = True, 0  # a mapped file would be read
+        library.said()
+        self.pointer: int | None = calls.llama_model_load_from_file(str(file).encode(), settings)
+        self.said = library.said()
+        if not self.pointer:
+            raise ModelFilesBroken(f"llama.cpp cannot load {str(file)!r}: {reason(self.said)}")
+        self.owner = Owner()
+        """Holds an object that frees the weights and the vocabulary once nobody has it."""
+        weakref.finalize(self.owner, calls.llama_model_free, self.pointer)
+        if calls.llama_model_has_encoder(self.pointer) or not calls.llama_model_has_decoder(
+            self.pointer
+        ):
+            raise UnsupportedModel(
+                f"{str(file)!r} holds a model of {self.architecture}, which is no decoder; give "
+                "one that writes text"
+            )
+
+    @cached_property
+    def tokenizer(self) -> LlamaTokenizer:
+        """Return the model's tokenizer."""
+        assert self.pointer is not None
+        return LlamaTokenizer(self.library, self.pointer, self.owner)
+
+    @property
+    def architecture(self) -> str:
+        """Return llama.cpp's name of the model's family, such as 'llama'."""
+        return self.field("general.architecture") or "unknown"
+
+    @property
+    def description(self) -> str:
+        """Return the family, size and type of weights, such as 'llama 135M Q4_1'."""
+        text = ctypes.create_string_buffer(256)
+        self.library.calls.llama_model_desc(self.pointer, text, 256)
+        return text.value.decode("utf-8", "replace")
+
+    @property
+    def vocabulary(self) -> int:
+        """Return how many tokens the model knows."""
+        return self.tokenizer.backend_tokenizer.get_vocab_size()
+
+    @property
+    def trained_length(self) -> int:
+        """Return the longest sequence, in tokens, that the model was trained on."""
+        return int(self.library.calls.llama_model_n_ctx_train(self.pointer))
+
+    @property
+    def window(self) -> int:
+        """Return the tokens of its sliding layers' window; 0: it has none."""
+        return int(self.library.calls.llama_model_n_swa(self.pointer))
+
+    @property
+    def kv_heads(self) -> int:
+        """Return the KV heads of a layer; if layers differ, those of the first."""
+        return int(self.library.calls.llama_model_n_head_kv(self.pointer))
+
+    @property
+    def recurrent(self) -> bool:
+        """Return whether some layers, or all, keep a state instead of keys and values."""
+        calls = self.library.calls
+        return bool(
+            calls.llama_model_is_recurrent(self.pointer)
+            or calls.llama_model_is_hybrid(self.pointer)
+        )
+
+    @property
+    def attends(self) -> bool:
+        """Return whether any layer keeps keys and values."""
+        return not self.library.calls.llama_model_is_recurrent(self.pointer)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all weights."""
+        return int(self.library.calls.llama_model_size(self.pointer))
+
+    def field(self, name: str) -> str | None:
+        """Return a value of the file's header as text, or None."""
+        text = ctypes.create_string_buffer(LONGEST)
+        size = self.library.calls.llama_model_meta_val_str(
+            self.pointer, name.encode(), text, LONGEST
+        )
+        return None if size < 0 else text.value.decode("utf-8", "replace")
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Return the settings of generation that the file's header has, by their names."""
+        said = {setting: self.field(name) for name, setting in SAMPLING.items()}
+        return {
+            setting: int(float(text)) if setting == "top_k" else float(text)
+            for setting, text in said.items()
+            if text is not None
+        }
+
+
+def reason(said: str) -> str:
+    """Return the line of the library's log that says why something failed."""
+    lines = [line.strip() for line in said.splitlines() if re.search("error|fail|invalid", line)]
+    return lines[0] if lines else "it does not say why"

@@ -1,0 +1,313 @@
+"""Loads a GGUF file into llama.cpp's library under a memory plan, to chat with it.
+
+The counterpart of `backends/pytorch/runtime.py`: the same caps, sessions, recall and server, over
+the library's own weights, cells and tokenizer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.runtime.backends.llamacpp import saved
+from kvcap.runtime.backends.llamacpp.context import Context
+from kvcap.runtime.backends.llamacpp.library import load_library
+from kvcap.runtime.backends.llamacpp.loop import LlamaCache, LlamaLoop, LlamaRows
+from kvcap.runtime.backends.llamacpp.model import LlamaModel
+from kvcap.runtime.backends.llamacpp.plan import LOADING, LlamaPlanner, cell_type
+from kvcap.runtime.backends.llamacpp.rank import Ranking, ranking_of, usable_policies
+from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
+from kvcap.runtime.cache.settings import CacheSettings, check_size
+from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, check_enforce, limit_data
+from kvcap.runtime.memory.free_memory import free_memory, process_bytes
+from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, fitting, parse_cap, warn_if_short
+from kvcap.runtime.recall.settings import index_bytes
+from kvcap.runtime.session import chat_template
+from kvcap.runtime.session.batch import Batch
+from kvcap.runtime.session.ends import with_ends
+from kvcap.runtime.session.session import Session
+from kvcap.runtime.types import EVICT_EVERY, PINS
+from kvcap.runtime.units import parse_bytes
+
+
+@dataclass(repr=False)
+class LlamaRuntime:
+    """A GGUF file in llama.cpp's library under a plan, which makes conversations.
+
+    >>> from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
+    >>> runtime = LlamaRuntime.from_file("model.gguf", budget_tokens=512)  # doctest: +SKIP
+    >>> "".join(runtime.session().send("Hello!"))  # doctest: +SKIP
+    """
+
+    model: LlamaModel
+    plan: MemoryPlan
+    ranking: Ranking
+    settings: CacheSettings
+    name: str
+    memory_cap: int | None = None
+    threads: int | None = None
+    all_logits: bool = False
+    tokenizer: Any = None
+    contexts: list[Context] = field(default_factory=list)
+    """Holds the contexts whose sequences conversations have."""
+
+    def __repr__(self) -> str:
+        return f"<LlamaRuntime of {self.name}: {self.plan.summary}>"
+
+    @classmethod
+    def from_file(
+        cls,
+        file: str | os.PathLike[str],
+        policy: str | None = None,
+        settings: CacheSettings | None = None,
+        *,
+        policy_options: Mapping[str, Any] | None = None,
+        memory_cap: str | int | None = None,
+        enforce: Enforce = "check",
+        threads: int | None = None,
+        gpu_layers: int = 0,
+        recall_store: str | int | None = None,
+        all_logits: bool = False,
+        library: Path | None = None,
+        **named: Any,
+    ) -> LlamaRuntime:
+        """Load a GGUF file under a cap.
+
+        Args:
+            file: the file.
+            policy: which tokens stay; None: `rank.DEFAULT`.
+            settings: sizes of the cache, positions, type of cells.
+            policy_options: options of the policy, and how many tokens it pins.
+            memory_cap: bytes of the whole process, or 'auto' for all that is free.
+            enforce: 'rlimit' has the system hold the cap as well.
+            threads: that compute; by default as many as this process may use.
+            gpu_layers: layers on a GPU, if the library has been built for one; -1: all.
+            recall_store: bytes of the index by which a conversation finds its evicted text.
+            all_logits: whether a block gives the logits of all its tokens, as measurements need.
+            library: the library; by default the best that is there.
+            named: settings by their names, in place of those in `settings`.
+
+        Raises:
+            ModelFilesBroken, UnsupportedModel, PlanInfeasible, PolicyError: it cannot be run so.
+            ExtraMissing, LibraryUnusable: there is no library of llama.cpp that can be used.
+            ValueError: a cap that is not given is to be enforced.
+        """
+        check_enforce(enforce, memory_cap)
+        chat_template.start_renderer()
+        loaded = load_library(library)
+        settings = CacheSettings.of((settings or CacheSettings(evict_every=None),), named)
+        cap = None if memory_cap is None else parse_cap(memory_cap)
+        ranking = ranking_of(policy, policy_options or {})
+        planned = cap is not None or settings.kv_budget is not None
+        header = LlamaModel(loaded, Path(file), planned=planned, gpu_layers=gpu_layers)
+        planner = LlamaPlanner(
+            header,
+            ranking,
+            settings_for(settings, ranking, header),
+            index_bytes(recall_store, cap),
+            0 if cap is None else process_bytes() + LOADING,
+            all_logits,
+        )
+        unplanned: Any = None
+        made = cls(header, unplanned, ranking, settings, str(file), cap, threads or usable_cores())
+        made.all_logits = all_logits
+        if planned:
+            made.plan = planner.found(cap)
+            made.model = LlamaModel(loaded, Path(file), gpu_layers=gpu_layers)
+        else:  # the context is measured that the first conversation gets
+            planner.check()
+            assert planner.sizes is not None
+            context = made.reserve(1, planner.sizes)
+            made.plan = planner.plan(*planner.sizes, context.allocated)
+        made.tokenizer = made.model.tokenizer
+        made.plan.sized(settings)  # refuses evictions further apart than blocks
+        warn_if_short(made.plan, free_memory(), memory_cap)
+        if cap is not None:
+            made.plan = replace(made.plan, baseline=process_bytes() + RUNNING)
+            if enforce == "rlimit":
+                limit_data(cap)
+        return made
+
+    @cached_property
+    def generation(self) -> Generation:
+        """Return the file's own settings of generation, with the tokens that end an answer."""
+        found = Generation.of(self.model.sampling)
+        if found.temperature is not None:
+            found.do_sample = found.temperature > 0
+        found.eos_token_id = self.tokenizer.ends or None
+        return with_ends(self.tokenizer, found)  # type: ignore[no-any-return]
+
+    @property
+    def device_label(self) -> str:
+        """Return the library, the device and the type of weights, as text for people."""
+        return f"{self.model.library.label}, {self.model.description}"
+
+    @property
+    def vocabulary(self) -> int:
+        """Return how many different tokens the model knows."""
+        return self.model.vocabulary
+
+    @property
+    def trained_length(self) -> int:
+        """Return the longest sequence, in tokens, that the model was trained on."""
+        return self.model.trained_length
+
+    @property
+    def cap_bytes(self) -> int:
+        """Return the cap of the cache in bytes: the one asked for, else what the slots need."""
+        budget = self.settings.kv_budget
+        return self.plan.cache_bytes if budget is None else parse_bytes(budget)
+
+    @property
+    def every(self) -> int:
+        """Return after how many tokens of an answer it evicts."""
+        return self.settings.evict_every or min(EVICT_EVERY, self.plan.block_size)
+
+    def reserve(self, sequences: int, sizes: tuple[int, int] | None = None) -> Context:
+        """Allocate the cells of so many conversations in one context, in which they are batched.
+
+        Args:
+            sequences: conversations.
+            sizes: slots of each, and tokens of a block; None: those of the plan.
+
+        Raises:
+            MemoryCapExceeded: the library cannot allocate them.
+        """
+        budget, block = sizes or (self.plan.budget_tokens, self.plan.block_size)
+        made = Context(
+            self.model,
+            budget + block,
+            block,
+            sequences=sequences,
+            kv_dtype=cell_type(self.settings.kv_dtype),
+            outputs=block if self.all_logits else 0,
+            threads=self.threads,
+        )
+        self.contexts.append(made)
+        return made
+
+    def session(
+        self, system: str | None = None, *, seed: int | None = None, generation: Any = None
+    ) -> Session:
+        """Return a new conversation with a sequence of its own."""
+        return Session(self, system, seed, generation)
+
+    def batch(self, size: int) -> Batch:
+        """Return a batch that answers up to `size` sessions, a token of each in one pass.
+
+        Raises:
+            PlanInfeasible: the size is below 1, or a memory cap plans for one session.
+        """
+        return Batch(self, size)
+
+    def shared_rows(self, size: int) -> tuple[LlamaRows, None]:
+        """Return a reader of one token of each of `size` sessions, in one context for all."""
+        roomy = [context for context in self.contexts if context.sequences >= size]
+        return LlamaRows(roomy[0] if roomy else self.reserve(size)), None
+
+    def loop(self) -> LlamaLoop:
+        """Return a loop over the cells of a sequence that no other conversation has."""
+        context = next((context for context in self.contexts if context.free), None)
+        context = context or self.reserve(1)
+        guard = None
+        if self.memory_cap is not None:
+            block = self.plan.workspace + self.plan.logits
+            guard = CapGuard(self.memory_cap, block, self.plan.block_size)
+        plan = self.plan
+        cache = LlamaCache(context, self.ranking, plan.budget_tokens, plan.positions)
+        return LlamaLoop(cache, plan.block_size, self.every, guard)
+
+    def rng(self, seed: int | None) -> np.random.Generator:
+        """Return a generator of random numbers, repeatable with a seed."""
+        return np.random.Generator(np.random.PCG64(seed))
+
+    def sampler(self, generation: Generation, rng: np.random.Generator) -> NumpySampler:
+        """Return a sampler with these settings and random numbers."""
+        return NumpySampler(generation, rng)
+
+    def token_ids(self, tokens: list[int]) -> NDArray[np.int64]:
+        """Return token ids as an array [1, T]."""
+        return np.array([tokens], np.int64)
+
+    def append_token(
+        self, history: NDArray[np.int64], token: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the history [1, T] with the next token [1] behind it: [1, T + 1]."""
+        return np.concatenate((history, token[:, None]), axis=1)
+
+    def with_policy_name(self, policy: str, options: dict[str, Any]) -> LlamaRuntime:
+        """Return a runtime of this model and budget with another policy and the same pins.
+
+        Raises:
+            PolicyError, UnsupportedModel: there is no such policy, or llama.cpp cannot run it.
+        """
+        pins = {name: n for name in PINS if (n := self.ranking.options.get(name)) is not None}
+        ranking = ranking_of(policy, {**pins, **options})
+        sizes = replace(self.settings, budget_tokens=self.plan.budget_tokens, kv_budget=None)
+        return self._replanned(ranking, sizes)
+
+    def with_budget(self, tokens: int) -> LlamaRuntime:
+        """Return a runtime of this model and policy with so many slots.
+
+        Raises:
+            PlanInfeasible: below 1, fewer than the policy pins, or the process would pass its
+                memory cap.
+        """
+        check_size("budget_tokens", tokens)
+        sizes = replace(self.settings, budget_tokens=tokens, kv_budget=None)
+        return self._replanned(self.ranking, sizes)
+
+    def _replanned(self, ranking: Ranking, settings: CacheSettings) -> LlamaRuntime:
+        """Return a runtime of this model under another plan."""
+        planner = LlamaPlanner(
+            self.model,
+            ranking,
+            settings,
+            self.plan.recall_store,
+            self.plan.baseline,
+            self.all_logits,
+        )
+        plan = planner.found()
+        if self.memory_cap is not None:
+            fitting(plan, self.memory_cap)
+        return replace(self, plan=plan, ranking=ranking, settings=settings, contexts=[])
+
+    def policies(self) -> dict[str, list[str]]:
+        """Return the policies that `with_policy_name` takes, with the names of their options."""
+        return usable_policies()
+
+    def save(self, session: Session, path: str | os.PathLike[str]) -> None:
+        """Write everything that `session` needs to go on.
+
+        Raises:
+            SessionNotSaved: nothing was written; an earlier file is as it was.
+        """
+        saved.save(session, saved.identity_of(self), path)
+
+    def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
+        """Turn `session` into the saved one, or refuse and leave it unchanged.
+
+        Raises:
+            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: refused.
+        """
+        saved.restore(session, saved.identity_of(self), self.vocabulary, path)
+
+
+def settings_for(settings: CacheSettings, ranking: Ranking, model: LlamaModel) -> CacheSettings:
+    """Return the settings with the model's context as the budget where nothing is ever evicted."""
+    sized = settings.budget_tokens is not None or settings.kv_budget is not None
+    if ranking.evicts or sized:
+        return settings
+    return replace(settings, budget_tokens=model.trained_length)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
