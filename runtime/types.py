@@ -15,6 +15,8 @@ BUILT_IN = (POCKET, "pocket-plain", "pocket-text")
 """Lists the names of all built-in models."""
 DEFAULT_POLICY = "lagkv"
 """Names the policy used where nobody names one; docs/quality.md has the measurements."""
+FULL = "full"
+"""Names the policy that never evicts."""
 EVICT_EVERY = 64
 """Says after how many tokens of an answer a CPU evicts, all at once, by default."""
 SINKS = "sink_tokens"

@@ -19,6 +19,13 @@ import typer
 
 from kvcap import dtypes
 from kvcap.runtime.cli.console import INFEASIBLE, complain, dim, styled, visible
+from kvcap.runtime.cli.gguf import (
+    USUAL_PLACES,
+    ends_of_gguf,
+    library_of,
+    load_gguf,
+    planned_gguf,
+)
 from kvcap.runtime.cli.importing import large_imports
 from kvcap.runtime.cli.kept_exports import foreseen_export, kept_export
 from kvcap.runtime.cli.options import (
@@ -53,7 +60,7 @@ from kvcap.runtime.planning.plan import (
 )
 from kvcap.runtime.planning.serving import ServingPlan, Shared
 from kvcap.runtime.recall.settings import DEFAULT, RecallSettings
-from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
+from kvcap.runtime.types import BUILT_IN, FULL, MANIFEST, POCKET
 
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest
@@ -254,21 +261,28 @@ def plan_command(
         complain(error)
         raise typer.Exit(INFEASIBLE) from error
     tokens = length or plan.trained_length
-    stored = None if backend.exported(model) else _in_gguf(model)
+    by_llamacpp = backend.by_llamacpp(model)
+    stored = None if by_llamacpp or backend.exported(model) else _in_gguf(model)
     ends = planned_ends(model, backend)
     if json_:
         uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
         available = {"free_bytes": free.nbytes, "free_by": free.source}
         file = {} if stored is None else {"file_bytes": stored.nbytes, "file_type": stored.numbers}
+        file |= {"library": library_of(model)} if by_llamacpp else {}
         server = {} if serving is None else {"serve": serving.as_dict()}
         said = {"end_tokens": [end._asdict() for end in ends]}
         print(json.dumps({**plan.as_dict(), **said, **uncapped, **available, **file, **server}))
     else:
-        evicts = backend.exported(model) or budget.eviction().policy.evicts
+        if by_llamacpp:
+            evicts = plan.policy != FULL
+        else:
+            evicts = backend.exported(model) or budget.eviction().policy.evicts
         print_plan(model, plan, free, tokens, evicts=evicts)
         print(visible(f"answers end at {', '.join(map(str, ends)) or 'no token'}"))
         if serving is not None:
             print(f"a server: {serving.summary}")
+        if by_llamacpp:
+            print(f"runs by {library_of(model)}")
         if stored is not None:
             print(f"weights: {stored.becomes(plan.weights, plan.weights_dtype or plan.dtype)}")
     warn_if_short(plan, free, budget.memory_cap)
@@ -382,18 +396,22 @@ def load(
         output: whether notes are shown.
         recall_store: bytes of the index of a conversation's text; None: as is usual.
     """
-    exported = backend.exported(model)
-    if (weights := backend.kept(model)) is not None:
+    by_llamacpp = backend.by_llamacpp(model)
+    exported = not by_llamacpp and backend.exported(model)
+    if not by_llamacpp and (weights := backend.kept(model)) is not None:
         model = str(kept_export(model, weights, budget, output.quiet, calibrate=backend.calibrate))
-    stored = None if exported or output.quiet else _in_gguf(model)
+    stored = None if exported or by_llamacpp or output.quiet else _in_gguf(model)
     if stored is not None:
         _note_conversion(model)
     note = not output.quiet and styled()
     if note:
         sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
         sys.stderr.flush()
+    runtime: Engine
     try:
-        if exported:
+        if by_llamacpp:
+            runtime = load_gguf(model, budget, running, recall_store)
+        elif exported:
             runtime = _load_export(model, budget, running, recall_store)
         else:
             runtime = _load_model(model, budget, running, backend.weights, recall_store)
@@ -513,6 +531,8 @@ def planned(
     Raises:
         PlanInfeasible: nothing fits, naming what would.
     """
+    if backend.by_llamacpp(model):
+        return planned_gguf(model, budget, recall_store)
     if backend.exported(model):
         return _planned_export(_manifest(model, backend, budget, export), budget, recall_store)
     quiet_libraries()
@@ -544,6 +564,8 @@ def planned_ends(model: str, backend: Backend) -> list[End]:
     """
     from kvcap.runtime.session.ends import ends_of
 
+    if backend.by_llamacpp(model):
+        return ends_of_gguf(model)
     if backend.exported(model) and backend.kept(model) is None:
         from kvcap.runtime.backends.onnxruntime import manifest
         from kvcap.runtime.backends.onnxruntime.runtime import generation_of
@@ -596,7 +618,10 @@ def planned_serving(
     made = running is not None  # else nothing is going to run
     one = planned(model, backend, replace(budget, memory_cap=None), device=wanted, export=made)
     one = replace(one, baseline=process_bytes() + LOADING)
-    if backend.exported(model):
+    by_llamacpp = backend.by_llamacpp(model)
+    if by_llamacpp and places is None:
+        places = None if cap is not None else USUAL_PLACES
+    if by_llamacpp or backend.exported(model):
         return ServingPlan.of(
             one,
             lambda _: Shared(),

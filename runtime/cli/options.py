@@ -410,12 +410,12 @@ class CacheOptions:
         ),
     ] = None
     kv_dtype: Annotated[
-        Literal["int8", "int8-int4", "int4"] | None,
+        Literal["int8", "int8-int4", "int4", "q8_0", "q4_0"] | None,
         option(
             "--kv-dtype",
             help="Quantise kept keys and values: both to 8 bits, keys to 8 and values to 4, or "
             "both to 4, so that the same bytes keep more (by default they stay as they "
-            "are).",
+            "are). A GGUF file takes q8_0 and q4_0, llama.cpp's own.",
         ),
     ] = None
 
@@ -490,11 +490,12 @@ class Backend:
     heading: ClassVar = "Model"
 
     backend: Annotated[
-        Literal["torch", "onnxruntime"] | None,
+        Literal["llamacpp", "torch", "onnxruntime"] | None,
         option(
             "--backend",
-            help="Run the model in PyTorch or in ONNX Runtime (by default the latter where "
-            "MODEL is a directory that `kvcap export decoder` wrote).",
+            help="Run the model by llama.cpp's library (the default for a GGUF file, where it is "
+            "found), in ONNX Runtime (for a directory that `kvcap export decoder` wrote), or in "
+            "PyTorch (for all others).",
         ),
     ] = None
 
@@ -528,6 +529,31 @@ class Backend:
         if self.weights is None and self.backend == "onnxruntime" and is_gguf(model):
             return "gguf"
         return self.weights if self.exported(model) else None
+
+    def by_llamacpp(self, model: str) -> bool:
+        """Return whether llama.cpp's library is to run `model`.
+
+        Raises:
+            UnsupportedModel: it was asked for, and the model is no GGUF file.
+        """
+        file = model not in BUILT_IN and is_gguf(Path(model).expanduser())
+        if self.backend == "llamacpp":
+            if not file:
+                raise UnsupportedModel(
+                    f"--backend llamacpp runs GGUF files, and {model!r} is none; give one, or "
+                    "leave --backend llamacpp out"
+                )
+            if self.weights is not None:
+                raise UnsupportedModel(
+                    f"--weights {self.weights} is not for llama.cpp, which runs a file's weights "
+                    "as they are; leave one of the two out"
+                )
+            return True
+        if not file or self.backend is not None or self.weights is not None:
+            return False
+        from kvcap.runtime.backends.llamacpp.library import find_library
+
+        return find_library() is not None
 
     def exported(self, model: str) -> bool:
         """Return whether `model` is to be run as an exported decoder."""
@@ -590,6 +616,16 @@ class Running:
         ),
     ] = None
     device: Device = None
+    gpu_layers: Annotated[
+        int,
+        option(
+            "--gpu-layers",
+            min=-1,
+            metavar="N",
+            panel="Model",
+            help="Run N layers of a GGUF file on a GPU, if llama.cpp was built for one (-1: all).",
+        ),
+    ] = 0
     threads: Threads = None
     chat_template: ChatTemplate = None
     on_full: Annotated[

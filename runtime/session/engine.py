@@ -59,6 +59,9 @@ class Engine(Protocol):
     def loop(self) -> Loop:
         """Return a loop over an empty cache of the planned size."""
 
+    def reserve(self, conversations: int) -> None:
+        """Allocate what so many conversations hold, where the backend allocates them together."""
+
     def rng(self, seed: int | None) -> Any:
         """Return a generator of random numbers, repeatable with a seed."""
 

@@ -169,6 +169,11 @@ class Context:
         self.free = list(range(sequences))
         """Holds the conversations that nobody has."""
 
+    @property
+    def unused(self) -> bool:
+        """Return whether no conversation has a sequence of it."""
+        return len(self.free) == self.sequences
+
     def read(self, tokens: Sequence[tuple[int, int, int]], outputs: Sequence[int]) -> Floats:
         """Read tokens, each given as its sequence, its id and its position.
 

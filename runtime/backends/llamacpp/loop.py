@@ -6,7 +6,7 @@ The counterpart of `backends/onnxruntime/loop.py` over llama.cpp's library.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -342,20 +342,17 @@ class LlamaLoop(Loop):
 
 
 class LlamaRows:
-    """A reader of one token of each of several sessions in one pass of the library.
+    """A reader of one token of each of several sessions, in one pass for each context.
 
-    It is a `SharedRows` of `session/batch.py`, for sessions with sequences of one context.
+    It is a `SharedRows` of `session/batch.py`.
     """
 
     nbytes = 0
     asynchronous = False
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
     def fits(self, answer: Any) -> bool:
-        """Return whether a session's conversation is in the context."""
-        return answer.session.loop.cache.context is self.context
+        """Return whether a session's context has room for others."""
+        return bool(answer.session.loop.cache.context.sequences > 1)
 
     def join(self, answer: Any) -> None:
         """Refuse a session's token as its own loop would.
@@ -365,23 +362,28 @@ class LlamaRows:
         """
         answer.session.loop.check_room(1)
 
-    def begin(self, answers: list[Any], tokens: list[int]) -> Any:
+    def begin(self, answers: list[Any], tokens: list[int]) -> Callable[[], list[Floats]]:
         """Read a token of each of these answers; return a function that gives logits [1, V]."""
-        loops = [answer.session.loop for answer in answers]
+        loops: list[LlamaLoop] = [answer.session.loop for answer in answers]
+        found: dict[int, Floats] = {}
+        for context in {id(loop.cache.context): loop.cache.context for loop in loops}.values():
+            mine = [i for i, loop in enumerate(loops) if loop.cache.context is context]
+            found |= self._pass(context, {i: (loops[i], tokens[i]) for i in mine})
+        return lambda: [found[i] for i in range(len(loops))]
+
+    def _pass(
+        self, context: Context, asked: Mapping[int, tuple[LlamaLoop, int]]
+    ) -> dict[int, Floats]:
+        """Read a token of each of these loops, which have sequences of one context."""
+        places = {i: loop.cache.next_places(1) for i, (loop, _) in asked.items()}
+        read = [(loop.cache.sequence, token, places[i][0]) for i, (loop, token) in asked.items()]
         try:
-            places = [loop.cache.next_places(1) for loop in loops]
-            logits = self.context.read(
-                [
-                    (loop.cache.sequence, token, place[0])
-                    for loop, token, place in zip(loops, tokens, places, strict=True)
-                ],
-                range(len(loops)),
-            )
+            logits = context.read(read, range(len(read)))
         except Exception:
-            for loop in loops:
+            for loop, _ in asked.values():
                 loop.cache.reset()
             raise
-        for loop, place in zip(loops, places, strict=True):
-            loop.cache.append(place)
+        for i, (loop, _) in asked.items():
+            loop.cache.append(places[i])
             loop.evict(1)
-        return lambda: [row[None] for row in logits]
+        return {i: row[None] for i, row in zip(asked, logits, strict=True)}

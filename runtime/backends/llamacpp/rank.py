@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 
 from kvcap.runtime.backends.llamacpp.context import LayerCells
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
-from kvcap.runtime.types import PINS, SINKS, Span
+from kvcap.runtime.types import FULL, PINS, SINKS, Span
 from kvcap.sinks import sinks_beside
 
 DEFAULT = "streaming_llm"
 """Names the policy used where nobody names one; docs/llamacpp.md has the measurements."""
 NEWEST = "streaming_llm"
-FULL = "full"
 NEWEST_SINKS = 4  # StreamingLLM's own
 READS = frozenset({"keys", "values", "positions"})
 Indices = NDArray[np.int64]

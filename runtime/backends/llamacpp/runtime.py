@@ -55,6 +55,7 @@ class LlamaRuntime:
     threads: int | None = None
     all_logits: bool = False
     tokenizer: Any = None
+    group: int = 1  # conversations of a context that is made when none has room
     contexts: list[Context] = field(default_factory=list)
     """Holds the contexts whose sequences conversations have."""
 
@@ -76,6 +77,7 @@ class LlamaRuntime:
         recall_store: str | int | None = None,
         all_logits: bool = False,
         library: Path | None = None,
+        name: str | None = None,
         **named: Any,
     ) -> LlamaRuntime:
         """Load a GGUF file under a cap.
@@ -92,6 +94,7 @@ class LlamaRuntime:
             recall_store: bytes of the index by which a conversation finds its evicted text.
             all_logits: whether a block gives the logits of all its tokens, as measurements need.
             library: the library; by default the best that is there.
+            name: of the model for people; by default the file's.
             named: settings by their names, in place of those in `settings`.
 
         Raises:
@@ -116,7 +119,9 @@ class LlamaRuntime:
             all_logits,
         )
         unplanned: Any = None
-        made = cls(header, unplanned, ranking, settings, str(file), cap, threads or usable_cores())
+        made = cls(
+            header, unplanned, ranking, settings, name or str(file), cap, threads or usable_cores()
+        )
         made.all_logits = all_logits
         if planned:
             made.plan = planner.found(cap)
@@ -124,7 +129,7 @@ class LlamaRuntime:
         else:  # the context is measured that the first conversation gets
             planner.check()
             assert planner.sizes is not None
-            context = made.reserve(1, planner.sizes)
+            context = made.make_context(1, planner.sizes)
             made.plan = planner.plan(*planner.sizes, context.allocated)
         made.tokenizer = made.model.tokenizer
         made.plan.sized(settings)  # refuses evictions further apart than blocks
@@ -138,11 +143,7 @@ class LlamaRuntime:
     @cached_property
     def generation(self) -> Generation:
         """Return the file's own settings of generation, with the tokens that end an answer."""
-        found = Generation.of(self.model.sampling)
-        if found.temperature is not None:
-            found.do_sample = found.temperature > 0
-        found.eos_token_id = self.tokenizer.ends or None
-        return with_ends(self.tokenizer, found)  # type: ignore[no-any-return]
+        return generation_of(self.model)
 
     @property
     def device_label(self) -> str:
@@ -170,8 +171,18 @@ class LlamaRuntime:
         """Return after how many tokens of an answer it evicts."""
         return self.settings.evict_every or min(EVICT_EVERY, self.plan.block_size)
 
-    def reserve(self, sequences: int, sizes: tuple[int, int] | None = None) -> Context:
+    def reserve(self, conversations: int) -> None:
         """Allocate the cells of so many conversations in one context, in which they are batched.
+
+        Raises:
+            MemoryCapExceeded: the library cannot allocate them.
+        """
+        if sum(len(context.free) for context in self.contexts) < conversations:
+            self.contexts = [context for context in self.contexts if not context.unused]
+            self.make_context(conversations)
+
+    def make_context(self, sequences: int, sizes: tuple[int, int] | None = None) -> Context:
+        """Allocate a context.
 
         Args:
             sequences: conversations.
@@ -209,13 +220,13 @@ class LlamaRuntime:
 
     def shared_rows(self, size: int) -> tuple[LlamaRows, None]:
         """Return a reader of one token of each of `size` sessions, in one context for all."""
-        roomy = [context for context in self.contexts if context.sequences >= size]
-        return LlamaRows(roomy[0] if roomy else self.reserve(size)), None
+        self.group = size
+        return LlamaRows(), None
 
     def loop(self) -> LlamaLoop:
         """Return a loop over the cells of a sequence that no other conversation has."""
         context = next((context for context in self.contexts if context.free), None)
-        context = context or self.reserve(1)
+        context = context or self.make_context(self.group)
         guard = None
         if self.memory_cap is not None:
             block = self.plan.workspace + self.plan.logits
@@ -298,6 +309,16 @@ class LlamaRuntime:
             SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: refused.
         """
         saved.restore(session, saved.identity_of(self), self.vocabulary, path)
+
+
+def generation_of(model: LlamaModel) -> Generation:
+    """Return a file's settings of generation, with all tokens that end an answer."""
+    found = Generation.of(model.sampling)
+    if found.temperature is not None:
+        found.do_sample = found.temperature > 0
+    found.eos_token_id = model.tokenizer.ends or None
+    ended: Generation = with_ends(model.tokenizer, found)
+    return ended
 
 
 def settings_for(settings: CacheSettings, ranking: Ranking, model: LlamaModel) -> CacheSettings:

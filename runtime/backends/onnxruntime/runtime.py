@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.dtypes import short
+from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
 from kvcap.runtime.backends.onnxruntime import manifest as manifests
 from kvcap.runtime.backends.onnxruntime import saved
 from kvcap.runtime.backends.onnxruntime.decoder import (
@@ -25,7 +26,6 @@ from kvcap.runtime.backends.onnxruntime.decoder import (
     evictors_of,
     scales_of,
 )
-from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.grouped import GroupedDecoder
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
@@ -224,6 +224,9 @@ class OrtRuntime:
     def shared_rows(self, size: int) -> tuple[None, str]:
         """Return None, and the reason why sessions are read one after the other."""
         return None, "an exported graph reads one conversation"
+
+    def reserve(self, conversations: int) -> None:
+        """Return at once: each conversation allocates its own cache."""
 
     def loop(self) -> OrtLoop:
         """Return a loop over an empty cache."""

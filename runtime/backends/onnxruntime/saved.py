@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvcap import __version__
-from kvcap.runtime.backends.onnxruntime.decoder import slots_in_use
 from kvcap.runtime.backends.numpy_sampler import Generation
+from kvcap.runtime.backends.onnxruntime.decoder import slots_in_use
 from kvcap.runtime.cache.pinned_slots import merged
 from kvcap.runtime.errors import KvcapError, SessionFileForeign
 from kvcap.runtime.planning.plan import MemoryPlan
