@@ -291,6 +291,15 @@ def eval_command(
             help="Start these processes here, or on a cluster by Ray, which needs kvcap[ray].",
         ),
     ] = "local",
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="llamacpp|torch",
+            rich_help_panel="Device",
+            help="Run a GGUF file by llama.cpp's library, where all layers share their slots (the "
+            "default where it is found), or in PyTorch.",
+        ),
+    ] = None,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -365,6 +374,7 @@ def eval_command(
         depths=(None,) if depths is None else _shares("depths", depths),
         max_new_tokens=max_new_tokens,
         recalls=_names(recall),
+        by_llamacpp=options.Backend(backend).by_llamacpp(model),  # type: ignore[arg-type]
     )
     if agreement != (file is not None):
         raise ValueError("--agreement and --file go together: --agreement -f FILE")

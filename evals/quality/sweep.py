@@ -21,6 +21,7 @@ import torch
 from transformers.utils import logging
 
 from kvcap import dtypes
+from kvcap.evals.quality import llama_cells
 from kvcap.evals.quality.answering import Prompt, measure, new_cache
 from kvcap.evals.quality.cells import (
     CELLS,
@@ -88,6 +89,7 @@ class Sweep:
     depths: Sequence[float | None] = (None,)  # see `Setting.depth`
     max_new_tokens: int | None = None  # most tokens of an answer; None: by the task
     recalls: Sequence[str] = ("off",)  # evicted text read again: 'off', 'auto' or tokens
+    by_llamacpp: bool = False  # whether llama.cpp's library runs the model, a GGUF file
 
     def check(self) -> None:
         """Refuse numbers and names that cannot be run.
@@ -231,24 +233,13 @@ def run(
     sweep.check()
     crew.check()
     _check_compared(compared, spelled_out(sweep.policies))
-    where = resolve(sweep.model)
-    config = load_config(where)
-    dtype = dtypes.of_model(sweep.dtype, config)
-    settings = sweep.settings(str(dtype).removeprefix("torch."))
-    layouts = [new_cache(config, setting).layout for setting in settings]
-    if crew.local_workers(sweep.device) > 1:
-        caches = max(sum(layout.nbytes(sweep.batch_size, dtype).values()) for layout in layouts)
-        weights = weigh(config, dtype, read_headers(where)).nbytes
-        crew.check_memory(sweep.device, process_bytes() + weights + caches)
+    settings = _checked_settings(sweep, crew)
     path = out / CELLS
     known = {cell.setting for cell in current_cells(path)}  # cells of other versions run again
     missing = [setting for setting in settings if setting not in known]
     prompts: dict[Key, list[Prompt]] = {}
     if missing:
-        if is_gguf(where):
-            size = weigh(config, dtype).nbytes
-            note(f"{sweep.model}: {read_gguf(where).becomes(size, settings[0].dtype)}")
-        tokenizer = load_tokenizer(where)
+        tokenizer = _tokenizer(sweep, settings[0].dtype, note)
         if not has_template(tokenizer) and any(setting.question for setting in missing):
             note(PLAIN.format(sweep.model))
         prompts = _prompts(tokenizer, missing)
@@ -285,6 +276,39 @@ def run(
     return cells
 
 
+def _checked_settings(sweep: Sweep, crew: Crew) -> list[Setting]:
+    """Return the settings of all cells, once each of them can be run.
+
+    Raises:
+        PlanInfeasible, UnsupportedModel, PolicyError: one cannot.
+    """
+    if sweep.by_llamacpp:
+        settings = sweep.settings(llama_cells.TYPE)
+        llama_cells.LlamaCells(sweep.model).check(settings)
+        return settings
+    where = resolve(sweep.model)
+    config = load_config(where)
+    dtype = dtypes.of_model(sweep.dtype, config)
+    settings = sweep.settings(str(dtype).removeprefix("torch."))
+    layouts = [new_cache(config, setting).layout for setting in settings]
+    if crew.local_workers(sweep.device) > 1:
+        caches = max(sum(layout.nbytes(sweep.batch_size, dtype).values()) for layout in layouts)
+        weights = weigh(config, dtype, read_headers(where)).nbytes
+        crew.check_memory(sweep.device, process_bytes() + weights + caches)
+    return settings
+
+
+def _tokenizer(sweep: Sweep, dtype: str, note: Callable[[str], None]) -> Any:
+    """Return the model's tokenizer; say what the weights of a GGUF file become in PyTorch."""
+    if sweep.by_llamacpp:
+        return llama_cells.LlamaCells(sweep.model).tokenizer
+    where = resolve(sweep.model)
+    if is_gguf(where):
+        size = weigh(load_config(where), dtypes.parse(dtype) or torch.float32).nbytes
+        note(f"{sweep.model}: {read_gguf(where).becomes(size, dtype)}")
+    return load_tokenizer(where)
+
+
 def _option(name: str) -> str:
     """Return the command's option that sets a field of `Sweep`."""
     singular = {"questions": "question", "recalls": "recall"}
@@ -316,6 +340,7 @@ class CellJob:
     """Says whether transformers prints nothing, as in the process that began the sweep."""
     version: str = field(default_factory=lambda: versions()["kvcap"])  # version that began it
     _runtime: Runtime | None = field(default=None, init=False, repr=False)
+    _llama: llama_cells.LlamaCells | None = field(default=None, init=False, repr=False)
 
     def load(self, worker: int) -> None:
         """Load the model; with several GPUs, each worker uses the next one."""
@@ -329,6 +354,9 @@ class CellJob:
             logging.disable_progress_bar()
         if self.threads is not None:
             torch.set_num_threads(self.threads)
+        if self.sweep.by_llamacpp:
+            self._llama = llama_cells.LlamaCells(self.sweep.model, self.threads)
+            return
         if worker and self.sweep.device in (None, "cuda") and torch.cuda.is_available():
             torch.cuda.set_device(worker % torch.cuda.device_count())
         self._runtime = Runtime.from_pretrained(
@@ -343,8 +371,10 @@ class CellJob:
 
     def run(self, setting: Setting) -> Cell:
         """Measure a cell."""
-        assert self._runtime is not None, "a worker loads first"
         prompts = self.prompts[_key(setting)]
+        if self._llama is not None:
+            return self._llama.measure(setting, prompts)
+        assert self._runtime is not None, "a worker loads first"
         cell = measure(self._runtime, setting, prompts, self.sweep.batch_size, self.timed)
         if self._runtime.model.device.type == "cuda":
             torch.cuda.empty_cache()  # leaves memory to other workers on the same GPU

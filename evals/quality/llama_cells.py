@@ -1,0 +1,173 @@
+"""Measures cells of a sweep over a GGUF file by llama.cpp, where all layers share the slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcap.evals.quality.answering import Prompt, answer_limit, answer_tokens
+from kvcap.evals.quality.cells import Cell, Setting
+from kvcap.evals.quality.scores import UNITS, cell_score, interval
+from kvcap.evals.quality.tasks import has_template, load_task, unit_of
+from kvcap.evals.reports import device_name, versions
+from kvcap.runtime.backends.llamacpp.library import load_library
+from kvcap.runtime.backends.llamacpp.loop import LlamaLoop
+from kvcap.runtime.backends.llamacpp.model import LlamaModel
+from kvcap.runtime.backends.llamacpp.rank import ranking_of
+from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
+from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.recall.recall import Recall
+from kvcap.runtime.recall.settings import RecallSettings
+from kvcap.runtime.session.encoding import encode_behind
+from kvcap.runtime.types import SINKS
+
+TYPE = "llama.cpp"  # in the place of a type of numbers, in settings of cells
+
+Ids = NDArray[np.int64]
+
+
+class LlamaCells:
+    """A measurer of cells of one GGUF file.
+
+    Args:
+        model: the file.
+        threads: that compute; None: as many as this process may use.
+    """
+
+    def __init__(self, model: str, threads: int | None = None) -> None:
+        self.file, self.threads = Path(model).expanduser(), threads
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Return the file's tokenizer."""
+        return LlamaModel(load_library(), self.file, planned=True).tokenizer
+
+    def check(self, settings: Sequence[Setting]) -> None:
+        """Refuse policies that llama.cpp cannot run.
+
+        Raises:
+            UnsupportedModel, PolicyError: naming the policy.
+        """
+        for setting in settings:
+            ranking_of(setting.policy, dict(setting.options))
+
+    def runtime(self, setting: Setting, *, all_logits: bool) -> LlamaRuntime:
+        """Return the file under a cap; only the policy itself pins sinks, as in papers."""
+        return LlamaRuntime.from_file(
+            self.file,
+            setting.policy,
+            CacheSettings(
+                budget_tokens=setting.budget or setting.length + answer_tokens(setting),
+                block_size=setting.block_size,
+                positions=setting.positions,
+                evict_every=1,
+                kv_dtype=setting.kv_dtype,
+            ),
+            policy_options={SINKS: 0, **dict(setting.options)},
+            threads=self.threads,
+            recall_store=0,
+            all_logits=all_logits,
+        )
+
+    def measure(self, setting: Setting, prompts: Sequence[Prompt]) -> Cell:
+        """Run all samples of one cell."""
+        task, start = load_task(setting.task), time.perf_counter()
+        lengths = [sum(map(len, parts)) for _, parts in prompts]
+        scored = not task.MAX_NEW_TOKENS
+        runtime = self.runtime(setting, all_logits=scored)
+        limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
+        loop, scores = runtime.loop(), list[float]()
+        for sample, parts in prompts:
+            loop.cache.reset()
+            ids = [np.asarray(part, np.int64)[None] for part in parts]
+            if scored:
+                scores.append(float(np.mean(losses(loop, ids))))
+            else:
+                reply = answer(runtime, loop, setting, ids, limit)
+                text = runtime.tokenizer.backend_tokenizer.decode(reply)
+                scores.append(task.score(sample, text))
+        unit = UNITS[unit_of(task)]
+        low, high = interval(scores, unit)
+        return Cell(
+            setting=setting,
+            score=cell_score(scores, unit),
+            ci_low=low,
+            ci_high=high,
+            kv_bytes=loop.cache.nbytes,
+            seconds=round(time.perf_counter() - start, 2),
+            device=device_name("cpu"),
+            versions=versions() | {"llama.cpp": runtime.model.library.version},
+            extra_bytes=0,
+            scores=tuple(scores),
+            unit=unit_of(task),
+            plain=bool(task.MAX_NEW_TOKENS) and not has_template(runtime.tokenizer),
+            prompt_tokens=(min(lengths), max(lengths)),
+        )
+
+
+def answer(
+    runtime: LlamaRuntime, loop: LlamaLoop, setting: Setting, parts: Sequence[Ids], limit: int
+) -> list[int]:
+    """Answer a prompt greedily, cut before the token that ends the answer.
+
+    Args:
+        runtime: the model.
+        loop: over an empty cache.
+        setting: says whether evicted text is read again before the question.
+        parts: parts of the prompt [1, T] each; after each the cache is evicted to its budget.
+        limit: most tokens of an answer.
+    """
+    ends = runtime.generation.eos_token_id
+    stops = {ends} if isinstance(ends, int) else set(ends or ())
+    if setting.recall:
+        parts = with_recalled(runtime, loop, setting, parts)
+    logits = [loop.prefill(ids) for ids in parts][-1]
+    tokens = [int(logits[0].argmax())]
+    while len(tokens) < limit and tokens[-1] not in stops:
+        tokens.append(int(loop.read(np.array([tokens[-1:]]))[0].argmax()))
+    return tokens[:-1] if tokens[-1] in stops else tokens
+
+
+def with_recalled(
+    runtime: LlamaRuntime, loop: LlamaLoop, setting: Setting, parts: Sequence[Ids]
+) -> list[Ids]:
+    """Read a prompt up to its question; return the parts to read then, recalled text first."""
+    encode = partial(encode_behind, runtime.tokenizer.backend_tokenizer)
+    recall = Recall(runtime.tokenizer, encode, setting.budget or 0)
+    recall.set(RecallSettings(setting.recall))
+    whole = np.concatenate(list(parts), axis=1)
+    ids = whole[0].tolist()
+    place = len(ids) - parts[-1].shape[1] if len(parts) > 1 else recall.place(ids, 0, len(ids))
+    if not place:
+        return [whole]
+    loop.prefill(whole[:, :place])
+    recall.begin(0)
+    recalled = recall.insert(loop.cache, ids[place:], ids[:place], place)
+    return [np.array([[*recalled, *ids[place:]]])]
+
+
+def losses(loop: LlamaLoop, parts: Sequence[Ids]) -> NDArray[np.float64]:
+    """Return the losses in nats of the last part's tokens, of a single part of all but the first.
+
+    Tokens are read block by block: each sees the slots held before its block, and the block up to
+    itself.
+    """
+    whole, found = np.concatenate(list(parts), axis=1), list[NDArray[np.float64]]()
+    done = sum(part.shape[1] for part in parts[:-1])
+    if done:
+        loop.prefill(whole[:, :done])
+    while done < whole.shape[1] - 1:
+        block = whole[:, done : done + loop.block]
+        after = whole[0, done + 1 : done + 1 + block.shape[1]]
+        logits = loop.read_every(block)[0, : len(after)].astype(np.float64)
+        top = logits.max(-1)
+        total = top + np.log(np.exp(logits - top[:, None]).sum(-1))
+        found.append(total - logits[np.arange(len(after)), after])
+        done += block.shape[1]
+    return np.concatenate(found)
