@@ -27,6 +27,7 @@ from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.peers.process import PEERS, STARTERS, Process, cores, first_piece, free_cores
 from kvcap.evals.random_models import SHAPES, directory
 from kvcap.evals.reports import device_name, versions
+from kvcap.runtime.backends.llamacpp.rank import DEFAULT
 from kvcap.runtime.errors import PeerFailed
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import is_export
@@ -41,6 +42,7 @@ COLUMNS = (
 GGUF = {"int4": "Q4_0", "int8": "Q8_0"}
 AS_STORED = "gguf"  # the name for a GGUF file's weights in the bits that they have
 FLOATS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+BACKENDS = ("llamacpp", "pytorch", "onnxruntime")
 WARM_UP = 256  # tokens read before the first turn
 
 
@@ -63,9 +65,7 @@ def run(options: BenchmarkOptions) -> Result:
     works += [("decode", n, options.steps) for n in options.depths if options.steps]
     rows: list[dict[str, Any]] = []
     for weights, threads in product(options.weights, options.threads):
-        backend = options.backend or (
-            "pytorch" if weights in (*FLOATS, AS_STORED) else "onnxruntime"
-        )
+        backend = options.backend or _usual_backend(model, weights)
         ours = _ours(options, model, weights, backend)
         for work, n, tokens in works:
             shared = {"threads": threads, "context": n + tokens + 1, "files": str(options.files)}
@@ -212,6 +212,13 @@ def _device(threads: int) -> str:
     return f"{device_name('cpu').rpartition(', ')[0]}, {threads} threads"
 
 
+def _usual_backend(model: str, weights: str) -> str:
+    """Return the backend that suits a model and its weights, as commands choose it."""
+    if is_gguf(model):
+        return "llamacpp"
+    return "pytorch" if weights in FLOATS else "onnxruntime"
+
+
 def _peer(options: BenchmarkOptions, model: str, name: str, weights: str) -> dict[str, Any]:
     kind = GGUF.get(weights, "F16") if name == "llama.cpp" else "bf16"
     if is_gguf(model):
@@ -223,6 +230,12 @@ def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> 
     """Return the settings of kvcap's own process; export a decoder for ONNX Runtime, once."""
     budget, block, policy = options.budgets[0], options.block_size, options.policies[0]
     settings = {"backend": backend, "budget": budget, "block_size": block, "policy": policy}
+    if backend == "llamacpp":
+        if not is_gguf(model):
+            raise ValueError(f"llama.cpp runs GGUF files, and {model} is none")
+        chosen = options.policies != BenchmarkOptions.policies
+        policy = policy if chosen else DEFAULT
+        return {**settings, "model": model, "weights": AS_STORED, "policy": policy}
     if backend == "pytorch":
         known = (*FLOATS, *PACKED, *((AS_STORED,) if is_gguf(model) else ()))
         if weights not in known:
@@ -246,8 +259,8 @@ def check_backend(name: str | None) -> None:
     Raises:
         ValueError: there is no such backend.
     """
-    if name not in (None, "pytorch", "onnxruntime"):
-        raise ValueError(f"no backend is called {name!r}: pytorch or onnxruntime")
+    if name not in (None, *BACKENDS):
+        raise ValueError(f"no backend is called {name!r}: {', '.join(BACKENDS)}")
 
 
 def exported(model: str, files: Path, settings: Mapping[str, str]) -> Path:

@@ -20,7 +20,7 @@ from kvcap.runtime.models.packed import PACKED
 # By name of a program, the file that runs it, and the package that its interpreter needs.
 PROGRAMS = {
     "kvcap": ("run_kvcap", ""),
-    "llama.cpp": ("run_llama_cpp", "gguf numpy"),
+    "llama.cpp": ("run_llama_cpp", "kvcap[llamacpp]"),
     "transformers": ("run_transformers", "torch transformers"),
     "kvpress": ("run_kvpress", "torch kvpress"),
 }
@@ -180,6 +180,8 @@ def _generate(settings: Mapping[str, Any]) -> list[str]:
         "--max-new-tokens": PIECES,
         "--temperature": 0,
     }
+    if settings["backend"] == "llamacpp":
+        given |= {"--policy": settings["policy"], "--backend": "llamacpp"}
     if settings["backend"] == "pytorch":
         given |= {"--policy": settings["policy"], "--dtype": settings["weights"]}
         if settings["packed"] in PACKED:

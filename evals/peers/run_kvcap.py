@@ -70,6 +70,11 @@ def _runtime(settings: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
 
         runtime = OrtRuntime.from_directory(settings["model"], threads=settings["threads"], **sizes)
         return runtime, ("kvcap", "onnxruntime")
+    if settings["backend"] == "llamacpp":
+        from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
+
+        given = {"policy": settings["policy"], "threads": settings["threads"]}
+        return LlamaRuntime.from_file(settings["model"], **given, **sizes), ("kvcap",)
     import torch
 
     from kvcap.runtime.backends.pytorch.runtime import Runtime

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .llama_library import Library
+from kvcap.runtime.backends.llamacpp.library import Library
 
 TYPES = ("F16", "Q8_0", "Q4_0")
 PARTS = {

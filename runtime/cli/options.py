@@ -436,7 +436,7 @@ class CacheOptions:
             self.budget_tokens,
             self.block_size,
             positions=self.positions,
-            kv_dtype=self.kv_dtype,
+            kv_dtype=self.kv_dtype,  # type: ignore[arg-type]  # llama.cpp's types, which others refuse
             kv_budget=self.kv_budget,
         )
         return CacheSettings.of((given,), more)

@@ -86,8 +86,8 @@ class LayerCells:
 
     heads: int  # K
     order: NDArray[np.intp]  # of the cells, by position
-    key_rows: Rows
-    value_rows: Rows | None  # None: the layer's keys are latents, of which values are made
+    key_rows: CellRows
+    value_rows: CellRows | None  # None: the layer's keys are latents, of which values are made
 
     def keys(self) -> Floats:
         """Return the keys [K, n, D]."""
@@ -268,7 +268,7 @@ def whole_pages(cells: int) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class CellRows:
     """The rows of a layer's keys or values in a state: one row a cell, or one a channel.
 
     Args:
@@ -302,14 +302,14 @@ class StatePart:
 
     held: int  # cells
     positions: NDArray[np.int32]  # of the cells
-    key_rows: list[Rows]
-    value_rows: list[Rows]
+    key_rows: list[CellRows]
+    value_rows: list[CellRows]
     body: Bytes  # everything behind the numbers of cells
 
     def layers(self, heads: int) -> list[LayerCells]:
         """Return the cells layer by layer."""
         order = np.argsort(self.positions, kind="stable")
-        values: list[Rows | None] = [*self.value_rows] or [None] * len(self.key_rows)
+        values: list[CellRows | None] = [*self.value_rows] or [None] * len(self.key_rows)
         return [
             LayerCells(heads, order, keys, own)
             for keys, own in zip(self.key_rows, values, strict=True)
@@ -336,11 +336,11 @@ def split_state(state: Bytes, library: Library) -> Iterator[StatePart]:
         positions = reader.words(3 * held).reshape(held, 3)[:, 0]
         transposed, layers = (int(word) for word in reader.words(2))
         reader.take(library.layout.gap)
-        keys = [Rows(library, *reader.rows(held)) for _ in range(layers)]
-        values = list[Rows]()
+        keys = [CellRows(library, *reader.rows(held)) for _ in range(layers)]
+        values = list[CellRows]()
         while len(values) < layers and reader.follows(held, bool(transposed)):
             taken = reader.columns(held) if transposed else reader.rows(held)
-            values.append(Rows(library, *taken, by_channel=bool(transposed)))
+            values.append(CellRows(library, *taken, by_channel=bool(transposed)))
         yield StatePart(held, positions, keys, values, state[begins : reader.place])
 
 

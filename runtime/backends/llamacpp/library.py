@@ -42,12 +42,7 @@ GGML = re.compile(r"(lib)?ggml(-base)?(\.v?[\d.]+)?\.(so|dylib|dll)(\.[\d.]+)?")
 SYSTEMS = {"linux": "linux", "darwin": "mac", "win32": "win"}
 MACHINES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
 NODE_FOLDERS = ("/usr/local/lib", "/usr/lib", "/opt/homebrew/lib")  # of npm's global packages
-SYSTEM_FOLDERS = (
-    "/opt/homebrew/lib",
-    "/home/linuxbrew/.linuxbrew/lib",
-    "/usr/local/lib",
-    "/usr/lib",
-)
+SYSTEM_FOLDERS = (BREW, "/usr/local/lib", "/usr/lib")
 SPARE = 512  # bytes, so that a version with longer structures has room to write its own
 WARNING, ERROR = 3, 4  # levels of the library's log
 PAGE = 256  # cells: a context has a multiple of so many
@@ -129,6 +124,16 @@ class LlamaBatch(ctypes.Structure):
     )
 
 
+class QuantiseSettings(ctypes.Structure):
+    """The first part of the library's structure of settings of its quantiser."""
+
+    _fields_ = (
+        ("threads", c_int32),
+        ("file_type", c_int32),
+        ("spare", ctypes.c_ubyte * SPARE),
+    )
+
+
 class Layout(NamedTuple):
     """A record of what differs between versions of the library."""
 
@@ -136,6 +141,8 @@ class Layout(NamedTuple):
     gap: int  # bytes between a state's number of layers and its first layer
 
 
+FILE_TYPES = {"Q4_0": 2, "Q8_0": 7}
+"""Holds the library's numbers of types that files are quantised to."""
 LAYOUTS = {"0.5": Layout(128, 0), "0.6": Layout(136, 8)}
 """Holds what differs, by the first two numbers of a version."""
 SWITCHES = bytes((0, 1, 1, 1, 1, 0))
@@ -186,6 +193,9 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_memory_seq_add": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
     "llama_memory_seq_pos_max": (c_int32, (c_void_p, c_int32)),
     "llama_decode": (c_int32, (c_void_p, LlamaBatch)),
+    "llama_batch_get_one": (LlamaBatch, (c_void_p, c_int32)),
+    "llama_sampler_init_greedy": (c_void_p, ()),
+    "llama_sampler_sample": (c_int32, (c_void_p, c_void_p, c_int32)),
     "llama_get_logits_ith": (POINTER(c_float), (c_void_p, c_int32)),
     "llama_state_seq_get_size": (c_size_t, (c_void_p, c_int32)),
     "llama_state_seq_get_data": (c_size_t, (c_void_p, c_void_p, c_size_t, c_int32)),
@@ -354,6 +364,24 @@ class Library:
         found = np.empty((len(rows), rows.shape[1] // unit * NUMBERS), np.float32)
         self._symbol(name)(source.ctypes.data, found.ctypes.data, found.size)
         return found
+
+    def quantise(self, whole: Path, out: Path, kind: str) -> None:
+        """Write the GGUF file `whole` to `out` with weights of another type, one of `FILE_TYPES`.
+
+        Raises:
+            LibraryUnusable: the build has no quantiser, or cannot do it.
+        """
+        quantise = getattr(self.calls, "llama_model_quantize", None)
+        if quantise is None:
+            raise self._unusable("it has no quantiser, as xllamacpp's has none")
+        defaults = self.calls.llama_model_quantize_default_params
+        defaults.restype, defaults.argtypes = QuantiseSettings, ()
+        quantise.restype = c_uint32
+        quantise.argtypes = (c_char_p, c_char_p, POINTER(QuantiseSettings))
+        settings = defaults()
+        settings.file_type = FILE_TYPES[kind]
+        if quantise(str(whole).encode(), str(out).encode(), ctypes.byref(settings)):
+            raise self._unusable(f"it cannot quantise {whole.name} to {kind}")
 
     def _symbol(self, name: str) -> Any:
         """Return a function of ggml, which some builds have in a library of its own."""

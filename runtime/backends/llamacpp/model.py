@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from kvcap.runtime.backends.llamacpp.library import Library
-from kvcap.runtime.backends.llamacpp.tokenizer import LlamaTokenizer
+from kvcap.runtime.backends.llamacpp.tokenizer import NO_TOKENIZER, LlamaTokenizer
 from kvcap.runtime.errors import ModelFilesBroken, UnsupportedModel
 
 ALL_LAYERS = -1
@@ -87,7 +87,17 @@ class LlamaModel:
     @property
     def vocabulary(self) -> int:
         """Return how many tokens the model knows."""
-        return self.tokenizer.backend_tokenizer.get_vocab_size()
+        return int(self.library.calls.llama_vocab_n_tokens(self._vocabulary))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Return whether the file says how a text becomes tokens."""
+        return bool(self.library.calls.llama_vocab_type(self._vocabulary) != NO_TOKENIZER)
+
+    @property
+    def _vocabulary(self) -> int:
+        found: int = self.library.calls.llama_model_get_vocab(self.pointer)
+        return found
 
     @property
     def trained_length(self) -> int:

@@ -300,7 +300,10 @@ class LlamaRuntime:
         Raises:
             SessionNotSaved: nothing was written; an earlier file is as it was.
         """
-        saved.save(session, saved.identity_of(self), path)
+        saved.save(session, self._identity(), path)
+
+    def _identity(self) -> dict[str, Any]:
+        return saved.identity_of(self.model, self.settings.kv_dtype)
 
     def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Turn `session` into the saved one, or refuse and leave it unchanged.
@@ -308,7 +311,7 @@ class LlamaRuntime:
         Raises:
             SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: refused.
         """
-        saved.restore(session, saved.identity_of(self), self.vocabulary, path)
+        saved.restore(session, self._identity(), self.vocabulary, path)
 
 
 def generation_of(model: LlamaModel) -> Generation:

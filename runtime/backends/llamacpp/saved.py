@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcap import __version__
 from kvcap.runtime.backends.llamacpp.context import for_streams
+from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.numpy_sampler import Generation
 from kvcap.runtime.cache.pinned_slots import merged
 from kvcap.runtime.errors import KvcapError, SessionFileForeign
@@ -23,9 +24,6 @@ from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.engine import CacheCopy
 from kvcap.runtime.session.file import SessionFile, check_conversation, checked_facts, generation_of
 from kvcap.runtime.session.session import Session
-
-if TYPE_CHECKING:
-    from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
 
 BACKEND = "llamacpp"
 TENSORS = ("state", "tokens", "places")
@@ -135,14 +133,13 @@ def _for(copy: CacheCopy, session: Session) -> CacheCopy:
     return CacheCopy(copy.facts, {**copy.tensors, "state": state})
 
 
-def identity_of(runtime: LlamaRuntime) -> dict[str, Any]:
+def identity_of(model: LlamaModel, kv_dtype: str | None) -> dict[str, Any]:
     """Return all that must agree for saved cells to be usable."""
-    model = runtime.model
     return {
         "backend": BACKEND,
         "fingerprint": f"{model.description}, {model.nbytes} bytes, {model.vocabulary} tokens",
         "library": ".".join(model.library.version.split(".")[:2]),
-        "kv_dtype": runtime.settings.kv_dtype,
+        "kv_dtype": kv_dtype,
     }
 
 

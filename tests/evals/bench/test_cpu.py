@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 
 from kvcap import cli
 from kvcap.evals.bench import BenchmarkOptions, Result, cpu, options_for
-from kvcap.evals.peers import llama_library, serve, write_gguf
+from kvcap.evals.peers import serve, write_gguf
 from kvcap.evals.peers.process import Process, cores, first_piece
+from kvcap.runtime.backends.llamacpp.library import VARIABLE
 from kvcap.runtime.errors import ExtraMissing, KvcapError, PeerFailed
 
 SETTINGS = {"model": "nowhere", "files": "nowhere", "weights": "F16", "context": 8, "threads": 1}
@@ -124,60 +125,10 @@ def test_a_turn_does_what_it_is_asked_for() -> None:
     assert serve.turn(program, "decode", 1, 1, 0, evictions=True) == {"share": None}
 
 
-@pytest.mark.parametrize(
-    "inside",
-    [
-        ".",  # llama-cpp-python's own folder, as that package has the variable
-        "lib",
-        "node_modules/@node-llama-cpp/HERE/bins/HERE",  # npm install
-        "package/bins/HERE",  # npm pack
-    ],
-)
-def test_llama_cpps_library_is_found_where_packages_put_it(
-    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / inside.replace("HERE", llama_library._npm_name())
-    folder.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setenv(llama_library.VARIABLE, str(tmp_path))
-    for other in ("libllama-common.so", "libggml.v0.4.0.so", "libggml-cpu-zen4.so"):
-        (folder / other).touch()
-    with pytest.raises(serve.Unusable, match=f"no libllama lies in {tmp_path}, which LLAMA_CPP_"):
-        llama_library.found()
-    file = folder / ("libllama.v0.4.0.so" if "bins" in inside else "libllama.so")
-    file.touch()
-    assert llama_library.found() == file
-    with pytest.raises(serve.Unusable, match=r"libllama.* cannot be used: .*give another build"):
-        llama_library.Library()  # these files hold nothing
-
-
-def test_npms_build_is_found_from_folders_below_it_and_described(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = llama_library._npm_name()
-    package = tmp_path / "node_modules" / "@node-llama-cpp" / name
-    bins = package / "bins" / name
-    bins.mkdir(parents=True)
-    (below := tmp_path / "a" / "b").mkdir(parents=True)
-    monkeypatch.chdir(below)
-    monkeypatch.delenv(llama_library.VARIABLE, raising=False)
-    monkeypatch.setattr(llama_library.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(serve.Unusable) as refused:
-        llama_library.found()
-    for said in ("llama-cpp-python is not installed", name, str(below), "npm install", "pip inst"):
-        assert said in str(refused.value)
-    (file := bins / "libllama.v0.4.0.so").touch()
-    assert llama_library.found() == file
-    (package / "package.json").write_text('{"name": "@node-llama-cpp/x", "version": "3.2.1"}')
-    assert llama_library.described(file) == {"@node-llama-cpp/x": "3.2.1"}
-    built = {"buildOptions": {"llamaCpp": {"release": "v0.4.0"}}}
-    (bins / "_nlcBuildMetadata.json").write_text(json.dumps(built))
-    assert llama_library.described(file)["llama.cpp"] == "v0.4.0"
-
-
 def test_a_missing_library_is_an_error_of_the_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(llama_library.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     with pytest.raises(ExtraMissing, match=f"llama.cpp cannot be run: no libllama .*{tmp_path}"):
         Process("llama.cpp", None, SETTINGS)
 
@@ -197,33 +148,6 @@ def test_an_error_that_names_no_package_is_said_as_it_is(tmp_path: Path) -> None
         check=True,
     )
     assert json.loads(done.stdout) == {"unusable": "this file needs two packages"}
-
-
-class Calls:
-    """A library whose settings of a context have these bytes."""
-
-    def __init__(self, numbers: list[int], rest: bytes) -> None:
-        self.settings = llama_library.LlamaSettings((*numbers, 0, 0), tuple(rest))
-
-    def llama_context_default_params(self) -> llama_library.LlamaSettings:
-        return self.settings
-
-
-@pytest.mark.parametrize("before", [b"", bytes(12), b"\1" + bytes(7)])
-def test_settings_of_a_context_are_found_in_every_version(before: bytes) -> None:
-    """Sliding layers keep their windows alone, wherever the setting lies; else it is refused."""
-    context: Any = llama_library.Context.__new__(llama_library.Context)
-    context.calls = Calls([512, 2048, 512, 1], before + llama_library.SWITCHES)
-    settings = context._settings(768)
-    assert settings.numbers[0] == 768
-    assert bytes(settings.rest)[len(before) :][:6] == bytes((0, 1, 1, 1, 0, 0))
-    for numbers, rest in (
-        ([512, 2048, 1, 512], llama_library.SWITCHES),
-        ([512, 2048, 512, 1], b""),
-    ):
-        context.calls = Calls(numbers, rest)
-        with pytest.raises(serve.Unusable, match="orders the settings of a context otherwise"):
-            context._settings(768)
 
 
 def test_starts_are_of_new_processes(
