@@ -111,7 +111,8 @@ def open_conversations(
             say(note)
         found = measured(plan, runtime, places, shared_prompts)
         limits = Limits(found.places, found.together, waiting, shared_prompts=found.shared_prompts)
-        watch = None if cap is None else CapWatch.of(found, runtime, enforce=budget.enforce)
+        held = runtime.reserve(found.places)
+        watch = None if cap is None else CapWatch.of(found, runtime, held, enforce=budget.enforce)
         scheduler = Scheduler(runtime, limits, disk, watch=watch, memory_cap=cap, recall=recall)
         return Opened(scheduler, found)
 
@@ -138,7 +139,7 @@ def measured(
         lambda _: plan.shared,
         cap=plan.cap,
         together=plan.together,
-        places=places,
+        places=places or (plan.places if plan.cap is None else None),
         body=plan.body,
         index=plan.index,
         shared_prompts=shared_prompts,
@@ -155,10 +156,19 @@ class CapWatch:
     guard: CapGuard
 
     @classmethod
-    def of(cls, plan: ServingPlan, runtime: Any, enforce: str = "check") -> CapWatch | None:
+    def of(
+        cls, plan: ServingPlan, runtime: Any, held: int = 0, enforce: str = "check"
+    ) -> CapWatch | None:
         """Return a watch over a server of that plan.
 
-        None on a GPU, whose memory is not the process's.
+        Args:
+            plan: of the server.
+            runtime: the model.
+            held: bytes that the process holds for each conversation before it begins.
+            enforce: 'rlimit' has the system hold the cap as well.
+
+        Returns:
+            None on a GPU, whose memory is not the process's.
         """
         assert plan.cap is not None
         device = getattr(getattr(runtime, "model", None), "device", None)
@@ -173,7 +183,7 @@ class CapWatch:
             return None
         block = plan.one.workspace + plan.one.logits
         guard = CapGuard(plan.cap, block, plan.one.block_size)
-        return cls(plan.cap, plan.place_bytes, plan.passes + plan.tokenising, guard)
+        return cls(plan.cap, plan.place_bytes - held, plan.passes + plan.tokenising, guard)
 
     def has_room(self) -> bool:
         """Return whether one more conversation can be made, whatever else has grown."""

@@ -33,6 +33,9 @@ class ModelFacts:
         except ChatTemplateMissing:
             tools = thinking = False
         model, length = getattr(runtime, "model", None), runtime.trained_length
+        if (gguf := getattr(runtime, "gguf", None)) is not None:
+            level = gguf.weights_type
+            return cls(gguf.architecture, length, gguf.parameters, level, tools, thinking)
         if model is None:
             told = getattr(runtime, "manifest", None)
             family = told.model.get("family", "") if told is not None else ""

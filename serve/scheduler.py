@@ -273,7 +273,6 @@ class Scheduler:
     ) -> None:
         self.runtime, self.limits, self.disk, self.recall = runtime, limits, disk, recall
         self._watch, self._memory_cap = watch, memory_cap
-        runtime.reserve(limits.places)
         self.batch = runtime.batch(limits.together)
         self._held = Held(runtime, limits.places, disk)
         self._shared = SharedPrompts(limits.shared_prompts, self._has_room)

@@ -102,7 +102,7 @@ class LlamaCells:
             kv_bytes=loop.cache.nbytes,
             seconds=round(time.perf_counter() - start, 2),
             device=device_name("cpu"),
-            versions=versions() | {"llama.cpp": runtime.model.library.version},
+            versions=versions() | {"llama.cpp": runtime.gguf.library.version},
             extra_bytes=0,
             scores=tuple(scores),
             unit=unit_of(task),

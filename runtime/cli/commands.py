@@ -277,12 +277,11 @@ def plan_command(
             evicts = plan.policy != FULL
         else:
             evicts = backend.exported(model) or budget.eviction().policy.evicts
-        print_plan(model, plan, free, tokens, evicts=evicts)
+        library = library_of(model) if by_llamacpp else ""
+        print_plan(model, plan, free, tokens, evicts=evicts, library=library)
         print(visible(f"answers end at {', '.join(map(str, ends)) or 'no token'}"))
         if serving is not None:
             print(f"a server: {serving.summary}")
-        if by_llamacpp:
-            print(f"runs by {library_of(model)}")
         if stored is not None:
             print(f"weights: {stored.becomes(plan.weights, plan.weights_dtype or plan.dtype)}")
     warn_if_short(plan, free, budget.memory_cap)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvcap.runtime.session.ends import End
 
 PYTORCH = "; leave it out, or give --backend torch"
-MOST_PLACES = 256  # conversations that the library holds in one context
 USUAL_PLACES = 16  # conversations of a server without a cap: their cells are allocated at once
 
 

@@ -211,7 +211,13 @@ def _where(place: str) -> str:
 
 
 def print_plan(
-    model: str, plan: MemoryPlan, free: FreeMemory, tokens: int, *, evicts: bool = True
+    model: str,
+    plan: MemoryPlan,
+    free: FreeMemory,
+    tokens: int,
+    *,
+    evicts: bool = True,
+    library: str = "",
 ) -> None:
     """Print the table of `kvcap plan`.
 
@@ -221,6 +227,7 @@ def print_plan(
         free: the memory that is free here.
         tokens: for how many to count an uncapped cache.
         evicts: whether the policy ever does.
+        library: of llama.cpp, if that runs the model.
     """
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("memory")
@@ -274,8 +281,11 @@ def print_plan(
     )
     if plan.layers:
         print(f"layers: {plan.layers}; positions: {plan.position_modes}")
+    if plan.layers and not library:
         runs = plan.not_exportable and f"no, {plan.not_exportable}"
         print(f"runs with PyTorch; exported, with ONNX Runtime: {runs or 'yes'}")
+    elif library:
+        print(f"runs by {library}")
     if plan.least_kv_budget:
         print(
             f"the least that works: --kv-budget {plan.least_kv_budget}, or "

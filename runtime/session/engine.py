@@ -59,8 +59,12 @@ class Engine(Protocol):
     def loop(self) -> Loop:
         """Return a loop over an empty cache of the planned size."""
 
-    def reserve(self, conversations: int) -> None:
-        """Allocate what so many conversations hold, where the backend allocates them together."""
+    def reserve(self, conversations: int) -> int:
+        """Allocate what so many conversations hold, where the backend allocates them together.
+
+        Returns:
+            The bytes that each of them holds from now on; 0 where each allocates its own.
+        """
 
     def rng(self, seed: int | None) -> Any:
         """Return a generator of random numbers, repeatable with a seed."""

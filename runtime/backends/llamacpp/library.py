@@ -42,6 +42,7 @@ GGML = re.compile(r"(lib)?ggml(-base)?(\.v?[\d.]+)?\.(so|dylib|dll)(\.[\d.]+)?")
 SYSTEMS = {"linux": "linux", "darwin": "mac", "win32": "win"}
 MACHINES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
 NODE_FOLDERS = ("/usr/local/lib", "/usr/lib", "/opt/homebrew/lib")  # of npm's global packages
+BREW = Path(os.environ.get("HOMEBREW_PREFIX", "/opt/homebrew"), "lib")
 SYSTEM_FOLDERS = (BREW, "/usr/local/lib", "/usr/lib")
 SPARE = 512  # bytes, so that a version with longer structures has room to write its own
 WARNING, ERROR = 3, 4  # levels of the library's log
@@ -242,7 +243,7 @@ def _places() -> Iterator[Path]:
     yield from map(Path, NODE_FOLDERS)
     for package in ("llama_cpp", "xllamacpp"):
         if spec := importlib.util.find_spec(package):
-            yield from map(Path, spec.submodule_search_locations or ())
+            yield from (Path(place) for place in spec.submodule_search_locations or ())
     machine = platform.machine()
     yield from map(Path, (*SYSTEM_FOLDERS, f"/usr/lib/{machine}-linux-gnu"))
 

@@ -100,6 +100,17 @@ class LlamaModel:
         return found
 
     @property
+    def parameters(self) -> int:
+        """Return how many numbers its weights are."""
+        return int(self.library.calls.llama_model_n_params(self.pointer))
+
+    @property
+    def weights_type(self) -> str:
+        """Return the type of most weights, such as 'Q4_K_M', as llama.cpp names files."""
+        name = self.description.partition(" ")[2].partition(" ")[2]
+        return name.replace(" - ", "_").replace("Medium", "M").replace("Small", "S")
+
+    @property
     def trained_length(self) -> int:
         """Return the longest sequence, in tokens, that the model was trained on."""
         return int(self.library.calls.llama_model_n_ctx_train(self.pointer))

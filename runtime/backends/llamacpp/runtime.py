@@ -36,6 +36,8 @@ from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import EVICT_EVERY, PINS
 from kvcap.runtime.units import parse_bytes
 
+MOST_SEQUENCES = 256  # that the library has in one context
+
 
 @dataclass(repr=False)
 class LlamaRuntime:
@@ -46,7 +48,7 @@ class LlamaRuntime:
     >>> "".join(runtime.session().send("Hello!"))  # doctest: +SKIP
     """
 
-    model: LlamaModel
+    gguf: LlamaModel
     plan: MemoryPlan
     ranking: Ranking
     settings: CacheSettings
@@ -125,13 +127,13 @@ class LlamaRuntime:
         made.all_logits = all_logits
         if planned:
             made.plan = planner.found(cap)
-            made.model = LlamaModel(loaded, Path(file), gpu_layers=gpu_layers)
+            made.gguf = LlamaModel(loaded, Path(file), gpu_layers=gpu_layers)
         else:  # the context is measured that the first conversation gets
             planner.check()
             assert planner.sizes is not None
             context = made.make_context(1, planner.sizes)
             made.plan = planner.plan(*planner.sizes, context.allocated)
-        made.tokenizer = made.model.tokenizer
+        made.tokenizer = made.gguf.tokenizer
         made.plan.sized(settings)  # refuses evictions further apart than blocks
         warn_if_short(made.plan, free_memory(), memory_cap)
         if cap is not None:
@@ -143,22 +145,22 @@ class LlamaRuntime:
     @cached_property
     def generation(self) -> Generation:
         """Return the file's own settings of generation, with the tokens that end an answer."""
-        return generation_of(self.model)
+        return generation_of(self.gguf)
 
     @property
     def device_label(self) -> str:
         """Return the library, the device and the type of weights, as text for people."""
-        return f"{self.model.library.label}, {self.model.description}"
+        return f"{self.gguf.library.label}, {self.gguf.description}"
 
     @property
     def vocabulary(self) -> int:
         """Return how many different tokens the model knows."""
-        return self.model.vocabulary
+        return self.gguf.vocabulary
 
     @property
     def trained_length(self) -> int:
         """Return the longest sequence, in tokens, that the model was trained on."""
-        return self.model.trained_length
+        return self.gguf.trained_length
 
     @property
     def cap_bytes(self) -> int:
@@ -171,15 +173,20 @@ class LlamaRuntime:
         """Return after how many tokens of an answer it evicts."""
         return self.settings.evict_every or min(EVICT_EVERY, self.plan.block_size)
 
-    def reserve(self, conversations: int) -> None:
+    def reserve(self, conversations: int) -> int:
         """Allocate the cells of so many conversations in one context, in which they are batched.
+
+        Returns:
+            The bytes of each.
 
         Raises:
             MemoryCapExceeded: the library cannot allocate them.
         """
+        conversations = min(conversations, MOST_SEQUENCES)
         if sum(len(context.free) for context in self.contexts) < conversations:
             self.contexts = [context for context in self.contexts if not context.unused]
             self.make_context(conversations)
+        return self.plan.cache_bytes
 
     def make_context(self, sequences: int, sizes: tuple[int, int] | None = None) -> Context:
         """Allocate a context.
@@ -193,7 +200,7 @@ class LlamaRuntime:
         """
         budget, block = sizes or (self.plan.budget_tokens, self.plan.block_size)
         made = Context(
-            self.model,
+            self.gguf,
             budget + block,
             block,
             sequences=sequences,
@@ -278,7 +285,7 @@ class LlamaRuntime:
     def _replanned(self, ranking: Ranking, settings: CacheSettings) -> LlamaRuntime:
         """Return a runtime of this model under another plan."""
         planner = LlamaPlanner(
-            self.model,
+            self.gguf,
             ranking,
             settings,
             self.plan.recall_store,
@@ -303,7 +310,7 @@ class LlamaRuntime:
         saved.save(session, self._identity(), path)
 
     def _identity(self) -> dict[str, Any]:
-        return saved.identity_of(self.model, self.settings.kv_dtype)
+        return saved.identity_of(self.gguf, self.settings.kv_dtype)
 
     def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Turn `session` into the saved one, or refuse and leave it unchanged.

@@ -38,7 +38,7 @@ def save(session: Session, identity: dict[str, Any], path: str | os.PathLike[str
     runtime: Any = session.runtime
     cache, copy = session.cache, session.loop.copied()
     tensors = dict(copy.tensors)
-    if cache.seen and not runtime.model.recurrent:
+    if cache.seen and not runtime.gguf.recurrent:
         tensors["state"] = for_streams(tensors["state"], 1, cache.context.library)
     facts = {
         "kvcap": __version__,

@@ -225,8 +225,9 @@ class OrtRuntime:
         """Return None, and the reason why sessions are read one after the other."""
         return None, "an exported graph reads one conversation"
 
-    def reserve(self, conversations: int) -> None:
-        """Return at once: each conversation allocates its own cache."""
+    def reserve(self, conversations: int) -> int:
+        """Return 0, as each conversation allocates its own cache."""
+        return 0
 
     def loop(self) -> OrtLoop:
         """Return a loop over an empty cache."""

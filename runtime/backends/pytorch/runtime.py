@@ -270,8 +270,9 @@ class Runtime:
         """Return what reads a token of so many sessions at once, or None and the reason."""
         return shared_rows(self, size)
 
-    def reserve(self, conversations: int) -> None:
-        """Return at once: each conversation allocates its own cache."""
+    def reserve(self, conversations: int) -> int:
+        """Return 0, as each conversation allocates its own cache."""
+        return 0
 
     def loop(self) -> BlockLoop:
         """Return a block loop over an empty cache, which is its own as long as the loop lives.
