@@ -1,1 +1,1 @@
-"""Runs models by one of two backends: PyTorch or ONNX Runtime."""
+"""Runs models by one of three backends: PyTorch, ONNX Runtime or llama.cpp."""

@@ -245,7 +245,7 @@ def _places() -> Iterator[Path]:
         if spec := importlib.util.find_spec(package):
             yield from (Path(place) for place in spec.submodule_search_locations or ())
     machine = platform.machine()
-    yield from map(Path, (*SYSTEM_FOLDERS, f"/usr/lib/{machine}-linux-gnu"))
+    yield from (Path(place) for place in (*SYSTEM_FOLDERS, f"/usr/lib/{machine}-linux-gnu"))
 
 
 def _libraries_in(place: Path) -> Iterator[Path]:
