@@ -34,7 +34,7 @@ def watch_layers(kind: type) -> None:
     GradientCheckpointingLayer.__call__ = call
 
 
-def _check(given: Any, kind: type) -> None:
+def _check(given: Any, kind: type[Any]) -> None:
     """Refuse a pass that is beyond its first layer, and has not begun in the cache."""
     if isinstance(given, kind) and not given.begun:
         raise UnsupportedModel(
