@@ -9,6 +9,8 @@ internally is not seen, but for a CPU's attention, whose rule is known; what is 
 
 from __future__ import annotations
 
+import copy
+import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -35,6 +37,8 @@ from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.types import ATTENTION
 
+ENOUGH = 3  # layers that are alike: the first, one between others, and the last
+
 
 def rehearse_block(
     config: Any,
@@ -59,6 +63,7 @@ def rehearse_block(
     Raises:
         UnsupportedModel: what the model computes depends on its data, so that it has no dry run.
     """
+    config = shortened(config, settings)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
         model.eval()
@@ -70,6 +75,37 @@ def rehearse_block(
             divide(cache.allocate(batch, dtype, "cpu"))
             peaks.append(_rehearse(model, cache, batch))
     return max(peaks)
+
+
+def shortened(config: Any, settings: CacheSettings) -> Any:
+    """Return the config with a few layers where all are alike, which take turns in one memory.
+
+    Alike are layers that hold as many slots, and of which no list in the config says anything else.
+    """
+    layout, count = BudgetCache(config, settings).layout, config.num_hidden_layers
+    lists = {
+        name: value
+        for name, value in vars(config).items()
+        if isinstance(value, (list, tuple)) and len(value) == count
+    }
+    facts = (
+        (x.kind, x.window, x.rope is None, x.kv_heads, x.head_size, x.reads, x.sinks, x.experts)
+        for x in layout.shape.layers
+    )
+    kinds = {*facts, *((name, str(x)) for name, value in lists.items() for x in value)}
+    alike = len(kinds) == 1 + len(lists) and len({*map(tuple, layout.allotments)}) == 1
+    blocks = dict[str, str]()  # of a GGUF file, which may have a matrix of some layers in another
+    for name, kind in getattr(config, "gguf_blocks", {"types": {}})["types"].items():
+        place = re.sub(r"\d+", "", name)
+        alike = alike and blocks.setdefault(place, kind) == kind
+    moves = layout.eviction.heads_move or layout.eviction.layers_move
+    if not alike or moves or count <= ENOUGH or any(x.experts for x in layout.shape.layers):
+        return config
+    short = copy.deepcopy(config)
+    for name, value in lists.items():
+        setattr(short, name, value[:ENOUGH])
+    short.num_hidden_layers = ENOUGH
+    return short
 
 
 def _rehearse(model: Any, cache: BudgetCache, batch: int) -> int:

@@ -16,6 +16,7 @@ from kvcap.policies import policies
 from kvcap.policies.base import HeadBudget, LayerBudget, apportion_rows
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.planning import dry_run
 from kvcap.runtime.planning.dry_run import Tally, data_independent, rehearse_block
 
 SIZES = {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32}
@@ -75,6 +76,29 @@ def test_policies_that_decide_nothing_by_contents(policy):
     if policy not in MOVE:
         actual = measured(config, eviction, 200, 64, torch.float32)
         assert expected == pytest.approx(actual, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "layers"),
+    [
+        ("llama", "lagkv", 3),
+        ("qwen3", "h2o", 3),
+        ("mistral", "calidrop", 3),
+        ("llama", "pyramidkv", 7),  # layers have unequal budgets
+        ("llama", "adakv", 7),  # heads move
+        ("gemma3_text", "keydiff", 7),  # some layers slide
+    ],
+)
+def test_layers_that_are_alike_are_rehearsed_as_a_few(family, policy, layers, monkeypatch):
+    mixed = {"layer_types": [*["sliding_attention"] * 6, "full_attention"]}
+    options = mixed if family == "gemma3_text" else {}
+    config = tiny_config(family, **SIZES, **options, num_hidden_layers=7)
+    settings = CacheSettings(120, 40, small_policy(policy, config))
+    assert dry_run.shortened(config, settings).num_hidden_layers == layers
+    found = rehearse_block(config, settings, torch.bfloat16)
+    monkeypatch.setattr(dry_run, "shortened", lambda config, settings: config)
+    assert rehearse_block(config, settings, torch.bfloat16) == found
+    assert config.num_hidden_layers == 7
 
 
 MOVE = {"adakv", "cake", "criticalkv-adakv"}
