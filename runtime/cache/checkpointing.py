@@ -7,13 +7,12 @@ from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvcap.runtime.attention.uncompiled import uncompiled
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.arguments import cache_of
 
 
 @cache
-def watch_layers(kind: type) -> None:
+def watch_layers(kind: type[Any]) -> None:
     """Refuse what a layer made without the cache of this class that it was given.
 
     Transformers' layers take the cache out of their own arguments, in a condition that differs
@@ -28,17 +27,14 @@ def watch_layers(kind: type) -> None:
     def call(layer: Any, *args: Any, **given: Any) -> Any:
         out = plain(layer, *args, **given)
         if layer.training and layer.gradient_checkpointing:
-            uncompiled(_check)(cache_of(given), kind)
+            past = cache_of(given)
+            if isinstance(past, kind) and not past.begun:
+                raise UnsupportedModel(
+                    "the model's layers left the capped cache out, as they do in training with "
+                    "gradient checkpointing, and a capped cache keeps no gradients: evicted tokens "
+                    "have none. Call model.eval(), or train without a cap: remove() it, or pass no "
+                    "BudgetCache"
+                )
         return out
 
     GradientCheckpointingLayer.__call__ = call
-
-
-def _check(given: Any, kind: type[Any]) -> None:
-    """Refuse a pass that is beyond its first layer, and has not begun in the cache."""
-    if isinstance(given, kind) and not given.begun:
-        raise UnsupportedModel(
-            "the model's layers left the capped cache out, as they do in training with gradient "
-            "checkpointing, and a capped cache keeps no gradients: evicted tokens have none. Call "
-            "model.eval(), or train without a cap: remove() it, or pass no BudgetCache"
-        )
