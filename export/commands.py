@@ -311,8 +311,7 @@ def decoder_command(
             metavar="NAME",
             rich_help_panel="Model",
             help="Compute in float32 or float16, also written fp32, fp16; or hold weights in "
-            "blocks of integers (int8, int4, or those of a GGUF file, gguf) and the cache in "
-            "float32.",
+            "blocks of integers (int8, int4) and the cache in float32.",
         ),
     ] = "fp32",
     symmetric: Annotated[

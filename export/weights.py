@@ -31,9 +31,9 @@ ALIGNED = 64  # other tensors begin at multiples of this
 MAPPED = 1 << 16  # least bytes of a tensor that begins at a page
 ROWS = 1 << 20  # numbers that are quantised at once
 MICROSOFT = "com.microsoft"  # ONNX Runtime's own operations
-NAMES = ("numbers", "scales", "zeros", "offsets")
+NAMES = ("numbers", "scales", "zeros")
 """Lists the parts of a packed matrix; a part's tensor is called NAME.PART."""
-KINDS = dict(zip(NAMES, (np.uint8, np.float32, np.uint8, np.float32), strict=True))
+KINDS = dict(zip(NAMES, (np.uint8, np.float32, np.uint8), strict=True))
 TABLE = ".table"  # follows the part, if a graph looks up rows in the same bytes
 TURNED = ".turned"  # follows the name, if the model has the matrix as [K, N]
 JOINED = "+"  # joins the names of matrices that are stacked into one
@@ -41,22 +41,17 @@ JOINED = "+"  # joins the names of matrices that are stacked into one
 
 @dataclass(frozen=True)
 class Rounding:
-    """A way to round weights with a scale for every block of a row.
-
-    A weight is `(q - zero) * scale + offset`.
+    """A way to round weights to `(q - zero) * scale`, with a scale for every block of a row.
 
     Attributes:
         bits: bits of `q`, 4 or 8.
         symmetric: whether `zero` is the middle, 8 or 128; else each block has its own.
         block: weights of a row that share a scale, a power of two of at least 16.
-        shifted: whether each block has an `offset`, besides its zero; else it is 0. In a product
-            with activations x it adds the offset times the sum of the block's x.
     """
 
     bits: int
     symmetric: bool = True
     block: int = BLOCK
-    shifted: bool = False
 
     @property
     def middle(self) -> int:
@@ -80,7 +75,6 @@ class Packed(NamedTuple):
     )
     scales: Tensor  # float32 [N, C]
     zeros: Tensor | None  # uint8 [N, ceil(C * bits / 8)]
-    offsets: Tensor | None = None  # float32 [N, C]
 
     def part(self, name: str) -> Tensor:
         """Return the part of this name, one of `NAMES`."""
@@ -102,12 +96,10 @@ def pack(matrix: Tensor, rounding: Rounding) -> Packed:
 def below(parts: list[Packed]) -> Packed:
     """Stack packed matrices [N, K] with the same K into one, row below row."""
     zeros = [part.zeros for part in parts if part.zeros is not None]
-    offsets = [part.offsets for part in parts if part.offsets is not None]
     return Packed(
         torch.cat([part.numbers for part in parts]),
         torch.cat([part.scales for part in parts]),
         torch.cat(zeros) if zeros else None,
-        torch.cat(offsets) if offsets else None,
     )
 
 
@@ -147,8 +139,6 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
     if packed.zeros is not None:
         zeros = _whole(packed.zeros, rounding)[:, : packed.scales.shape[1], None].float()
     numbers.sub_(zeros).mul_(packed.scales[..., None])
-    if packed.offsets is not None:
-        numbers.add_(packed.offsets[..., None])
     return numbers.flatten(1)[:, :columns]
 
 
@@ -232,22 +222,20 @@ def place(
     model: Any,
     weights: Mapping[str, Tensor],
     store: Store,
-    rounding: Rounding | Mapping[str, Rounding] | None = None,
+    rounding: Rounding | None = None,
     packed: Mapping[str, Packed] | None = None,
 ) -> dict[str, Placed]:
     """Replace the weights among the inputs of an onnx.ModelProto by initialisers, in place.
 
     With a rounding, products of activations and a matrix become MatMulNBits, and embeddings that
     are looked up in a table GatherBlockQuantized; a table that is a matrix too is stored once.
-    Matrices that a graph puts side by side for one product are stored as one if they are rounded
-    alike, and else multiplied one by one.
+    Matrices that a graph puts side by side for one product are stored as one.
 
     Args:
         model: a graph whose weights are inputs.
         weights: the weights by the names of those inputs, in the types of the graph.
         store: the file that they are written to.
-        rounding: how matrices and embeddings are rounded; a mapping has it by the weight's name;
-            None: weights stay as they are.
+        rounding: how matrices and embeddings are rounded; None: weights stay as they are.
         packed: matrices [N, K] that are rounded already, other than to the nearest, by name.
 
     Returns:
@@ -256,18 +244,15 @@ def place(
     graph, rounded, tensors = model.graph, dict[str, Placed](), dict[str, Any]()
     # In the order of the model's names, so that every export of a model has the same file.
     values = {x.name: x for x in sorted(graph.input, key=attrgetter("name")) if x.name in weights}
-    each = rounding if isinstance(rounding, Mapping) else dict.fromkeys(values, rounding)
-    _separate(graph, values.keys(), each)
     nodes = _Nodes(graph)
     for joint in nodes.joints(values.keys()):
         first, names = values[joint.names[0]], list(joint.names)
         sizes = [[dim.dim_value for dim in values[x].type.tensor_type.shape.dim] for x in names]
         placed = [Placed(rows, columns, False) for rows, columns in sizes]
         nodes.replace([*joint.transposes, joint.concat], lambda node: [])
-        alike = each.get(names[0])
-        if alike is not None:
+        if rounding is not None:
             rounded |= dict(zip(names, placed, strict=True))
-            matrix = _Matrix(names, placed, alike, store, weights, packed or {})
+            matrix = _Matrix(names, placed, rounding, store, weights, packed or {})
             nodes.replace(joint.products, matrix.product)
             tensors |= matrix.tensors
         else:
@@ -281,11 +266,11 @@ def place(
             graph.input.remove(values.pop(name))
     for value in values.values():
         name, shape = value.name, [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        uses, own = nodes.uses(name), each.get(name)
-        if own is not None and len(shape) == 2 and uses.fit_blocks(prod(shape)):
+        uses = nodes.uses(name)
+        if rounding is not None and len(shape) == 2 and uses.fit_blocks(prod(shape)):
             rows, columns = shape[::-1] if uses.turned else shape
             rounded[name] = Placed(rows, columns, uses.turned)
-            matrix = _Matrix([name], [rounded[name]], own, store, weights, packed or {})
+            matrix = _Matrix([name], [rounded[name]], rounding, store, weights, packed or {})
             nodes.replace(uses.transposes, lambda node: [])
             nodes.replace(uses.products, matrix.product)
             nodes.replace(uses.lookups, matrix.lookup)
@@ -400,23 +385,6 @@ class _Nodes:
             self.graph.node.extend(copies)
 
 
-def _separate(graph: Any, names: Collection[str], roundings: Mapping[str, Rounding | None]) -> None:
-    """Give matrices that a graph puts side by side products of their own, if roundings differ."""
-    nodes, make = _Nodes(graph), library("onnx.helper").make_node
-
-    def one_by_one(joint: _Joint, node: Any) -> list[Any]:
-        parts = [f"{node.output[0]}.{name}" for name in joint.names]
-        pairs = zip(joint.transposes, parts, strict=True)
-        products = [make("MatMul", [node.input[0], x.output[0]], [part]) for x, part in pairs]
-        return [*products, make("Concat", parts, node.output, axis=-1)]
-
-    for joint in nodes.joints(names):
-        if len({roundings.get(name) for name in joint.names}) > 1:
-            nodes.replace([joint.concat], lambda node: [])
-            nodes.replace(joint.products, partial(one_by_one, joint))
-    nodes.write()
-
-
 def _is_product(node: Any, weights: set[str]) -> bool:
     return node.op_type == "MatMul" and node.input[1] in weights and node.input[0] not in weights
 
@@ -455,8 +423,6 @@ class _Matrix:
         if not rounding.symmetric:
             width = -(-count * rounding.bits // 8)
             block_inputs.append(self._part("zeros", types.UINT8, [placed.rows, width]))
-        if rounding.shifted:
-            self._offsets = self._part("offsets", types.FLOAT, [placed.rows, count])
         self._block_inputs = block_inputs
         self._ready = None  # all parts are written, so the packed copy can be freed
         self._attributes: dict[str, Any] = {"domain": MICROSOFT, "bits": rounding.bits}
@@ -465,26 +431,16 @@ class _Matrix:
     def product(self, node: Any) -> list[Any]:
         """Return nodes that replace a MatMul."""
         make, (x,), (y,) = library("onnx.helper").make_node, node.input[:1], node.output
-        scaled = f"{y}.scaled" if self.rounding.shifted else y
         product = make(
             "MatMulNBits",
             [x, f"{self.stem}.numbers", *self._block_inputs],
-            [scaled],
+            [y],
             K=self.placed.columns,
             N=self.placed.rows,
             accuracy_level=ACCURACY,
             **self._attributes,
         )
-        if not self.rounding.shifted:
-            return [product]
-        last = self._integers("blocks.last", [2])
-        return [  # ONNX Runtime merges the sums of x, which are equal for all matrices
-            product,
-            make("Reshape", [x, self._blocks(self.rounding.block)], [f"{y}.blocks"]),
-            make("ReduceSum", [f"{y}.blocks", last], [f"{y}.sums"], keepdims=0),
-            make("Gemm", [f"{y}.sums", self._offsets], [f"{y}.offsets"], transB=1),
-            make("Add", [scaled, f"{y}.offsets"], [y]),  # [1, T, N] + [T, N]
-        ]
+        return [product]
 
     def lookup(self, node: Any) -> list[Any]:
         """Return nodes that replace a Gather of rows; they read the same bytes as `product`."""
@@ -493,43 +449,23 @@ class _Matrix:
         table = self._part("numbers", types.UINT8, shape, TABLE)
         (out,), whole = node.output, self._count * self.rounding.block == self.placed.columns
         wide = out if whole else f"{out}.wide"
-        scaled = f"{out}.scaled" if self.rounding.shifted else wide
         nodes = [
             helper.make_node(
                 "GatherBlockQuantized",
                 [table, node.input[1], *self._block_inputs],
-                [scaled],
+                [wide],
                 gather_axis=0,
                 quantize_axis=1,
                 **self._attributes,
             )
         ]
-        if self.rounding.shifted:
-            nodes += [
-                helper.make_node("Gather", [self._offsets, node.input[1]], [f"{out}.rows"]),
-                helper.make_node("Reshape", [f"{out}.rows", self._blocks(1)], [f"{out}.offsets"]),
-                helper.make_node(
-                    "Reshape", [scaled, self._blocks(self.rounding.block)], [f"{out}.blocks"]
-                ),
-                helper.make_node("Add", [f"{out}.blocks", f"{out}.offsets"], [f"{out}.sum"]),
-                helper.make_node("Shape", [scaled], [f"{out}.shape"]),
-                helper.make_node("Reshape", [f"{out}.sum", f"{out}.shape"], [wide]),
-            ]
         if not whole:
             numbers = {"from": 0, "to": self.placed.columns, "axis": -1}
-            ends = [self._integers(f"{self.stem}.{end}", [n]) for end, n in numbers.items()]
+            ends = [f"{self.stem}.{end}" for end in numbers]
+            for end, count in zip(ends, numbers.values(), strict=True):
+                self.tensors[end] = helper.make_tensor(end, types.INT64, [1], [count])
             nodes.append(helper.make_node("Slice", [wide, *ends], [out]))
         return nodes
-
-    def _blocks(self, size: int) -> str:
-        """Add the shape [-1, C, size] of rows cut into blocks to the graph; return its name."""
-        return self._integers(f"blocks.{self._count}.{size}", [-1, self._count, size])
-
-    def _integers(self, name: str, numbers: list[int]) -> str:
-        """Add a list of integers to the graph; return its name."""
-        helper, kind = library("onnx.helper"), library("onnx").TensorProto.INT64
-        self.tensors[name] = helper.make_tensor(name, kind, [len(numbers)], numbers)
-        return name
 
     def _part(self, part: str, kind: int, shape: list[int], more: str = "") -> str:
         """Add one part of the packed matrix to the graph; return its name, which ends in `more`."""
@@ -633,7 +569,7 @@ def rounded_in(file: Path) -> dict[str, Rounded]:
             file.with_name(locations["numbers"]["location"]),
             places,
             columns,
-            Rounding(bits, "zeros" not in parts, block, "offsets" in parts),
+            Rounding(bits, "zeros" not in parts, block),
             stem.endswith(TURNED),
         )
         within = [(entry.key, int(entry.value)) for entry in parts["numbers"].metadata_props]

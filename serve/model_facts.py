@@ -41,18 +41,13 @@ class ModelFacts:
             family = told.model.get("family", "") if told is not None else ""
             level = _level(told.facts["dtype"] if told is not None else runtime.plan.dtype)
             return cls(family or "kvcap", length, 0, level, tools, thinking)
-        from kvcap.runtime.models.blocks import BLOCKS
         from kvcap.runtime.models.packed import PackedMatrix
 
         sizes, held = Counter[str](), set[int]()
         for module in model.modules():
             if isinstance(module, PackedMatrix):
                 held |= {id(one) for one in module.parameters()}
-                kinds = [
-                    name for name, kind in BLOCKS.items() if kind is getattr(module, "kind", 0)
-                ]
-                name = kinds[0] if kinds else str(runtime.plan.weights_dtype)
-                sizes[name] += module.rows * module.columns
+                sizes[str(runtime.plan.weights_dtype)] += module.rows * module.columns
         for one in model.parameters():
             if id(one) not in held:
                 sizes[str(one.dtype).removeprefix("torch.")] += one.numel()

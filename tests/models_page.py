@@ -84,8 +84,8 @@ A refused model is never run uncapped.
 | quantised checkpoints | those of bitsandbytes and torchao stay packed; FP8, MXFP4 (gpt-oss) \
 and compressed-tensors are unpacked when they are loaded, and planned so (`pip install \
 '.[quantised]'`) |
-| GGUF files | of the families above that transformers maps (`pip install '.[gguf]'`); on a CPU \
-their [weights stay in their bits](weights.md#run-a-gguf-file), elsewhere they are unpacked |
+| GGUF files | all that [llama.cpp's library](llamacpp.md) reads; with `--backend torch` those of \
+the families above that transformers maps, unpacked |
 | files | safetensors and GGUF only; pickles and a model's own code are refused by name |
 | adapters (`adapter_config.json`) | not applied, with a warning, if they lie beside a model's \
 weights; refused if they lie alone. Merge an adapter once, by peft's `merge_and_unload` |

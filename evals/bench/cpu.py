@@ -237,10 +237,9 @@ def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> 
         policy = policy if chosen else DEFAULT
         return {**settings, "model": model, "weights": AS_STORED, "policy": policy}
     if backend == "pytorch":
-        known = (*FLOATS, *PACKED, *((AS_STORED,) if is_gguf(model) else ()))
-        if weights not in known:
+        if weights not in (*FLOATS, *PACKED):
             raise ValueError(
-                f"PyTorch runs no weights called {weights!r}: {', '.join(known)}; "
+                f"PyTorch runs no weights called {weights!r}: {', '.join((*FLOATS, *PACKED))}; "
                 "with --backend onnxruntime, what kvcap export decoder --dtype takes"
             )
         packed = weights if weights in PACKED else None

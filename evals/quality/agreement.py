@@ -162,7 +162,6 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
         block_size=sweep.block_size,
         dtype=sweep.dtype,
         device=sweep.device,
-        weights="unpacked",  # policies that read weights need them as numbers
     )
     model, device = runtime.model, runtime.model.device
     truth = BlockLoop(model, _new_cache(model.config, None, longest, sweep.block_size))

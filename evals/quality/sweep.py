@@ -366,7 +366,6 @@ class CellJob:
             dtype=self.sweep.dtype,
             device=self.sweep.device,
             positions=self.first.positions,
-            weights="unpacked",  # policies that read weights need them as numbers
         )
 
     def run(self, setting: Setting) -> Cell:

@@ -222,7 +222,6 @@ def tune(
         plan.sized(request.sizes.cache),
         dtype=request.dtype,
         device=request.device,
-        weights="unpacked",  # policies that read weights need them as numbers
     )
     run = _Run(request, runtime, sides, opening, ids, clock, report)
     facts_length = max(_least_length(sides), min(LEAST_FACTS_LENGTH, trained))

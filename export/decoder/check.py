@@ -60,7 +60,6 @@ TOLERANCES = {
     # layers by 14 % of the largest. A wrong key is off by 100 %.
     "int8": Tolerance(2e-1, 1e-5, 0.9, 3e-1),
     "int4": Tolerance(2e-1, 1e-5, 0.9, 3e-1),
-    "gguf": Tolerance(2e-1, 1e-5, 0.9, 3e-1),
 }
 # For slots in 8 bits, compared with the runtime's in floats and with the module's in 8 bits: there
 # a number that lies between two may be rounded to the other one.

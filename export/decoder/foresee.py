@@ -9,7 +9,7 @@ import torch
 from kvcap.dtypes import torch_dtype
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.graph import DecoderGraph
-from kvcap.export.decoder.spec import CACHE, WITHIN, blocks_of, check_dtype, layout_for
+from kvcap.export.decoder.spec import CACHE, check_dtype, layout_for
 from kvcap.export.weights import Rounding
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.models.checkpoint import empty_model
@@ -31,16 +31,12 @@ def foreseen(
     config, kind = load_config(where), torch_dtype(CACHE[check_dtype(dtype)])
     layout = layout_for(config, settings)
     made = empty_model(where, config, kind).eval()
-    blocks = blocks_of(where, made, dtype)
     scales = None
     if settings.kv_dtype is not None:
         shape = layout.shape
         scales = torch.ones(len(shape.layers), 2, shape.kv_heads, shape.head_size)
     said = manifest.describe(model, DecoderGraph(made, layout, scales), dtype, rounding, text)
-    own = {} if blocks is None else blocks.roundings
-    said["model"]["weights_bytes"] = sum(
-        _bytes(x, own.get(WITHIN + name, rounding)) for name, x in made.named_parameters()
-    )
+    said["model"]["weights_bytes"] = sum(_bytes(x, rounding) for x in made.parameters())
     return said
 
 
@@ -50,5 +46,5 @@ def _bytes(weight: Any, rounding: Rounding | None) -> int:
         return int(weight.nbytes)
     rows, columns = weight.shape
     scaled = rows * -(-columns // rounding.block)  # blocks
-    beside = 4 + (0 if rounding.symmetric else rounding.bits / 8) + 4 * rounding.shifted
+    beside = 4 + (0 if rounding.symmetric else rounding.bits / 8)
     return int(scaled * (rounding.block * rounding.bits / 8 + beside))

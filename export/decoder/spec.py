@@ -9,14 +9,13 @@ from typing import Any
 from kvcap.dtypes import short, torch_dtype
 from kvcap.export.decoder.depth import layers_of
 from kvcap.export.decoder.refusal import refusal
-from kvcap.export.gguf import FileBlocks
 from kvcap.export.weights import Rounding
 from kvcap.policies import Eviction
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable
-from kvcap.runtime.models.checkpoint import Checkpoint, GgufCheckpoint, empty_model
+from kvcap.runtime.models.checkpoint import Checkpoint, empty_model
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import (
     check_generation,
@@ -24,11 +23,11 @@ from kvcap.runtime.models.files import (
     load_model,
     load_tokenizer,
 )
-from kvcap.runtime.models.gguf import is_gguf
+from kvcap.runtime.models.gguf import AS_THEY_ARE
 from kvcap.runtime.models.names import resolve
 
 # The cache's type by that of the weights.
-CACHE = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32", "int4": "fp32", "gguf": "fp32"}
+CACHE = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32", "int4": "fp32"}
 # Defaults. In 8 bits twice as many numbers share a scale as in 4: products of a token take a fifth
 # less time, and weights differ by 0.6 % of their size instead of 0.5 %.
 ROUNDINGS = {"int8": Rounding(8, block=64), "int4": Rounding(4, symmetric=False)}
@@ -44,7 +43,6 @@ class Source:
     model: Any
     tokenizer: Any  # None: the directory gets none
     checkpoint: Checkpoint | None = None  # has the weights if the model was made without them
-    blocks: FileBlocks | None = None  # the matrices of a GGUF file, if they stay as they are
 
     @property
     def config(self) -> Any:
@@ -78,14 +76,13 @@ def load(model: str | Path, dtype: str) -> Source:
 
     Raises:
         ModelFilesBroken, UnsupportedModel: they cannot be used.
-        NotExportable: they are to stay in the blocks of a GGUF file, and cannot.
     """
     where = resolve(model)
     config = load_config(where)
     tokenizer = load_tokenizer(where)
     check_generation(where)
     loaded = load_model(where, config, torch_dtype(CACHE[check_dtype(dtype)])).eval()
-    return Source(str(model), loaded, tokenizer, None, blocks_of(where, loaded, dtype))
+    return Source(str(model), loaded, tokenizer)
 
 
 def open_model(model: str | Path, dtype: str) -> Source:
@@ -97,24 +94,16 @@ def open_model(model: str | Path, dtype: str) -> Source:
 
     Raises:
         ModelFilesBroken, UnsupportedModel: it cannot be used.
-        NotExportable: as `load`.
     """
     where = resolve(model)
     config, kind = load_config(where), torch_dtype(CACHE[check_dtype(dtype)])
     made = empty_model(where, config, kind).eval()
     nbytes = sum(p.nbytes for p in made.parameters())
-    blocks = blocks_of(where, made, dtype)
-    own = GgufCheckpoint if is_gguf(where) else Checkpoint
-    weights = own.of(where, made, kind, WITHIN) if nbytes > LOADED else None
+    weights = Checkpoint.of(where, made, kind, WITHIN) if nbytes > LOADED else None
     if weights is None or layers_of(made) is None:
         return load(model, dtype)
     check_generation(where)
-    return Source(str(model), made, load_tokenizer(where), weights, blocks)
-
-
-def blocks_of(where: str, model: Any, dtype: str) -> FileBlocks | None:
-    """Return the matrices of a GGUF file that an export has as they are; None: it rounds them."""
-    return FileBlocks.of(where, model, WITHIN) if dtype == "gguf" else None
+    return Source(str(model), made, load_tokenizer(where), weights)
 
 
 def rounding_of(dtype: str, symmetric: bool | None = None) -> Rounding | None:
@@ -139,12 +128,14 @@ def rounding_of(dtype: str, symmetric: bool | None = None) -> Rounding | None:
 
 
 def check_dtype(dtype: str) -> str:
-    """Return the name of a type of weights as manifests have it: fp32, fp16, int8, int4 or gguf.
+    """Return the name of a type of weights as manifests have it: fp32, fp16, int8 or int4.
 
     Raises:
         NotExportable: there are none of that type; names those there are.
     """
     found = short(dtype)
+    if found == "gguf":
+        raise NotExportable(f"no dtype 'gguf': {AS_THEY_ARE}; an export has {', '.join(CACHE)}")
     if found not in CACHE:
         raise NotExportable(f"no dtype {dtype!r} of a decoder; there are {', '.join(CACHE)}")
     return found

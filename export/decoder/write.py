@@ -65,7 +65,7 @@ def write(
     Args:
         source: the model, in the type of its cache.
         layout: of the cache.
-        dtype: of the weights: fp32, fp16, int8, int4 or gguf.
+        dtype: of the weights: fp32, fp16, int8 or int4.
         out: the directory; it may hold the same export, which is replaced.
         quick: check over one block past the budget only.
         note: called with what is being done.
@@ -135,12 +135,6 @@ class _Export:
             ids = pieces(source.tokenizer, text, shape.trained_length)
             self.packed = calibrate(decoder, ids, self.rounding, source.checkpoint, self.note)
 
-    @property
-    def _rounded(self) -> tuple[Rounding | Mapping[str, Rounding] | None, Mapping[str, Packed]]:
-        """Return how matrices are rounded, and those that are so already."""
-        blocks = self.source.blocks
-        return (self.rounding, self.packed) if blocks is None else (blocks.roundings, blocks)
-
     def made(self) -> tuple[dict[str, Any], DecoderReport]:
         """Write all files but the manifest, and check them.
 
@@ -156,7 +150,7 @@ class _Export:
         self.note("writing its weights")
         weights = decoder.state_dict() if checkpoint is None else checkpoint
         file = self.folder / manifest.GRAPH
-        nodes = save(model, decoder, weights, store, file, *self._rounded)
+        nodes = save(model, decoder, weights, store, file, self.rounding, self.packed)
         said = self._files(decoder, nodes)
         self.note("checking it beside PyTorch")
         if checkpoint is None:
@@ -210,7 +204,7 @@ class _Export:
         count = len(few.layers)
         self.note(f"checking {count} of its layers beside PyTorch")
         file = self.folder / FEW
-        save(copy.deepcopy(graph), few, weights, store, file, *self._rounded)
+        save(copy.deepcopy(graph), few, weights, store, file, self.rounding, self.packed)
         report = check_filled(self.folder, few, self.dtype, weights, self.quick, FEW)
         report.require()
         file.unlink()
@@ -263,7 +257,7 @@ def save(
     weights: Mapping[str, Tensor],
     store: Store,
     file: Path,
-    rounding: Rounding | Mapping[str, Rounding] | None,
+    rounding: Rounding | None,
     packed: Mapping[str, Packed],
 ) -> int:
     """Write a traced graph with its weights into `file` and `store`; returns how many nodes."""

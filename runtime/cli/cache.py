@@ -1,6 +1,6 @@
 """The commands `kvcap cache list` and `kvcap cache clear`, for what kvcap keeps on the disk.
 
-Kept are exports for `--weights`, and tokenizers and weights that were made of GGUF files.
+Kept are exports for `--weights`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from kvcap.runtime.files import KEPT_FROM, cache_home, read_json
 from kvcap.runtime.types import BUILT_IN
 from kvcap.runtime.units import format_bytes
 
-cache = typer.Typer(
-    no_args_is_help=True, help="List or clear the exports and GGUF files kept on the disk."
-)
-KINDS = ("exports", "gguf")
+cache = typer.Typer(no_args_is_help=True, help="List or clear the exports kept on the disk.")
 
 
 class Kept(NamedTuple):
@@ -47,10 +44,9 @@ class Kept(NamedTuple):
 
 def kept() -> Iterator[Kept]:
     """Return all that is kept, in the order of its names."""
-    for kind in KINDS:
-        for path in sorted((cache_home() / kind).glob("[!.]*")):
-            age = max(0, int(time() - path.stat().st_mtime))
-            yield Kept(path, _bytes([path]), *_made_of(path), age)
+    for path in sorted(cache_home().glob("*/[!.]*")):  # earlier versions kept GGUF files, too
+        age = max(0, int(time() - path.stat().st_mtime))
+        yield Kept(path, _bytes([path]), *_made_of(path), age)
 
 
 def _bytes(folders: Iterable[Path]) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcap import dtypes
-from kvcap.runtime.cli.console import INFEASIBLE, complain, dim, styled, visible
+from kvcap.runtime.cli.console import INFEASIBLE, complain, styled, visible
 from kvcap.runtime.cli.gguf import (
     USUAL_PLACES,
     ends_of_gguf,
@@ -46,9 +46,9 @@ from kvcap.runtime.cli.options import (
     policy_names,
 )
 from kvcap.runtime.errors import ExtraMissing, NotExportable, PlanInfeasible
-from kvcap.runtime.files import as_text, cache_home
+from kvcap.runtime.files import as_text
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
-from kvcap.runtime.models.gguf import GgufFile, is_gguf, read_gguf
+from kvcap.runtime.models.gguf import AS_THEY_ARE, GgufFile, is_gguf, read_gguf
 from kvcap.runtime.models.names import CONFIG, REPOSITORY, locate, resolve
 from kvcap.runtime.planning.plan import (
     AUTO,
@@ -400,8 +400,6 @@ def load(
     if not by_llamacpp and (weights := backend.kept(model)) is not None:
         model = str(kept_export(model, weights, budget, output.quiet, calibrate=backend.calibrate))
     stored = None if exported or by_llamacpp or output.quiet else _in_gguf(model)
-    if stored is not None:
-        _note_conversion(model)
     note = not output.quiet and styled()
     if note:
         sys.stderr.write(f"\x1b[2mloading {model} ...\x1b[0m")
@@ -419,10 +417,8 @@ def load(
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
     if stored is not None:
-        becomes = stored.becomes(
-            runtime.plan.weights, runtime.plan.weights_dtype or runtime.plan.dtype
-        )
-        print(f"{model}: {becomes}", file=sys.stderr)
+        weights, dtype = runtime.plan.weights, runtime.plan.weights_dtype or runtime.plan.dtype
+        print(f"{model}: {stored.becomes(weights, dtype)}", file=sys.stderr)
     if running.chat_template is not None:
         from kvcap.runtime.session.named_templates import use_template
 
@@ -458,28 +454,6 @@ def _in_gguf(model: str) -> GgufFile | None:
     """Return the header of the GGUF file `model`; None where it is no such file."""
     found = None if model in BUILT_IN else locate(model)
     return read_gguf(str(found)) if found is not None and found.is_file() else None
-
-
-def _note_conversion(model: str) -> None:
-    """Say on stderr that a GGUF file is converted, where that was not done before."""
-    quiet_libraries()
-    from kvcap.runtime.models.kept import is_kept
-
-    if not is_kept(model):
-        dim(
-            f"converting {model}, once; what is made of it is kept in {cache_home() / 'gguf'} "
-            "(kvcap cache list)"
-        )
-
-
-def _usual_weights(config: Any, budget: Budget, device: Any) -> PackedDtype | None:
-    """Return how weights are held without --weights: a GGUF file's may stay as they are."""
-    if not hasattr(config, "gguf_blocks"):
-        return None
-    from kvcap.runtime.models.packed import usual_packing
-
-    dtype = dtypes.of_model(budget.dtype, config)
-    return usual_packing(config, dtype, device, budget.eviction().observes)
 
 
 def _load_export(model: str, budget: Budget, running: Running, recall_store: int | None) -> Engine:
@@ -550,7 +524,7 @@ def planned(
         memory_cap=budget.memory_cap,
         headers=read_headers(where),
         rehearse=True,
-        weights=backend.weights or _usual_weights(config, budget, chosen),
+        weights=backend.weights,
         recall_store=recall_store,
     )
 
@@ -575,8 +549,6 @@ def planned_ends(model: str, backend: Backend) -> list[End]:
     from kvcap.runtime.models.files import find_tokenizer, load_config, load_generation
 
     where = resolve(model)
-    if _in_gguf(model) is not None:
-        _note_conversion(model)
     config = load_config(where)
     return ends_of(find_tokenizer(where), load_generation(where, config), config)
 
@@ -690,6 +662,11 @@ def _export_folder(model: str) -> Path:
         NotExportable: a model that was not exported yet.
     """
     folder = Path(model) if model in BUILT_IN else locate(model)
+    if folder is not None and folder.is_file():
+        raise NotExportable(
+            f"{model!r} is a GGUF file: {AS_THEY_ARE}; leave --backend onnxruntime out, or add "
+            "--weights int8 or int4 to have its weights rounded"
+        )
     if folder is None or (model in BUILT_IN and not folder.is_dir()):
         what = "a built-in model" if model in BUILT_IN else "no directory"
         raise NotExportable(

@@ -25,7 +25,6 @@ from kvcap.runtime.cli.console import dim
 from kvcap.runtime.cli.options import Budget, pairs
 from kvcap.runtime.errors import NotExportable, first_line
 from kvcap.runtime.files import KEPT_FROM, cache_home, locked, read_json, read_text
-from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, MANIFEST
 from kvcap.runtime.units import format_bytes
@@ -55,7 +54,7 @@ def kept_export(
 
     Args:
         model: a directory, a GGUF file, a repository, or pocket.
-        weights: int8, int4, or gguf.
+        weights: int8 or int4.
         budget: the policy, its options and the sizes, which the graph has inside.
         quiet: say nothing on stderr but what the export says itself.
         symmetric: whether blocks of weights have no zero of their own; None: as is usual.
@@ -65,10 +64,9 @@ def kept_export(
     Raises:
         ValueError: the text cannot be read.
         ModelNotFound: there is no such model.
-        NotExportable: it is an export already, or no GGUF file whose weights could stay as they
-            are; there is no room for an export; positions would change; the budget is in bytes,
-            which is no number of slots yet; slots would be of a type that exports do not have; or
-            a text is for nothing.
+        NotExportable: it is an export already; there is no room for an export; positions would
+            change; the budget is in bytes, which is no number of slots yet; slots would be of a
+            type that exports do not have; or a text is for nothing.
         typer.Exit: the export failed, which has said why.
     """
     facts, folder = _asked(model, weights, budget, symmetric, calibrate)
@@ -118,11 +116,6 @@ def _asked(
         raise NotExportable(
             f"{model!r} is an exported decoder already, whose weights are as they are; leave "
             "--weights out, or give the model that it was made from"
-        )
-    if weights == "gguf" and (found is None or not is_gguf(found)):
-        raise NotExportable(
-            f"--weights gguf keeps the weights of a GGUF file as they are, and {model!r} is none; "
-            "give --weights int8 or int4, or the file"
         )
     if budget.positions == "auto":
         from kvcap.runtime.backends.onnxruntime.runtime import AUTO  # here, as it takes a while
@@ -174,7 +167,7 @@ def _model(model: str) -> dict[str, Any]:
         where = Path(hf_hub_download(str(where), CONFIG)).parent
     if where.parent.name == SNAPSHOTS:
         return {"repository": where.parent.parent.name, "revision": where.name}
-    files = [where] if is_gguf(where) else sorted(p for p in where.iterdir() if p.is_file())
+    files = [where] if where.is_file() else sorted(p for p in where.iterdir() if p.is_file())
     stats = {path.name: path.stat() for path in files}
     return {
         "path": str(where.resolve()),
@@ -237,8 +230,7 @@ def _make(
     _require_room(facts["model"], model, folder)
     if not quiet:
         takes = "a minute" if calibrate is None else "several minutes"
-        what = "the file's weights" if weights == "gguf" else f"{weights} weights"
-        dim(f"exporting {model} with {what}, once; this can take {takes}")
+        dim(f"exporting {model} with {weights} weights, once; this can take {takes}")
     command = _command(model, weights, facts, calibrate)
     command += ["--quick", "--force", "-o", str(folder / "decoder")]
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode

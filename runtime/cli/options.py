@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames, current_name
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
-from kvcap.runtime.models.gguf import is_gguf
+from kvcap.runtime.models.gguf import AS_THEY_ARE, is_gguf
 from kvcap.runtime.models.names import is_export
 from kvcap.runtime.planning.plan import AUTO, parse_cap
 from kvcap.runtime.recall.settings import RecallSettings
@@ -204,6 +204,15 @@ def _size(text: str | None) -> str | None:
 
 def _cap(text: str | None) -> str | None:
     return text if text == AUTO else _size(text)
+
+
+def _weights(given: str) -> str:
+    """Check the name of a type of weights, without changing it."""
+    if given == "gguf":
+        raise typer.BadParameter(f"{AS_THEY_ARE}; leave it out")
+    if given not in ("int8", "int4"):
+        raise typer.BadParameter(f"{given!r} is neither 'int8' nor 'int4'.")
+    return given
 
 
 def _chat_template(given: str | None) -> str | None:
@@ -500,12 +509,14 @@ class Backend:
     ] = None
 
     weights: Annotated[
-        Literal["int8", "int4", "gguf"] | None,
+        Literal["int8", "int4"] | None,
         option(
             "--weights",
-            help="Run MODEL on the CPU with weights of 8 or 4 bits, or with those of a GGUF file "
-            "as they are. ONNX Runtime runs an export that is made once, in the cache folder; "
-            "--backend torch rounds the weights whenever it loads them.",
+            metavar="[int8|int4]",
+            parser=_weights,
+            help="Run MODEL on the CPU with weights of 8 or 4 bits. ONNX Runtime runs an export "
+            "that is made once, in the cache folder; --backend torch rounds the weights whenever "
+            "it loads them.",
         ),
     ] = None
 
@@ -526,8 +537,6 @@ class Backend:
         Returns:
             None where `model` is run as it is, or is not exported.
         """
-        if self.weights is None and self.backend == "onnxruntime" and is_gguf(model):
-            return "gguf"
         return self.weights if self.exported(model) else None
 
     def by_llamacpp(self, model: str) -> bool:

@@ -11,25 +11,21 @@ import copy
 import importlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from kvcap.runtime.models.gguf import header, is_gguf, name_in_file, names_in_file
+from kvcap.runtime.models.gguf import header, is_gguf, names_in_file
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.weights import folder_of, locations, on_meta, read_headers
 from kvcap.runtime.models.wrappers import text_name
 from kvcap.runtime.types import ATTENTION
-
-AT_ONCE = 1 << 20  # numbers that are computed from a file's blocks at once
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -71,14 +67,17 @@ class Checkpoint(Mapping[str, Tensor]):
             return None
         files, stored = locations(folder), {text_name(name): name for name in headers}
         prefix = f"{model.base_model_prefix}."
-
-        def names(name: str) -> list[str]:
-            return [stored[n] for n in (name, name.removeprefix(prefix)) if n in stored]
-
-        found = _stored(model, names, {name: x.shape for name, x in headers.items()})
-        if found is None:
-            return None
-        return cls({within + name: (files[there], there) for name, there in found.items()}, dtype)
+        known: dict[Tensor, list[str]] = defaultdict(list)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            known[tensor].append(name)
+        places = dict[str, tuple[Path, str]]()
+        for tensor, own in known.items():  # a file may have another of a tied weight's names
+            there = [stored[n] for x in own for n in (x, x.removeprefix(prefix)) if n in stored]
+            if not there or headers[there[0]].shape != tuple(tensor.shape):
+                return None
+            place = files[there[0]], there[0]
+            places |= dict.fromkeys((within + name for name in own), place)
+        return cls(places, dtype)
 
     def __getitem__(self, name: str) -> Tensor:
         path, stored = self.places[name]
@@ -98,109 +97,6 @@ class Checkpoint(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.places)
-
-
-class GgufCheckpoint(Checkpoint):
-    """The weights of a GGUF file, whose rows are read as numbers or as the file's blocks."""
-
-    def __init__(
-        self, places: Mapping[str, tuple[Path, str]], dtype: torch.dtype, processor: Any
-    ) -> None:
-        super().__init__(places, dtype)
-        self.processor = processor  # what transformers changes about a tensor
-        self._last: tuple[str, Any, Any] | None = None
-
-    @classmethod
-    def of(
-        cls, where: str, model: Any, dtype: torch.dtype, within: str = ""
-    ) -> GgufCheckpoint | None:
-        """Return the weights of a file; None where transformers must load them."""
-        architecture = model.config.gguf_blocks["architecture"]
-        processor = row_processor(architecture, model.config)
-        if processor is None:
-            return None
-        tensors, layers = header(where).tensors, model.config.num_hidden_layers
-
-        def names(name: str) -> list[str]:
-            there = name_in_file(architecture, layers, name)
-            return [there] if there in tensors else []
-
-        found = _stored(model, names, {k: tuple(reversed(x.shape)) for k, x in tensors.items()})
-        if found is None:
-            return None
-        places = {within + name: (Path(where), there) for name, there in found.items()}
-        return cls(places, dtype, processor)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.rows(name, 0, None).to(self.dtype)
-
-    def rows(self, name: str, start: int, stop: int | None) -> Tensor:
-        """Return some rows of a weight as numbers, in float32."""
-        kind, data = self._tensor(name)
-        package: Any = importlib.import_module("gguf")
-        path, stored = self.places[name]
-        if data.ndim == 1:
-            numbers = package.dequantize(data[start:stop], kind)
-            whole = np.array(self.processor.process(weights=numbers, name=stored).weights)
-            found = torch.from_numpy(whole.astype(np.float32))
-        else:  # in pieces, as what computes them takes four times their memory
-            rows, shape = data[start:stop], self.shape(name)
-            found = torch.empty(len(rows), *shape[1:])
-            step = max(1, AT_ONCE // prod(shape[1:]))
-            for at in range(0, len(rows), step):
-                numbers = package.dequantize(rows[at : at + step], kind)
-                found[at : at + step] = torch.from_numpy(np.ascontiguousarray(numbers))
-        header(path).release()
-        return found
-
-    def kind(self, name: str) -> str:
-        """Return the type that a weight has in the file, such as 'Q8_0'."""
-        path, stored = self.places[name]
-        return str(header(path).tensors[stored].tensor_type.name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight."""
-        path, stored = self.places[name]
-        return tuple(reversed(header(path).tensors[stored].shape))
-
-    def blocks(self, name: str, start: int, stop: int) -> Tensor:
-        """Return some rows of a weight as the bytes of the file."""
-        found = torch.from_numpy(self._tensor(name)[1][start:stop].copy())
-        header(self.places[name][0]).release()
-        return found
-
-    def _tensor(self, name: str) -> tuple[Any, Any]:
-        """Return the type of a tensor and its rows, in the order in which the model has them."""
-        if self._last is None or self._last[0] != name:
-            path, stored = self.places[name]
-            tensor = header(path).tensors[stored]
-            rows = tensor.data
-            if rows.ndim > 1:
-                rows = self.processor.process(weights=rows, name=stored).weights
-            self._last = name, tensor.tensor_type, rows
-        return self._last[1:]
-
-
-ROW_BY_ROW = (
-    "TensorProcessor",
-    "LlamaTensorProcessor",
-    "Gemma2TensorProcessor",
-    "NemotronTensorProcessor",
-)
-"""Lists what transformers does to tensors by which a matrix keeps its rows, in any order."""
-
-
-def row_processor(architecture: str, config: Any) -> Any:
-    """Return what transformers changes about a family's tensors; None where it changes rows."""
-    try:
-        old: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-        kind = old.TENSOR_PROCESSORS.get(architecture, old.TensorProcessor)
-    except (ImportError, AttributeError):
-        return None
-    if _conversions(architecture, config):
-        return None
-    heads = {name: getattr(config, name) for name in ("num_attention_heads", "num_key_value_heads")}
-    return kind(config=heads) if kind.__name__ in ROW_BY_ROW else None
 
 
 def _conversions(architecture: str, config: Any) -> list[Any]:
@@ -258,28 +154,6 @@ def _converted(name: str, steps: list[Any]) -> str:
     for step in steps:
         name, _ = step.rename_source_key(name)
     return name
-
-
-def _stored(
-    model: Any, names: Callable[[str], list[str]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, str] | None:
-    """Return the name in a file of each of the model's tensors; None if one is not there.
-
-    Args:
-        model: without weights.
-        names: those that a file may have for one of the model's.
-        shapes: of the file's tensors.
-    """
-    known: dict[Tensor, list[str]] = defaultdict(list)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        known[tensor].append(name)
-    found = dict[str, str]()
-    for tensor, own in known.items():  # a file may have another of a tied weight's names
-        there = [stored for name in own for stored in names(name)]
-        if not there or shapes[there[0]] != tuple(tensor.shape):
-            return None
-        found |= dict.fromkeys(own, there[0])
-    return found
 
 
 def empty_model(where: str, config: Any, dtype: torch.dtype) -> Any:

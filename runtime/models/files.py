@@ -38,12 +38,10 @@ from kvcap.runtime.files import check_folder
 from kvcap.runtime.memory.free_memory import return_freed
 from kvcap.runtime.models.checkpoint import (
     Checkpoint,
-    GgufCheckpoint,
     add_biases,
     empty_model,
     fill,
     fill_buffers,
-    row_processor,
     unused_tensors,
 )
 from kvcap.runtime.models.config import FAMILIES, ModelShape
@@ -56,7 +54,6 @@ from kvcap.runtime.models.gguf import (
     reading,
     source,
 )
-from kvcap.runtime.models.kept import keep_weights, kept_tokenizer, map_weights, weights_file
 from kvcap.runtime.models.names import ADAPTER, holds_adapter
 from kvcap.runtime.models.packed import PackedDtype, pack
 from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
@@ -167,9 +164,6 @@ def _config_in_gguf(where: str) -> Any:
             f"its logits would be wrong: {', '.join(unused)}; give the repository or directory "
             "that it was made from, with safetensors"
         )
-    if row_processor(file.architecture, config) is not None:
-        types = {name: x.tensor_type.name for name, x in header(where).tensors.items()}
-        config.gguf_blocks = {"architecture": file.architecture, "types": types}
     if getattr(config, "dtype", None) is None and file.numbers != "F32":
         config.dtype = torch.bfloat16
     if file.ends:
@@ -244,13 +238,11 @@ def load_tokenizer(where: str) -> Any:
         )
     place, options = source(where)
 
-    def made() -> Any:
-        with reading(where, vocabulary=True):
-            found = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
-        return split_as_named(where, found) if options else found
-
     try:
-        tokenizer = kept_tokenizer(where, made) if options else made()
+        with reading(where, vocabulary=True):
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+        if options:
+            tokenizer = split_as_named(where, tokenizer)
         return_freed()  # reading 262,144 tokens takes 200 MB meanwhile
         if not tokenizer("Hello", add_special_tokens=False).input_ids:
             raise ValueError("its vocabulary has no letters")
@@ -395,7 +387,7 @@ def load_packed(
         where: its directory, GGUF file or repository.
         config: from `load_config`, with which `check_packing` agreed.
         dtype: of all else.
-        kind: int8 or int4, or gguf for the bits of a GGUF file.
+        kind: int8 or int4.
         room: bytes that weights may take meanwhile, where the process has a cap.
 
     Raises:
@@ -405,14 +397,7 @@ def load_packed(
     download(where)
     config = untie(where, config)  # its files may have come by this download
     model = empty_model(where, config, dtype)
-    if is_gguf(where):
-        checkpoint: Checkpoint | None = GgufCheckpoint.of(where, model, dtype)
-    else:
-        checkpoint = Checkpoint.of(where, model, dtype)
-    if kind == "gguf" and isinstance(checkpoint, GgufCheckpoint):
-        _fill_blocks(where, model, checkpoint, resident=room is not None)
-        return_freed()
-        return model
+    checkpoint = Checkpoint.of(where, model, dtype)
     if checkpoint is None:
         whole = 0 if room is None else weigh(config, dtype).nbytes
         if room is not None and whole > room:
@@ -422,11 +407,6 @@ def load_packed(
                 "it, or save the model once by save_pretrained"
             )
         model = load_model(where, config, dtype)
-        if kind == "gguf":
-            raise UnsupportedModel(
-                f"weights of {where!r} cannot stay in their bits, as the model's are others; "
-                "unpack them by --dtype float32"
-            )
         pack(model, kind)
         return_freed()
         return model
@@ -437,20 +417,6 @@ def load_packed(
     fill_buffers(model, checkpoint)
     return_freed()
     return model
-
-
-def _fill_blocks(where: str, model: Any, weights: GgufCheckpoint, resident: bool) -> None:
-    """Give an empty model the blocks of a GGUF file, which are packed once."""
-    kept = weights_file(where)
-    if kept.is_file():
-        pack(model, "gguf")
-    else:
-        pack(model, "gguf", lambda name: partial(weights.blocks, name))
-        fill(model, weights)
-        keep_weights(where, model)
-    if kept.is_file():
-        map_weights(kept, model, resident=resident)
-    fill_buffers(model, weights)
 
 
 def _kind(where: str) -> Any:

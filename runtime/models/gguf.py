@@ -65,6 +65,11 @@ PLAIN = {
 """Holds the types of tensors that NumPy has; others are bytes."""
 LONG = 1024  # values; a longer list belongs to a vocabulary
 TOKENS = "tokenizer.ggml.tokens"
+AS_THEY_ARE = (
+    "the weights of a GGUF file stay as they are in llama.cpp's library, which runs such files by "
+    "default, and --backend torch unpacks them"
+)
+"""Says what became of types of weights called 'gguf'."""
 
 
 class GgufFile(NamedTuple):
@@ -77,10 +82,8 @@ class GgufFile(NamedTuple):
     scaled: bool  # its rotary embedding is stretched to longer contexts
 
     def becomes(self, nbytes: int, dtype: str) -> str:
-        """Say what its weights take once they are loaded, as a type or in their bits."""
+        """Say what its weights take once they are loaded as a type."""
         there = f"{format_bytes(self.nbytes)} of {self.numbers} in the file"
-        if dtype == "gguf":
-            return f"{there} stay in their bits, {format_bytes(nbytes)} in memory"
         return f"{there} become {format_bytes(nbytes)} of {dtype} in memory"
 
 
@@ -201,11 +204,6 @@ class Header:
         self.tensors = {entry[0]: self._tensor(start, *entry) for entry in entries}
         if len(self.tensors) < tensors:
             raise ValueError("two of its tensors have the same name")
-
-    def release(self) -> None:
-        """Let go of the pages that were read; they are read again when they are asked for."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.data.madvise(mmap.MADV_DONTNEED)
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return a field's value; `default` where there is none."""
@@ -397,33 +395,18 @@ def loading() -> dict[str, Any]:
     return {} if settings is None else {"quantization_config": settings(dequantize=True)}
 
 
-def name_in_file(architecture: str, layers: int, name: str) -> str | None:
-    """Return the name of a tensor in a GGUF file, by a parameter's name; None where it has none.
-
-    Of 'model.layers.1.mlp.up_proj.weight' it is 'blk.1.ffn_up.weight'.
-    """
-    stem, _, end = name.rpartition(".")
-    found = _names(architecture, layers).get_name(stem)
-    return None if found is None else f"{found}.{end}"
-
-
 def names_in_file(architecture: str, layers: int, names: Iterable[str]) -> set[str]:
     """Return all names that a GGUF file can have for a model's parameters.
 
     A file has one matrix for all experts of a layer, and `gate_up_proj` of a model as two.
     """
-    known, found = _names(architecture, layers), set[str]()
+    constants: Any = importlib.import_module("gguf.constants")
+    package: Any = importlib.import_module("gguf")
+    numbers = {name: number for number, name in constants.MODEL_ARCH_NAMES.items()}
+    known, found = package.get_tensor_name_map(numbers[architecture], layers), set[str]()
     for name in names:
         stem, end = re.fullmatch(r"(.*?)(?:[._](weight|bias))?", name).groups()  # type: ignore[union-attr]
         stem = re.sub(r"\.experts\.\d+\.", ".experts.", stem)
         parts = (stem, *(stem.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")))
         found |= {f"{there}.{end or 'weight'}" for x in parts if (there := known.get_name(x))}
     return found
-
-
-@lru_cache(maxsize=1)
-def _names(architecture: str, layers: int) -> Any:
-    constants: Any = importlib.import_module("gguf.constants")
-    package: Any = importlib.import_module("gguf")
-    known = {name: number for number, name in constants.MODEL_ARCH_NAMES.items()}
-    return package.get_tensor_name_map(known[architecture], layers)

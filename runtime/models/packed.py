@@ -9,9 +9,9 @@ knows no files.
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from kvcap.runtime.errors import UnsupportedModel, first_line
-from kvcap.runtime.models.blocks import BLOCKS
-from kvcap.runtime.models.gguf import name_in_file
+from kvcap.runtime.models.gguf import AS_THEY_ARE
 from kvcap.runtime.models.quantised import is_plain, quantisation
 
-PackedDtype = Literal["int8", "int4", "gguf"]
-PACKED = ("int8", "int4")  # to which a user has weights rounded
+PackedDtype = Literal["int8", "int4"]
+PACKED: tuple[str, ...] = get_args(PackedDtype)
 GROUP = 32  # numbers of a row that share a scale and a zero, of 4 bits
 TILE = 64  # rows that are packed together, or a multiple of them
 ROUNDED = 1 << 20  # weights that are rounded at once, each of which takes some 28 bytes meanwhile
@@ -226,119 +225,14 @@ class Int4Matrix(PackedMatrix):
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the weights of some rows [..., K]."""
-        q = _nibbles(self.numbers, ids)
+        order = row_order()
+        size, place = order.size, order.places[ids % order.size]
+        blocks = self.numbers.view(-1, self.padded, size // 2)
+        q = blocks[ids // size, :, place % (size // 2)]  # [..., K] both halves
+        q = torch.where(place[..., None] < size // 2, q & 15, q >> 4)
         scale, zero = self.scale[:, ids].movedim(0, -2).unsqueeze(-2).unbind(-1)  # [..., g, 1]
         found = (q.to(torch.int8) - 8).unflatten(-1, (-1, GROUP))
         return torch.addcmul(zero, found.to(scale.dtype), scale).flatten(-2)[..., : self.columns]
-
-
-class BlockMatrix(PackedMatrix):
-    """The blocks of a GGUF file, multiplied by PyTorch's product of 4 bits.
-
-    Its groups are the file's: numbers stay as they are, and scales are rounded to `dtype` alone.
-    Numbers of 5 to 8 bits are `h · low + l`, two of 4 bits each (`BLOCKS`), so that a row is twice
-    as long; tokens are given twice too. Where 16 numbers share a scale, a group has their `h` and
-    their `l`, and a token's numbers stand there once times `low`.
-
-    Args:
-        kind: of its blocks.
-    """
-
-    few = 16
-
-    def __init__(
-        self, rows: int, columns: int, dtype: torch.dtype, device: Any = None, kind: str = "Q8_0"
-    ) -> None:
-        self.kind = BLOCKS[kind]
-        super().__init__(rows, columns, dtype, device)
-
-    def _make(self, dtype: torch.dtype, device: Any) -> None:
-        wide = self.columns * (1 if self.kind.low == 1 else 2)
-        held = self.rows + -self.rows % TILE
-        self.numbers = _parameter((held, wide // 2), torch.uint8, device)
-        self.scale = _parameter((wide // GROUP, held, 2), dtype, device)  # and the zero
-
-    @torch.no_grad()
-    def fill(self, rows: Rows) -> None:
-        """Pack all rows [n, bytes] of the file, piece by piece."""
-        low, dtype = self.kind.low, self.scale.dtype
-        for start, stop in self.pieces(ROUNDED):
-            q, scale, zero = self.kind.digits(rows(start, stop))
-            scale = scale.to(dtype).float()
-            if low > 1:
-                q = q.unflatten(-1, (-1, 1, self.kind.size))
-                high, rest = q >> (low.bit_length() - 1), q & (low - 1)
-                if self.kind.size == GROUP:
-                    rest = rest - 8
-                    zero = torch.stack((zero, 8 * scale), -1).flatten(1)
-                    scale = torch.stack((low * scale, scale), -1).flatten(1)
-                q = torch.cat((high, rest), -2).flatten(1)
-            more, part = -len(q) % TILE, slice(start, stop)
-            both = torch.stack((scale, zero), -1).transpose(0, 1)
-            self.scale[:, part] = both
-            self.scale[:, stop : stop + more] = 0
-            self.numbers[start : stop + more] = _pack(functional.pad(q + 8, (0, 0, 0, more)))
-
-    def product_of_few(self, x: Tensor) -> Tensor:
-        """Return products [T, N] with packed numbers as they are, of unrounded tokens."""
-        if self.kind.low > 1:
-            x = x.unflatten(-1, (-1, 1, self.kind.size))
-            high = x if self.kind.size == GROUP else x * self.kind.low
-            x = torch.cat((high, x), -2).flatten(1)
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu
-        found: Tensor = product(x, self.numbers, GROUP, self.scale)
-        return found[:, : self.rows]
-
-    def _product_of_many(self, x: Tensor) -> Tensor:
-        out, order = x.new_empty(len(x), self.rows), row_order()
-        for start, stop in self.pieces(SPREAD):
-            found = x @ self._columns(start, stop)  # [blocks, T, rows of a block]
-            if not order.is_sorted:
-                found = found[..., order.places]
-            out[:, start:stop] = found.transpose(0, 1).flatten(1)[:, : stop - start]
-        return out
-
-    def _columns(self, start: int, stop: int) -> Tensor:
-        """Return weights of some rows as columns [blocks, K, rows of a block], in blocks' order."""
-        order, part = row_order(), slice(start, stop + -stop % TILE)
-        low, size, half = self.kind.low, self.kind.size, order.size // 2
-        packed = self.numbers[part].view(torch.int8)
-        packed = packed.view(-1, self.columns // size, 1 if low == 1 else 2, size, half)
-        q = torch.empty(*packed.shape[:2], size, 2, half, dtype=torch.int8, device=packed.device)
-        for i, digits in enumerate((packed & 15, (packed >> 4) & 15)):
-            if low == 1:
-                q[..., i, :] = digits[:, :, 0]
-            else:  # modulo 256
-                torch.add(digits[:, :, 1], digits[:, :, 0], alpha=low, out=q[..., i, :])
-        middle = 8 * low + 8 * (size < GROUP)  # what numbers of 4 bits have above the file's
-        q -= middle if middle < 128 else middle - 256
-        scale, zero = self.scale[:, part].unbind(-1)  # [groups, n]
-        if low > 1 and size == GROUP:
-            scale, zero = scale[1::2], zero[::2]
-        both = torch.stack((scale, zero)).unflatten(-1, (-1, order.size))
-        if not order.is_sorted:
-            both = both[..., order.rows]
-        scale, zero = both.transpose(1, 2).unflatten(-1, (1, 2, half))  # [blocks, g, 1, 2, half]
-        weights = q.to(scale.dtype)
-        torch.addcmul(zero, weights, scale, out=weights)
-        return weights.view(len(q), self.columns, -1)
-
-    def lookup(self, ids: Tensor) -> Tensor:
-        """Return the weights of some rows [..., K]."""
-        return self._weights(_nibbles(self.numbers, ids), self.scale[:, ids])
-
-    def _weights(self, q: Tensor, scales: Tensor) -> Tensor:
-        """Return weights [..., K] of packed numbers [..., 2K], scales and zeros [2g, ..., 2]."""
-        q, (scale, zero) = q.to(torch.int8) - 8, scales.movedim(0, -2).unbind(-1)
-        low, size = self.kind.low, self.kind.size
-        if low > 1:
-            high, rest = q.unflatten(-1, (-1, 2, size)).unbind(-2)
-            q = (high * low + rest).flatten(-2)
-            if size == GROUP:
-                q = q + 8  # what the zero of `l` adds
-                scale, zero = scale[..., 1::2], zero[..., ::2]
-        q = q.unflatten(-1, (-1, size)).to(scale.dtype)
-        return torch.addcmul(zero[..., None], q, scale[..., None]).flatten(-2)
 
 
 class PackedLinear(nn.Module):
@@ -383,11 +277,7 @@ class PackedEmbedding(nn.Module):
         return found if scale is None else found * scale
 
 
-KINDS: dict[str, type[PackedMatrix]] = {
-    "int8": Int8Matrix,
-    "int4": Int4Matrix,
-    "gguf": BlockMatrix,
-}
+KINDS: dict[str, type[PackedMatrix]] = {"int8": Int8Matrix, "int4": Int4Matrix}
 
 
 def pack(model: nn.Module, kind: PackedDtype, rows_of: Callable[[str], Rows] | None = None) -> None:
@@ -398,8 +288,7 @@ def pack(model: nn.Module, kind: PackedDtype, rows_of: Callable[[str], Rows] | N
 
     Args:
         model: on a CPU, or without data: then its matrices are made, and not filled.
-        kind: int8 or int4; gguf for the blocks of the GGUF file that the model's config is of,
-            where what is in no such blocks stays as it is.
+        kind: int8 or int4.
         rows_of: by a weight's name, what reads its rows, for a model on the meta device whose
             weights stay in files.
     """
@@ -409,11 +298,8 @@ def pack(model: nn.Module, kind: PackedDtype, rows_of: Callable[[str], Rows] | N
         (uses if packable else kept).update(module.parameters(recurse=False))
     tied: dict[nn.Parameter, PackedMatrix | None]
     tied = {weight: None for weight, count in uses.items() if count > 1}
-    names: dict[int, list[str]] = defaultdict(list)  # by a weight's id, so as not to hold it
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
     del uses
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             weight: Any = getattr(module, "weight", None)
             if not _is_packable(name, module) or weight in kept:
@@ -421,11 +307,9 @@ def pack(model: nn.Module, kind: PackedDtype, rows_of: Callable[[str], Rows] | N
             matrix = tied.get(weight)
             if matrix is None:
                 device = "cpu" if rows_of is not None else weight.device
-                matrix = _matrix(kind, model, names[id(weight)], weight, device)
-                if matrix is None:
-                    continue
+                matrix = KINDS[kind](*weight.shape, weight.dtype, device)
                 if rows_of is not None:
-                    matrix.fill(rows_of(names[id(weight)][0]))
+                    matrix.fill(rows_of(".".join(filter(None, (path, name, "weight")))))
                 elif not (weight.is_meta or isinstance(weight, FakeTensor)):
                     matrix.fill(_slices(weight))
             if weight in tied:
@@ -436,38 +320,6 @@ def pack(model: nn.Module, kind: PackedDtype, rows_of: Callable[[str], Rows] | N
                 setattr(parent, name, PackedEmbedding(matrix, _embedding_scale(module)))
 
 
-def _matrix(
-    kind: PackedDtype, model: Any, names: list[str], weight: Tensor, device: Any
-) -> PackedMatrix | None:
-    """Return an empty matrix that can hold a weight; None if its blocks are of no known type."""
-    rows, columns = weight.shape
-    if kind != "gguf":
-        return KINDS[kind](rows, columns, weight.dtype, device)
-    blocks, layers = model.config.gguf_blocks, model.config.num_hidden_layers
-    stored = [name_in_file(blocks["architecture"], layers, name) for name in names]
-    known = next((blocks["types"][name] for name in stored if name in blocks["types"]), None)
-    return BlockMatrix(rows, columns, weight.dtype, device, known) if known in BLOCKS else None
-
-
-def usual_packing(
-    config: Any, dtype: torch.dtype, device: Any, observes: Collection[str]
-) -> PackedDtype | None:
-    """Return how weights are packed where nobody says it: those of a GGUF file stay in their bits.
-
-    Args:
-        config: from `load_config`.
-        dtype: of the run; PyTorch's products of other types than bfloat16 are slow.
-        device: of the run; the products are a CPU's.
-        observes: what the policy looks at; some need weights as numbers.
-    """
-    types = getattr(config, "gguf_blocks", {}).get("types", {}).values()
-    if not any(kind in BLOCKS for kind in types) or "output_projection" in observes:
-        return None
-    if dtype != torch.bfloat16 or torch.device(device).type != "cpu":
-        return None
-    return "gguf" if _fault("gguf", dtype) is None else None
-
-
 def check_packing(config: Any, dtype: torch.dtype, device: Any, kind: PackedDtype) -> None:
     """Refuse packed weights where they cannot be, or would be multiplied wrongly.
 
@@ -475,17 +327,14 @@ def check_packing(config: Any, dtype: torch.dtype, device: Any, kind: PackedDtyp
         ValueError: no such kind, or a device that is not the CPU.
         UnsupportedModel: the checkpoint is quantised already, or this PyTorch has no such products.
     """
+    if kind == "gguf":
+        raise UnsupportedModel(f"no weights={kind!r}: {AS_THEY_ARE}; leave it out")
     if kind not in KINDS:
         raise ValueError(f"weights={kind!r}: PyTorch runs weights of {' or '.join(PACKED)}")
     if torch.device(device).type != "cpu":
         raise ValueError(
             f"weights of {kind} are multiplied on a CPU, and this is {device}; use --device cpu, "
             "or leave --weights out"
-        )
-    if kind == "gguf" and not hasattr(config, "gguf_blocks"):
-        raise UnsupportedModel(
-            "weights='gguf' keeps the bits of a GGUF file, and the model is none, or of a family "
-            "whose weights are unpacked; leave weights out, or give int8 or int4"
         )
     if (method := quantisation(config)) is not None:
         raise UnsupportedModel(
@@ -511,16 +360,9 @@ def _fault(kind: str, dtype: torch.dtype) -> str | None:
     weight[0] = 1
     x = torch.randn(40, 2 * GROUP, generator=generator).to(dtype)
     x[0] = 1
-    rows = weight
-    if kind == "gguf":  # the first numbers of blocks of Q8_0 are their scales
-        rows = torch.randint(0, 256, (len(weight), 2, 34), generator=generator, dtype=torch.uint8)
-        rows[..., :2] = (
-            torch.rand(rows.shape[:2], generator=generator).half()[..., None].view(torch.uint8)
-        )
-        rows = rows.flatten(1)
     try:
         matrix = KINDS[kind](len(weight), 2 * GROUP, dtype)
-        matrix.fill(lambda start, stop: rows[start:stop])
+        matrix.fill(_slices(weight))
         true = x.float() @ matrix.lookup(torch.arange(len(weight))).float().T
         for tokens in (1, len(x)):
             far = (matrix(x[:tokens]).float() - true[:tokens]).abs().max()
@@ -563,15 +405,6 @@ def row_order() -> RowOrder:
         raise NotImplementedError("it packs four bits in an order that is not known")
     places = found.argsort()
     return RowOrder(found, places, bool((found == places).all()))
-
-
-def _nibbles(numbers: Tensor, ids: Tensor) -> Tensor:
-    """Return the numbers [..., K] of some rows of what is packed [N, K / 2]."""
-    order = row_order()
-    size, place = order.size, order.places[ids % order.size]
-    blocks = numbers.view(-1, 2 * numbers.shape[1], size // 2)
-    q = blocks[ids // size, :, place % (size // 2)]  # both halves
-    return torch.where(place[..., None] < size // 2, q & 15, q >> 4)
 
 
 def _pack(numbers: Tensor) -> Tensor:

@@ -182,14 +182,12 @@ def weigh(
             counted; of a wrapper, its text model alone is.
         dtype: that the model is loaded in.
         headers: from `read_headers`; they must have all tensors that the model needs.
-        packed: int8 or int4, in which matrices are held, or gguf.
+        packed: int8 or int4, in which matrices are held.
 
     Raises:
         ModelFilesBroken: no model can be built from the config, or tensors are missing from the
             files or have other shapes.
     """
-    if packed == "gguf":
-        return Weights(_packed_bytes(text_config(config), dtype, packed), "config")
     if packed is not None:
         plain = weigh(config, dtype, headers)  # checks the files too
         return Weights(_packed_bytes(text_config(config), dtype, packed), plain.source)

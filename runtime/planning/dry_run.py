@@ -10,7 +10,6 @@ internally is not seen, but for a CPU's attention, whose rule is known; what is 
 from __future__ import annotations
 
 import copy
-import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -94,10 +93,6 @@ def shortened(config: Any, settings: CacheSettings) -> Any:
     )
     kinds = {*facts, *((name, str(x)) for name, value in lists.items() for x in value)}
     alike = len(kinds) == 1 + len(lists) and len({*map(tuple, layout.allotments)}) == 1
-    blocks = dict[str, str]()  # of a GGUF file, which may have a matrix of some layers in another
-    for name, kind in getattr(config, "gguf_blocks", {"types": {}})["types"].items():
-        place = re.sub(r"\d+", "", name)
-        alike = alike and blocks.setdefault(place, kind) == kind
     moves = layout.eviction.heads_move or layout.eviction.layers_move
     if not alike or moves or count <= ENOUGH or any(x.experts for x in layout.shape.layers):
         return config

@@ -214,11 +214,10 @@ class MemoryPlan:
         if weights is not None:
             check_packing(config, dtype, "cpu", weights)
             if "output_projection" in eviction.observes:
-                other = "give --dtype float32" if weights == "gguf" else "leave --weights out"
                 raise UnsupportedModel(
                     f"{eviction.name} weighs values by the output projection, which weights of "
                     f"{weights} do not have as numbers; choose a policy without criticalkv, or "
-                    f"{other}"
+                    "leave --weights out"
                 )
         shape, held = ModelShape.of(text), weigh(config, dtype, headers, weights)
         usual = sizes.usual(text)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
 
 import numpy as np
@@ -39,7 +39,7 @@ from kvcap.runtime.models.files import (
     load_tokenizer,
 )
 from kvcap.runtime.models.names import is_export, locate, resolve
-from kvcap.runtime.models.packed import PackedDtype, check_packing, usual_packing
+from kvcap.runtime.models.packed import PackedDtype, check_packing
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.rope import SHORT, ShortFactors
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
@@ -131,7 +131,7 @@ class Runtime:
         device: str | torch.device | None = None,
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
-        weights: PackedDtype | Literal["unpacked"] | None = None,
+        weights: PackedDtype | None = None,
         recall_store: str | int | None = None,
         **named: Unpack[SettingNames],
     ) -> Runtime:
@@ -149,8 +149,7 @@ class Runtime:
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more
                 (on a GPU: the allocator, for the GPU's memory).
             weights: 'int8' or 'int4' to round matrices as they are loaded; the device is then the
-                CPU. By default a GGUF file keeps its bits on a CPU in bfloat16; 'unpacked' makes
-                floats of them.
+                CPU.
             recall_store: the most bytes of the index by which a conversation finds its evicted
                 text; 8 MiB by default, less under a small `memory_cap`. With 0 nothing is recalled.
             named: settings of a session's cache by their names, as in `CacheSettings`.
@@ -181,14 +180,9 @@ class Runtime:
         where, settings = resolve(model), CacheSettings.of(given, named, "policy")
         own = load_config(where)
         config = Sizes(settings, memory_cap).config_for(own)
-        floats = weights in (None, "unpacked")
-        chosen = usable(device) or (best_device() if floats else "cpu")
+        chosen = usable(device) or (best_device() if weights is None else "cpu")
         cap = None if memory_cap is None else parse_cap(memory_cap)
         precision = dtypes.of_model(dtype, config)
-        if weights is None:
-            weights = usual_packing(config, precision, chosen, settings.eviction.observes)
-        elif weights == "unpacked":
-            weights = None
         plan_for = partial(
             MemoryPlan.of,
             config,

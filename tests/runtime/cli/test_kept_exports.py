@@ -295,7 +295,6 @@ def test_what_cannot_be(model, made, tmp_path, capsys):
                                             "--calibrate", str(text)],
              "--calibrate is for --weights int4": ["--weights", "int8", "--calibrate", str(text)],
              "add that": ["--calibrate", str(text)],
-             "'pocket' is none": ["--weights", "gguf"],
              "No such file": ["--weights", "int4", "--calibrate", str(tmp_path / "none")],
     }  # fmt: skip
     for told, arguments in wrong.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,12 @@ def test_a_session_goes_on_under_the_same_weights_alone(chatty, tmp_path):
                 with pytest.raises(SessionFileForeign, match=how):
                     Session.load(foreign, file)
         assert "".join(session.send("four")) == "".join(again.send("four"))
+    own = runtime.plan
+    runtime.plan = replace(own, weights_dtype="gguf")  # type: ignore[arg-type]  # as earlier ones
+    session.save(file)
+    runtime.plan = own
+    with pytest.raises(SessionFileForeign, match="begin a new conversation"):
+        Session.load(runtime, file)
 
 
 def test_what_cannot_be_is_refused_by_name(chatty, tmp_path, monkeypatch):
