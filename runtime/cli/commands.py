@@ -417,8 +417,9 @@ def load(
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
     if stored is not None:
-        weights, dtype = runtime.plan.weights, runtime.plan.weights_dtype or runtime.plan.dtype
-        print(f"{model}: {stored.becomes(weights, dtype)}", file=sys.stderr)
+        plan = runtime.plan
+        becomes = stored.becomes(plan.weights, plan.weights_dtype or plan.dtype)
+        print(f"{model}: {becomes}", file=sys.stderr)
     if running.chat_template is not None:
         from kvcap.runtime.session.named_templates import use_template
 

@@ -307,7 +307,8 @@ def pack(model: nn.Module, kind: PackedDtype, rows_of: Callable[[str], Rows] | N
             matrix = tied.get(weight)
             if matrix is None:
                 device = "cpu" if rows_of is not None else weight.device
-                matrix = KINDS[kind](*weight.shape, weight.dtype, device)
+                rows, columns = weight.shape
+                matrix = KINDS[kind](rows, columns, weight.dtype, device)
                 if rows_of is not None:
                     matrix.fill(rows_of(".".join(filter(None, (path, name, "weight")))))
                 elif not (weight.is_meta or isinstance(weight, FakeTensor)):
@@ -320,7 +321,7 @@ def pack(model: nn.Module, kind: PackedDtype, rows_of: Callable[[str], Rows] | N
                 setattr(parent, name, PackedEmbedding(matrix, _embedding_scale(module)))
 
 
-def check_packing(config: Any, dtype: torch.dtype, device: Any, kind: PackedDtype) -> None:
+def check_packing(config: Any, dtype: torch.dtype, device: Any, kind: str) -> None:
     """Refuse packed weights where they cannot be, or would be multiplied wrongly.
 
     Raises:
