@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvcap.evals.quality.cells import Cell
     from kvcap.evals.quality.demo import Demo, DemoReport, Question
     from kvcap.evals.quality.sweep import Sweep
+    from kvcap.runtime.session.engine import Engine
 
 Model = Annotated[
     str,
@@ -229,9 +230,9 @@ def eval_command(
             metavar="NAMES",
             rich_help_panel="Memory",
             help="Renumber kept tokens (compact), leave their positions (true), or renumber them "
-            "in long texts (auto); several separated by commas.",
+            "in long texts (auto); several separated by commas (as chat does by default).",
         ),
-    ] = "compact,true",
+    ] = "",
     block_size: BlockSize = 128,
     seed: Seed = 0,
     out: Annotated[
@@ -448,8 +449,8 @@ def tune_command(
             metavar="NAMES",
             rich_help_panel="Measure",
             help="Choose among these policies, separated by commas; all takes every one that "
-            "kvcap policies lists (dropkv, snapkv, lagkv, streaming_llm and keydiff-window by "
-            "default).",
+            "kvcap policies lists (lagkv, snapkv, dropkv, keydiff-window and streaming_llm by "
+            "default). Where time is short the last are left out.",
         ),
     ] = None,
     length: Annotated[
@@ -477,6 +478,7 @@ def tune_command(
             metavar="N", rich_help_panel="Texts", help="Make the same facts with the same N."
         ),
     ] = 0,
+    backend: options.Backend,
     cap: options.CacheOptions,
     device: options.Device = None,
     threads: options.Threads = None,
@@ -484,23 +486,36 @@ def tune_command(
 ) -> None:
     """Measure which policy suits a model and a text at a budget; print the command to use.
 
-    Candidates read pieces of the text, find facts without and with recall, and are timed, beside
-    random eviction and the uncapped model. Of those that keep the text's flow as well as the best
-    does, and no worse than random, the one that finds most facts is taken; of equals, the fastest.
-    The last line of stdout is the command alone; it is empty, and the exit code 1, if nothing can
-    be recommended.
+    The model is loaded as chat loads it. Candidates read pieces of the text and find facts, with
+    recall, beside random eviction and the uncapped model, as often as the time allows. The one of
+    the lowest perplexity is taken, where finding all facts rather than none outweighs a perplexity
+    10 % higher; of equals, the fastest. The table says why others were dropped. The last line of
+    stdout is the command alone; it is empty, and the exit code 1, if nothing can be recommended.
     """
     started = perf_counter()
     from kvcap.evals.quality.recommend import command
     from kvcap.evals.quality.tune import TuningRequest, describe, table, tune
-    from kvcap.runtime.cli.commands import quiet_libraries, read_input, use_threads
+    from kvcap.runtime.cli.commands import load, quiet_libraries, read_input
     from kvcap.runtime.cli.tables import show
-    from kvcap.runtime.errors import NothingRecommended
+    from kvcap.runtime.errors import NothingRecommended, UnsupportedModel
     from kvcap.runtime.planning.plan import Sizes
 
     text = read_input(file)
     quiet_libraries()
-    use_threads(threads)
+    by_llamacpp = backend.by_llamacpp(model)
+    if backend.backend == "llamacpp" or (not by_llamacpp and backend.exported(model)):
+        raise UnsupportedModel(
+            "policies are measured in PyTorch, and this would run by llama.cpp or ONNX Runtime; "
+            "give --backend torch, and instead of an export the model that it was made from"
+        )
+    if by_llamacpp:  # the command that is printed runs what was measured
+        backend = replace(backend, backend="torch")
+        _note(
+            f"{model} is measured in PyTorch, by which the printed command runs it, too; most "
+            "policies cannot be run by llama.cpp, the default for GGUF files"
+        )
+    budget = options.Budget(**vars(cap))
+    running = options.Running(device=device, threads=threads)
     request = TuningRequest(
         model,
         text,
@@ -512,7 +527,13 @@ def tune_command(
         seed,
         cap.dtype,
         device,
+        backend.weights,
     )
+
+    def load_with(policy: str) -> Engine:
+        own = replace(budget, policy=policy)
+        return load(model, backend, own, running, options.Output(quiet=True))
+
     with _meter("{task.fields[doing]}") as progress:
         meter = progress.add_task("tune", total=60 * minutes, doing="")
 
@@ -522,10 +543,10 @@ def tune_command(
         def note(text: str) -> None:
             progress.console.print(f"kvcap: {text}", markup=False)
 
-        tuning = tune(request, started, report, note)
+        tuning = tune(request, load_with, started, report, note)
     line: list[str] | None = None
     if tuning.choice.policy is not None:
-        given = _given(**vars(cap), device=device, threads=threads)
+        given = _given(**vars(cap), **vars(backend), device=device, threads=threads)
         if not {"--kv-budget", "--budget-tokens", "--memory-cap"} & set(given):
             given["--budget-tokens"] = tuning.rows[0].slots
         line = command(tuning.choice, model, file, given, tuning.recall, plain=tuning.plain)

@@ -22,7 +22,7 @@ from kvcap import dtypes
 from kvcap.evals.quality.answering import new_cache
 from kvcap.evals.quality.cells import Setting
 from kvcap.evals.quality.scores import bootstrap
-from kvcap.evals.quality.sweep import Sweep
+from kvcap.evals.quality.sweep import Sweep, usual_positions
 from kvcap.evals.reports import environment, grid
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -145,8 +145,8 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
         raise ValueError("the text is empty; give one that is longer than the budget")
     where = resolve(sweep.model)
     config = load_config(where)
-    dtype = dtypes.of_model(sweep.dtype, config)
-    settings = sweep.settings(str(dtype).removeprefix("torch."))
+    dtype = str(dtypes.of_model(sweep.dtype, config)).removeprefix("torch.")
+    settings = sweep.settings(dtype, usual_positions(sweep, config))
     opening, ids = encode(load_tokenizer(where), text)
     shape = ModelShape.of(config.get_text_config(decoder=True))
     length = max(1, min(sweep.lengths[0], shape.trained_length) - len(opening))

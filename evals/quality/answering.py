@@ -91,7 +91,7 @@ def measure(
     assert max(lengths) <= setting.length, "a task must keep to the length"
     limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
     scores, start = [0.0] * len(prompts), time.perf_counter()
-    recall = recall_of(runtime, setting)
+    recall = recall_of(runtime, setting.recall, setting.budget or 0)
     for places in batches([parts for _, parts in prompts], 1 if recall else batch):
         rows = zip(*(prompts[i][1] for i in places), strict=True)
         read = [torch.from_numpy(np.stack(row)) for row in rows]
@@ -178,13 +178,14 @@ def answer(
     return [_cut(row, stops) for row in rows]
 
 
-def recall_of(runtime: Runtime, setting: Setting) -> Recall | None:
-    """Return a finder of evicted text, as in conversations; None if the setting has no recall."""
-    if not setting.recall:
+def recall_of(runtime: Runtime, tokens: int, budget: int) -> Recall | None:
+    """Return a finder of evicted text, as in conversations; None if no tokens are recalled."""
+    if not tokens:
         return None
-    backend = runtime.tokenizer.backend_tokenizer
-    recall = Recall(runtime.tokenizer, partial(encode_behind, backend), setting.budget or 0)
-    recall.set(RecallSettings(setting.recall))
+    recall = Recall(
+        runtime.tokenizer, partial(encode_behind, runtime.tokenizer.backend_tokenizer), budget
+    )
+    recall.set(RecallSettings(tokens))
     return recall
 
 

@@ -1,8 +1,8 @@
-"""Chooses a policy by figures of a user's model: flow first, then facts, then time.
+"""Chooses a policy by figures of a user's model: flow and facts together, then speed.
 
-Flow is the loss on pieces of the user's text; facts are needles that are found. All policies have
-figures of the same pieces and samples, so that they can be compared pairwise. Measures nothing, and
-knows no model.
+Flow is the loss on passages of the user's text; facts are needles that are found. All policies have
+figures of the same passages and needles, so that they can be compared pairwise. Measures nothing,
+and knows no model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from kvcap.evals.quality.scores import UNITS, cell_score
 
 FLOOR, UNCAPPED = "random", "full"
 NEVER = (FLOOR, UNCAPPED)  # policies that are measured for comparison, and never recommended
-SAME_FLOW = 1.01  # ratio of perplexities up to which a reader notices no difference
+FACTS_WORTH = 0.1  # how much lower a perplexity finding all facts rather than none outweighs
+SAME = 0.01  # difference of perplexities, or of what facts are worth, that a reader does not notice
+QUICKER = 0.05  # share of the time by which reading must be faster to count
 FLOW, FACTS = UNITS["perplexity"], UNITS["share"]
 
 
@@ -29,100 +31,75 @@ class PolicyFigures:
     policy: str
     slots: int | None  # slots per KV head and layer; None: the policy never evicts
     kv_bytes: int | None  # bytes of the cache; None: the policy never evicts
-    losses: tuple[float, ...]  # mean loss per token of every piece of the text, in nats
+    losses: tuple[float, ...]  # mean loss per token of every passage, in nats
     facts: tuple[float, ...] = ()  # score of every needle; (): not measured
-    recalled: tuple[float, ...] = ()  # scores of the same needles with recall; (): not measured
-    eviction_ms: float | None = None  # milliseconds per block, all layers together
-    decode_ms: float | None = None  # milliseconds per token of an answer
+    read_ms: float | None = None  # milliseconds in which a token of the text is read
 
     @property
     def perplexity(self) -> float:
-        """Return the perplexity over all pieces of the text."""
+        """Return the perplexity over all passages of the text."""
         return cell_score(self.losses, FLOW)
 
     @property
-    def recall_helps(self) -> bool:
-        """Return whether more facts are found with recall than without it."""
-        return bool(self.recalled) and fmean(self.recalled) > fmean(self.facts)
+    def cost(self) -> float:
+        """Return the logarithm of the perplexity, less what the facts are worth.
 
-    @property
-    def best_facts(self) -> tuple[float, ...]:
-        """Return the scores of needles with recall where that helps, else without it."""
-        return self.recalled if self.recall_helps else self.facts
+        The share of facts is that of two more, of which one is found, so that few facts weigh less.
+        """
+        share = (sum(self.facts) + 1) / (len(self.facts) + 2)
+        return fmean(self.losses) - FACTS_WORTH * share
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as one object of JSON."""
+        found = fmean(self.facts) if self.facts else None
         return {
             **asdict(self),
             "perplexity": self.perplexity,
-            "facts_found": _mean(self.facts),
-            "recalled_found": _mean(self.recalled),
+            "facts_found": found,
+            "cost": self.cost,
         }
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended policy, and the reasons."""
+    """The recommended policy, and why the others are not."""
 
     policy: str | None  # None: no measured policy can be recommended
-    recall: bool  # whether to use recall
-    near: tuple[str, ...]  # policies whose flow is as good as the best, in the order measured
+    reasons: Mapping[str, str]  # why each other candidate was dropped, by its policy
     remarks: tuple[str, ...]  # sentences that a reader needs beside the table
 
 
-def near_best(rows: Sequence[PolicyFigures]) -> list[PolicyFigures]:
-    """Return the candidates whose flow is not worse than the best, nor than random eviction."""
-    dropped = below_random(rows)
-    sound = [row for row in _candidates(rows) if row not in dropped]
-    if not sound:
-        return []
-    best = min(sound, key=lambda row: row.perplexity)
-    return [row for row in sound if not is_worse(row, best)]
+def choose(rows: Sequence[PolicyFigures]) -> Recommendation:
+    """Choose the candidate of the least cost; of those within `SAME`, one that reads fastest.
 
-
-def below_random(rows: Sequence[PolicyFigures]) -> list[PolicyFigures]:
-    """Return the candidates whose flow is worse than that of random eviction.
-
-    One whose pieces differ too much to tell is dropped if its perplexity is no lower than that of
-    another that was dropped: noise does not recommend a policy.
+    Candidates whose cost is higher than that of random eviction by more than `SAME` are dropped.
     """
-    candidates, floor = _candidates(rows), _named(rows, FLOOR)
-    least = min((row.perplexity for row in candidates if is_worse(row, floor)), default=math.inf)
-    return [row for row in candidates if row.perplexity >= least]
-
-
-def is_worse(row: PolicyFigures, other: PolicyFigures) -> bool:
-    """Return whether a row's flow is significantly worse, by more than `SAME_FLOW`."""
-    beside = flow_beside(row, other)
-    return beside.ci_low > 1 and beside.difference > SAME_FLOW
+    candidates = [row for row in rows if row.policy not in NEVER]
+    floor = next(row for row in rows if row.policy == FLOOR)
+    sound = [row for row in candidates if row.cost <= floor.cost + SAME]
+    if not sound:
+        reasons = {row.policy: _worse(row, floor) for row in candidates}
+        said = (f"{name} is worse than random eviction: {x}" for name, x in reasons.items())
+        return Recommendation(None, reasons, tuple(said))
+    least = min(row.cost for row in sound)
+    alike = [row for row in sound if row.cost <= least + SAME]
+    fastest = min(_time(row) for row in alike)
+    quick = (row for row in alike if _time(row) <= (1 + QUICKER) * fastest)
+    chosen = min(quick, key=lambda row: row.cost)
+    others = [row for row in candidates if row is not chosen]
+    reasons = {row.policy: _reason(row, chosen, alike) for row in others}
+    remarks = [_on_choice(chosen, floor)]
+    for row in others:
+        chance = "" if _told_apart(row, chosen) else ", a difference that may be chance"
+        remarks.append(f"{row.policy} is dropped: {reasons[row.policy]}{chance}")
+    if chosen.facts and not any(any(row.facts) for row in rows):
+        remarks.append("the model finds no fact even uncapped, so that flow alone decides")
+    return Recommendation(chosen.policy, reasons, tuple(remarks))
 
 
 def flow_beside(row: PolicyFigures, other: PolicyFigures) -> Comparison:
-    """Compare perplexities on the same pieces: the difference is a row's divided by the other's."""
+    """Compare perplexities on the same text: the difference is a row's divided by the other's."""
     return compare(row.losses, other.losses, FLOW)
-
-
-def choose(rows: Sequence[PolicyFigures]) -> Recommendation:
-    """Choose by facts among the candidates near the best flow, and by time among equals.
-
-    Equals find as many facts, and have perplexities within `SAME_FLOW` of the least. So a policy
-    with worse flow is not chosen for its speed if few pieces leave wide intervals.
-    """
-    near, floor = near_best(rows), _named(rows, FLOOR)
-    remarks = [
-        f"{row.policy} is worse than random eviction: "
-        f"{flow_beside(row, floor).difference:.2f} times its perplexity"
-        for row in below_random(rows)
-    ]
-    if not near:
-        return Recommendation(None, False, (), tuple(remarks))
-    least = min(row.perplexity for row in near)
-    chosen = min(near, key=lambda row: _rank(row, least))
-    facts = chosen.best_facts
-    if facts:
-        remarks += _on_facts(chosen, rows, near)
-    names = tuple(row.policy for row in near)
-    return Recommendation(chosen.policy, chosen.recall_helps, names, tuple(remarks))
 
 
 def command(
@@ -144,7 +121,7 @@ def command(
         recall: most tokens that were read again for a question.
         plain: whether the model has no chat template.
 
-    >>> chosen = Recommendation("snapkv", True, ("snapkv",), ())
+    >>> chosen = Recommendation("snapkv", {}, ())
     >>> " ".join(command(chosen, "pocket", "a.txt", {"--kv-budget": "1MiB"}, 64, plain=False))
     'kvcap chat pocket --policy snapkv --kv-budget 1MiB --recall auto'
     """
@@ -152,54 +129,60 @@ def command(
     begun = ["generate", model, "--file", file, "--raw"] if plain else ["chat", model]
     options = [part for name, value in given.items() for part in (name, str(value))]
     # For plain text, 'auto' would turn recall off; only a number of tokens turns it on.
-    mode = "off" if not choice.recall else str(recall) if plain else "auto"
+    mode = str(recall) if plain else "auto"
     return ["kvcap", *begun, "--policy", choice.policy, *options, "--recall", mode]
-
-
-def _on_facts(
-    chosen: PolicyFigures, rows: Sequence[PolicyFigures], near: Sequence[PolicyFigures]
-) -> list[str]:
-    """Return sentences about the facts that were found."""
-    sentences, full = [], _named(rows, UNCAPPED).facts
-    if not any(full) and not any(chosen.best_facts):
-        return ["the model finds no fact even uncapped, so that flow and time alone decide"]
-    if chosen.recalled:
-        more = "more than" if chosen.recall_helps else "no more than"
-        sentences.append(
-            f"with recall {chosen.policy} finds {share(chosen.recalled)} facts, {more} the "
-            f"{share(chosen.facts)} without it"
-        )
-    names = [row.policy for row in near]
-    others = [row for row in _candidates(rows) if row.policy not in names and row.best_facts]
-    best = max(others, key=lambda row: fmean(row.best_facts), default=None)
-    if best is not None and compare(best.best_facts, chosen.best_facts, FACTS).ci_low > 0:
-        ratio = flow_beside(best, chosen).difference
-        sentences.append(
-            f"{best.policy} finds far more facts, {share(best.best_facts)}, at {ratio:.2f} times "
-            "the perplexity: take it where facts are all that counts"
-        )
-    return sentences
-
-
-def _candidates(rows: Iterable[PolicyFigures]) -> list[PolicyFigures]:
-    return [row for row in rows if row.policy not in NEVER]
-
-
-def _named(rows: Iterable[PolicyFigures], policy: str) -> PolicyFigures:
-    return next(row for row in rows if row.policy == policy)
-
-
-def _rank(row: PolicyFigures, least: float) -> tuple[float, bool, float, float]:
-    """Return a sort key, the best row first; `least` is the least perplexity of all rows."""
-    facts = _mean(row.best_facts) or 0.0
-    time = float("inf") if row.eviction_ms is None else row.eviction_ms
-    return -facts, row.perplexity > SAME_FLOW * least, time, row.perplexity
-
-
-def _mean(scores: Sequence[float]) -> float | None:
-    return fmean(scores) if scores else None
 
 
 def share(scores: Sequence[float]) -> str:
     """Return a text such as '3 of 4' for the needles that were found; '' if not measured."""
     return f"{sum(scores):g} of {len(scores)}" if scores else ""
+
+
+def _on_choice(chosen: PolicyFigures, floor: PolicyFigures) -> str:
+    """Return a sentence on the figures of the chosen policy, beside those of random eviction."""
+    found = f" and {share(chosen.facts)} facts" if chosen.facts else ""
+    ratio = flow_beside(chosen, floor).difference
+    said = f"{chosen.policy} is chosen, with a perplexity of {chosen.perplexity:.3f}{found}"
+    return f"{said}; that is {ratio:.3f} times the perplexity of random eviction" + (
+        f", which finds {share(floor.facts)}" if floor.facts else ""
+    )
+
+
+def _reason(row: PolicyFigures, chosen: PolicyFigures, alike: Iterable[PolicyFigures]) -> str:
+    """Return why a candidate was not chosen."""
+    if row not in alike:
+        return _worse(row, chosen)
+    if _time(row) > (1 + QUICKER) * _time(chosen):
+        return f"as good within {SAME:.0%}, and reads {_time(row) / _time(chosen) - 1:.0%} slower"
+    return f"as good within {SAME:.0%}, and no faster"
+
+
+def _worse(row: PolicyFigures, other: PolicyFigures) -> str:
+    """Return by which figures a row is worse than another, and which of its own these outweigh."""
+    flow = flow_beside(row, other).difference - 1
+    facts = sum(other.facts) - sum(row.facts)
+    parts = [(flow, f"perplexity {abs(flow):.1%} {'higher' if flow > 0 else 'lower'}")]
+    if facts:
+        amount = f"{abs(facts):g} fact{'' if abs(facts) == 1 else 's'}"
+        found = f"{share(row.facts)} against {share(other.facts)}"
+        parts.append((facts, f"{amount} {'fewer' if facts > 0 else 'more'} ({found})"))
+    bad = " and ".join(text for value, text in parts if value > 0)
+    good = " and ".join(text for value, text in parts if value <= 0)
+    if not bad or not good or not facts:
+        return bad or good
+    return f"{bad}, which {good} does not outweigh"
+
+
+def _told_apart(row: PolicyFigures, other: PolicyFigures) -> bool:
+    """Return whether the interval of the ratio of perplexities, or of the facts, has no 0."""
+    flow = flow_beside(row, other)
+    if not flow.ci_low <= 1 <= flow.ci_high:
+        return True
+    if not row.facts:
+        return False
+    facts = compare(row.facts, other.facts, FACTS)
+    return not facts.ci_low <= 0 <= facts.ci_high
+
+
+def _time(row: PolicyFigures) -> float:
+    return math.inf if row.read_ms is None else row.read_ms

@@ -47,16 +47,18 @@ from kvcap.evals.quality.workers.crew import Crew
 from kvcap.evals.reports import versions
 from kvcap.policies import PINS, load_policy, policies
 from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.cache.layout import default_positions
 from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.errors import CellsFailed, first_line
 from kvcap.runtime.files import locked
 from kvcap.runtime.memory.free_memory import process_bytes
+from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import load_config, load_tokenizer
 from kvcap.runtime.models.gguf import is_gguf, read_gguf
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.weights import read_headers, weigh
 from kvcap.runtime.recall.settings import RecallSettings
-from kvcap.runtime.types import Positions
+from kvcap.runtime.types import DEFAULT_POSITIONS, Positions
 
 HERE = Crew()
 PLAIN = (
@@ -75,7 +77,7 @@ class Sweep:
     budgets: Sequence[int]
     tasks: Sequence[str] = ("niah_single",)
     lengths: Sequence[int] = (4096,)
-    positions: Sequence[Positions] = ("compact", "true")
+    positions: Sequence[Positions] = ()  # (): the mode that a chat would use
     samples: int = 50
     model: str = "pocket"
     block_size: int = 128
@@ -102,7 +104,6 @@ class Sweep:
             "budgets",
             "tasks",
             "lengths",
-            "positions",
             "questions",
             "depths",
             "recalls",
@@ -147,8 +148,14 @@ class Sweep:
                 hint = f"did you mean {close[0]!r}?" if close else f"known: {sorted(known)}"
                 raise ValueError(f"no policy of this sweep has an option {option!r}; {hint}")
 
-    def settings(self, dtype: str) -> list[Setting]:
-        """Return the setting of every cell once, in the order of running."""
+    def settings(self, dtype: str, usual: Positions = DEFAULT_POSITIONS) -> list[Setting]:
+        """Return the setting of every cell once, in the order of running.
+
+        Args:
+            dtype: the type of numbers.
+            usual: how positions are kept where the sweep does not say it.
+        """
+        modes = self.positions or (usual,)
         unique: dict[Setting, None] = {}
         for task, length, question, depth, policy, budget, mode, recall in product(
             self.tasks,
@@ -157,7 +164,7 @@ class Sweep:
             self.depths,
             spelled_out(self.policies),
             self.budgets,
-            self.positions,
+            modes,
             map(RecallSettings.parse, self.recalls),
         ):
             capped, asks = load_policy(policy).policy.evicts, load_task(task).MAX_NEW_TOKENS > 0
@@ -289,13 +296,23 @@ def _checked_settings(sweep: Sweep, crew: Crew) -> list[Setting]:
     where = resolve(sweep.model)
     config = load_config(where)
     dtype = dtypes.of_model(sweep.dtype, config)
-    settings = sweep.settings(str(dtype).removeprefix("torch."))
+    usual = usual_positions(sweep, config)
+    settings = sweep.settings(str(dtype).removeprefix("torch."), usual)
     layouts = [new_cache(config, setting).layout for setting in settings]
     if crew.local_workers(sweep.device) > 1:
         caches = max(sum(layout.nbytes(sweep.batch_size, dtype).values()) for layout in layouts)
         weights = weigh(config, dtype, read_headers(where)).nbytes
         crew.check_memory(sweep.device, process_bytes() + weights + caches)
     return settings
+
+
+def usual_positions(sweep: Sweep, config: Any) -> Positions:
+    """Return how positions are kept first in a sweep: as it says, or as a chat would."""
+    if sweep.positions:
+        return sweep.positions[0]
+    shape = ModelShape.of(config.get_text_config(decoder=True))
+    slots, fixed = max(sweep.budgets) + sweep.block_size, sweep.kv_dtype == "int4"
+    return default_positions(shape, slots, unchanging=fixed)
 
 
 def _tokenizer(sweep: Sweep, dtype: str, note: Callable[[str], None]) -> Any:

@@ -1,17 +1,15 @@
 """Measures candidate policies on a user's model and text at one budget, within a time limit.
 
-Each policy reads pieces of the text, finds needles in prose without and with recall, and is timed,
-by the same functions as in `kvcap eval`. In each round all policies read the same pieces or
-needles, so that their figures can be compared; rounds go on while another one fits the time.
+In each round every policy reads the same piece of the text and is asked for the same fact, as a
+chat would run it, so that figures can be compared; rounds go on while another one fits the time.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +17,8 @@ from rich.table import Table
 from transformers import PretrainedConfig
 
 from kvcap.dtypes import of_model
-from kvcap.evals.measure import decode_ms, eviction_ms, seconds
-from kvcap.evals.quality.answering import Prompt, losses, measure, new_cache
-from kvcap.evals.quality.cells import Setting, as_options
+from kvcap.evals.measure import decode_ms, seconds
+from kvcap.evals.quality.answering import answer, losses, recall_of
 from kvcap.evals.quality.recommend import (
     FLOOR,
     NEVER,
@@ -30,7 +27,6 @@ from kvcap.evals.quality.recommend import (
     Recommendation,
     choose,
     flow_beside,
-    near_best,
     share,
 )
 from kvcap.evals.quality.sweep import ALL, PLAIN, spelled_out
@@ -38,33 +34,42 @@ from kvcap.evals.quality.tasks import (
     GOLDEN,
     Sample,
     has_template,
+    load_task,
     make_samples,
     prompt_parts,
+    tokens_to_say,
 )
 from kvcap.evals.reports import environment
-from kvcap.policies import Eviction, PolicyError, load_policy
+from kvcap.policies import PolicyError, load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime, usual_every
+from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.devices import best_device
+from kvcap.runtime.models.devices import best_device, usable
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.packed import PackedDtype
 from kvcap.runtime.models.weights import read_headers
 from kvcap.runtime.planning.plan import MemoryPlan, Sizes, parse_cap
 from kvcap.runtime.recall.settings import RecallSettings, index_bytes
+from kvcap.runtime.session.engine import Engine
+from kvcap.runtime.session.settings import end_tokens
 from kvcap.runtime.units import format_bytes
 
-CANDIDATES = ("dropkv", "snapkv", "lagkv", "streaming_llm", "keydiff-window")
+CANDIDATES = ("lagkv", "snapkv", "dropkv", "keydiff-window", "streaming_llm")  # the last go first
+FEWEST = 2  # candidates that are measured however little time there is
 FACTS_TASK = "niah_single_2"
-LEAST_PIECES, WANTED_PIECES, MOST_PIECES = 2, 3, 12  # with one piece no difference is significant
+WANTED_ROUNDS, MOST_ROUNDS = 4, 16
+LEAST_PIECES = 2  # pieces that a text must have
+PASSAGE = 64  # scored tokens that are compared as one; with a piece as one, no few could differ
 LONGEST = 4096  # most tokens of a piece by default
 SCORED = 1024  # most scored tokens of a piece, at its end, after most evictions
-LEAST_SAMPLES, MOST_SAMPLES, LEAST_FACTS_LENGTH = 2, 16, 512
+LEAST_FACTS_LENGTH = 512
 ANSWER = 32  # tokens of an answer, enough for a number
-AT_ONCE = 4  # pieces or facts that a GPU reads at once; a CPU reads one
-FLOW_SHARE = 0.4  # flow's share of the time after loading the model; facts get the rest
-WARM_UPS, TIMED_BLOCKS, TIMED_TOKENS = 3, 4, 8
+MARGIN = 1.25  # times the expected duration for which there must be time
+TIMED_BLOCKS, TIMED_TOKENS, REPEATS = 2, 4, 2
 Report = Callable[[float, str], None]  # takes seconds since the start, and the current step
 
 
@@ -76,12 +81,13 @@ class TuningRequest:
     text: str
     sizes: Sizes
     pins: Mapping[str, int] = field(default_factory=dict)  # sink and recent tokens of all policies
-    policies: Sequence[str] = ()  # candidates; (): the usual ones that can be run
+    policies: Sequence[str] = ()  # candidates, the last left out first; (): the usual ones
     length: int | None = None  # tokens of a piece; None: as many as the time allows
     minutes: float = 5.0  # limit of the whole time
     seed: int = 0  # seed of needles
     dtype: str | None = None
     device: str | None = None
+    weights: PackedDtype | None = None  # as they are held; None: as a chat would hold them
 
     @property
     def budget_option(self) -> str:
@@ -98,6 +104,7 @@ class Tuning:
 
     model: str
     dtype: str
+    weights: str | None  # type of weights that are held in fewer bits
     block_size: int
     positions: str
     text_tokens: int  # tokens of the whole text
@@ -107,20 +114,20 @@ class Tuning:
     facts_task: str
     facts_length: int  # tokens of a prompt with facts
     samples: int
-    recall: int  # most tokens that were read again for a question
+    recall: int  # most tokens that are read again for a question
     plain: bool  # whether the model was asked in plain text, without a chat template
     minutes: float  # the request's limit
     seconds: float  # the time that was used
     environment: dict[str, Any]
+    left_out: tuple[str, ...]  # candidates for which there was no time
     rows: tuple[PolicyFigures, ...]
     choice: Recommendation
 
     def as_dict(self) -> dict[str, Any]:
         """Return the tuning as one object of JSON."""
-        near = self.choice.near
-        rows = [{**row.as_dict(), "flow_near_best": row.policy in near} for row in self.rows]
-        chosen = {"policy": self.choice.policy, "recall": self.choice.recall}
-        rest = {"rows": rows, **chosen, "remarks": list(self.choice.remarks)}
+        reasons = self.choice.reasons
+        rows = [{**row.as_dict(), "dropped": reasons.get(row.policy)} for row in self.rows]
+        rest = {"rows": rows, "policy": self.choice.policy, "remarks": list(self.choice.remarks)}
         return {**{k: v for k, v in vars(self).items() if k != "choice"}, **rest}
 
 
@@ -130,23 +137,28 @@ class _Side:
 
     policy: str
     plan: MemoryPlan
-    setting: Setting  # the setting for flow; that for facts differs in task, length and recall
+    settings: CacheSettings  # of its cache, as a chat has them; of `full`, as long as a text
     losses: list[float] = field(default_factory=list)
     facts: list[float] = field(default_factory=list)
-    recalled: list[float] = field(default_factory=list)
-    eviction_ms: float | None = None
-    decode_ms: float | None = None
+    read_ms: float = math.inf
+
+    @property
+    def capped(self) -> bool:
+        return self.policy != UNCAPPED
+
+    def cache(self, config: Any, length: int) -> BudgetCache:
+        """Make an empty cache for a text of so many tokens."""
+        whole = self.settings if self.capped else replace(self.settings, budget_tokens=length)
+        return BudgetCache(config, whole)
 
     def row(self) -> PolicyFigures:
         return PolicyFigures(
             self.policy,
-            self.setting.budget,
-            None if self.setting.budget is None else self.plan.cache_bytes,
+            self.plan.budget_tokens if self.capped else None,
+            self.plan.cache_bytes if self.capped else None,
             tuple(self.losses),
             tuple(self.facts),
-            tuple(self.recalled),
-            self.eviction_ms,
-            self.decode_ms,
+            self.read_ms,
         )
 
 
@@ -164,26 +176,18 @@ class _Clock:
     def left(self) -> float:
         return self.limit - self.now
 
-    def rounds(self, count: int, least: int, size: int, until: float) -> Iterator[slice]:
-        """Yield slices of `count` things while another one fits the time.
-
-        Args:
-            count: most things.
-            least: number of things that are yielded in any case.
-            size: things of a slice.
-            until: time by which a slice must be done, if it takes as long as the last one.
-        """
-        took = 0.0
-        for first in range(0, count, size):
+    def rounds(self) -> Iterator[int]:
+        """Yield numbers of rounds, the first in any case, while another as long as it fits."""
+        for number in range(MOST_ROUNDS):
             begun = self.now
-            if first >= least and begun + took > until:
+            yield number
+            if self.now + MARGIN * (self.now - begun) > self.limit:
                 return
-            yield slice(first, first + size)
-            took = self.now - begun
 
 
 def tune(
     request: TuningRequest,
+    load: Callable[[str], Engine],
     started: float,
     report: Report = lambda *_: None,
     note: Callable[[str], None] = lambda _: None,
@@ -192,10 +196,11 @@ def tune(
 
     Args:
         request: the model, the text, the budget and the time.
+        load: loads the model with the policy of this name, as a chat does.
         started: the time when the limit began, by `time.perf_counter`.
         report: called with the seconds so far and the next step.
-        note: called with a sentence on each usual candidate that cannot be run, and on how a base
-            model is asked.
+        note: called with a sentence on how long it will take, on each candidate that is left out,
+            and on how a base model is asked.
 
     Raises:
         ValueError: the text is too short for the budget, or the time for the model; the message
@@ -215,31 +220,34 @@ def tune(
     _check_lengths(request, sides, trained, len(opening), len(ids))
     if not has_template(tokenizer):
         note(PLAIN.format(request.model))
+    note(f"this takes at most {request.minutes:g} minutes (--minutes)")
     report(clock.now, "loading the model")
-    plan = sides[0].plan
-    runtime = Runtime.from_pretrained(
-        request.model,
-        plan.sized(request.sizes.cache),
-        dtype=request.dtype,
-        device=request.device,
-    )
-    run = _Run(request, runtime, sides, opening, ids, clock, report)
+    runtime = load(sides[0].policy)
+    if not isinstance(runtime, Runtime):
+        raise UnsupportedModel(
+            f"policies are measured in PyTorch, and {request.model!r} is run by another backend; "
+            "give --backend torch, which the command that is printed will have too"
+        )
+    report(clock.now, "timing a block")
+    pace = _pace(runtime, sides[0], ids)
     facts_length = max(_least_length(sides), min(LEAST_FACTS_LENGTH, trained))
-    length, pace = run.fit(trained, facts_length)
-    run.time()
-    run.read_pieces(length, _facts_seconds(sides, facts_length, pace))
-    near = {row.policy for row in near_best([side.row() for side in sides])}
-    recall = run.find_facts(facts_length, near) if near else 0
-    rows = tuple(side.row() for side in sides)
+    size = _Size(len(opening) + len(ids), trained, sides[0].plan.block_size, facts_length)
+    measured, length, expected = _fit(request, clock, sides, size, pace)
+    left_out = tuple(side.policy for side in sides if side not in measured)
+    note(_announced(request, measured, left_out, length, facts_length, expected))
+    pieces = _pieces(opening, ids, length)
+    recall = _measure(request, runtime, measured, pieces, facts_length, clock, report)
+    rows = tuple(side.row() for side in measured)
     return Tuning(
         model=request.model,
         dtype=runtime.plan.dtype,
-        block_size=plan.block_size,
-        positions=plan.positions,
+        weights=runtime.plan.weights_dtype,
+        block_size=sides[0].plan.block_size,
+        positions=sides[0].plan.positions,
         text_tokens=len(ids),
         length=length,
         scored=_scored(length),
-        pieces=len(rows[0].losses),
+        pieces=len(rows[0].losses) // _passages(length),
         facts_task=FACTS_TASK,
         facts_length=facts_length,
         samples=len(rows[0].facts),
@@ -248,102 +256,10 @@ def tune(
         minutes=request.minutes,
         seconds=round(clock.now, 1),
         environment=environment(runtime.model.device),
+        left_out=left_out,
         rows=rows,
         choice=choose(rows),
     )
-
-
-@dataclass
-class _Run:
-    """A run of tuning: the loaded model, and the policies that it measures step by step."""
-
-    request: TuningRequest
-    runtime: Runtime
-    sides: Sequence[_Side]
-    opening: Sequence[int]  # tokens that begin every piece
-    ids: Sequence[int]  # tokens of the text
-    clock: _Clock
-    report: Report
-
-    def fit(self, trained: int, facts_length: int) -> tuple[int, _Pace]:
-        """Return the tokens of a piece for which there is time, and the measured pace.
-
-        A block is timed first, so that hopeless cases are refused soon, and then a piece.
-
-        Raises:
-            ValueError: there is not enough time; the message names the minutes that would be.
-        """
-        request, clock, first = self.request, self.clock, self.sides[0]
-        least = request.length or _least_length(self.sides)
-        for doing, tokens, repeats in (
-            ("timing a block", first.plan.block_size + 1, WARM_UPS),
-            ("timing a piece", least, 1),
-        ):
-            self.report(clock.now, doing)
-            pace = _pace(self.runtime, first.setting, self.ids[:tokens], repeats)
-            needed = _least_seconds(self.sides, least, facts_length, pace)
-            _check_time(request, clock, needed, pace)
-        most = min(LONGEST, trained, (len(self.opening) + len(self.ids)) // WANTED_PIECES)
-        each = FLOW_SHARE * clock.left / (len(self.sides) * WANTED_PIECES)
-        block = first.plan.block_size
-        lengths = range(most // block * block, least, -block)
-        longest = next((n for n in lengths if _piece_seconds(n, pace) <= each), least)
-        return request.length or longest, pace
-
-    def time(self) -> None:
-        """Time the evictions and the decoding of every policy."""
-        for side in self.sides:
-            if side.setting.budget is not None:
-                self.report(self.clock.now, f"timing {side.policy}")
-                _time(self.runtime, side, self.ids)
-
-    def read_pieces(self, length: int, kept: float) -> None:
-        """Read pieces of the text, and leave at least `kept` seconds for facts."""
-        clock = self.clock
-        prompts = _pieces(self.opening, self.ids, length)
-        until = min(clock.now + FLOW_SHARE * clock.left, clock.limit - kept)
-        for part in clock.rounds(len(prompts), LEAST_PIECES, self._at_once(1), until):
-            for side in self.sides:
-                self.report(clock.now, f"piece {part.start + 1}, {side.policy}")
-                setting = replace(side.setting, length=length)
-                side.losses += _scores(self.runtime, setting, prompts[part])
-
-    def find_facts(self, length: int, near: Collection[str]) -> int:
-        """Ask all policies for needles, and those named `near` also with recall.
-
-        Returns:
-            The most tokens that were read again for a question.
-        """
-        clock, seed, most = self.clock, self.request.seed, 0
-        tokenizer, threads = self.runtime.tokenizer, torch.get_num_threads()
-        self.report(clock.now, "hiding facts")
-        samples = make_samples(FACTS_TASK, tokenizer, length, MOST_SAMPLES, seed, None, threads)
-        prompts = [(sample, prompt_parts(tokenizer, sample, "aware")) for sample in samples]
-        size = self._at_once(LEAST_SAMPLES)
-        for part in clock.rounds(MOST_SAMPLES, LEAST_SAMPLES, size, clock.limit):
-            for side in self.sides:
-                if side.policy == FLOOR:
-                    continue
-                setting = replace(
-                    side.setting,
-                    task=FACTS_TASK,
-                    length=length,
-                    question="aware",
-                    max_new_tokens=ANSWER,
-                )
-                self.report(clock.now, f"fact {part.start + 1}, {side.policy}")
-                side.facts += _scores(self.runtime, setting, prompts[part])
-                if side.policy in near:
-                    tokens = RecallSettings.parse().limit(setting.budget or 0)
-                    most = max(most, tokens)
-                    self.report(clock.now, f"fact {part.start + 1}, {side.policy} with recall")
-                    setting = replace(setting, recall=tokens)
-                    side.recalled += _scores(self.runtime, setting, prompts[part])
-        return most
-
-    def _at_once(self, fewest: int) -> int:
-        """Return how many prompts a round has: `fewest` on a CPU, `AT_ONCE` on a GPU."""
-        return fewest if self.runtime.model.device.type == "cpu" else AT_ONCE
 
 
 def _sides(
@@ -379,9 +295,7 @@ def _sides(
     if not sides:
         raise refused[0]
     floor = _side(request, where, config, FLOOR)
-    full = replace(
-        floor.setting, policy=UNCAPPED, budget=None, options=(), kv_dtype=None, positions="true"
-    )
+    full = CacheSettings(None, floor.plan.block_size, UNCAPPED, "true")
     return [*sides, floor, _Side(UNCAPPED, floor.plan, full)]
 
 
@@ -391,39 +305,20 @@ def _side(request: TuningRequest, where: str, config: PretrainedConfig, policy: 
     if not eviction.policy.evicts:
         raise PolicyError(f"{policy} never evicts, so that it needs no budget; leave it out")
     dtype = of_model(request.dtype, config)
-    cap = request.sizes.memory_cap
+    device = usable(request.device) or (best_device() if request.weights is None else "cpu")
+    settings, cap = replace(request.sizes.cache, policy=eviction), request.sizes.memory_cap
     plan = MemoryPlan.of(
         config,
-        replace(request.sizes.cache, policy=eviction),
+        settings,
         dtype=dtype,
-        device=request.device or best_device(),
+        device=device,
         memory_cap=cap,
         headers=read_headers(where),
+        weights=request.weights,
         recall_store=index_bytes(cap=None if cap is None else parse_cap(cap)),
     )
-    run = _with_sinks(eviction, config, plan.budget_tokens)
-    setting = Setting(
-        model=request.model,
-        dtype=plan.dtype,
-        task="perplexity",
-        length=0,  # set once a piece was timed
-        policy=policy,
-        positions=plan.positions,
-        budget=plan.budget_tokens,
-        samples=1,
-        seed=request.seed,
-        block_size=plan.block_size,
-        options=as_options({**request.pins, "sink_tokens": run.sink_tokens}),
-        kv_dtype=plan.kv_dtype,
-        question=None,
-    )
-    return _Side(policy, plan, setting)
-
-
-def _with_sinks(eviction: Eviction, config: PretrainedConfig, budget: int) -> Eviction:
-    """Return an eviction with the sinks that conversations pin, and evaluations do not."""
-    shape = ModelShape.of(config.get_text_config(decoder=True))
-    return eviction.with_sinks(budget, len(shape.capped), shape.kv_heads)
+    every = usual_every(device, plan.block_size)
+    return _Side(policy, plan, plan.sized(replace(settings, evict_every=every)))
 
 
 def _least_length(sides: Sequence[_Side]) -> int:
@@ -470,90 +365,163 @@ class _Pace(NamedTuple):
     read: float  # for a prompt, with logits of the last token
     write: float  # for an answer
 
+    def round(self, length: int, facts_length: int) -> float:
+        """Return the seconds of one policy's piece and fact."""
+        scored = _scored(length)
+        read = length - scored + facts_length
+        return read * self.read + scored * self.predict + ANSWER * self.write
 
-def _pace(runtime: Runtime, setting: Setting, ids: Sequence[int], repeats: int = 1) -> _Pace:
-    """Time `ids` as a piece and as a prompt, the best of `repeats` times each, and an answer."""
-    model = runtime.model
-    text = torch.tensor([[*ids]], device=model.device)
-    setting = replace(setting, length=len(ids))
-    loop = BlockLoop(model, new_cache(model.config, setting))
+
+def _pace(runtime: Runtime, side: _Side, ids: Sequence[int]) -> _Pace:
+    """Time some blocks of the text as a piece and as a prompt, at best, and an answer."""
+    model, tokens = runtime.model, TIMED_BLOCKS * side.plan.block_size
+    text = runtime.token_ids([*ids[:tokens]])
+    loop = BlockLoop(model, side.cache(model.config, tokens))
 
     def predict() -> None:
-        losses(model, new_cache(model.config, setting), text).sum().item()
+        losses(model, side.cache(model.config, tokens), text).sum().item()
 
     def read() -> None:
         loop.cache.reset()
         loop.prefill(text).sum().item()
 
-    pieces, prompts = ([seconds(one) for _ in range(repeats)] for one in (predict, read))
-    write = median(decode_ms(_reader(loop), TIMED_TOKENS)) / 1000
-    return _Pace(min(pieces) / len(ids), min(prompts) / len(ids), write)
+    pieces, prompts = ([seconds(one) for _ in range(REPEATS)] for one in (predict, read))
+    written = decode_ms(lambda token: loop.read(token.to(model.device)).sum().item(), TIMED_TOKENS)
+    length = text.shape[1]
+    return _Pace(min(pieces) / length, min(prompts) / length, min(written) / 1000)
 
 
-def _reader(loop: BlockLoop) -> Callable[[torch.Tensor], float]:
-    """Return a function that reads a token and waits for the device."""
-    return lambda token: float(loop.read(token.to(loop.model.device))[0, 0])
+class _Size(NamedTuple):
+    """The lengths that bound a piece and give a prompt."""
+
+    text: int  # tokens of the text
+    trained: int
+    block: int
+    facts: int  # tokens of a prompt with a fact
 
 
-def _least_seconds(sides: Sequence[_Side], length: int, asked: int, pace: _Pace) -> float:
-    """Return the seconds of the fewest pieces and facts that can show a difference."""
-    plans = [side.plan for side in sides[:-1]]
-    timed = sum(2 * plan.budget_tokens + 2 * TIMED_BLOCKS * plan.block_size for plan in plans)
-    pieces = LEAST_PIECES * len(sides) * _piece_seconds(length, pace)
-    return pace.read * timed + pieces + _facts_seconds(sides, asked, pace)
+def _fit(
+    request: TuningRequest, clock: _Clock, sides: Sequence[_Side], size: _Size, pace: _Pace
+) -> tuple[list[_Side], int, float]:
+    """Choose as many candidates, and then as long pieces, as there is time for.
 
+    Candidates are left out from the last one on, down to `FEWEST`, until two rounds fit. Pieces are
+    then as long as `WANTED_ROUNDS` allow.
 
-def _piece_seconds(length: int, pace: _Pace) -> float:
-    """Return the seconds in which one policy reads one piece."""
-    scored = _scored(length)
-    return (length - scored) * pace.read + scored * pace.predict
-
-
-def _facts_seconds(sides: Sequence[_Side], asked: int, pace: _Pace) -> float:
-    """Return the seconds of the fewest facts, without recall in a batch, with it one by one."""
-    without, recalled = len(sides) - 1, len(sides) - 2  # random eviction is not asked for facts
-    answers = without + LEAST_SAMPLES * recalled
-    prompts = LEAST_SAMPLES * (without + recalled)
-    return prompts * asked * pace.read + answers * ANSWER * pace.write
-
-
-def _check_time(request: TuningRequest, clock: _Clock, needed: float, pace: _Pace) -> None:
-    """Refuse a request whose measurements would not be done in time.
+    Returns:
+        The policies to measure, the tokens of a piece, and the minutes until the end.
 
     Raises:
-        ValueError: naming the minutes that would be enough.
+        ValueError: not even one round fits; the message names the minutes that would be enough.
     """
-    if needed > clock.left:
-        minutes = math.ceil((clock.now + 1.25 * needed) / 60)
+    candidates, compared = sides[: -len(NEVER)], sides[-len(NEVER) :]
+    least = request.length or _least_length(sides)
+
+    def needed(count: int, rounds: int, length: int = least) -> float:
+        each = pace.round(length, size.facts)
+        return MARGIN * rounds * (count + len(compared)) * each
+
+    few = min(FEWEST, len(candidates))
+    if needed(few, 1) > clock.left:
+        minutes = math.ceil((clock.now + needed(few, 1)) / 60)
         raise ValueError(
             f"--minutes {request.minutes:g} are too few: the model reads {1 / pace.read:,.0f} "
             f"tokens a second here and predicts {1 / pace.predict:,.0f} of a text, and the least "
-            f"that tells policies apart takes about {minutes}; give --minutes {minutes}, fewer "
-            "--policies, or a smaller budget"
+            f"that compares policies takes about {minutes}; give --minutes {minutes}, or a smaller "
+            "budget"
         )
+    counts = range(len(candidates), few, -1)
+    count = next((n for n in counts if needed(n, 2) <= clock.left), few)
+    most = min(LONGEST, size.trained, size.text // LEAST_PIECES)
+    lengths = range(most // size.block * size.block, least, -size.block)
+    fitting = (n for n in lengths if needed(count, WANTED_ROUNDS, n) <= clock.left)
+    length = request.length or next(fitting, least)
+    rounds = max(1, min(MOST_ROUNDS, int(clock.left / needed(count, 1, length) * MARGIN)))
+    expected = clock.now + rounds * needed(count, 1, length) / MARGIN
+    return [*candidates[:count], *compared], length, expected / 60
 
 
-def _time(runtime: Runtime, side: _Side, ids: Sequence[int]) -> None:
-    """Time the eviction of a block, and a token of an answer over a full cache."""
-    model, setting = runtime.model, side.setting
-    every = usual_every(model.device, setting.block_size)
-    text = torch.tensor([[*ids]], device=model.device)
-    cache = new_cache(model.config, setting)
-    side.eviction_ms = median(eviction_ms(model, cache, text, TIMED_BLOCKS))
-    loop = BlockLoop(model, new_cache(model.config, setting, every))
-    loop.prefill(text[:, : setting.budget])
-    side.decode_ms = median(decode_ms(_reader(loop), TIMED_TOKENS))
+def _announced(
+    request: TuningRequest,
+    measured: Sequence[_Side],
+    left_out: Sequence[str],
+    length: int,
+    facts_length: int,
+    minutes: float,
+) -> str:
+    """Return a sentence on what is going to be measured, and how long that takes."""
+    names = ", ".join(side.policy for side in measured)
+    said = (
+        f"measuring {names} on pieces of {length:,} tokens and facts in {facts_length:,}; done "
+        f"after about {minutes:.1f} of {request.minutes:g} minutes"
+    )
+    if not left_out:
+        return said
+    return f"{said}; there is no time for {', '.join(left_out)}, give more --minutes for them"
 
 
-def _pieces(opening: Sequence[int], ids: Sequence[int], length: int) -> list[Prompt]:
+def _measure(
+    request: TuningRequest,
+    runtime: Runtime,
+    sides: Sequence[_Side],
+    pieces: Sequence[Sequence[int]],
+    facts_length: int,
+    clock: _Clock,
+    report: Report,
+) -> int:
+    """Have all policies read a piece and find a fact in every round, as long as there is time.
+
+    Returns:
+        The most tokens that are read again for a question.
+    """
+    tokenizer, most = runtime.tokenizer, 0
+    report(clock.now, "hiding facts")
+    threads = torch.get_num_threads()
+    samples = make_samples(
+        FACTS_TASK, tokenizer, facts_length, MOST_ROUNDS, request.seed, None, threads
+    )
+    for number in clock.rounds():
+        for side in sides:
+            if number < len(pieces):
+                report(clock.now, f"piece {number + 1}, {side.policy}")
+                _read_piece(runtime, side, pieces[number])
+            report(clock.now, f"fact {number + 1}, {side.policy}")
+            recalled = RecallSettings.parse().limit(side.plan.budget_tokens) if side.capped else 0
+            side.facts.append(_find_fact(runtime, side, samples[number], recalled))
+            most = max(most, recalled)
+    return most
+
+
+def _read_piece(runtime: Runtime, side: _Side, ids: Sequence[int]) -> None:
+    """Add the losses of a piece's passages to a policy's figures, and the time."""
+    model, length = runtime.model, len(ids)
+    cache, text = side.cache(model.config, length), runtime.token_ids([*ids])
+    begun = time.perf_counter()
+    found = losses(model, cache, text, length - _scored(length))[0]
+    means = [part.mean() for part in found.tensor_split(_passages(length))]
+    side.losses += torch.stack(means).tolist()
+    side.read_ms = min(side.read_ms, 1000 * (time.perf_counter() - begun) / length)
+
+
+def _find_fact(runtime: Runtime, side: _Side, sample: Sample, recalled: int) -> float:
+    """Return the score of a policy's answer, with recall as in a chat."""
+    model, tokenizer = runtime.model, runtime.tokenizer
+    parts = [runtime.token_ids([*ids]) for ids in prompt_parts(tokenizer, sample, "aware")]
+    limit = ANSWER
+    if not has_template(tokenizer):  # a base model does not end its answer
+        limit = min(limit, tokens_to_say(tokenizer, sample))
+    cache = side.cache(model.config, sum(ids.shape[1] for ids in parts) + limit)
+    recall = recall_of(runtime, recalled, side.plan.budget_tokens)
+    (reply,) = answer(model, cache, parts, limit, end_tokens(runtime.generation), recall)
+    return load_task(FACTS_TASK).score(sample, tokenizer.decode(reply, skip_special_tokens=True))
+
+
+def _pieces(opening: Sequence[int], ids: Sequence[int], length: int) -> list[list[int]]:
     """Cut a text into pieces that do not overlap, ordered so that the first ones are spread out."""
     size = length - len(opening)
     count = len(ids) // size
     order = dict.fromkeys(int(k * GOLDEN % 1 * count) for k in range(4 * count))
-    sample = Sample("", "", (), chat=False)
-    pieces = [[*opening, *ids[i * size : (i + 1) * size]] for i in [*order][:MOST_PIECES]]
-    before = length - _scored(length)
-    return [(sample, (piece[:before], piece[before:])) for piece in pieces]
+    return [[*opening, *ids[i * size : (i + 1) * size]] for i in [*order][:MOST_ROUNDS]]
 
 
 def _scored(length: int) -> int:
@@ -561,41 +529,33 @@ def _scored(length: int) -> int:
     return min(SCORED, length // 2)
 
 
-def _scores(runtime: Runtime, setting: Setting, prompts: Sequence[Prompt]) -> tuple[float, ...]:
-    """Return the score of every prompt; prompts of equal lengths are read at once."""
-    cell = measure(runtime, setting, prompts, len(prompts), timed=False)
-    return cell.scores or ()
+def _passages(length: int) -> int:
+    """Return into how many passages the scored tokens of a piece are cut."""
+    return max(1, _scored(length) // PASSAGE)
 
 
 def table(tuning: Tuning) -> Table:
-    """Return the figures of all policies, the best flow first."""
+    """Return the figures of all policies, the best first, and why candidates were dropped."""
     shown = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     shown.add_column("policy")
-    for name in (
-        "slots",
-        "KV cache",
-        "perplexity",
-        "times the best (95 %)",
-        "facts",
-        "with recall",
-        "eviction/block",
-        "token",
-    ):
+    for name in ("slots", "KV cache", "perplexity", "times the chosen (95 %)", "facts", "ms/token"):
         shown.add_column(name, justify="right")
-    rows = sorted(tuning.rows, key=lambda row: row.perplexity)
-    best = next((row for row in rows if row.policy in tuning.choice.near), None)
+    shown.add_column("")
+    choice = tuning.choice
+    rows = sorted(tuning.rows, key=lambda row: row.cost)
+    chosen = next((row for row in rows if row.policy == choice.policy), None)
     for row in rows:
+        dropped = f"dropped: {choice.reasons[row.policy]}" if row.policy in choice.reasons else ""
         shown.add_row(
             row.policy,
             "uncapped" if row.slots is None else f"{row.slots:,}",
             "" if row.kv_bytes is None else format_bytes(row.kv_bytes),
             f"{row.perplexity:.3f}",
-            "" if best is None else _beside(row, best),
+            "" if chosen is None else _beside(row, chosen),
             share(row.facts),
-            share(row.recalled),
-            _ms(row.eviction_ms),
-            _ms(row.decode_ms),
-            style="bold" if row.policy == tuning.choice.policy else "",
+            "" if row.read_ms is None else f"{row.read_ms:.1f}",
+            "chosen" if row is chosen else dropped or "for comparison",
+            style="bold" if row is chosen else "",
         )
     return shown
 
@@ -603,22 +563,19 @@ def table(tuning: Tuning) -> Table:
 def describe(tuning: Tuning) -> str:
     """Return a sentence on the measurements: pieces, facts, lengths and time."""
     template = ", asked in plain text" if tuning.plain else ""
-    facts = f"{tuning.samples} facts, one in {tuning.facts_length:,} tokens each"
-    facts = f"{facts} ({tuning.facts_task}{template})" if tuning.samples else "no facts"
+    weights = f" with {tuning.weights} weights" if tuning.weights else ""
     return (
         f"{tuning.model}: {tuning.pieces} pieces of {tuning.length:,} tokens of a text of "
-        f"{tuning.text_tokens:,}, the last {tuning.scored:,} of each scored; {facts}; "
-        f"{tuning.dtype}, blocks of {tuning.block_size:,}, {tuning.positions} positions, "
-        f"{tuning.environment['device']}; {tuning.seconds:,.0f} s of {60 * tuning.minutes:,.0f}"
+        f"{tuning.text_tokens:,}, the last {tuning.scored:,} of each scored; {tuning.samples} "
+        f"facts, one in {tuning.facts_length:,} tokens each ({tuning.facts_task}{template}), with "
+        f"recall; {tuning.dtype}{weights}, blocks of {tuning.block_size:,}, {tuning.positions} "
+        f"positions, {tuning.environment['device']}; {tuning.seconds:,.0f} s of "
+        f"{60 * tuning.minutes:,.0f}"
     )
 
 
-def _beside(row: PolicyFigures, best: PolicyFigures) -> str:
-    if row is best:
+def _beside(row: PolicyFigures, chosen: PolicyFigures) -> str:
+    if row is chosen:
         return "1"
-    beside = flow_beside(row, best)
+    beside = flow_beside(row, chosen)
     return f"{beside.difference:.3f} ({beside.ci_low:.3f}–{beside.ci_high:.3f})"
-
-
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f} ms"

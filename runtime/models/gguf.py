@@ -381,6 +381,10 @@ def reading(where: str, *, vocabulary: bool = False) -> Iterator[None]:
         return
     package: Any = importlib.import_module("gguf")
     package.GGUFReader = lambda path: Reader(header(path), vocabulary)
+    # Its bar is tqdm's own, and would be shown where those of transformers are switched off.
+    shown: Any = importlib.import_module("transformers.utils.logging")
+    unpacking: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    unpacking.tqdm = shown.tqdm
     try:
         yield
     finally:

@@ -49,6 +49,7 @@ def sweep(folder: Path) -> Sweep:
         budgets=(24,),
         lengths=(100,),
         samples=2,
+        positions=("compact", "true"),
         block_size=16,
         device="cpu",
     )

@@ -60,7 +60,7 @@ def test_what_was_evicted_is_answered_with_recall_alone(runtime, task, question)
 def test_a_cell_recalls_the_tokens_that_a_session_does_at_the_same_place(runtime, question):
     (sample,) = make_samples("niah_single", runtime.tokenizer, 700, 1, seed=0, depth=0.3)
     setting = setting_of("niah_single", question, 64, 1, 700)
-    recall = answering.recall_of(runtime, setting)
+    recall = answering.recall_of(runtime, setting.recall, setting.budget or 0)
     cache = answering.new_cache(runtime.model.config, setting)
     parts = [torch.tensor([ids]) for ids in prompt_parts(runtime.tokenizer, sample, question)]
     (rest,) = answering.with_recalled(BlockLoop(runtime.model, cache), recall, parts)

@@ -86,6 +86,7 @@ def sweep(folder: Path) -> Sweep:
         budgets=(24, 48),
         lengths=(96,),
         samples=2,
+        positions=("compact", "true"),
         block_size=16,
         batch_size=2,
         device="cpu",

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -41,6 +42,7 @@ from kvcap.policies import PolicyError, policies
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.errors import ModelNotFound, UnsupportedModel
+from kvcap.runtime.planning.plan import MemoryPlan
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,7 @@ def sweep(folder: Path) -> Sweep:
         budgets=(24, 48),
         lengths=(128,),
         samples=3,
+        positions=("compact", "true"),
         block_size=16,
         batch_size=2,
         device="cpu",
@@ -505,6 +508,24 @@ def test_ruler_is_every_family_of_rulers_once() -> None:
     assert named[0] == "vt"
     assert len(named) == len(set(named)) == 12
     assert all(load_task(name) for name in named)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [({}, "compact"), ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "true")],
+)
+def test_positions_are_those_of_a_chat_unless_others_are_asked_for(
+    more: dict[str, Any], expected: str, sweep: Sweep
+) -> None:
+    config = tiny_config("llama", **more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that answers will suffer at true positions
+        chat = MemoryPlan.of(config, budget_tokens=24, block_size=16).positions
+        found = replace(sweep, positions=()).settings(
+            "float32", runner.usual_positions(sweep, config)
+        )
+    assert chat == expected
+    assert {s.positions for s in found if s.policy == "keydiff"} == {chat}
 
 
 def test_sinks_are_pinned_in_every_task(sweep: Sweep) -> None:

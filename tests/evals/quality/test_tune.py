@@ -6,6 +6,7 @@ import io
 import json
 import shlex
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -23,7 +24,10 @@ from kvcap import cli, pocket
 from kvcap.evals.quality import recommend, tune
 from kvcap.evals.quality.tune import TuningRequest
 from kvcap.pocket.corpus import filler
+from kvcap.policies import load_policy
+from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.cli.options import Backend
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.planning.plan import Sizes
@@ -53,8 +57,7 @@ def file(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer pieces and facts than minutes would allow."""
-    monkeypatch.setattr(tune, "MOST_PIECES", 3)
-    monkeypatch.setattr(tune, "MOST_SAMPLES", 2)
+    monkeypatch.setattr(tune, "MOST_ROUNDS", 3)
 
 
 def asked(model: str, file: str, *more: str) -> list[str]:
@@ -66,6 +69,13 @@ def request(model: str, **changes: Any) -> TuningRequest:
     sizes = Sizes(CacheSettings(48, 16))
     return TuningRequest(
         **{"model": model, "text": TEXT, "sizes": sizes, "device": "cpu", **changes}
+    )
+
+
+def load(model: str, policy: str, **pins: int) -> Runtime:
+    eviction = load_policy(policy, **pins)
+    return Runtime.from_pretrained(
+        model, budget_tokens=48, block_size=16, policy=eviction, device="cpu", evict_every=None
     )
 
 
@@ -84,9 +94,16 @@ def test_the_last_line_is_a_command_that_runs(
     said, noted = capsys.readouterr()
     lines = said.splitlines()
     assert "3 pieces of 160 tokens of a text of 732, the last 80 of each scored; " in lines[0]
-    assert "2 facts, one in 512 tokens each (niah_single_2, asked in plain text)" in lines[0]
+    assert "3 facts, one in 512 tokens each (niah_single_2, asked in plain text)" in lines[0]
+    assert "this takes at most 5 minutes" in noted
+    assert "measuring snapkv, streaming_llm, random, full on pieces of 160 tokens" in noted
+    assert "of 5 minutes" in noted.partition("measuring ")[2]
+    table, _, sentences = said.partition("\n\n")[2].partition("\n\n")
+    assert table.count(" dropped: ") == 1
+    assert table.count(" chosen ") == 2  # a heading has it, too
+    assert sentences.count(" is dropped: ") == sentences.count(" is chosen, ") == 1
     for policy in ("snapkv", "streaming_llm", "random", "full"):
-        assert sum(line.startswith(f"{policy} ") for line in lines) == 1
+        assert sum(line.startswith(f"{policy} ") for line in table.splitlines()) == 1
     assert "has no chat template" in noted
     given = shlex.split(lines[-1])
     assert given[:6] == ["kvcap", "generate", folder, "--file", file, "--raw"]
@@ -102,7 +119,7 @@ def test_the_last_line_is_a_command_that_runs(
         "--device",
         "cpu",
         "--recall",
-        "off",
+        "24",
     ]
     assert cli.run([*given[1:], "--max-new-tokens", "1"]) == 0
 
@@ -115,15 +132,14 @@ def test_one_json_document_and_a_chat(
     document = json.loads(capsys.readouterr().out)
     rows = {row["policy"]: row for row in document["rows"]}
     assert [*rows] == ["snapkv", "streaming_llm", "random", "full"]
-    assert (document["pieces"], document["samples"], document["length"]) == (3, 2, 160)
+    assert (document["pieces"], document["samples"], document["length"]) == (3, 3, 160)
     assert all(len(row["losses"]) == 3 and row["perplexity"] > 1 for row in rows.values())
-    assert [len(row["facts"]) for row in rows.values()] == [2, 2, 0, 2]
+    assert all(len(row["facts"]) == 3 and row["read_ms"] > 0 for row in rows.values())
     for policy, row in rows.items():
-        assert (row["eviction_ms"] is None) == (policy == "full")
+        assert (row["dropped"] is None) == (policy in ("random", "full", document["policy"]))
         assert (row["slots"], row["kv_bytes"] is None) == (
             (None, True) if policy == "full" else (48, False)
         )
-        assert len(row["recalled"]) == 2 * row["flow_near_best"]
     chosen = document["policy"]
     assert document["command"] == [
         "kvcap",
@@ -140,7 +156,7 @@ def test_one_json_document_and_a_chat(
         "--threads",
         "1",
         "--recall",
-        "off",
+        "auto",
     ]
     assert shlex.split(document["command_line"]) == document["command"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello!\n")))
@@ -148,9 +164,10 @@ def test_one_json_document_and_a_chat(
 
 
 def test_losses_are_those_of_the_pieces(folder: str) -> None:
-    found = tune.tune(request(folder, policies=("streaming_llm",), length=100), _now())
+    given = request(folder, policies=("streaming_llm",), length=100)
+    found = tune.tune(given, lambda policy: load(folder, policy), time.perf_counter())
     opening, ids = encode(load_tokenizer(folder), TEXT)
-    pieces = [(torch.tensor([[*a, *b]]), len(a)) for _, (a, b) in tune._pieces(opening, ids, 100)]
+    pieces = [torch.tensor([piece]) for piece in tune._pieces(opening, ids, 100)]
     model = tiny_model(
         "llama",
         "eager",
@@ -159,44 +176,72 @@ def test_losses_are_those_of_the_pieces(folder: str) -> None:
     )
     with torch.no_grad():
         expected = [
-            float(cross_entropy(model(piece).logits[0, start:-1], piece[0, start + 1 :]))
-            for piece, start in pieces
+            float(cross_entropy(model(piece).logits[0, 50:-1], piece[0, 51:])) for piece in pieces
         ]
     capped, _, full = found.rows
-    assert [start for _, start in pieces] == [50, 50, 50]
     assert full.losses == pytest.approx(expected, abs=1e-4)
     assert capped.losses != pytest.approx(expected, abs=1e-4)
 
 
-def test_recall_is_measured_and_taken_on_a_model_that_uses_it(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_facts_are_asked_for_with_recall_as_in_a_chat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = tmp_path / "long.txt"
     long.write_text(" ".join(islice(filler(Random(1)), 150)))
-    given = [
-        "tune",
-        "pocket",
-        "-f",
-        str(long),
-        "--policies",
-        "streaming_llm",
-        "--device",
-        "cpu",
-        "--length",
-        "768",
-        "--json",
-    ]
-    assert cli.run(given) == 0
+    given = ["tune", "pocket", "-f", str(long), "--policies", "streaming_llm"]
+    assert cli.run([*given, "--device", "cpu", "--length", "768", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     row = document["rows"][0]
-    assert (row["slots"], row["facts_found"], row["recalled_found"]) == (256, 0.5, 1)
+    assert (row["slots"], row["facts_found"], document["recall"]) == (256, 1, 64)
+    assert len(row["losses"]) == document["pieces"] * 384 // tune.PASSAGE
     assert document["command"][-4:] == ["--budget-tokens", "256", "--recall", "auto"]
+
+
+@pytest.mark.parametrize("more", [[], ["--backend", "torch", "--weights", "int8"]])
+def test_the_model_is_loaded_as_chat_loads_it(
+    more: list[str], folder: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare all that is given to the loader: weights, types, sizes, and how answers evict."""
+    loaded = []
+
+    def record(*given: Any, **named: Any) -> None:
+        named.pop("recall_store")  # of a conversation's text, which tune has none of
+        loaded.append((given, named))
+        raise ValueError("seen")
+
+    monkeypatch.setattr(tune.Runtime, "from_pretrained", record)
+    given = asked(folder, file, "--dtype", "bfloat16", "--sink-tokens", "2", *more)
+    assert cli.run(given) == 2
+    at = given.index("--policies")
+    assert cli.run(["chat", folder, *given[4:at], "--policy", "snapkv", *given[at + 2 :]]) == 2
+    assert len(loaded) == 2
+    assert loaded[0] == loaded[1]
+
+
+def test_what_llamacpp_would_run_is_measured_in_pytorch_and_the_command_says_so(
+    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backend, "by_llamacpp", lambda self, _: self.backend != "torch")
+    model = tiny_chat.save(tmp_path / "model")
+    assert cli.run(asked(model, file, "--length", "160", "--json")) == 0
+    said, noted = capsys.readouterr()
+    assert "is measured in PyTorch, by which the printed command runs it" in noted
+    given = json.loads(said)["command"]
+    assert given[given.index("--backend") + 1] == "torch"
+    assert cli.run(asked(model, file, "--backend", "llamacpp")) == 2
+
+
+def test_an_export_is_refused_before_it_is_made(
+    folder: str, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(asked(folder, file, "--weights", "int8")) == 2
+    assert "policies are measured in PyTorch" in capsys.readouterr().err
 
 
 def test_nothing_is_recommended_where_random_is_better(
     folder: str, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recommend, "is_worse", lambda row, other: True)
+    monkeypatch.setattr(recommend, "SAME", -10.0)  # no cost is below that of random eviction
     given = asked(folder, file, "--length", "100")
     assert cli.run(given) == 1
     said, noted = capsys.readouterr()
@@ -260,56 +305,62 @@ def test_too_little_time_is_refused_and_says_how_much_would_do(
     folder: str, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune, "_pace", lambda *_: tune._Pace(predict=2.0, read=1.0, write=1.0))
-    monkeypatch.setattr(tune, "_scores", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(tune, "_measure", lambda *_: pytest.fail("measured"))
     assert cli.run(asked(folder, file)) == 2
     said = capsys.readouterr().err
     assert "--minutes 5 are too few: the model reads 1 tokens a second here" in said
-    assert "fewer --policies, or a smaller budget" in said
+    assert "give --minutes 58, or a smaller budget" in said
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(10, [0, 1, 2, 3, 4]), (30, [0, 1, 2]), (99, [0, 1])],
+    ("seconds", "expected"), [(10, [0, 1, 2, 3, 4]), (30, [0, 1, 2]), (99, [0]), (999, [0])]
 )
 def test_rounds_go_on_as_long_as_another_one_fits(
     seconds: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 7.0
     monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(tune, "MOST_ROUNDS", 5)
     done = []
-    for part in tune._Clock(7.0, minutes=100).rounds(5, least=2, size=1, until=100):
-        done.append(part.start)
+    for number in tune._Clock(7.0, minutes=100 / 60).rounds():
+        done.append(number)
         now += seconds
     assert done == expected
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0.001, 240), (0.08, 112), (0.1, 96)],  # a third of the text; what there is time for; least
+    ("seconds", "candidates", "length"),
+    [
+        (0.001, 5, 352),  # half of the text
+        (0.03, 5, 176),  # what there is time for
+        (0.06, 5, 96),  # the least
+        (0.12, 3, 96),  # fewer candidates
+        (0.2, 2, 96),
+        (0.3, 2, 96),  # one round
+    ],
 )
-def test_pieces_are_as_long_as_time_and_text_allow(
-    seconds: float, expected: int, folder: str, monkeypatch: pytest.MonkeyPatch
+def test_as_much_is_measured_as_the_time_allows(
+    seconds: float,
+    candidates: int,
+    length: int,
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: 0.0))
-    monkeypatch.setattr(tune, "_pace", lambda *_: tune._Pace(seconds, seconds, 0.0))
-    given = request(folder, policies=("snapkv", "streaming_llm"))
-    clock = tune._Clock(0.0, minutes=5)
-    run: Any = tune._Run(given, None, sides(given), [1], range(732), clock, lambda *_: None)
-    length, pace = run.fit(trained=512, facts_length=96)
-    assert (length, pace.read) == (expected, seconds)
-    given = request(folder, policies=("snapkv", "streaming_llm"), length=200)
-    run = tune._Run(given, None, sides(given), [1], range(732), clock, lambda *_: None)
-    if seconds < 0.1:
-        assert run.fit(512, 96)[0] == 200
-    else:
-        with pytest.raises(ValueError, match="--minutes 5 are too few"):
-            run.fit(512, 96)
+    given, clock = request(folder), tune._Clock(0.0, minutes=5)
+    all_sides = sides(given)
+    pace = tune._Pace(predict=seconds, read=seconds, write=0.0)
+    size = tune._Size(text=732, trained=512, block=16, facts=96)
+    measured, found, minutes = tune._fit(given, clock, all_sides, size, pace)
+    assert [side.policy for side in measured[-2:]] == ["random", "full"]
+    assert [*measured[:-2]] == all_sides[:candidates]
+    assert found == length
+    assert 0 < minutes <= 5
 
 
 def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "MOST_PIECES", 12)
-    ids = range(100, 1100)
-    found = [[*before, *scored] for _, (before, scored) in tune._pieces([1], ids, 91)]
+    monkeypatch.setattr(tune, "MOST_ROUNDS", 12)
+    found = tune._pieces([1], range(100, 1100), 91)
     assert len(found) == 11
     assert all(len(piece) == 91 and piece[0] == 1 for piece in found)
     tokens = [token for piece in found for token in piece[1:]]
@@ -319,13 +370,16 @@ def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch: pytest.MonkeyP
 
 def test_policies_are_measured_as_conversations_run_them(folder: str) -> None:
     given = request(folder, policies=("streaming_llm", "keydiff"), pins={"recent_tokens": 8})
-    found = {side.policy: side.setting for side in sides(given)}
+    found = {side.policy: side.cache(load_config(folder), 100) for side in sides(given)}
     assert [*found] == ["streaming_llm", "keydiff", "random", "full"]
-    assert dict(found["keydiff"].options) == {"recent_tokens": 8, "sink_tokens": 4}
-    assert (found["keydiff"].positions, found["keydiff"].budget) == ("compact", 48)
-    assert (found["full"].options, found["full"].budget) == ((), None)
-    own = sides(request(folder, policies=("keydiff",), pins={"sink_tokens": 0}))
-    assert dict(own[0].setting.options) == {"sink_tokens": 0}
+    for policy in ("streaming_llm", "keydiff"):
+        chat = load(folder, policy, recent_tokens=8).new_cache()
+        assert found[policy].eviction == chat.eviction
+        assert found[policy].layout.positions == chat.layout.positions
+        sizes = [cache.layout.nbytes(1, torch.float32) for cache in (found[policy], chat)]
+        assert sizes[0] == sizes[1]
+        assert found[policy].evict_every == chat.evict_every == 16
+    assert found["full"].layout.budget_tokens == 100
 
 
 def test_equal_bytes_give_policies_their_own_slots(folder: str) -> None:
@@ -350,7 +404,3 @@ def test_candidates_that_cannot_be_run_are_left_out_and_said(
     assert found == ["streaming_llm", "random", "full"]
     (note,) = notes
     assert note.startswith("headkv is left out: headkv needs a table")
-
-
-def _now() -> float:
-    return tune.time.perf_counter()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
 from kvcap import BudgetCache, Runtime, pocket
 from kvcap.cli import run
@@ -261,6 +262,16 @@ def test_a_token_opens_a_text_where_it_does_by_default(tmp_path, name, opens):
         [tokenizer.bos_token_id] * opens,
         tokenizer("one", add_special_tokens=False).input_ids,
     )
+
+
+@needs_gguf
+def test_unpacking_it_shows_no_progress_where_transformers_shows_none(file, capfd):
+    logging.disable_progress_bar()
+    try:
+        load_model(file, load_config(file), torch.float32)
+    finally:
+        logging.enable_progress_bar()
+    assert capfd.readouterr().err == ""
 
 
 @needs_gguf
