@@ -521,9 +521,8 @@ def test_positions_are_those_of_a_chat_unless_others_are_asked_for(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that answers will suffer at true positions
         chat = MemoryPlan.of(config, budget_tokens=24, block_size=16).positions
-        found = replace(sweep, positions=()).settings(
-            "float32", runner.usual_positions(sweep, config)
-        )
+        unsaid = replace(sweep, positions=())
+        found = unsaid.settings("float32", runner.usual_positions(unsaid, config))
     assert chat == expected
     assert {s.positions for s in found if s.policy == "keydiff"} == {chat}
 
