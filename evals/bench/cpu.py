@@ -93,7 +93,7 @@ def run(options: BenchmarkOptions) -> Result:
                 "tokens": tokens or None,
                 "budget": options.budgets[0],
                 "block_size": options.block_size,
-                "policy": options.policies[0],
+                "policy": ours["policy"],
                 "turns": options.repeats,
                 "model": Path(options.model).name,
                 **_figures(turns["kvcap"], work, n),

@@ -28,12 +28,13 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcap.runtime.errors import ExtraMissing, LibraryUnusable, how_to_install
+
+if TYPE_CHECKING:  # imported where cells are read, as starts do without
+    import numpy as np
+    from numpy.typing import NDArray
 
 VARIABLE = "LLAMA_CPP_LIB_PATH"  # llama-cpp-python reads the same variable
 LIBRARY = re.compile(r"(lib)?llama(\.v?[\d.]+)?\.(so|dylib|dll)(\.[\d.]+)?")
@@ -356,6 +357,8 @@ class Library:
         Raises:
             LibraryUnusable: cells are never of that type.
         """
+        import numpy as np
+
         if kind == F16:
             return np.ascontiguousarray(rows).view("<f2").astype(np.float32)
         name, unit = DEQUANTISED.get(kind, ("", 0))
