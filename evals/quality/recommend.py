@@ -20,7 +20,7 @@ FLOOR, UNCAPPED = "random", "full"
 NEVER = (FLOOR, UNCAPPED)  # policies that are measured for comparison, and never recommended
 FACTS_WORTH = 0.1  # how much lower a perplexity finding all facts rather than none outweighs
 SAME = 0.01  # difference of perplexities, or of what facts are worth, that a reader does not notice
-QUICKER = 0.05  # share of the time by which reading must be faster to count
+QUICKER = 0.25  # share of the time by which reading must be faster to count, above its noise
 FLOW, FACTS = UNITS["perplexity"], UNITS["share"]
 
 
@@ -152,9 +152,12 @@ def _reason(row: PolicyFigures, chosen: PolicyFigures, alike: Iterable[PolicyFig
     """Return why a candidate was not chosen."""
     if row not in alike:
         return _worse(row, chosen)
+    same = sum(row.facts) == sum(chosen.facts)
+    facts = "" if same else f" ({share(row.facts)} facts against {share(chosen.facts)})"
     if _time(row) > (1 + QUICKER) * _time(chosen):
-        return f"as good within {SAME:.0%}, and reads {_time(row) / _time(chosen) - 1:.0%} slower"
-    return f"as good within {SAME:.0%}, and no faster"
+        slower = _time(row) / _time(chosen) - 1
+        return f"as good within {SAME:.0%}{facts}, and reads {slower:.0%} slower"
+    return f"as good within {SAME:.0%}{facts}, and no faster"
 
 
 def _worse(row: PolicyFigures, other: PolicyFigures) -> str:
