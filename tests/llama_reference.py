@@ -75,6 +75,7 @@ class Plain:
         self.memory = self.calls.llama_get_memory(self.pointer)
 
     def close(self) -> None:
+        """Free the context."""
         self.calls.llama_free(self.pointer)
 
     def read(self, tokens: Sequence[int], positions: Sequence[int]) -> Floats:
@@ -102,9 +103,12 @@ class Plain:
         """Move the token of one position, and all behind it."""
         self.calls.llama_memory_seq_add(self.memory, 0, position, -1, by)
 
-    def greedy(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Return the likeliest next tokens after some that are read in one pass."""
-        found = [int(self.read(tokens, range(len(tokens)))[-1].argmax())]
+    def greedy(self, tokens: Sequence[int], count: int, block: int) -> list[int]:
+        """Return the likeliest next tokens after some that are read block by block."""
+        for at in range(0, len(tokens), block):
+            part = tokens[at : at + block]
+            logits = self.read(part, range(at, at + len(part)))
+        found = [int(logits[-1].argmax())]
         while len(found) < count:
             place = len(tokens) + len(found) - 1
             found.append(int(self.read(found[-1:], [place])[-1].argmax()))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 3, 64, 4, 2, 32, 96
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD, INNER = 3, 64, 4, 2, 64, 96
 TRAINED, WINDOW = 512, 32
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MERGES = ("t h", "th e", "Ġ the", "i n", "a n", "Ġ a", "e r", "Ġ w")
@@ -29,13 +30,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 Q, KV = HEADS * HEAD, KV_HEADS * HEAD
 
 
-class Family(NamedTuple):
+@dataclass(frozen=True)
+class Family:
     """A record of how an architecture differs from a Llama: fields, tensors left out and added."""
 
-    fields: Mapping[str, Any] = {}
+    fields: Mapping[str, Any] = field(default_factory=dict)
     without: frozenset[str] = frozenset()
-    layer: Shapes = {}
-    ends: Shapes = {}
+    layer: Shapes = field(default_factory=dict)
+    ends: Shapes = field(default_factory=dict)
     hidden: int = HIDDEN
 
 
@@ -55,6 +57,10 @@ STATES: Shapes = {
     "ssm_d": (2 * HIDDEN,), "ssm_out.weight": (HIDDEN, 2 * HIDDEN),
 }  # fmt: skip
 SSM = {"conv_kernel": 4, "inner_size": 2 * HIDDEN, "state_size": 16, "time_step_rank": 4}
+MATRICES = tuple(
+    f"{part}.weight"
+    for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "qwen2": Family(layer=BIASES, hidden=SQUARE),
@@ -77,7 +83,7 @@ FAMILIES: Mapping[str, Family] = {
         {
             "attn_q_norm.weight": (Q,),
             "attn_k_norm.weight": (KV,),
-            **{name: (SQUARE,) for name in POST},
+            **dict.fromkeys(POST, (SQUARE,)),
         },
         hidden=SQUARE,
     ),
@@ -124,14 +130,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mamba": Family(
         {f"ssm.{name}": n for name, n in SSM.items()},
-        frozenset(
-            {
-                f"{name}.weight"
-                for name in (
-                    "attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down".split()
-                )
-            }
-        ),
+        frozenset({"ffn_norm.weight", *MATRICES}),
         STATES,
     ),
 }

@@ -84,7 +84,7 @@ class LayerCells:
     `keys` and `values` copy them as float32 numbers [K, n, D], oldest token first.
     """
 
-    heads: int  # K
+    head: int  # numbers of a key of one KV head, so that rows have K of them
     order: NDArray[np.intp]  # of the cells, by position
     key_rows: CellRows
     value_rows: CellRows | None  # None: the layer's keys are latents, of which values are made
@@ -92,6 +92,12 @@ class LayerCells:
     def keys(self) -> Floats:
         """Return the keys [K, n, D]."""
         return self.key_rows.floats(self.heads)[:, self.order]
+
+    @property
+    def heads(self) -> int:
+        """Return the KV heads of the layer; 1 if its keys are of another length."""
+        count, rest = divmod(self.key_rows.numbers, self.head)
+        return 1 if rest else count
 
     def values(self) -> Floats:
         """Return the values [K, n, E].
@@ -159,7 +165,8 @@ class Context:
         self.memory: int = self.calls.llama_get_memory(self.pointer)
         self.allocated = Allocated.parse(said)
         self.cells = int(self.calls.llama_n_ctx_seq(self.pointer))
-        self.can_shift = bool(self.calls.llama_memory_can_shift(self.memory))
+        # Where sliding layers have fewer cells the library says no, and moves keys nevertheless.
+        self.can_shift = model.slides or bool(self.calls.llama_memory_can_shift(self.memory))
         self._ids = (c_int32 * self.block)()
         self._positions = (c_int32 * self.block)()
         self._counts = (c_int32 * self.block)(*[1] * self.block)
@@ -254,7 +261,7 @@ class Context:
             raise MemoryCapExceeded(
                 f"llama.cpp's state has {part.held} cells, and {held} tokens are held"
             )
-        return part.layers(self.model.kv_heads)
+        return part.layers(self.model.key_length)
 
 
 def _free(calls: Any, pointer: int, model: LlamaModel) -> None:
@@ -283,11 +290,15 @@ class CellRows:
     kind: int
     by_channel: bool = False
 
+    @property
+    def numbers(self) -> int:
+        """Return the numbers of a cell, in all KV heads; rows are cells."""
+        return self.library.numbers(self.data.shape[1], self.kind)
+
     def floats(self, heads: int) -> Floats:
         """Return the numbers as [K, cells, D]."""
         found = self.library.floats(self.data, self.kind)
         cells = found.T if self.by_channel else found
-        heads = heads if cells.shape[1] % heads == 0 else 1
         return np.ascontiguousarray(cells.reshape(len(cells), heads, -1).swapaxes(0, 1))
 
 
@@ -306,12 +317,12 @@ class StatePart:
     value_rows: list[CellRows]
     body: Bytes  # everything behind the numbers of cells
 
-    def layers(self, heads: int) -> list[LayerCells]:
-        """Return the cells layer by layer."""
+    def layers(self, head: int) -> list[LayerCells]:
+        """Return the cells layer by layer, whose keys have `head` numbers in each KV head."""
         order = np.argsort(self.positions, kind="stable")
         values: list[CellRows | None] = [*self.value_rows] or [None] * len(self.key_rows)
         return [
-            LayerCells(heads, order, keys, own)
+            LayerCells(head, order, keys, own)
             for keys, own in zip(self.key_rows, values, strict=True)
         ]
 

@@ -351,6 +351,10 @@ class Library:
         c_bool.from_address(place).value = sliding_whole
         return found
 
+    def numbers(self, nbytes: int, kind: int) -> int:
+        """Return how many numbers of ggml's type `kind` are in so many bytes."""
+        return nbytes // 2 if kind == F16 else nbytes // DEQUANTISED[kind][1] * NUMBERS
+
     def floats(self, rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
         """Return the float32 numbers of rows of bytes of ggml's type `kind`, by its own conversion.
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvcap.runtime.backends.llamacpp.context import Context, Floats
 from kvcap.runtime.backends.llamacpp.rank import Indices, Ranking
 from kvcap.runtime.cache.pinned_slots import check_slots
-from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.session.engine import CacheCopy, Loop, Room
@@ -35,6 +35,9 @@ class LlamaCache:
         ranking: says which tokens stay.
         budget: slots that stay after every block.
         positions: of kept tokens: 'compact', 'true' or 'auto'.
+
+    Raises:
+        UnsupportedModel: tokens are to be renumbered, and the library cannot turn their keys.
     """
 
     consistent = True  # a pass reads a block in all layers, or fails and the cache is emptied
@@ -43,6 +46,11 @@ class LlamaCache:
     def __init__(
         self, context: Context, ranking: Ranking, budget: int, positions: Positions
     ) -> None:
+        if positions != "true" and not context.can_shift:
+            raise UnsupportedModel(
+                f"llama.cpp cannot move keys of {context.model.architecture}, so kept tokens keep "
+                "their positions; use --positions true"
+            )
         self.context, self.ranking, self.budget = context, ranking, budget
         self.positions, self.trained_length = positions, context.model.trained_length
         self.sequence = context.free.pop()
@@ -329,10 +337,12 @@ class LlamaLoop(Loop):
                 cache.tokens = cache.places = NONE
                 return
             cache.tokens, cache.places = copy.tensors["tokens"], copy.tensors["places"]
-            cache._compact = copy.facts["compact"]
+            cache._compact = copy.facts["compact"] or cache.positions == "compact"
             if not cache.context.set_state(cache.sequence, copy.tensors["state"]):
                 cache.reset()
                 raise MemoryCapExceeded("llama.cpp did not take back the cells that were copied")
+            if cache._compact and not copy.facts["compact"]:
+                cache._keep(np.ones(cache.held, bool))
 
     @property
     def room(self) -> Room:

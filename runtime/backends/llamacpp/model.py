@@ -13,6 +13,8 @@ from kvcap.runtime.backends.llamacpp.tokenizer import NO_TOKENIZER, LlamaTokeniz
 from kvcap.runtime.errors import ModelFilesBroken, UnsupportedModel
 
 ALL_LAYERS = -1
+UNMOVABLE = frozenset({"step35"})  # layers of it turn keys by unlike numbers
+HADAMARD = 64  # numbers that the library rotates together before it quantises keys
 LONGEST = 1 << 12  # bytes of a value of the file's header that is asked for
 SAMPLING = {
     "general.sampling.temp": "temperature",
@@ -121,9 +123,32 @@ class LlamaModel:
         return int(self.library.calls.llama_model_n_swa(self.pointer))
 
     @property
-    def kv_heads(self) -> int:
-        """Return the KV heads of a layer; if layers differ, those of the first."""
-        return int(self.library.calls.llama_model_n_head_kv(self.pointer))
+    def key_length(self) -> int:
+        """Return the numbers of a key of one head."""
+        calls, said = self.library.calls, self.field(f"{self.architecture}.attention.key_length")
+        if said is not None:
+            return int(said)
+        heads = int(calls.llama_model_n_head(self.pointer))
+        return int(calls.llama_model_n_embd(self.pointer)) // max(1, heads)
+
+    @property
+    def fixed_keys(self) -> str | None:
+        """Return why the library cannot turn quantised keys to other positions; None: it can.
+
+        It rotates quantised keys by Hadamard's matrix where heads are a multiple of 64 numbers;
+        elsewhere turning them ends the process.
+        """
+        said = self.field(f"{self.architecture}.rope.dimension_count")
+        turned = self.key_length if said is None else int(said)
+        if self.key_length % HADAMARD or turned != self.key_length:
+            return f"heads have {self.key_length} numbers, of which positions turn {turned}"
+        return None
+
+    @property
+    def slides(self) -> bool:
+        """Return whether it has sliding layers, and keys of one position that can be moved."""
+        several = self.field(f"{self.architecture}.rope.dimension_sections") is not None
+        return self.window > 0 and not several and self.architecture not in UNMOVABLE
 
     @property
     def recurrent(self) -> bool:

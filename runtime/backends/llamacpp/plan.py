@@ -190,6 +190,13 @@ class LlamaPlanner:
                 "positions; use --positions true, or leave it out"
             )
 
+        why = self.model.fixed_keys
+        if why is not None and cell_type(self.settings.kv_dtype) and self.positions != "true":
+            raise UnsupportedModel(
+                f"llama.cpp cannot move quantised keys of {self.model.architecture}, whose {why}; "
+                "use --positions true, or leave --kv-dtype out"
+            )
+
     def _sized(self, pages: int) -> MemoryPlan:
         """Return the plan of a context of so many pages of cells."""
         cells = pages * PAGE
