@@ -2,7 +2,7 @@
 
 llguidance computes which tokens can follow what was written, so that whatever is drawn among them,
 the answer fits. What it cannot hold exactly it refuses, and nothing is approximated. Knows no
-model; of a tokenizer, the file in which the library `tokenizers` writes it.
+model; of a tokenizer, the file in which the library `tokenizers` writes it, or its own index.
 """
 
 from __future__ import annotations
@@ -202,7 +202,10 @@ def _vocabulary(tokenizer: Any, ends: frozenset[int]) -> Any:
         backend = tokenizer.backend_tokenizer
         known = sorted(end for end in ends if end < backend.get_vocab_size())
         try:
-            made[ends] = kind(backend.to_str(), eos_token=known or None)
+            if indexed := getattr(backend, "indexed_by", None):
+                made[ends] = indexed(kind, known)
+            else:
+                made[ends] = kind(backend.to_str(), eos_token=known or None)
         except (ValueError, RuntimeError) as error:
             raise SchemaRefused(
                 f"answers of this model cannot be held to anything: llguidance cannot read its "

@@ -205,6 +205,9 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
     "llama_vocab_type": (c_int32, (c_void_p,)),
     "llama_vocab_get_attr": (c_int32, (c_void_p, c_int32)),
+    "llama_token_to_piece": (
+        c_int32, (c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool),
+    ),
     "llama_vocab_get_text": (c_char_p, (c_void_p, c_int32)),
     "llama_vocab_is_eog": (c_bool, (c_void_p, c_int32)),
     "llama_vocab_bos": (c_int32, (c_void_p,)),

@@ -17,6 +17,7 @@ from kvcap.runtime.errors import ModelFilesBroken
 
 NO_TOKENIZER, BYTE_PAIRS = 0, 2  # kinds of vocabularies, by the library's numbers
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1 << 0, 1 << 3, 1 << 4, 1 << 5  # attributes of a token
+SPECIAL = b"\xff"  # begins the bytes of tokens that llguidance takes for no text
 NAMED = ("bos", "eos", "pad")
 TEMPLATES = ("tool_use", "rag")  # further chat templates that a file may have by name
 DECODED = 1 << 14  # decoded texts that are kept, as an answer decodes the same few again and again
@@ -111,10 +112,33 @@ class Vocabulary:
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token stands for; of a special one its name."""
-        text = ctypes.create_string_buffer(256)
-        given = (c_int32 * 1)(token)
-        size = self._calls.llama_detokenize(self._pointer, given, 1, text, 256, False, True)
-        return text.raw[: max(0, size)]
+        room = 256
+        while True:
+            text = ctypes.create_string_buffer(room)
+            size = self._calls.llama_token_to_piece(self._pointer, token, text, room, 0, True)
+            if size >= 0:
+                return text.raw[:size]
+            room = -size
+
+    def indexed_by(self, kind: Any, ends: list[int]) -> Any:
+        """Return llguidance's index of the vocabulary.
+
+        Args:
+            kind: its class `LLTokenizer`.
+            ends: the tokens that end an answer.
+        """
+        tokens = [self.bytes_of(token) for token in range(self._size)]
+        for token, added in self._added.items():
+            if added.special:
+                tokens[token] = SPECIAL + tokens[token]
+        encode = ctypes.cast(self._calls.llama_tokenize, ctypes.c_void_p).value
+        return kind.from_llamacpp(
+            tokens=tokens,
+            vocab_ptr=self._pointer,
+            tokenize_fptr=encode,
+            eos_token=ends or self._calls.llama_vocab_eos(self._pointer),
+            slices=None,
+        )
 
     def _attributes(self) -> Iterator[tuple[int, int]]:
         """Yield the tokens that are no plain text, each with its attributes."""
