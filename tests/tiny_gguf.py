@@ -158,8 +158,6 @@ def written(
         fields: further fields of its header.
     """
     family = FAMILIES[architecture]
-    rng = np.random.default_rng([seed, len(architecture)])
-    numbers = {name: _random(rng, name, shape) for name, shape in _shapes(architecture)}
     header: dict[str, Any] = {
         "general.architecture": architecture,
         "general.name": "tiny",  # some names have llama.cpp add tokens
@@ -193,8 +191,14 @@ def written(
         **(fields or {}),
     }
     file = folder / f"{architecture}-{seed}.gguf"
-    _write(file, header, numbers)
+    _write(file, header, tensors(architecture, seed))
     return file
+
+
+def tensors(architecture: str, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """Return the random tensors of an architecture by their names."""
+    rng = np.random.default_rng([seed, len(architecture)])
+    return {name: _random(rng, name, shape) for name, shape in _shapes(architecture)}
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 MIB = 1 << 20
+ROUNDED = MIB / 200 + 1  # bytes by which a figure of the log may be off
 CELLS = re.compile(
     r"size =\s+[\d.]+ MiB \(\s*(\d+) cells,\s*(\d+) layers,\s*(\d+)/(\d+) seqs\), "
     r"K \((\w+)\):\s+([\d.]+) MiB, V \(\w+\):\s+([\d.]+) MiB"
@@ -72,9 +73,18 @@ def _mebibytes(figures: Sequence[str]) -> int:
 def _cells_bytes(
     cells: str, layers: str, sequences: str, streams: str, kind: str, keys: str, values: str
 ) -> int:
-    """Return the exact bytes of a cache, of which the log rounds to a hundredth of a MiB."""
-    count, unit = int(cells) * int(streams), UNITS.get(kind, 1)
-    return sum(round(float(size) * MIB / count / unit) * unit * count for size in (keys, values))
+    """Return the exact bytes of a cache, of which the log rounds to a hundredth of a MiB.
+
+    Several sizes may round to the figure; that is taken in which all layers are alike.
+    """
+    unit = int(cells) * int(streams) * UNITS.get(kind, 1)
+    return sum(_whole(float(size) * MIB, unit, int(layers)) for size in (keys, values))
+
+
+def _whole(size: float, unit: int, layers: int) -> int:
+    """Return the multiple of a unit, of a unit in every layer if possible, nearest to a size."""
+    alike = round(size / unit / layers) * unit * layers
+    return alike if abs(alike - size) <= ROUNDED else round(size / unit) * unit
 
 
 @dataclass(frozen=True)

@@ -432,7 +432,6 @@ class Library:
         )
 
 
-@functools.cache
 def load_library(file: Path | None = None) -> Library:
     """Return the library in `file`, or the best that is there; each is loaded once.
 
@@ -446,7 +445,13 @@ def load_library(file: Path | None = None) -> Library:
             f"llama.cpp's library, which runs GGUF files, was not found; "
             f"{how_to_install('llamacpp')}, or name the library of another build in {VARIABLE}"
         )
-    return Library(found)
+    return _loaded(found.resolve())
+
+
+@functools.cache
+def _loaded(file: Path) -> Library:
+    """Return the library in a file, the same object each time, since a library has one log."""
+    return Library(file)
 
 
 def described(file: Path) -> dict[str, str]:

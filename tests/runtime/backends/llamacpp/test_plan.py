@@ -1,0 +1,117 @@
+"""Tests that the plan of llama.cpp's engine counts the bytes that the library allocates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_gguf
+from llama_reference import loaded, needs_library, runtime_of, text_ids
+
+from kvcap.runtime.backends.llamacpp.context import Context
+from kvcap.runtime.backends.llamacpp.library import PAGE, load_library
+from kvcap.runtime.backends.llamacpp.model import LlamaModel
+from kvcap.runtime.backends.llamacpp.plan import LlamaPlanner
+from kvcap.runtime.backends.llamacpp.rank import ranking_of
+from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.planning.plan import parse_cap
+
+pytestmark = needs_library
+
+Files = Callable[..., Path]
+BLOCK = 32
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize(
+    ("architecture", "kv_dtype"),
+    [
+        *((name, None) for name in tiny_gguf.MOVABLE),
+        ("llama", "q8_0"),
+        ("llama", "q4_0"),
+        ("gemma3", "q8_0"),
+    ],
+)
+def test_bytes_of_full_cells_are_those_planned(
+    gguf: Files, architecture: str, kv_dtype: str | None, sequences: int
+) -> None:
+    budget = PAGE - BLOCK
+    runtime = runtime_of(gguf(architecture), budget_tokens=budget, block_size=BLOCK,
+                         kv_dtype=kv_dtype)  # fmt: skip
+    runtime.reserve(sequences)
+    cache = runtime.loop().cache
+    context = cache.context
+    assert context.sequences == sequences
+    assert runtime.plan.cache_bytes == cache.nbytes
+    ids = text_ids(0, PAGE)
+    for at in range(0, PAGE, BLOCK):
+        tokens = [(cache.sequence, ids[at + i], at + i) for i in range(BLOCK)]
+        context.read(tokens, [])
+    state = context.state(cache.sequence)
+    layers = tiny_gguf.LAYERS
+    gap = context.library.layout.gap
+    parts = [] if not runtime.gguf.window else [runtime.gguf.window]
+    # Each layer has a type and a size of rows, of keys and of values; each cell its position.
+    heads = 8 + (1 + len(parts)) * (4 + 4 * sequences + 8 + gap) + 24 * layers
+    if not parts:
+        assert state.nbytes == cache.nbytes + heads + 12 * PAGE
+    else:  # a state has the cells of a window alone
+        whole, sliding = context.allocated.cells, context.allocated.sliding
+        own = whole // sequences + sliding // sequences // PAGE * parts[0]
+        assert state.nbytes == own + heads + 12 * (PAGE + parts[0])
+    assert cache.nbytes * sequences == context.allocated.cells + context.allocated.sliding
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "q8_0"])
+@pytest.mark.parametrize("architecture", tiny_gguf.ATTENDING)
+def test_a_plan_of_the_header_is_that_of_the_model(
+    gguf: Files, architecture: str, kv_dtype: str | None
+) -> None:
+    file = gguf(architecture)
+    fixed = "true" if loaded(file).fixed_keys is not None else None
+    settings = CacheSettings(
+        budget_tokens=300, block_size=64, kv_dtype=kv_dtype, positions=fixed if kv_dtype else None
+    )
+    models = loaded(file), LlamaModel(load_library(), file, planned=True)
+    plans = [LlamaPlanner(model, ranking_of("lagkv", {}), settings).found() for model in models]
+    assert plans[0] == plans[1]
+    context = Context(loaded(file), 364, 64, kv_dtype=kv_dtype)
+    planner = LlamaPlanner(loaded(file), ranking_of("lagkv", {}), settings)
+    assert planner.plan(300, 64, context.allocated) == plans[0]
+
+
+def test_the_most_slots_within_bytes_are_planned(gguf: Files) -> None:
+    file = gguf(trained=4096)
+    row = 3 * 2 * 2 * tiny_gguf.HEAD * 2  # layers, keys and values, heads, numbers, bytes
+    sized = {"budget_tokens": None, "block_size": None}
+    for pages in (1, 2, 5):
+        runtime = runtime_of(file, kv_budget=pages * PAGE * row + row, **sized)
+        plan = runtime.plan
+        assert plan.cache_bytes == pages * PAGE * row == runtime.loop().cache.nbytes
+        assert plan.budget_tokens + plan.block_size == pages * PAGE
+    with pytest.raises(PlanInfeasible, match="too small") as refused:
+        runtime_of(file, kv_budget=PAGE * row - 1, **sized)
+    least = int(re.search(r"raise it to ([\d,]+)", str(refused.value))[1].replace(",", ""))
+    assert least == PAGE * row == refused.value.least["least_kv_budget"]
+    assert runtime_of(file, kv_budget=least, **sized).plan.cache_bytes == least
+
+
+def test_the_whole_process_is_planned_under_a_cap(gguf: Files) -> None:
+    file = gguf(trained=4096)
+    sized = {"budget_tokens": None, "block_size": None}
+    with pytest.raises(PlanInfeasible) as refused:
+        runtime_of(file, memory_cap="1MiB", **sized)
+    cap = refused.value.least["least_memory_cap"]
+    runtime = runtime_of(file, memory_cap=cap + (4 << 20), **sized)
+    assert runtime.plan.total_bytes <= parse_cap(cap + (4 << 20))
+    session = runtime.session(seed=0)
+    session.set_generation(max_new_tokens=5)
+    assert "".join(session.send("a" * 400))
+
+
+def test_a_budget_that_pins_fill_is_refused(gguf: Files) -> None:
+    with pytest.raises(PlanInfeasible, match="use a budget of at least 5"):
+        runtime_of(gguf(), budget_tokens=4)
