@@ -33,7 +33,7 @@ from kvcap.runtime.types import Positions
 
 Floats = NDArray[np.float32]
 CELLS = 512  # of a plain context
-TOLERANCE = 1e-3  # of logits of some units: cells lie in another order, so sums differ in rounding
+TOLERANCE = 0.02  # of logits of some units: cells in another order, so sums of float16 round otherwise
 
 needs_library = pytest.mark.skipif(
     find_library() is None, reason="no library of llama.cpp is installed: pip install xllamacpp"

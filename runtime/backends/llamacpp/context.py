@@ -11,7 +11,8 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import c_int8, c_int32, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -316,16 +317,18 @@ class CellRows:
 class StatePart:
     """A part of a conversation's state: the cells of all layers that keep equally many.
 
-    The library writes the number of streams (conversations of the context), how many cells each
-    has, then of this conversation's each cell's position, count of sequences and sequence, then
-    whether values are transposed, the number of layers, and the rows of keys and of values.
+    The library writes the number of streams (conversations of the context), then of each how many
+    cells of this conversation it has. Behind a number that is not 0 follow each cell's position,
+    count of sequences and sequence, then whether values are transposed, the number of layers, and
+    the rows of keys and of values.
     """
 
     held: int  # cells
     positions: NDArray[np.int32]  # of the cells
     key_rows: list[CellRows]
     value_rows: list[CellRows]
-    body: Bytes  # everything behind the numbers of cells
+    body: Bytes  # everything behind the number of cells
+    stop: int  # bytes of the state up to its end
 
     def layers(self, head: int) -> list[LayerCells]:
         """Return the cells layer by layer, whose keys have `head` numbers in each KV head."""
@@ -346,23 +349,27 @@ def split_state(state: Bytes, library: Library) -> Iterator[StatePart]:
     reader = _Reader(state)
     reader.words(2)  # a mark, and the sequence
     while reader.left:
-        counts = reader.words(int(reader.words(1)[0]))
-        held = int(counts.max())
-        if np.count_nonzero(counts) > 1:
-            raise MemoryCapExceeded("llama.cpp's state is of several conversations")
-        begins = reader.place
-        if not held:
-            yield StatePart(0, counts, [], [], state[:0])
-            continue
-        positions = reader.words(3 * held).reshape(held, 3)[:, 0]
-        transposed, layers = (int(word) for word in reader.words(2))
-        reader.take(library.layout.gap)
-        keys = [CellRows(library, *reader.rows(held)) for _ in range(layers)]
-        values = list[CellRows]()
-        while len(values) < layers and reader.follows(held, bool(transposed)):
-            taken = reader.columns(held) if transposed else reader.rows(held)
-            values.append(CellRows(library, *taken, by_channel=bool(transposed)))
-        yield StatePart(held, positions, keys, values, state[begins : reader.place])
+        found = StatePart(0, np.empty(0, np.int32), [], [], state[:0], 0)
+        for _ in range(int(reader.words(1)[0])):
+            if held := int(reader.words(1)[0]):
+                if found.held:
+                    raise MemoryCapExceeded("llama.cpp's state is of several conversations")
+                found = _read_part(reader, held, library)
+        yield replace(found, stop=reader.place)
+
+
+def _read_part(reader: _Reader, held: int, library: Library) -> StatePart:
+    """Return the cells of a stream, of which there are some."""
+    begins = reader.place
+    positions = reader.words(3 * held).reshape(held, 3)[:, 0]
+    transposed, layers = (int(word) for word in reader.words(2))
+    reader.take(library.layout.gap)
+    keys = [CellRows(library, *reader.rows(held)) for _ in range(layers)]
+    values = list[CellRows]()
+    while len(values) < layers and reader.follows(held, bool(transposed)):
+        taken = reader.columns(held) if transposed else reader.rows(held)
+        values.append(CellRows(library, *taken, by_channel=bool(transposed)))
+    return StatePart(held, positions, keys, values, reader.state[begins : reader.place], 0)
 
 
 class _Reader:
@@ -405,11 +412,12 @@ class _Reader:
         return bool(head["type"] in TYPES and 0 < held * int(size) <= self.left)
 
 
-def for_streams(state: Bytes, streams: int, library: Library) -> Bytes:
+def for_streams(state: Bytes, streams: int, model: LlamaModel) -> Bytes:
     """Return a state as a context of so many conversations takes it."""
-    head = state[:8].tobytes()
-    parts = [
-        np.array([streams, part.held, *[0] * (streams - 1)], "<u4").tobytes() + part.body.tobytes()
-        for part in split_state(state, library)
-    ]
-    return np.frombuffer(head + b"".join(parts), np.uint8)
+    written, place = [state[:8].tobytes()], 8
+    attention = (2 if model.window else 1) if model.recurrent else None  # states stay as they are
+    for part in islice(split_state(state, model.library), attention):
+        counts = np.array([streams, part.held, *[0] * (streams - 1)], "<u4").tobytes()
+        written += [counts[:8], part.body.tobytes(), counts[8:]]
+        place = part.stop
+    return np.frombuffer(b"".join([*written, state[place:].tobytes()]), np.uint8)

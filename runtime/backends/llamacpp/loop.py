@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.runtime.backends.llamacpp.context import Context, Floats
+from kvcap.runtime.backends.llamacpp.model import reason
 from kvcap.runtime.backends.llamacpp.rank import Indices, Ranking
 from kvcap.runtime.cache.pinned_slots import check_slots
 from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
@@ -340,7 +341,10 @@ class LlamaLoop(Loop):
             cache._compact = copy.facts["compact"] or cache.positions == "compact"
             if not cache.context.set_state(cache.sequence, copy.tensors["state"]):
                 cache.reset()
-                raise MemoryCapExceeded("llama.cpp did not take back the cells that were copied")
+                raise MemoryCapExceeded(
+                    f"llama.cpp did not take back the cells that were copied: "
+                    f"{reason(cache.context.library.said())}"
+                )
             if cache._compact and not copy.facts["compact"]:
                 cache._keep(np.ones(cache.held, bool))
 

@@ -35,11 +35,10 @@ def save(session: Session, identity: dict[str, Any], path: str | os.PathLike[str
     Raises:
         SessionNotSaved: an earlier file is as it was.
     """
-    runtime: Any = session.runtime
     cache, copy = session.cache, session.loop.copied()
     tensors = dict(copy.tensors)
-    if cache.seen and not runtime.gguf.recurrent:
-        tensors["state"] = for_streams(tensors["state"], 1, cache.context.library)
+    if cache.seen:
+        tensors["state"] = for_streams(tensors["state"], 1, cache.context.model)
     facts = {
         "kvcap": __version__,
         "model": f"{session.runtime.name} (llama.cpp)",
@@ -127,9 +126,9 @@ def _copy(file: SessionFile, facts: Mapping[str, Any], seen: int) -> CacheCopy:
 def _for(copy: CacheCopy, session: Session) -> CacheCopy:
     """Return a saved copy as the context of a session takes it."""
     context = session.cache.context
-    if not copy.tensors or context.model.recurrent:
+    if not copy.tensors:
         return copy
-    state = for_streams(copy.tensors["state"], context.sequences, context.library)
+    state = for_streams(copy.tensors["state"], context.sequences, context.model)
     return CacheCopy(copy.facts, {**copy.tensors, "state": state})
 
 

@@ -6,9 +6,21 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from llama_reference import needs_library, runtime_of
+from llama_reference import agree, needs_library, runtime_of, text_ids
+
+from kvcap.runtime.backends.llamacpp import saved
+from kvcap.runtime.errors import (
+    MemoryCapExceeded,
+    PinsTooLarge,
+    SessionFileCorrupt,
+    SessionFileForeign,
+)
+from kvcap.runtime.session.engine import CacheCopy
+from kvcap.runtime.session.session import Session
 
 pytestmark = needs_library
 
@@ -31,3 +43,209 @@ def test_answers_are_held_to_a_schema_and_an_expression(gguf: Files) -> None:
     assert session.turn.finish_reason == "stop"
     session.set_generation(json_schema=None, regex="(the |é☃){3}[0-9]{4}")
     assert re.fullmatch("(the |é☃){3}[0-9]{4}", "".join(session.send("A number?")))
+
+
+def short(session: Session, tokens: int = 8) -> Session:
+    """Have a session answer greedily with so many tokens."""
+    session.set_generation(do_sample=False, max_new_tokens=tokens, eos_token_id=None)
+    return session
+
+
+def answered(session: Session, text: str) -> str:
+    """Return a session's answer."""
+    return "".join(session.send(text))
+
+
+def next_logits(session: Session, count: int = 3) -> list[Any]:
+    """Return the logits behind blocks of further tokens, which evict others."""
+    ids = text_ids(9, count * 8)
+    return [session.loop.read(np.array([ids[i * 8 : i * 8 + 8]])) for i in range(count)]
+
+
+def test_undo_clear_and_regenerate_read_the_same_again(gguf: Files) -> None:
+    runtime = runtime_of(gguf())
+    session = short(runtime.session(seed=0))
+    first = answered(session, "Tell me of the sea.")
+    ids = session.read_ids
+    assert "".join(session.regenerate()) == first
+    assert session.read_ids == ids
+    answered(session, "And of the land, which is far away from here.")
+    assert session.cache.held < session.cache.seen
+    assert session.undo() == "And of the land, which is far away from here."
+    assert len(session.messages) == 2
+    again = answered(session, "And of the land, which is far away from here.")
+    other = short(runtime.session(seed=0))
+    other.messages = [dict(message) for message in session.messages[:2]]
+    assert answered(other, "And of the land, which is far away from here.") == again
+    session.clear()
+    assert session.cache.seen == session.cache.held == 0
+    assert answered(session, "Tell me of the sea.") == first
+
+
+def test_pins_and_the_system_prompt_stay(gguf: Files) -> None:
+    session = short(runtime_of(gguf(), budget_tokens=96).session("Be kind.", seed=0))
+    session.pin_system = True
+    answered(session, "Hi")
+    "".join(session.send("code 42", pin=True))
+    for _ in range(4):
+        answered(session, "the and a " * 6)
+    assert session.cache.held < session.cache.seen
+    spans = session.cache.pinned_spans
+    assert len(spans) == 2
+    kept = set(session.cache.tokens.tolist())
+    text = session.encode("Be kind.")
+    ids = session.read_ids
+    for (start, stop), said in zip(spans, (text, session.encode("code 42")), strict=True):
+        assert set(range(start, stop)) <= kept
+        assert "".join(map(chr, said)) in "".join(map(chr, ids[start:stop]))
+    with pytest.raises(PinsTooLarge):
+        "".join(session.send("a long one " * 12, pin=True))
+
+
+def test_nothing_is_evicted_where_that_is_forbidden(gguf: Files) -> None:
+    session = short(runtime_of(gguf()).session(seed=0), 100)
+    session.on_full = "stop"
+    assert answered(session, "Hi")
+    assert session.turn.finish_reason == "full"
+    assert session.cache.held == session.cache.seen == session.cache.budget
+    with pytest.raises(MemoryCapExceeded, match="raise the budget to"):
+        answered(session, "Hi")
+    session.clear()
+    session.on_full = "error"
+    with pytest.raises(MemoryCapExceeded):
+        answered(session, "Hi")
+    full = short(runtime_of(gguf(), policy="full", budget_tokens=128).session(seed=0))
+    with pytest.raises(MemoryCapExceeded, match="never evicts"):
+        answered(full, "a " * 200)
+
+
+def test_evicted_text_is_read_again(gguf: Files) -> None:
+    runtime = runtime_of(gguf(trained=4096), budget_tokens=256, block_size=64, recall_store="1MiB")
+    session = short(runtime.session(seed=0))
+    fact = "The password of Wilhelmina is xylophone."
+    answered(session, fact)
+    for i in range(8):
+        answered(session, f"Number {i} of the other things that are said here at some length.")
+    assert session.cache.tokens[5] > 60  # the fact has gone
+    answered(session, "Which password has Wilhelmina?")
+    assert session.turn.recalled_tokens
+    kept = session.cache.tokens.tolist()
+    text = runtime.tokenizer.backend_tokenizer.decode([session.read_ids[i] for i in kept])
+    assert "xylophone" in text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "policy", "positions", "kv_dtype"),
+    [
+        ("llama", "streaming_llm", "compact", None),
+        ("qwen3", "keydiff-window", "compact", "q8_0"),
+        ("llama", "knorm", "auto", None),
+        ("gemma3", "streaming_llm", "compact", None),
+        ("lfm2", "streaming_llm", "true", None),
+    ],
+)
+@pytest.mark.parametrize("places", [1, 3])
+def test_a_saved_conversation_goes_on_with_the_same_logits(
+    gguf: Files, architecture: str, policy: str, positions: str, kv_dtype: str | None,
+    places: int, tmp_path: Path,
+) -> None:  # fmt: skip
+    how = {"policy": policy, "positions": positions, "kv_dtype": kv_dtype, "evict_every": 1}
+    file = gguf(architecture)
+    session = short(runtime_of(file, **how).session(seed=0), 20)
+    answered(session, "the sea and the land are " * 3)
+    assert session.cache.held < session.cache.seen
+    session.save(tmp_path / "s")
+    runtime = runtime_of(file, **how)
+    runtime.reserve(places)
+    beside = [short(runtime.session(seed=1)) for _ in range(places - 1)]
+    for other in beside:
+        answered(other, "others")
+    loaded = Session.load(runtime, tmp_path / "s")
+    assert loaded.messages == session.messages
+    assert loaded.cache.tokens.tolist() == session.cache.tokens.tolist()
+    assert loaded.cache.places.tolist() == session.cache.places.tolist()
+    for found, expected in zip(next_logits(loaded), next_logits(session), strict=True):
+        agree(found, expected)
+
+
+def test_a_saved_conversation_goes_on_in_another_budget(gguf: Files, tmp_path: Path) -> None:
+    file = gguf()
+    session = short(runtime_of(file, budget_tokens=100, positions="true").session(seed=0), 30)
+    answered(session, "the sea and the land are " * 6)
+    session.save(tmp_path / "s")
+    larger = Session.load(runtime_of(file, budget_tokens=200, positions="true"), tmp_path / "s")
+    assert larger.cache.tokens.tolist() == session.cache.tokens.tolist()
+    agree(next_logits(larger, 1)[0], next_logits(session, 1)[0])
+    smaller = Session.load(runtime_of(file, positions="compact"), tmp_path / "s")
+    assert smaller.cache.held == 48
+    assert smaller.cache.places.tolist() == [*range(48)]
+    assert smaller.cache.tokens[:4].tolist() == [0, 1, 2, 3]
+
+
+def test_files_that_cannot_be_taken_change_nothing(gguf: Files, tmp_path: Path) -> None:
+    runtime = runtime_of(gguf())
+    session = short(runtime.session(seed=0))
+    answered(session, "Hi")
+    session.save(tmp_path / "s")
+    before = session.messages, session.cache.tokens.tolist()
+    with pytest.raises(SessionFileForeign, match="another model"):
+        short(runtime_of(gguf("qwen2")).session()).restore(tmp_path / "s")
+    with pytest.raises(SessionFileForeign, match="kv_dtype"):
+        runtime_of(gguf(), kv_dtype="q8_0").session().restore(tmp_path / "s")
+    identity = saved.identity_of(runtime.gguf, None)
+    saved.save(session, {**identity, "library": "0.4"}, tmp_path / "old")
+    with pytest.raises(SessionFileForeign, match="library '0.4'"):
+        session.restore(tmp_path / "old")
+    copied = session.loop.copied
+
+    def spoilt(name: str, change: Callable[[Any], Any]) -> Callable[[], CacheCopy]:
+        def copy() -> CacheCopy:
+            found = copied()
+            return CacheCopy(found.facts, {**found.tensors, name: change(found.tensors[name])})
+
+        return copy
+
+    changes: tuple[tuple[str, Callable[[Any], Any]], ...] = (
+        ("tokens", lambda x: x[::-1].copy()),
+        ("tokens", lambda x: x + 1000),
+        ("places", lambda x: x[1:]),
+        ("places", lambda x: x - 5),
+    )
+    for name, change in changes:
+        session.loop.copied = spoilt(name, change)
+        session.save(tmp_path / "bad")
+        session.loop.copied = copied
+        with pytest.raises(SessionFileCorrupt):
+            session.restore(tmp_path / "bad")
+        assert (session.messages, session.cache.tokens.tolist()) == before
+    raw = (tmp_path / "s").read_bytes()
+    (tmp_path / "cut").write_bytes(raw[:-100])
+    with pytest.raises(SessionFileCorrupt):
+        session.restore(tmp_path / "cut")
+    assert answered(session, "More")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "policy"),
+    [("llama", None), ("gemma3", None), ("lfm2", None), ("llama", "knorm"), ("lfm2", "keydiff")],
+)
+def test_several_conversations_answer_together_as_alone(
+    gguf: Files, architecture: str, policy: str | None
+) -> None:
+    said = ["the sea " * 12, "Hi", "one and two and three and " * 5]
+    how: dict[str, Any] = {"policy": policy, "evict_every": 4}
+    runtime = runtime_of(gguf(architecture), **how)
+    runtime.reserve(3)
+    sessions = [short(runtime.session(seed=0), 30) for _ in said]
+    batch = runtime.batch(3)
+    for session, text in zip(sessions, said, strict=True):
+        batch.add(session, session.send(text))
+    answers = dict.fromkeys(map(id, sessions), "")
+    for session, text in batch:
+        answers[id(session)] += text
+    assert len({id(session.cache.context) for session in sessions}) == 1
+    for session, text in zip(sessions, said, strict=True):
+        alone = short(runtime_of(gguf(architecture), **how).session(seed=0), 30)
+        assert answered(alone, text) == answers[id(session)]
+        assert alone.read_ids == session.read_ids
+        assert alone.cache.tokens.tolist() == session.cache.tokens.tolist()
