@@ -352,7 +352,7 @@ class LlamaLoop(Loop):
     def room(self) -> Room:
         """Return what the cache holds and what still fits."""
         cache = self.cache
-        return Room(cache.held, cache.spare, cache.budget, lambda budget: budget)
+        return Room(cache.held, cache.spare, cache.budget, lambda budget: budget, self.never)
 
 
 class LlamaRows:

@@ -127,6 +127,7 @@ def test_evicted_text_is_read_again(gguf: Files) -> None:
     for i in range(8):
         answered(session, f"Number {i} of the other things that are said here at some length.")
     assert session.cache.tokens[5] > 60  # the fact has gone
+    session.recall.limit = 150
     answered(session, "Which password has Wilhelmina?")
     assert session.turn.recalled_tokens
     kept = session.cache.tokens.tolist()
