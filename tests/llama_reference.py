@@ -33,7 +33,9 @@ from kvcap.runtime.types import Positions
 
 Floats = NDArray[np.float32]
 CELLS = 512  # of a plain context
-TOLERANCE = 0.02  # of logits of some units: cells in another order, so sums of float16 round otherwise
+TOLERANCE = (
+    0.02  # of logits of some units: cells in another order, so sums of float16 round otherwise
+)
 
 needs_library = pytest.mark.skipif(
     find_library() is None, reason="no library of llama.cpp is installed: pip install xllamacpp"
@@ -124,13 +126,28 @@ class Follower:
     """
 
     def __init__(self, plain: Plain, positions: Positions) -> None:
-        self.plain, self.compact = plain, positions == "compact"
-        self.auto = positions == "auto"
+        self.plain, self.positions = plain, positions
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.plain.calls.llama_memory_clear(self.plain.memory, True)
+        self.compact, self.auto = self.positions == "compact", self.positions == "auto"
         self.held: list[tuple[int, int]] = []  # places in the conversation, and positions
         self.seen = 0
+        self.steps: list[tuple[list[int], list[int]]] = []
+        """Holds what was kept before each block, and the block."""
+
+    def replay(self, steps: list[tuple[list[int], list[int]]]) -> None:
+        """Become what read these blocks."""
+        self.reset()
+        for kept, block in steps:
+            self.keep(kept)
+            self.read(block)
 
     def read(self, tokens: Sequence[int]) -> Floats:
         """Read a block; return all its logits [n, V]."""
+        self.steps.append(([place for place, _ in self.held], [*tokens]))
         first = self.held[-1][1] + 1 if self.held else 0
         if self.auto and first + len(tokens) > self.plain.model.trained_length:
             self.compact, self.auto = True, False
@@ -194,6 +211,6 @@ def text_ids(seed: int, count: int) -> list[int]:
     return found
 
 
-def agree(found: Floats, expected: Floats) -> None:
+def agree(found: Floats, expected: Floats, tolerance: float = TOLERANCE) -> None:
     """Check that logits are equal, but for rounding."""
-    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
