@@ -1,0 +1,125 @@
+"""Tests commands on GGUF files, and what llama.cpp's engine refuses by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from llama_reference import loaded, needs_library, runtime_of
+
+from kvcap import cli
+from kvcap.runtime.backends.llamacpp import library as libraries
+from kvcap.runtime.backends.llamacpp.library import VARIABLE, Library, find_library, load_library
+from kvcap.runtime.errors import ExtraMissing, LibraryUnusable, ModelFilesBroken
+
+pytestmark = needs_library
+
+Files = Callable[..., Path]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def kvcap(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        capsys.readouterr()
+        code = cli.run(arguments)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_commands_run_a_file(gguf: Files, kvcap: Run) -> None:
+    file = str(gguf())
+    code, said, err = kvcap(
+        *("generate", file, "Hello", "--max-new-tokens", "8", "--budget-tokens", "64"),
+        *("--temperature", "0", "--json"),
+    )
+    assert code == 0, err
+    assert json.loads(said)
+    code, said, err = kvcap("plan", file, "--budget-tokens", "64", "--json")
+    assert code == 0, err
+    plan = json.loads(said)
+    row = 3 * 2 * 2 * 64 * 2
+    assert plan["cache_bytes"] == 256 * row  # 64 slots and a block that fills the page
+    assert "llama.cpp" in plan["library"]
+    code, said, err = kvcap("plan", file, "--budget-tokens", "64")
+    assert code == 0, err
+    assert "runs by llama.cpp" in said
+    code, said, err = kvcap("chat", file, "--budget-tokens", "64", stdin=b"Hi\n/stats\n")
+    assert code == 0, err
+    assert said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--dtype", "float16"), "--dtype float16 is not for llama.cpp"),
+        (("--device", "cuda"), "--device cuda is not for llama.cpp"),
+        (("--backend", "llamacpp", "--weights", "int8"), "--weights int8 is not for llama.cpp"),
+        (("--policy", "snapkv"), "use streaming_llm, keydiff-window or lagkv"),
+        (("--policy", "keydiff+adakv"), "use streaming_llm, keydiff-window or lagkv"),
+        (("--kv-dtype", "int8-int4"), "use q8_0 or q4_0"),
+        (("--kv-budget", "1KiB"), "raise it to"),
+        (("--budget-tokens", "3"), "use a budget of at least 5"),
+    ],
+)
+def test_options_that_llamacpp_has_not_are_refused_by_name(
+    gguf: Files, kvcap: Run, arguments: tuple[str, ...], words: str
+) -> None:
+    code, _, err = kvcap("generate", str(gguf()), "Hello", *arguments)
+    assert code
+    assert words in " ".join(err.split())
+
+
+def test_other_models_are_refused(gguf: Files, kvcap: Run, tmp_path: Path) -> None:
+    code, _, err = kvcap("generate", "pocket", "Hello", "--backend", "llamacpp")
+    assert code
+    assert "runs GGUF files" in err
+    (tmp_path / "broken.gguf").write_bytes(gguf().read_bytes()[:5000])
+    for planned in (False, True):
+        how: dict[str, Any] = {"budget_tokens": None, "block_size": None, "kv_budget": "64MiB"}
+        with pytest.raises(ModelFilesBroken, match="cannot load"):
+            runtime_of(tmp_path / "broken.gguf", **(how if planned else {}))
+
+
+def test_without_a_library_it_is_said_how_to_get_one(
+    gguf: Files, kvcap: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with pytest.raises(LibraryUnusable, match=f"no libllama lies in .*{VARIABLE}"):
+        find_library()
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(libraries, "_places", lambda: iter((tmp_path,)))
+    with pytest.raises(ExtraMissing, match=r"llamacpp.*" + VARIABLE):
+        load_library()
+    code, _, err = kvcap("generate", str(gguf()), "Hello", "--backend", "llamacpp")
+    assert code
+    assert "was not found" in err
+    (tmp_path / "libllama.so").write_bytes(b"no library")
+    with pytest.raises(LibraryUnusable, match="cannot be used"):
+        load_library()
+
+
+def test_a_version_or_layout_that_was_not_tried_is_refused(
+    gguf: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = loaded(gguf()).library
+    other = SimpleNamespace(version="0.9.1", file=known.file)
+    other._unusable = lambda why: Library._unusable(other, why)  # type: ignore[arg-type]
+    with pytest.raises(LibraryUnusable, match=r"version 0\.9\.1, and kvcap was tried with 0\.5"):
+        Library._known_layout(other)  # type: ignore[arg-type]
+    monkeypatch.setitem(libraries.CONTEXT_DEFAULTS, "n_ubatch", 513)
+    with pytest.raises(LibraryUnusable, match=r"laid out otherwise \(n_ubatch\)"):
+        known._check_defaults()
+    monkeypatch.undo()
+    monkeypatch.setattr(known, "layout", known.layout._replace(switches=known.layout.switches + 8))
+    with pytest.raises(LibraryUnusable, match="swa_full"):
+        known._check_defaults()
