@@ -249,7 +249,8 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDAr
         return (one + 0.1 * found).astype(np.float32)
     large = 2.0 if "attn_q" in name or "attn_k." in name else 1.0
     kind = np.float32 if "conv" in name and "proj" not in name else np.float16
-    return (found * large / np.sqrt(shape[-1])).astype(kind)
+    numbers: NDArray[Any] = (found * large / np.sqrt(shape[-1])).astype(kind)
+    return numbers
 
 
 def _write(file: Path, header: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> None:

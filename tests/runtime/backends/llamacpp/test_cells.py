@@ -44,6 +44,7 @@ def test_without_eviction_answers_are_the_librarys_own(gguf: Files, architecture
     session.set_generation(do_sample=False, max_new_tokens=40, eos_token_id=None)
     said = "".join(session.send("Water boils at a hundred degrees. " * 3))
     assert said
+    assert session.turn is not None
     prompt, ids = session.turn.prompt_tokens, session.read_ids
     plain = Plain(loaded(file))
     assert ids[prompt:] == plain.greedy(ids[:prompt], len(ids) - prompt, 64)

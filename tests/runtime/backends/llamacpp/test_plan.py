@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_gguf
@@ -18,6 +18,7 @@ from kvcap.runtime.backends.llamacpp.rank import ranking_of
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import PlanInfeasible
 from kvcap.runtime.planning.plan import parse_cap
+from kvcap.runtime.types import Positions
 
 pytestmark = needs_library
 
@@ -39,8 +40,9 @@ def test_bytes_of_full_cells_are_those_planned(
     gguf: Files, architecture: str, kv_dtype: str | None, sequences: int
 ) -> None:
     budget = PAGE - BLOCK
-    runtime = runtime_of(gguf(architecture), budget_tokens=budget, block_size=BLOCK,
-                         kv_dtype=kv_dtype)  # fmt: skip
+    runtime = runtime_of(
+        gguf(architecture), budget_tokens=budget, block_size=BLOCK, kv_dtype=kv_dtype
+    )
     runtime.reserve(sequences)
     cache = runtime.loop().cache
     context = cache.context
@@ -68,10 +70,10 @@ def test_bytes_of_full_cells_are_those_planned(
 @pytest.mark.parametrize("kv_dtype", [None, "q8_0"])
 @pytest.mark.parametrize("architecture", tiny_gguf.ATTENDING)
 def test_a_plan_of_the_header_is_that_of_the_model(
-    gguf: Files, architecture: str, kv_dtype: str | None
+    gguf: Files, architecture: str, kv_dtype: Any
 ) -> None:
     file = gguf(architecture)
-    fixed = "true" if loaded(file).fixed_keys is not None else None
+    fixed: Positions | None = "true" if loaded(file).fixed_keys is not None else None
     settings = CacheSettings(
         budget_tokens=300, block_size=64, kv_dtype=kv_dtype, positions=fixed if kv_dtype else None
     )
@@ -94,7 +96,7 @@ def test_the_most_slots_within_bytes_are_planned(gguf: Files) -> None:
         assert plan.budget_tokens + plan.block_size == pages * PAGE
     with pytest.raises(PlanInfeasible, match="too small") as refused:
         runtime_of(file, kv_budget=PAGE * row - 1, **sized)
-    least = int(re.search(r"raise it to ([\d,]+)", str(refused.value))[1].replace(",", ""))
+    least = int(str(refused.value).partition("raise it to ")[2].split()[0].replace(",", ""))
     assert least == PAGE * row == refused.value.least["least_kv_budget"]
     assert runtime_of(file, kv_budget=least, **sized).plan.cache_bytes == least
 

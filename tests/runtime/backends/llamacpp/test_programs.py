@@ -15,6 +15,7 @@ from kvcap.runtime.types import Positions
 pytestmark = needs_library
 
 BUDGET, BLOCK, PROGRAMS, EACH = 48, 16, 200, 10
+POSITIONS: tuple[Positions, ...] = ("compact", "true", "auto")
 POLICIES = ("streaming_llm", "keydiff-window", "knorm", "lagkv")
 WORDS = ("the", "and", "a", "wander", "in", "42", "é☃")
 DEEDS = ("send", "send", "send", "clear", "undo", "again", "save", "load", "both")
@@ -26,18 +27,22 @@ class Watched:
 
     def __init__(self, file: Path, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        policy, positions = rng.choice(POLICIES), rng.choice(("compact", "true", "auto"))
+        policy, positions = rng.choice(POLICIES), rng.choice(POSITIONS)
         options = {"lag": 8} if policy == "lagkv" else {}
         self.runtime = runtime_of(
-            file, policy=policy, policy_options=options, positions=positions,
-            evict_every=rng.choice((1, 3, BLOCK)), budget_tokens=BUDGET, block_size=BLOCK,
-        )  # fmt: skip
+            file,
+            policy=policy,
+            policy_options=options,
+            positions=positions,
+            evict_every=rng.choice((1, 3, BLOCK)),
+            budget_tokens=BUDGET,
+            block_size=BLOCK,
+        )
         self.runtime.reserve(2)
         self.sessions = [self.runtime.session("Be." if i else None, seed=seed) for i in (0, 1)]
         self.caches = {session.cache.sequence: session.cache for session in self.sessions}
-        how: Positions = positions
         self.followers = {
-            sequence: Follower(Plain(self.runtime.gguf, block=BLOCK), how)
+            sequence: Follower(Plain(self.runtime.gguf, block=BLOCK), positions)
             for sequence in self.caches
         }
         self.read = self.sessions[0].cache.context.read
@@ -65,7 +70,7 @@ class Watched:
 
     def check(self, tokens: Sequence[tuple[int, int, int]], outputs: Sequence[int]) -> Floats:
         """Read tokens, and compare logits and positions with those of the followers."""
-        found = self.read(tokens, outputs)
+        found: Floats = self.read(tokens, outputs)
         if self.settling:
             return found
         for sequence in dict.fromkeys(one for one, _, _ in tokens):

@@ -120,11 +120,13 @@ def plainly_kept(
     total = [0.0] * len(held)
     for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
         heads = k.shape[1] // tiny_gguf.HEAD
-        k, v = (torch.tensor(x[order]).view(len(held), heads, -1).swapaxes(0, 1) for x in (k, v))
+        own, other = (
+            torch.tensor(x[order]).view(len(held), heads, -1).swapaxes(0, 1) for x in (k, v)
+        )
         scores = eviction.score(
             Observation(
-                keys=k[None],
-                values=v[None],
+                keys=own[None],
+                values=other[None],
                 positions=torch.tensor(held).expand(1, heads, -1),
                 num_tokens=seen,
                 budget=BUDGET,

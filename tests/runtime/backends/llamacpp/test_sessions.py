@@ -40,6 +40,7 @@ def test_answers_are_held_to_a_schema_and_an_expression(gguf: Files) -> None:
     said = json.loads("".join(session.send("Which door?")))
     assert said["door"] in ("blue", "red")
     assert said["open"] in (True, False)
+    assert session.turn is not None
     assert session.turn.finish_reason == "stop"
     session.set_generation(json_schema=None, regex="(the |é☃){3}[0-9]{4}")
     assert re.fullmatch("(the |é☃){3}[0-9]{4}", "".join(session.send("A number?")))
@@ -106,6 +107,7 @@ def test_nothing_is_evicted_where_that_is_forbidden(gguf: Files) -> None:
     session = short(runtime_of(gguf()).session(seed=0), 100)
     session.on_full = "stop"
     assert answered(session, "Hi")
+    assert session.turn is not None
     assert session.turn.finish_reason == "full"
     assert session.cache.held == session.cache.seen == session.cache.budget
     with pytest.raises(MemoryCapExceeded, match="raise the budget to"):
@@ -129,6 +131,7 @@ def test_evicted_text_is_read_again(gguf: Files) -> None:
     assert session.cache.tokens[5] > 60  # the fact has gone
     session.recall.limit = 250
     answered(session, "Which password has Wilhelmina?")
+    assert session.turn is not None
     assert session.turn.recalled_tokens
     kept = session.cache.tokens.tolist()
     text = runtime.tokenizer.backend_tokenizer.decode([session.read_ids[i] for i in kept])
@@ -147,9 +150,14 @@ def test_evicted_text_is_read_again(gguf: Files) -> None:
 )
 @pytest.mark.parametrize("places", [1, 3])
 def test_a_saved_conversation_goes_on_with_the_same_logits(
-    gguf: Files, architecture: str, policy: str, positions: str, kv_dtype: str | None,
-    places: int, tmp_path: Path,
-) -> None:  # fmt: skip
+    gguf: Files,
+    architecture: str,
+    policy: str,
+    positions: str,
+    kv_dtype: str | None,
+    places: int,
+    tmp_path: Path,
+) -> None:
     how = {"policy": policy, "positions": positions, "kv_dtype": kv_dtype, "evict_every": 1}
     file = gguf(architecture)
     session = short(runtime_of(file, **how).session(seed=0), 20)
@@ -183,7 +191,9 @@ def test_a_saved_conversation_goes_on_in_another_budget(gguf: Files, tmp_path: P
     assert smaller.cache.tokens[:4].tolist() == [0, 1, 2, 3]
 
 
-def test_files_that_cannot_be_taken_change_nothing(gguf: Files, tmp_path: Path) -> None:
+def test_files_that_cannot_be_taken_change_nothing(
+    gguf: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     runtime = runtime_of(gguf())
     session = short(runtime.session(seed=0))
     answered(session, "Hi")
@@ -213,9 +223,9 @@ def test_files_that_cannot_be_taken_change_nothing(gguf: Files, tmp_path: Path) 
         ("places", lambda x: x - 5),
     )
     for name, change in changes:
-        session.loop.copied = spoilt(name, change)
+        monkeypatch.setattr(session.loop, "copied", spoilt(name, change))
         session.save(tmp_path / "bad")
-        session.loop.copied = copied
+        monkeypatch.undo()
         with pytest.raises(SessionFileCorrupt):
             session.restore(tmp_path / "bad")
         assert (session.messages, session.cache.tokens.tolist()) == before
