@@ -17,7 +17,7 @@ from toy_engine import BACKENDS, ToyEngine, session_of, tiny
 from transformers import GenerationConfig
 
 from kvcap import pocket
-from kvcap.runtime.backends.onnxruntime import generation
+from kvcap.runtime.backends import numpy_sampler
 from kvcap.runtime.backends.pytorch import sampler as sampling
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
@@ -212,7 +212,7 @@ def test_backends_agree(logits, top, data):
     token = data.draw(st.integers(0, len(logits) - 1))
     row = np.array([logits], np.float32)
     torch_one = sampling.Sampler(GenerationConfig(), torch.Generator())
-    numpy_one = generation.NumpySampler(generation.Generation(), np.random.default_rng(0))
+    numpy_one = numpy_sampler.NumpySampler(numpy_sampler.Generation(), np.random.default_rng(0))
     one = torch_one.logprobs(torch.from_numpy(row), token, top)
     other = numpy_one.logprobs(row.copy(), token, top)
     assert [x[1] for x in one] == pytest.approx([x[1] for x in other], rel=1e-5, abs=1e-3)
@@ -234,8 +234,8 @@ def test_only_what_is_allowed_is_drawn(logits, allowed, greedy, seed):
     row, history = np.array([logits], np.float32), np.array([[0]])
     options = {"do_sample": not greedy, "temperature": 2.0, "top_k": 2, "top_p": 0.9}
     torch_one = sampling.Sampler(GenerationConfig(**options), torch.Generator().manual_seed(seed))
-    numpy_one = generation.NumpySampler(
-        generation.Generation(**options), np.random.default_rng(seed)
+    numpy_one = numpy_sampler.NumpySampler(
+        numpy_sampler.Generation(**options), np.random.default_rng(seed)
     )
     one = torch_one.next(torch.from_numpy(row), torch.from_numpy(history), some)
     other = numpy_one.next(row.copy(), history, some)
@@ -262,7 +262,9 @@ def test_penalties_are_those_of_openai(logits, said, presence, frequency):
     config = settings.copied(GenerationConfig())
     config.update(**options)
     torch_one = sampling.Sampler(config, torch.Generator())
-    numpy_one = generation.NumpySampler(generation.Generation(**options), np.random.default_rng(0))
+    numpy_one = numpy_sampler.NumpySampler(
+        numpy_sampler.Generation(**options), np.random.default_rng(0)
+    )
     expected = row[0].copy()
     for token in set(said):
         expected[token] -= np.float32(presence) + np.float32(frequency) * said.count(token)
@@ -301,8 +303,8 @@ def test_biases_are_added_to_logits(logits, biases):
     config.update(logit_bias=biases)
     torch_one = sampling.Sampler(config, torch.Generator())
     by_text = {str(token): bias for token, bias in biases.items()}  # as a file has them
-    numpy_one = generation.NumpySampler(
-        generation.Generation(logit_bias=by_text), np.random.default_rng(0)
+    numpy_one = numpy_sampler.NumpySampler(
+        numpy_sampler.Generation(logit_bias=by_text), np.random.default_rng(0)
     )
     expected = row[0].copy()
     for token, bias in biases.items():

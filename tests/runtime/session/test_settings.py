@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from toy_engine import BACKENDS, ToyEngine, numpy_scores, session_of, tiny
 from transformers import GenerationConfig
 
-from kvcap.runtime.backends.onnxruntime import generation
+from kvcap.runtime.backends import numpy_sampler
 from kvcap.runtime.backends.pytorch import sampler as sampling
 from kvcap.runtime.session import settings as bounds
 
@@ -118,7 +118,7 @@ number = st.floats(-9, 9, width=32)
 )
 def test_a_repetition_penalty_is_the_same_in_both_backends(logits, said, penalty, temperature):
     config = {"repetition_penalty": penalty, "do_sample": True, "temperature": temperature}
-    mine = generation.NumpySampler(generation.Generation(**config), np.random.default_rng(0))
+    mine = numpy_sampler.NumpySampler(numpy_sampler.Generation(**config), np.random.default_rng(0))
     theirs = sampling.Sampler(GenerationConfig(**config, top_k=0), torch.Generator())
     a = numpy_scores(mine, np.array(logits, np.float32), np.array(said))
     penalised = theirs.repetition(torch.tensor([said]), torch.tensor([logits]))
@@ -131,8 +131,8 @@ def test_a_repetition_penalty_is_the_same_in_both_backends(logits, said, penalty
 def test_top_p_is_the_same_in_both_backends(spread, top_p):
     """Whether few tokens have that share, or nearly all of a vocabulary."""
     scores = spread * np.random.default_rng(0).standard_normal(5000).astype(np.float32)
-    mine = generation.NumpySampler(
-        generation.Generation(do_sample=True, top_p=top_p), np.random.default_rng(0)
+    mine = numpy_sampler.NumpySampler(
+        numpy_sampler.Generation(do_sample=True, top_p=top_p), np.random.default_rng(0)
     )
     config = GenerationConfig(do_sample=True, top_p=top_p, top_k=0)
     theirs = sampling.Sampler(config, torch.Generator())
@@ -150,7 +150,7 @@ def test_of_the_top_k_what_is_drawn_is_what_all_scores_give(config):
     draws = np.random.default_rng(0)
     logits = draws.standard_normal((1, 5000)).astype(np.float32).round(1)  # many tie
     history = np.zeros((1, 1), np.int64)
-    mine = generation.NumpySampler(generation.Generation(do_sample=True, **config), draws)
+    mine = numpy_sampler.NumpySampler(numpy_sampler.Generation(do_sample=True, **config), draws)
     theirs = sampling.Sampler(GenerationConfig(do_sample=True, **config), torch.Generator())
     wanted = theirs.warpers(None, torch.from_numpy(logits))[0].numpy()
     if "top_p" not in config:  # which leaves open which of those that tie it takes
@@ -163,7 +163,7 @@ def test_of_the_top_k_what_is_drawn_is_what_all_scores_give(config):
     if "top_p" not in config:
         mass = (shares / shares.sum()).cumsum()
         number = np.random.default_rng(3).random()
-        again = generation.NumpySampler(mine.config, np.random.default_rng(3))
+        again = numpy_sampler.NumpySampler(mine.config, np.random.default_rng(3))
         assert int(again.next(logits, history)[0]) == np.searchsorted(mass, number, side="right")
 
 
@@ -213,7 +213,9 @@ def test_settings_at_the_edge_of_what_numbers_hold(config, logits, kept, tokens)
     options = {"do_sample": True, "top_k": 0, **config}
     history = np.zeros((1, 1), np.int64)
     torch_one = sampling.Sampler(GenerationConfig(**options), torch.Generator().manual_seed(0))
-    numpy_one = generation.NumpySampler(generation.Generation(**options), np.random.default_rng(0))
+    numpy_one = numpy_sampler.NumpySampler(
+        numpy_sampler.Generation(**options), np.random.default_rng(0)
+    )
     ours = {
         torch_one.next(torch.from_numpy(row), torch.from_numpy(history)).item() for _ in range(60)
     }

@@ -121,6 +121,16 @@ def test_nothing_is_evicted_where_that_is_forbidden(gguf: Files) -> None:
         answered(full, "a " * 200)
 
 
+def test_logits_of_prompts_are_refused_before_anything_is_read(gguf: Files) -> None:
+    session = short(runtime_of(gguf()).session(seed=0))
+    session.set_generation(prompt_logprobs=2)
+    with pytest.raises(ValueError, match="use --backend torch"):
+        session.send("Hi")
+    session.set_generation(prompt_logprobs=None, logprobs=2)
+    assert answered(session, "Hi")
+    assert len(session.logprobs) == 8
+
+
 def test_evicted_text_is_read_again(gguf: Files) -> None:
     runtime = runtime_of(gguf(trained=4096), budget_tokens=512, block_size=64, recall_store="1MiB")
     session = short(runtime.session(seed=0))
