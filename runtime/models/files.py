@@ -311,15 +311,17 @@ def load_generation(where: str, config: Any) -> Any:
     return GenerationConfig.from_model_config(config)
 
 
-def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
+def load_model(where: str, config: Any, dtype: torch.dtype, room: int | None = None) -> Any:
     """Return the model with kvcap's attention, its tensors from safetensors files or a GGUF file.
 
     Args:
         where: its directory, GGUF file or repository.
         config: from `load_config`.
         dtype: that its weights are converted to.
+        room: bytes that weights may take meanwhile, where the process has a cap.
 
     Raises:
+        PlanInfeasible: there is no room to unpack a GGUF file.
         ModelFilesBroken: files cannot be read, or their tensors are missing or of other shapes,
             so that transformers would fill them at random.
         UnsupportedModel: a package is missing, such as one that reads quantised weights.
@@ -330,6 +332,14 @@ def load_model(where: str, config: Any, dtype: torch.dtype) -> Any:
         config = unpacking(config)
     folder, options = source(where)
     packed = bool(options)
+    if packed and room is not None:  # transformers has all weights in float32, some of them twice
+        takes = 2 * weigh(config, torch.float32).nbytes + Path(where).stat().st_size
+        if takes > room:
+            raise PlanInfeasible(
+                f"unpacking {where!r} takes {takes:,} bytes meanwhile, {takes - room:,} more than "
+                "the cap leaves; raise it, let llama.cpp's library run the file (leave --backend "
+                "torch out), or save the unpacked model once by save_pretrained"
+            )
     options |= loading() if packed else {"use_safetensors": True}
     wrapped = not packed and _kind(where) != config.model_type
     if wrapped and transformers.__version__ < "5":
@@ -406,7 +416,7 @@ def load_packed(
                 f"together take {whole:,} bytes, {whole - room:,} more than the cap leaves; raise "
                 "it, or save the model once by save_pretrained"
             )
-        model = load_model(where, config, dtype)
+        model = load_model(where, config, dtype, room)
         pack(model, kind)
         return_freed()
         return model

@@ -206,10 +206,10 @@ class Runtime:
         check_generation(where)
         chat_template.start_renderer()
         tokenizer = load_tokenizer(where)
+        room = None if cap is None else cap - plan.baseline
         if weights is None:
-            loaded = load_model(where, config, precision)
+            loaded = load_model(where, config, precision, room)
         else:
-            room = None if cap is None else cap - plan.baseline
             loaded = load_packed(where, config, precision, weights, room)
         if cap is not None:
             plan = plan_for(loaded=True)  # with the memory that loading really took

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 import struct
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -20,9 +21,9 @@ from transformers.utils import logging
 from kvcap import BudgetCache, Runtime, pocket
 from kvcap.cli import run
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, UnsupportedModel
+from kvcap.runtime.errors import ExtraMissing, ModelFilesBroken, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models import gguf as gguf_files
-from kvcap.runtime.models.files import encode, load_config, load_model, load_tokenizer
+from kvcap.runtime.models.files import encode, load_config, load_model, load_packed, load_tokenizer
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
 from kvcap.runtime.session.settings import end_tokens
 
@@ -405,6 +406,16 @@ def test_its_weights_are_rounded_in_pytorch(file):
     held = runtime.model.model.layers[1].self_attn.q_proj.matrix
     own = true["model.layers.1.self_attn.q_proj.weight"]
     assert (held.lookup(torch.arange(held.rows)) - own).abs().max() <= own.abs().max() / 127
+
+
+@needs_gguf
+def test_it_is_unpacked_only_where_a_cap_has_room_for_that(file):
+    config = load_config(file)
+    room = 2 * weigh(config, torch.float32).nbytes
+    for load in (load_model, partial(load_packed, kind="int8")):
+        with pytest.raises(PlanInfeasible, match=r"unpacking .* more than the cap leaves"):
+            load(file, config, torch.bfloat16, room=room)
+        assert load(file, config, torch.bfloat16, room=room + Path(file).stat().st_size)
 
 
 @needs_gguf
