@@ -136,7 +136,7 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
     )
     config.save_pretrained(tmp_path)
     header, end = {}, 0
-    for parameter in weights._parameters(weights._on_meta(config, torch.float32)):
+    for parameter in weights._parameters(weights.on_meta(config, torch.float32)):
         size = 4 * torch.Size(parameter.shape).numel()
         header[parameter.names[0]] = {
             "dtype": "F32",
