@@ -166,10 +166,10 @@ class Decoding:
                 "prompt_logprobs need the logits of whole blocks, for which a memory cap plans no "
                 "memory; leave it out, or give a KV budget instead"
             )
-        if not (hasattr(self.loop, "read_every") and hasattr(self.loop.cache, "room")):
+        if not hasattr(self.loop, "read_every"):
             raise ValueError(
-                "prompt_logprobs need the logits of all tokens, which an exported graph does not "
-                "give, nor llama.cpp here; use --backend torch"
+                "prompt_logprobs need the logits of all tokens, which this backend does not give; "
+                "use --backend torch"
             )
 
     def guide(self, ends: frozenset[int], forms: dict[str, Any]) -> Guide | None:

@@ -14,6 +14,7 @@ from kvcap.import_hooks import after_import
 
 if TYPE_CHECKING:
     from kvcap.policies import Eviction, Observation, Policy, PolicyError, load_policy
+    from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
     from kvcap.runtime.backends.pytorch.cap import cap
     from kvcap.runtime.backends.pytorch.runtime import Runtime
     from kvcap.runtime.cache.cache import BudgetCache
@@ -29,6 +30,7 @@ _HOMES = {
     "CacheSettings": "runtime.cache.settings",
     "Eviction": "policies",
     "KvcapError": "runtime.errors",
+    "LlamaRuntime": "runtime.backends.llamacpp.runtime",
     "MemoryPlan": "runtime.planning.plan",
     "Observation": "policies",
     "Policy": "policies",
@@ -43,6 +45,7 @@ __all__ = [
     "CacheSettings",
     "Eviction",
     "KvcapError",
+    "LlamaRuntime",
     "MemoryPlan",
     "Observation",
     "Policy",

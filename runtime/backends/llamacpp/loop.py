@@ -77,6 +77,11 @@ class LlamaCache:
         return max(0, self.budget - self.held)
 
     @property
+    def room(self) -> int:
+        """Return how many tokens can be read at once."""
+        return self.context.block
+
+    @property
     def nbytes(self) -> int:
         """Return the exact bytes of the sequence's cells and states."""
         allocated = self.context.allocated
@@ -249,6 +254,8 @@ class LlamaLoop(Loop):
     ) -> None:
         super().__init__(cache, never=None if cache.ranking.evicts else cache.ranking.name)
         self.block, self.every, self.guard = block, every, guard
+        if cache.context.outputs >= block:
+            self.read_every = self._read_every
 
     @property
     def execution(self) -> str:
@@ -268,17 +275,12 @@ class LlamaLoop(Loop):
         """
         return self._read(ids, [ids.shape[1] - 1] if need_logits else [])
 
-    def read_every(self, ids: NDArray[np.int64]) -> Floats:
+    def _read_every(self, ids: NDArray[np.int64]) -> Floats:
         """Read one block [1, T] as `read` does; return the logits [1, T, V] of all its tokens.
 
         Raises:
-            MemoryCapExceeded: as in `read`, or the context gives the last token's logits only.
+            MemoryCapExceeded: as in `read`.
         """
-        if self.cache.context.outputs < ids.shape[1]:
-            raise MemoryCapExceeded(
-                "logits of all tokens need a context that was made for them; load the model with "
-                "all_logits=True"
-            )
         return self._read(ids, range(ids.shape[1]))[None]
 
     def _read(self, ids: NDArray[np.int64], outputs: Sequence[int]) -> Floats:
