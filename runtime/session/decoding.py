@@ -346,7 +346,7 @@ class Decoding:
                     continue
                 likely = sampler.logprobs(before, token, top)
                 noted.append(texts.noted(likely))
-            done, last = done + len(block), found[:, -1].clone()
+            done, last = done + len(block), copy.deepcopy(found[:, -1])
             yield done, last if done == len(ids) else None
 
     def ids_read(self, seen: int) -> list[int]:
