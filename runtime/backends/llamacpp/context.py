@@ -7,13 +7,15 @@ cells and the buffers of a pass once. Knows no policy.
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int8, c_int32, c_void_p
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +31,7 @@ from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
+Result = TypeVar("Result")
 MIB = 1 << 20
 ROUNDED = MIB / 200 + 1  # bytes by which a figure of the log may be off
 CELLS = re.compile(
@@ -124,6 +127,17 @@ class LayerCells:
         return self.value_rows.floats(self.heads)[:, self.order]
 
 
+def exclusively(method: Callable[..., Result]) -> Callable[..., Result]:
+    """Make a method wait until no other thread calls the library for the same context."""
+
+    @functools.wraps(method)
+    def call(self: Context, *given: Any) -> Result:
+        with self.lock:
+            return method(self, *given)
+
+    return call
+
+
 class Context:
     """A context with room for some conversations of `cells` tokens each.
 
@@ -184,14 +198,22 @@ class Context:
         self._outputs = (c_int8 * self.block)()
         self._sequence_ids = (c_int32 * sequences)(*range(sequences))
         self._sequences = (c_void_p * self.block)()
+        self.lock = threading.RLock()
         self.free = list(range(sequences))
-        """Holds the conversations that nobody has."""
+        """Holds the conversations that nobody has; their cells are freed as they are leased."""
 
     @property
     def unused(self) -> bool:
         """Return whether no conversation has a sequence of it."""
         return len(self.free) == self.sequences
 
+    def lease(self) -> int:
+        """Return a sequence that no conversation has, with empty cells."""
+        sequence = self.free.pop()
+        self.remove(sequence)
+        return sequence
+
+    @exclusively
     def read(self, tokens: Sequence[tuple[int, int, int]], outputs: Sequence[int]) -> Floats:
         """Read tokens, each given as its sequence, its id and its position.
 
@@ -235,6 +257,7 @@ class Context:
         found = self.calls.llama_get_logits_ith(self.pointer, place)
         return np.ctypeslib.as_array(found, (self.model.vocabulary,)).copy()
 
+    @exclusively
     def remove(self, sequence: int, start: int = 0, stop: int = -1) -> None:
         """Free the cells of positions `start` to `stop` (-1: all further ones)."""
         if not self.calls.llama_memory_seq_rm(self.memory, sequence, start, stop):
@@ -242,10 +265,12 @@ class Context:
                 f"llama.cpp cannot free positions {start} to {stop} of this model; use /clear"
             )
 
+    @exclusively
     def move(self, sequence: int, start: int, stop: int, by: int) -> None:
         """Move the tokens of positions `start` to `stop` by so many positions."""
         self.calls.llama_memory_seq_add(self.memory, sequence, start, stop, by)
 
+    @exclusively
     def state(self, sequence: int) -> Bytes:
         """Return a copy of all that a conversation's cells hold, as the library writes it."""
         size = self.calls.llama_state_seq_get_size(self.pointer, sequence)
@@ -253,6 +278,7 @@ class Context:
         self.calls.llama_state_seq_get_data(self.pointer, found.ctypes.data, size, sequence)
         return found
 
+    @exclusively
     def set_state(self, sequence: int, state: Bytes) -> bool:
         """Have a conversation's cells hold what `state` returned; return whether it was taken."""
         state = np.ascontiguousarray(state)

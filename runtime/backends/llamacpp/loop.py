@@ -54,8 +54,9 @@ class LlamaCache:
             )
         self.context, self.ranking, self.budget = context, ranking, budget
         self.positions, self.trained_length = positions, context.model.trained_length
-        self.sequence = context.free.pop()
-        weakref.finalize(self, _give_back, context, self.sequence)
+        self.sequence = context.lease()
+        # A finaliser may run in any thread, so it only says that the sequence is free.
+        weakref.finalize(self, context.free.append, self.sequence)
         self.seen = 0
         self.tokens = NONE
         """Holds the places in the conversation of the tokens that are held, ascending."""
@@ -209,12 +210,6 @@ class LlamaCache:
             self.context.read([(self.sequence, 0, place)], [])
             self.context.remove(self.sequence, place)
             self._moved = False
-
-
-def _give_back(context: Context, sequence: int) -> None:
-    """Free a conversation's cells for another."""
-    context.remove(sequence)
-    context.free.append(sequence)
 
 
 def runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:

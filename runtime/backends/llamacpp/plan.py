@@ -190,8 +190,15 @@ class LlamaPlanner:
                 "positions; use --positions true, or leave it out"
             )
 
+        kv_dtype = cell_type(self.settings.kv_dtype)
+        if kv_dtype is not None and self.ranking.reads_values:
+            raise UnsupportedModel(
+                f"policy {self.ranking.name} compares numbers channel by channel, and llama.cpp "
+                f"mixes the channels of {kv_dtype} cells before it rounds them; leave --kv-dtype "
+                "out, or use streaming_llm or keydiff-window"
+            )
         why = self.model.fixed_keys
-        if why is not None and cell_type(self.settings.kv_dtype) and self.positions != "true":
+        if why is not None and kv_dtype is not None and self.positions != "true":
             raise UnsupportedModel(
                 f"llama.cpp cannot move quantised keys of {self.model.architecture}, whose {why}; "
                 "use --positions true, or leave --kv-dtype out"

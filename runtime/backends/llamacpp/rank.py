@@ -43,6 +43,10 @@ class Ranking(Protocol):
         """Return whether `kept` looks at keys or values, which are then copied for it."""
 
     @property
+    def reads_values(self) -> bool:
+        """Return whether `kept` looks at values, channel by channel."""
+
+    @property
     def options(self) -> Mapping[str, Any]:
         """Return the options it was made with."""
 
@@ -76,7 +80,7 @@ class NewestRanking:
     sinks: int | None = None  # None: StreamingLLM's own
     recents: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    reads_cells = False
+    reads_cells = reads_values = False
 
     @property
     def evicts(self) -> bool:
@@ -141,6 +145,11 @@ class PolicyRanking:
         """Return whether scores are computed from keys or values."""
         return bool(self.eviction.observes & {"keys", "values"})
 
+    @property
+    def reads_values(self) -> bool:
+        """Return whether scores are computed from values."""
+        return "values" in self.eviction.observes
+
     def pins(self, budget: int, spans: Sequence[Span] = ()) -> tuple[int, int]:
         """Return how many first and how many newest tokens are never evicted."""
         eviction = self.eviction.with_sinks(budget)
@@ -172,7 +181,7 @@ class PolicyRanking:
             seen_by_policy = Observation(
                 keys=empty if cells is None else torch.from_numpy(cells.keys())[None],
                 values=torch.from_numpy(cells.values())[None]
-                if cells is not None and "values" in self.eviction.observes
+                if cells is not None and self.reads_values
                 else empty,
                 positions=places,
                 num_tokens=seen,

@@ -190,6 +190,9 @@ class LlamaTokenizer:
             if (text := self.backend_tokenizer.id_to_token(token)) is not None
         }
         self.end_of_text: int = named["eos"]
+        self.bos_token_id, self.eos_token_id = (
+            named[name] if named[name] >= 0 else None for name in ("bos", "eos")
+        )
         self.chat_template = self._templates(calls, model)
 
     @staticmethod
@@ -210,6 +213,10 @@ class LlamaTokenizer:
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         """Return the token ids of `text`, as `input_ids`."""
         return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens).ids}
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
+        """Return the text of tokens, as transformers' tokenizers do."""
+        return self.backend_tokenizer.decode(list(map(int, ids)), skip_special_tokens)
 
     @property
     def ends(self) -> list[int]:

@@ -16,7 +16,7 @@ from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.plan import LlamaPlanner
 from kvcap.runtime.backends.llamacpp.rank import ranking_of
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.errors import PlanInfeasible
+from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.planning.plan import parse_cap
 from kvcap.runtime.types import Positions
 
@@ -78,10 +78,10 @@ def test_a_plan_of_the_header_is_that_of_the_model(
         budget_tokens=300, block_size=64, kv_dtype=kv_dtype, positions=fixed if kv_dtype else None
     )
     models = loaded(file), LlamaModel(load_library(), file, planned=True)
-    plans = [LlamaPlanner(model, ranking_of("lagkv", {}), settings).found() for model in models]
+    plans = [LlamaPlanner(model, ranking_of("keydiff", {}), settings).found() for model in models]
     assert plans[0] == plans[1]
     context = Context(loaded(file), 364, 64, kv_dtype=kv_dtype)
-    planner = LlamaPlanner(loaded(file), ranking_of("lagkv", {}), settings)
+    planner = LlamaPlanner(loaded(file), ranking_of("keydiff", {}), settings)
     assert planner.plan(300, 64, context.allocated) == plans[0]
 
 
@@ -117,3 +117,9 @@ def test_the_whole_process_is_planned_under_a_cap(gguf: Files) -> None:
 def test_a_budget_that_pins_fill_is_refused(gguf: Files) -> None:
     with pytest.raises(PlanInfeasible, match="use a budget of at least 5"):
         runtime_of(gguf(), budget_tokens=4)
+
+
+def test_policies_that_compare_channels_need_cells_that_are_not_mixed(gguf: Files) -> None:
+    """llama.cpp rotates quantised cells by Hadamard's matrix, which the lags of LagKV would see."""
+    with pytest.raises(UnsupportedModel, match="compares numbers channel by channel"):
+        runtime_of(gguf(), policy="lagkv", kv_dtype="q8_0")

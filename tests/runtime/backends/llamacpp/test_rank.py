@@ -80,7 +80,7 @@ def read_state(raw: bytes, gap: int) -> tuple[list[int], list[list[Floats]]]:
         ("lagkv", {"lag": 8}, None),
         ("knorm", {}, None),
         ("keydiff", {}, "q8_0"),
-        ("lagkv", {"lag": 8}, "q4_0"),
+        ("keydiff", {}, "q4_0"),
     ],
 )
 def test_kept_tokens_have_the_highest_mean_score(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,21 @@ def test_several_conversations_answer_together_as_alone(
         assert answered(alone, text) == answers[id(session)]
         assert alone.read_ids == session.read_ids
         assert alone.cache.tokens.tolist() == session.cache.tokens.tolist()
+
+
+def test_a_conversation_is_saved_while_another_answers(gguf: Files, tmp_path: Path) -> None:
+    """Calls of the library for one context wait for each other, whatever thread they come from."""
+    runtime = runtime_of(gguf(), budget_tokens=64, block_size=32)
+    runtime.reserve(2)
+    saved, answering = runtime.session(seed=0), runtime.session(seed=0)
+    for session in (saved, answering):
+        session.set_generation(max_new_tokens=48, temperature=0.0)
+    list(saved.send("one two three four five six seven eight nine ten " * 6))
+    with ThreadPoolExecutor(1) as pool:
+        writes = [pool.submit(saved.save, tmp_path / f"{i}") for i in range(8)]
+        list(answering.send("ten nine eight seven six five four three two one " * 6))
+        for write in writes:
+            write.result()
+    again = runtime_of(gguf(), budget_tokens=64, block_size=32).session()
+    again.restore(tmp_path / "7")
+    assert again.read_ids == saved.read_ids
