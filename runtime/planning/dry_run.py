@@ -81,7 +81,9 @@ def shortened(config: Any, settings: CacheSettings) -> Any:
 
     Alike are layers that hold as many slots, and of which no list in the config says anything else.
     """
-    layout, count = BudgetCache(config, settings).layout, config.num_hidden_layers
+    own = copy.deepcopy(config)
+    own._attn_implementation = ATTENTION  # whatever a live model runs by
+    layout, count = BudgetCache(own, settings).layout, config.num_hidden_layers
     lists = {
         name: value
         for name, value in vars(config).items()
