@@ -450,7 +450,8 @@ def tune_command(
             rich_help_panel="Measure",
             help="Choose among these policies, separated by commas; all takes every one that "
             "kvcap policies lists (lagkv, snapkv, dropkv, keydiff-window and streaming_llm by "
-            "default). Where time is short the last are left out.",
+            "default; of a GGUF file by llama.cpp streaming_llm, keydiff-window and lagkv). Where "
+            "time is short the last are left out.",
         ),
     ] = None,
     length: Annotated[
@@ -495,6 +496,8 @@ def tune_command(
     started = perf_counter()
     from kvcap.evals.quality.recommend import command
     from kvcap.evals.quality.tune import TuningRequest, describe, table, tune
+    from kvcap.evals.quality.tune_llama import LlamaTuned
+    from kvcap.evals.quality.tune_torch import TorchTuned
     from kvcap.runtime.cli.commands import load, quiet_libraries, read_input
     from kvcap.runtime.cli.tables import show
     from kvcap.runtime.errors import NothingRecommended, UnsupportedModel
@@ -503,16 +506,10 @@ def tune_command(
     text = read_input(file)
     quiet_libraries()
     by_llamacpp = backend.by_llamacpp(model)
-    if backend.backend == "llamacpp" or (not by_llamacpp and backend.exported(model)):
+    if not by_llamacpp and backend.exported(model):
         raise UnsupportedModel(
-            "policies are measured in PyTorch, and this would run by llama.cpp or ONNX Runtime; "
+            "policies are measured in PyTorch or by llama.cpp, and this would run in ONNX Runtime; "
             "give --backend torch, and instead of an export the model that it was made from"
-        )
-    if by_llamacpp:  # the command that is printed runs what was measured
-        backend = replace(backend, backend="torch")
-        _note(
-            f"{model} is measured in PyTorch, by which the printed command runs it, too; most "
-            "policies cannot be run by llama.cpp, the default for GGUF files"
         )
     budget = options.Budget(**vars(cap))
     running = options.Running(device=device, threads=threads)
@@ -543,7 +540,8 @@ def tune_command(
         def note(text: str) -> None:
             progress.console.print(f"kvcap: {text}", markup=False)
 
-        tuning = tune(request, load_with, started, report, note)
+        bound = LlamaTuned if by_llamacpp else TorchTuned
+        tuning = tune(request, bound(request, load_with), started, report, note)
     line: list[str] | None = None
     if tuning.choice.policy is not None:
         given = _given(**vars(cap), **vars(backend), device=device, threads=threads)

@@ -23,13 +23,13 @@ def versions() -> dict[str, str]:
     }
 
 
-def device_name(device: torch.device | str) -> str:
-    """Return the device's kind and product name, and for a CPU the threads in use."""
+def device_name(device: torch.device | str, threads: int | None = None) -> str:
+    """Return the device's kind and product name, and for a CPU the threads: PyTorch's if None."""
     device = torch.device(device)
     if device.type == "cuda":
         return f"cuda, {torch.cuda.get_device_name(device)}"
     if device.type == "cpu":
-        return f"cpu, {_cpu()}, {torch.get_num_threads()} threads"
+        return f"cpu, {_cpu()}, {threads or torch.get_num_threads()} threads"
     return f"{device.type}, {platform.machine()}"
 
 

@@ -31,6 +31,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session.encoding import encode_behind
+from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.settings import end_tokens
 
 # Parts of the plan that every cache has, whatever its policy.
@@ -178,7 +179,7 @@ def answer(
     return [_cut(row, stops) for row in rows]
 
 
-def recall_of(runtime: Runtime, tokens: int, budget: int) -> Recall | None:
+def recall_of(runtime: Engine, tokens: int, budget: int) -> Recall | None:
     """Return a finder of evicted text, as in conversations; None if no tokens are recalled."""
     if not tokens:
         return None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Collection, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.evals.quality.answering import Prompt, answer_limit, answer_tokens
+from kvcap.evals.quality.answering import Prompt, answer_limit, answer_tokens, recall_of
 from kvcap.evals.quality.cells import Cell, Setting
 from kvcap.evals.quality.scores import UNITS, cell_score, interval
 from kvcap.evals.quality.tasks import has_template, load_task, unit_of
@@ -23,8 +23,7 @@ from kvcap.runtime.backends.llamacpp.rank import ranking_of
 from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.recall.recall import Recall
-from kvcap.runtime.recall.settings import RecallSettings
-from kvcap.runtime.session.encoding import encode_behind
+from kvcap.runtime.session.settings import end_tokens
 from kvcap.runtime.types import SINKS
 
 TYPE = "llama.cpp"  # in the place of a type of numbers, in settings of cells
@@ -82,6 +81,7 @@ class LlamaCells:
         scored = not task.MAX_NEW_TOKENS
         runtime = self.runtime(setting, all_logits=scored)
         limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
+        recall = recall_of(runtime, setting.recall, setting.budget or 0)
         loop, scores = runtime.loop(), list[float]()
         for sample, parts in prompts:
             loop.cache.reset()
@@ -89,7 +89,7 @@ class LlamaCells:
             if scored:
                 scores.append(float(np.mean(losses(loop, ids))))
             else:
-                reply = answer(runtime, loop, setting, ids, limit)
+                reply = answer(loop, ids, limit, end_tokens(runtime.generation), recall)
                 text = runtime.tokenizer.backend_tokenizer.decode(reply)
                 scores.append(task.score(sample, text))
         unit = UNITS[unit_of(task)]
@@ -112,21 +112,23 @@ class LlamaCells:
 
 
 def answer(
-    runtime: LlamaRuntime, loop: LlamaLoop, setting: Setting, parts: Sequence[Ids], limit: int
+    loop: LlamaLoop,
+    parts: Sequence[Ids],
+    limit: int,
+    stops: Collection[int],
+    recall: Recall | None = None,
 ) -> list[int]:
     """Answer a prompt greedily, cut before the token that ends the answer.
 
     Args:
-        runtime: the model.
         loop: over an empty cache.
-        setting: says whether evicted text is read again before the question.
-        parts: parts of the prompt [1, T] each; after each the cache is evicted to its budget.
+        parts: parts of the prompt [1, T]; after each the cache is evicted to its budget.
         limit: most tokens of an answer.
+        stops: tokens that end an answer.
+        recall: finds evicted text to read again before the question.
     """
-    ends = runtime.generation.eos_token_id
-    stops = {ends} if isinstance(ends, int) else set(ends or ())
-    if setting.recall:
-        parts = with_recalled(runtime, loop, setting, parts)
+    if recall is not None:
+        parts = with_recalled(loop, recall, parts)
     logits = [loop.prefill(ids) for ids in parts][-1]
     tokens = [int(logits[0].argmax())]
     while len(tokens) < limit and tokens[-1] not in stops:
@@ -134,13 +136,8 @@ def answer(
     return tokens[:-1] if tokens[-1] in stops else tokens
 
 
-def with_recalled(
-    runtime: LlamaRuntime, loop: LlamaLoop, setting: Setting, parts: Sequence[Ids]
-) -> list[Ids]:
+def with_recalled(loop: LlamaLoop, recall: Recall, parts: Sequence[Ids]) -> list[Ids]:
     """Read a prompt up to its question; return the parts to read then, recalled text first."""
-    encode = partial(encode_behind, runtime.tokenizer.backend_tokenizer)
-    recall = Recall(runtime.tokenizer, encode, setting.budget or 0)
-    recall.set(RecallSettings(setting.recall))
     whole = np.concatenate(list(parts), axis=1)
     ids = whole[0].tolist()
     place = len(ids) - parts[-1].shape[1] if len(parts) > 1 else recall.place(ids, 0, len(ids))

@@ -2,6 +2,7 @@
 
 In each round every policy reads the same piece of the text and is asked for the same fact, as a
 chat would run it, so that figures can be compared; rounds go on while another one fits the time.
+Knows no backend: `tune_torch.py` and `tune_llama.py` have the models that are measured.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.table import Table
-from transformers import PretrainedConfig
 
-from kvcap.dtypes import of_model
 from kvcap.evals.measure import decode_ms, seconds
-from kvcap.evals.quality.answering import answer, losses, recall_of
+from kvcap.evals.quality.answering import recall_of
 from kvcap.evals.quality.recommend import (
     FLOOR,
     NEVER,
@@ -39,26 +41,16 @@ from kvcap.evals.quality.tasks import (
     prompt_parts,
     tokens_to_say,
 )
-from kvcap.evals.reports import environment
-from kvcap.policies import PolicyError, load_policy
-from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.backends.pytorch.runtime import Runtime, usual_every
-from kvcap.runtime.cache.cache import BudgetCache
-from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.policies import PolicyError
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
-from kvcap.runtime.models.config import ModelShape
-from kvcap.runtime.models.devices import best_device, usable
-from kvcap.runtime.models.files import encode, load_config, load_tokenizer
-from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.files import encode
 from kvcap.runtime.models.packed import PackedDtype
-from kvcap.runtime.models.weights import read_headers
-from kvcap.runtime.planning.plan import MemoryPlan, Sizes, parse_cap
-from kvcap.runtime.recall.settings import RecallSettings, index_bytes
-from kvcap.runtime.session.engine import Engine
-from kvcap.runtime.session.settings import end_tokens
+from kvcap.runtime.planning.plan import MemoryPlan, Sizes
+from kvcap.runtime.recall.recall import Recall
+from kvcap.runtime.recall.settings import RecallSettings
+from kvcap.runtime.session.engine import Engine, Loop
 from kvcap.runtime.units import format_bytes
 
-CANDIDATES = ("lagkv", "snapkv", "dropkv", "keydiff-window", "streaming_llm")  # the last go first
 FEWEST = 2  # candidates that are measured however little time there is
 FACTS_TASK = "niah_single_2"
 WANTED_ROUNDS, MOST_ROUNDS = 4, 16
@@ -69,7 +61,7 @@ SCORED = 1024  # most scored tokens of a piece, at its end, after most evictions
 LEAST_FACTS_LENGTH = 512
 ANSWER = 32  # tokens of an answer, enough for a number
 MARGIN = 1.25  # times the expected duration for which there must be time
-TIMED_BLOCKS, TIMED_TOKENS, REPEATS = 2, 4, 2
+TIMED_BLOCKS, TIMED_TOKENS, REPEATED = 2, 4, range(2)
 Report = Callable[[float, str], None]  # takes seconds since the start, and the current step
 
 
@@ -132,26 +124,27 @@ class Tuning:
 
 
 @dataclass
-class _Side:
+class Side:
     """A policy that is being measured, with its figures so far."""
 
     policy: str
-    plan: MemoryPlan
-    settings: CacheSettings  # of its cache, as a chat has them; of `full`, as long as a text
+    plan: MemoryPlan  # of `full`, that of the policy it is compared with
+    kept: Any  # what stays in its caches, as the backend has it
     losses: list[float] = field(default_factory=list)
     facts: list[float] = field(default_factory=list)
     read_ms: float = math.inf
 
     @property
     def capped(self) -> bool:
+        """Return whether it ever evicts."""
         return self.policy != UNCAPPED
 
-    def cache(self, config: Any, length: int) -> BudgetCache:
-        """Make an empty cache for a text of so many tokens."""
-        whole = self.settings if self.capped else replace(self.settings, budget_tokens=length)
-        return BudgetCache(config, whole)
+    def slots(self, length: int) -> int:
+        """Return the slots of a cache for a text of so many tokens."""
+        return self.plan.budget_tokens if self.capped else length
 
     def row(self) -> PolicyFigures:
+        """Return the figures."""
         return PolicyFigures(
             self.policy,
             self.plan.budget_tokens if self.capped else None,
@@ -160,6 +153,50 @@ class _Side:
             tuple(self.facts),
             self.read_ms,
         )
+
+
+class TunedModel(Protocol):
+    """A protocol of models whose policies are measured, each bound to the backend that runs it.
+
+    Token ids are arrays [1, T] of the backend's own kind, by `Engine.token_ids`.
+    """
+
+    @property
+    def candidates(self) -> Sequence[str]:
+        """Return the usual candidates; where time is short, the last are left out."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the tokenizer, before the model is loaded."""
+
+    @property
+    def trained_length(self) -> int:
+        """Return the longest sequence, in tokens, that the model was trained on."""
+
+    def side(self, policy: str) -> Side:
+        """Plan a policy as a conversation would run it: its slots, block, positions and sinks.
+
+        Raises:
+            PolicyError, PlanInfeasible, UnsupportedModel: it cannot be run so.
+        """
+
+    def uncapped(self, plan: MemoryPlan) -> Side:
+        """Return the uncapped model, which reads as this plan says."""
+
+    def load(self, policy: str) -> Engine:
+        """Load the model with this policy, as a chat does."""
+
+    def loop(self, side: Side, length: int) -> Loop:
+        """Return a loop over an empty cache of a policy, for a text of so many tokens."""
+
+    def losses(self, loop: Loop, ids: Any, start: int) -> NDArray[np.floating[Any]]:
+        """Return the losses in nats of a text's tokens after the first `start` + 1."""
+
+    def answer(self, loop: Loop, parts: Sequence[Any], limit: int, recall: Recall | None) -> str:
+        """Return the greedy answer to a prompt in parts, of at most `limit` tokens."""
+
+    def environment(self) -> dict[str, Any]:
+        """Return device, versions and threads of the loaded model, for JSON."""
 
 
 class _Clock:
@@ -187,7 +224,7 @@ class _Clock:
 
 def tune(
     request: TuningRequest,
-    load: Callable[[str], Engine],
+    model: TunedModel,
     started: float,
     report: Report = lambda *_: None,
     note: Callable[[str], None] = lambda _: None,
@@ -196,7 +233,7 @@ def tune(
 
     Args:
         request: the model, the text, the budget and the time.
-        load: loads the model with the policy of this name, as a chat does.
+        model: the model as its backend runs it.
         started: the time when the limit began, by `time.perf_counter`.
         report: called with the seconds so far and the next step.
         note: called with a sentence on how long it will take, on each candidate that is left out,
@@ -211,39 +248,31 @@ def tune(
     clock = _Clock(started, request.minutes)
     if not request.text.strip():
         raise ValueError("the text is empty; give one of some thousand tokens")
-    where = resolve(request.model)
-    config = request.sizes.config_for(load_config(where))
-    sides = _sides(request, where, config, note)
-    tokenizer = load_tokenizer(where)
+    sides = _sides(request, model, note)
+    plan, tokenizer, trained = sides[0].plan, model.tokenizer, model.trained_length
     opening, ids = encode(tokenizer, request.text)
-    trained = ModelShape.of(config.get_text_config(decoder=True)).trained_length
     _check_lengths(request, sides, trained, len(opening), len(ids))
     if not has_template(tokenizer):
         note(PLAIN.format(request.model))
     note(f"this takes at most {request.minutes:g} minutes (--minutes)")
     report(clock.now, "loading the model")
-    runtime = load(sides[0].policy)
-    if not isinstance(runtime, Runtime):
-        raise UnsupportedModel(
-            f"policies are measured in PyTorch, and {request.model!r} is run by another backend; "
-            "give --backend torch, which the command that is printed will have too"
-        )
+    engine = model.load(sides[0].policy)
     report(clock.now, "timing a block")
-    pace = _pace(runtime, sides[0], ids)
+    pace = _pace(model, engine, sides[0], ids)
     facts_length = max(_least_length(sides), min(LEAST_FACTS_LENGTH, trained))
-    size = _Size(len(opening) + len(ids), trained, sides[0].plan.block_size, facts_length)
+    size = _Size(len(opening) + len(ids), trained, plan.block_size, facts_length)
     measured, length, expected = _fit(request, clock, sides, size, pace)
     left_out = tuple(side.policy for side in sides if side not in measured)
     note(_announced(request, measured, left_out, length, facts_length, expected))
     pieces = _pieces(opening, ids, length)
-    recall = _measure(request, runtime, measured, pieces, facts_length, clock, report)
+    recall = _measure(request, model, engine, measured, pieces, facts_length, clock, report)
     rows = tuple(side.row() for side in measured)
     return Tuning(
         model=request.model,
-        dtype=runtime.plan.dtype,
-        weights=runtime.plan.weights_dtype,
-        block_size=sides[0].plan.block_size,
-        positions=sides[0].plan.positions,
+        dtype=engine.plan.dtype,
+        weights=engine.plan.weights_dtype,
+        block_size=plan.block_size,
+        positions=plan.positions,
         text_tokens=len(ids),
         length=length,
         scored=_scored(length),
@@ -255,16 +284,14 @@ def tune(
         plain=not has_template(tokenizer),
         minutes=request.minutes,
         seconds=round(clock.now, 1),
-        environment=environment(runtime.model.device),
+        environment=model.environment(),
         left_out=left_out,
         rows=rows,
         choice=choose(rows),
     )
 
 
-def _sides(
-    request: TuningRequest, where: str, config: PretrainedConfig, note: Callable[[str], None]
-) -> list[_Side]:
+def _sides(request: TuningRequest, model: TunedModel, note: Callable[[str], None]) -> list[Side]:
     """Plan the candidates, and for comparison random eviction and the uncapped model, last.
 
     Raises:
@@ -273,7 +300,8 @@ def _sides(
             of the usual ones can.
     """
     strict = bool(request.policies) and ALL not in request.policies
-    names = [name for name in spelled_out(request.policies or CANDIDATES) if name not in NEVER]
+    asked = spelled_out(request.policies or model.candidates)
+    names = [name for name in asked if name not in NEVER]
     if not names:
         raise ValueError(
             f"--policies {','.join(request.policies)}: {' and '.join(NEVER)} are measured beside "
@@ -281,9 +309,9 @@ def _sides(
         )
     refused = list[Exception]()
 
-    def planned(name: str) -> _Side | None:
+    def planned(name: str) -> Side | None:
         try:
-            return _side(request, where, config, name)
+            return model.side(name)
         except (PolicyError, PlanInfeasible, UnsupportedModel) as error:
             if strict:
                 raise
@@ -294,34 +322,11 @@ def _sides(
     sides = [side for name in names if (side := planned(name)) is not None]
     if not sides:
         raise refused[0]
-    floor = _side(request, where, config, FLOOR)
-    full = CacheSettings(None, floor.plan.block_size, UNCAPPED, "true")
-    return [*sides, floor, _Side(UNCAPPED, floor.plan, full)]
+    floor = model.side(FLOOR)
+    return [*sides, floor, model.uncapped(floor.plan)]
 
 
-def _side(request: TuningRequest, where: str, config: PretrainedConfig, policy: str) -> _Side:
-    """Plan a policy as a conversation would run it: its slots, block, positions and sinks."""
-    eviction = load_policy(policy, **request.pins)
-    if not eviction.policy.evicts:
-        raise PolicyError(f"{policy} never evicts, so that it needs no budget; leave it out")
-    dtype = of_model(request.dtype, config)
-    device = usable(request.device) or (best_device() if request.weights is None else "cpu")
-    settings, cap = replace(request.sizes.cache, policy=eviction), request.sizes.memory_cap
-    plan = MemoryPlan.of(
-        config,
-        settings,
-        dtype=dtype,
-        device=device,
-        memory_cap=cap,
-        headers=read_headers(where),
-        weights=request.weights,
-        recall_store=index_bytes(cap=None if cap is None else parse_cap(cap)),
-    )
-    every = usual_every(device, plan.block_size)
-    return _Side(policy, plan, plan.sized(replace(settings, evict_every=every)))
-
-
-def _least_length(sides: Sequence[_Side]) -> int:
+def _least_length(sides: Sequence[Side]) -> int:
     """Return the fewest tokens of a piece in which evictions matter, twice the largest budget."""
     plans = [side.plan for side in sides]
     return max(
@@ -331,7 +336,7 @@ def _least_length(sides: Sequence[_Side]) -> int:
 
 
 def _check_lengths(
-    request: TuningRequest, sides: Sequence[_Side], trained: int, opening: int, tokens: int
+    request: TuningRequest, sides: Sequence[Side], trained: int, opening: int, tokens: int
 ) -> None:
     """Refuse a text or a piece that is too short for evictions to matter.
 
@@ -372,22 +377,19 @@ class _Pace(NamedTuple):
         return read * self.read + scored * self.predict + ANSWER * self.write
 
 
-def _pace(runtime: Runtime, side: _Side, ids: Sequence[int]) -> _Pace:
+def _pace(model: TunedModel, engine: Engine, side: Side, ids: Sequence[int]) -> _Pace:
     """Time some blocks of the text as a piece and as a prompt, at best, and an answer."""
-    model, tokens = runtime.model, TIMED_BLOCKS * side.plan.block_size
-    text = runtime.token_ids([*ids[:tokens]])
-    loop = BlockLoop(model, side.cache(model.config, tokens))
-
-    def predict() -> None:
-        losses(model, side.cache(model.config, tokens), text).sum().item()
+    text = engine.token_ids([*ids[: TIMED_BLOCKS * side.plan.block_size]])
+    token, length = text[:, :1], text.shape[1]
+    loop = model.loop(side, length)
 
     def read() -> None:
         loop.cache.reset()
         loop.prefill(text).sum().item()
 
-    pieces, prompts = ([seconds(one) for _ in range(REPEATS)] for one in (predict, read))
-    written = decode_ms(lambda token: loop.read(token.to(model.device)).sum().item(), TIMED_TOKENS)
-    length = text.shape[1]
+    pieces = [seconds(lambda: model.losses(model.loop(side, length), text, 0)) for _ in REPEATED]
+    prompts = [seconds(read) for _ in REPEATED]
+    written = decode_ms(lambda _: loop.read(token).sum().item(), TIMED_TOKENS)
     return _Pace(min(pieces) / length, min(prompts) / length, min(written) / 1000)
 
 
@@ -401,8 +403,8 @@ class _Size(NamedTuple):
 
 
 def _fit(
-    request: TuningRequest, clock: _Clock, sides: Sequence[_Side], size: _Size, pace: _Pace
-) -> tuple[list[_Side], int, float]:
+    request: TuningRequest, clock: _Clock, sides: Sequence[Side], size: _Size, pace: _Pace
+) -> tuple[list[Side], int, float]:
     """Choose as many candidates, and then as long pieces, as there is time for.
 
     Candidates are left out from the last one on, down to `FEWEST`, until two rounds fit. Pieces are
@@ -443,7 +445,7 @@ def _fit(
 
 def _announced(
     request: TuningRequest,
-    measured: Sequence[_Side],
+    measured: Sequence[Side],
     left_out: Sequence[str],
     length: int,
     facts_length: int,
@@ -462,8 +464,9 @@ def _announced(
 
 def _measure(
     request: TuningRequest,
-    runtime: Runtime,
-    sides: Sequence[_Side],
+    model: TunedModel,
+    engine: Engine,
+    sides: Sequence[Side],
     pieces: Sequence[Sequence[int]],
     facts_length: int,
     clock: _Clock,
@@ -474,7 +477,7 @@ def _measure(
     Returns:
         The most tokens that are read again for a question.
     """
-    tokenizer, most = runtime.tokenizer, 0
+    tokenizer, most = engine.tokenizer, 0
     report(clock.now, "hiding facts")
     threads = torch.get_num_threads()
     samples = make_samples(
@@ -484,36 +487,35 @@ def _measure(
         for side in sides:
             if number < len(pieces):
                 report(clock.now, f"piece {number + 1}, {side.policy}")
-                _read_piece(runtime, side, pieces[number])
+                _read_piece(model, engine, side, pieces[number])
             report(clock.now, f"fact {number + 1}, {side.policy}")
             recalled = RecallSettings.parse().limit(side.plan.budget_tokens) if side.capped else 0
-            side.facts.append(_find_fact(runtime, side, samples[number], recalled))
+            side.facts.append(_find_fact(model, engine, side, samples[number], recalled))
             most = max(most, recalled)
     return most
 
 
-def _read_piece(runtime: Runtime, side: _Side, ids: Sequence[int]) -> None:
+def _read_piece(model: TunedModel, engine: Engine, side: Side, ids: Sequence[int]) -> None:
     """Add the losses of a piece's passages to a policy's figures, and the time."""
-    model, length = runtime.model, len(ids)
-    cache, text = side.cache(model.config, length), runtime.token_ids([*ids])
+    length, text = len(ids), engine.token_ids([*ids])
+    loop = model.loop(side, length)
     begun = time.perf_counter()
-    found = losses(model, cache, text, length - _scored(length))[0]
-    means = [part.mean() for part in found.tensor_split(_passages(length))]
-    side.losses += torch.stack(means).tolist()
+    found = model.losses(loop, text, length - _scored(length))
     side.read_ms = min(side.read_ms, 1000 * (time.perf_counter() - begun) / length)
+    side.losses += [fmean(part.tolist()) for part in np.array_split(found, _passages(length))]
 
 
-def _find_fact(runtime: Runtime, side: _Side, sample: Sample, recalled: int) -> float:
+def _find_fact(
+    model: TunedModel, engine: Engine, side: Side, sample: Sample, recalled: int
+) -> float:
     """Return the score of a policy's answer, with recall as in a chat."""
-    model, tokenizer = runtime.model, runtime.tokenizer
-    parts = [runtime.token_ids([*ids]) for ids in prompt_parts(tokenizer, sample, "aware")]
-    limit = ANSWER
+    tokenizer, limit = engine.tokenizer, ANSWER
+    parts = [engine.token_ids([*ids]) for ids in prompt_parts(tokenizer, sample, "aware")]
     if not has_template(tokenizer):  # a base model does not end its answer
         limit = min(limit, tokens_to_say(tokenizer, sample))
-    cache = side.cache(model.config, sum(ids.shape[1] for ids in parts) + limit)
-    recall = recall_of(runtime, recalled, side.plan.budget_tokens)
-    (reply,) = answer(model, cache, parts, limit, end_tokens(runtime.generation), recall)
-    return load_task(FACTS_TASK).score(sample, tokenizer.decode(reply, skip_special_tokens=True))
+    loop = model.loop(side, sum(ids.shape[1] for ids in parts) + limit)
+    recall = recall_of(engine, recalled, side.plan.budget_tokens)
+    return load_task(FACTS_TASK).score(sample, model.answer(loop, parts, limit, recall))
 
 
 def _pieces(opening: Sequence[int], ids: Sequence[int], length: int) -> list[list[int]]:

@@ -23,13 +23,12 @@ from transformers import AutoTokenizer
 from kvcap import cli, pocket
 from kvcap.evals.quality import recommend, tune
 from kvcap.evals.quality.tune import TuningRequest
+from kvcap.evals.quality.tune_torch import TorchTuned
 from kvcap.pocket.corpus import filler
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.cli.options import Backend
-from kvcap.runtime.models.files import encode, load_config, load_tokenizer
-from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.files import encode, load_tokenizer
 from kvcap.runtime.planning.plan import Sizes
 
 TEXT = " ".join(islice(filler(Random(0)), 60))
@@ -79,11 +78,12 @@ def load(model: str, policy: str, **pins: int) -> Runtime:
     )
 
 
+def tuned(given: TuningRequest) -> TorchTuned:
+    return TorchTuned(given, lambda policy: load(given.model, policy, **given.pins))
+
+
 def sides(given: TuningRequest, notes: list[str] | None = None) -> list[Any]:
-    where = resolve(given.model)
-    return tune._sides(
-        given, where, load_config(where), [].append if notes is None else notes.append
-    )
+    return tune._sides(given, tuned(given), [].append if notes is None else notes.append)
 
 
 def test_the_last_line_is_a_command_that_runs(
@@ -165,7 +165,7 @@ def test_one_json_document_and_a_chat(
 
 def test_losses_are_those_of_the_pieces(folder: str) -> None:
     given = request(folder, policies=("streaming_llm",), length=100)
-    found = tune.tune(given, lambda policy: load(folder, policy), time.perf_counter())
+    found = tune.tune(given, tuned(given), time.perf_counter())
     opening, ids = encode(load_tokenizer(folder), TEXT)
     pieces = [torch.tensor([piece]) for piece in tune._pieces(opening, ids, 100)]
     model = tiny_model(
@@ -209,7 +209,7 @@ def test_the_model_is_loaded_as_chat_loads_it(
         loaded.append((given, named))
         raise ValueError("seen")
 
-    monkeypatch.setattr(tune.Runtime, "from_pretrained", record)
+    monkeypatch.setattr(Runtime, "from_pretrained", record)
     given = asked(folder, file, "--dtype", "bfloat16", "--sink-tokens", "2", *more)
     assert cli.run(given) == 2
     at = given.index("--policies")
@@ -218,24 +218,11 @@ def test_the_model_is_loaded_as_chat_loads_it(
     assert loaded[0] == loaded[1]
 
 
-def test_what_llamacpp_would_run_is_measured_in_pytorch_and_the_command_says_so(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Backend, "by_llamacpp", lambda self, _: self.backend != "torch")
-    model = tiny_chat.save(tmp_path / "model")
-    assert cli.run(asked(model, file, "--length", "160", "--json")) == 0
-    said, noted = capsys.readouterr()
-    assert "is measured in PyTorch, by which the printed command runs it" in noted
-    given = json.loads(said)["command"]
-    assert given[given.index("--backend") + 1] == "torch"
-    assert cli.run(asked(model, file, "--backend", "llamacpp")) == 2
-
-
 def test_an_export_is_refused_before_it_is_made(
     folder: str, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(asked(folder, file, "--weights", "int8")) == 2
-    assert "policies are measured in PyTorch" in capsys.readouterr().err
+    assert "policies are measured in PyTorch or by llama.cpp" in capsys.readouterr().err
 
 
 def test_nothing_is_recommended_where_random_is_better(
@@ -289,7 +276,7 @@ def test_refusals_come_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tune.Runtime, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(Runtime, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     file = tmp_path / "text.txt"
     file.write_text(text)
     assert cli.run(asked(folder, str(file), *more)) == 2
@@ -370,7 +357,9 @@ def test_pieces_do_not_overlap_and_begin_as_texts_do(monkeypatch: pytest.MonkeyP
 
 def test_policies_are_measured_as_conversations_run_them(folder: str) -> None:
     given = request(folder, policies=("streaming_llm", "keydiff"), pins={"recent_tokens": 8})
-    found = {side.policy: side.cache(load_config(folder), 100) for side in sides(given)}
+    model = tuned(given)
+    model.load("streaming_llm")
+    found = {side.policy: model.loop(side, 100).cache for side in sides(given)}
     assert [*found] == ["streaming_llm", "keydiff", "random", "full"]
     for policy in ("streaming_llm", "keydiff"):
         chat = load(folder, policy, recent_tokens=8).new_cache()
@@ -397,7 +386,7 @@ def test_equal_bytes_give_policies_their_own_slots(folder: str) -> None:
 def test_candidates_that_cannot_be_run_are_left_out_and_said(
     policies: tuple[str, ...], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "CANDIDATES", ("headkv", "streaming_llm"))
+    monkeypatch.setattr(TorchTuned, "candidates", ("headkv", "streaming_llm"))
     monkeypatch.setattr(tune, "spelled_out", lambda names: ["headkv", "streaming_llm", "full"])
     notes: list[str] = []
     found = [side.policy for side in sides(request(folder, policies=policies), notes)]
