@@ -27,6 +27,7 @@ from kvcap.evals.reports import environment, grid
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache
+from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import encode, load_config, load_tokenizer
 from kvcap.runtime.models.names import resolve
@@ -141,6 +142,11 @@ def measure(sweep: Sweep, text: str, report: Callable[[int, int], None] | None =
     # The sweep's settings of tasks are not used, and get any valid value.
     sweep = replace(sweep, tasks=("niah_single",), questions=("aware",), depths=(None,))
     sweep.check()
+    if sweep.by_llamacpp:
+        raise UnsupportedModel(
+            f"agreement is measured in PyTorch, and {sweep.model!r} would be run by llama.cpp; "
+            "give --backend torch"
+        )
     if not text.strip():
         raise ValueError("the text is empty; give one that is longer than the budget")
     where = resolve(sweep.model)

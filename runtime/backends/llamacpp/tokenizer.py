@@ -189,7 +189,6 @@ class LlamaTokenizer:
             for name, token in named.items()
             if (text := self.backend_tokenizer.id_to_token(token)) is not None
         }
-        self.bos_token_id: int = named["bos"]  # -1: there is none
         self.end_of_text: int = named["eos"]
         self.bos_token_id, self.eos_token_id = (
             named[name] if named[name] >= 0 else None for name in ("bos", "eos")
