@@ -193,13 +193,13 @@ def test_what_an_answer_calls_is_parsed(runtime):
     text = "".join(session.send("What is 1 and 1?", tools=[ADD]))
     value = int(text.split('"a": ')[1][0])
     parsed = session.parsed
-    assert parsed == Parsed("Well.", (ToolCall("add", {"a": value}),)).with_ids(1)
+    assert parsed == Parsed("Well.", (ToolCall("add", {"a": value}),)).with_ids((1, session.number))
     assert re.fullmatch("[A-Za-z0-9]{9}", parsed.tool_calls[0].id)
     assert session.messages[-1] == parsed.as_message()
     session.set_generation(regex=r'\{"name": "(add|sub)", "parameters": \{"a": 1\}\}')
     bare = "".join(session.send("And now?"))
     known = "add" in bare
-    assert session.parsed == (Parsed("", (CALLED,)) if known else Parsed(bare)).with_ids(3)
+    assert session.parsed == (Parsed("", (CALLED,)) if known else Parsed(bare)).with_ids((3, session.number))
 
 
 def test_tools_are_saved(tmp_path, tmp_path_factory):
@@ -353,7 +353,7 @@ def test_an_answer_that_is_held_to_a_call_is_one(runtime):
             session.clear()
             session.set_generation(do_sample=True, temperature=1.0, seed=seed)
             written = "".join(session.send("Call one."))
-            ((name, arguments, _),) = parsed_text(written, written, offered).tool_calls
+            ((name, arguments, *_),) = parsed_text(written, written, offered).tool_calls
             assert name in [one["function"]["name"] for one in offered]
             if name == "now":
                 assert arguments == {}
