@@ -199,7 +199,9 @@ def test_what_an_answer_calls_is_parsed(runtime):
     session.set_generation(regex=r'\{"name": "(add|sub)", "parameters": \{"a": 1\}\}')
     bare = "".join(session.send("And now?"))
     known = "add" in bare
-    assert session.parsed == (Parsed("", (CALLED,)) if known else Parsed(bare)).with_ids((3, session.number))
+    assert session.parsed == (Parsed("", (CALLED,)) if known else Parsed(bare)).with_ids(
+        (3, session.number)
+    )
 
 
 def test_tools_are_saved(tmp_path, tmp_path_factory):
