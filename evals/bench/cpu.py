@@ -252,14 +252,14 @@ def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> 
     return {**settings, "model": str(out), "weights": weights}
 
 
-def check_backend(name: str | None) -> None:
+def check_backend(name: str | None, known: Sequence[str] = BACKENDS) -> None:
     """Refuse an unknown backend; None means the one that suits the weights.
 
     Raises:
         ValueError: there is no such backend.
     """
-    if name not in (None, *BACKENDS):
-        raise ValueError(f"no backend is called {name!r}: {', '.join(BACKENDS)}")
+    if name not in (None, *known):
+        raise ValueError(f"no backend is called {name!r}: {' or '.join(known)}")
 
 
 def exported(model: str, files: Path, settings: Mapping[str, str]) -> Path:

@@ -30,7 +30,7 @@ from typing import Any, get_args
 import torch
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.bench.cpu import check_backend, exported
+from kvcap.evals.bench.cpu import BACKENDS, check_backend, exported
 from kvcap.evals.bench.gpu import milliseconds
 from kvcap.evals.measure import percentiles
 from kvcap.evals.random_models import SHAPES, directory, random_model
@@ -106,7 +106,7 @@ def run(options: BenchmarkOptions) -> Result:
         ValueError: a name is unknown, or a size is below 1.
         PeerFailed: the model cannot be exported.
     """
-    check_backend(options.backend)
+    check_backend(options.backend, BACKENDS[1:])  # llama.cpp's slots are of its own types
     sizes = options.lengths[0], options.block_size, options.repeats, options.steps
     if min(*sizes, *options.budgets) < 1:
         raise ValueError("tokens, slots, blocks, turns and steps are at least 1")
