@@ -16,8 +16,10 @@ FOLDERS := runtime policies kernels export android_bench evals serve pocket test
 
 setup: $(VENV)/.ready ## the environment alone
 
-chat: $(VENV)/.ready ## chat with the built-in model under a 256-token cap
-	@$(BIN)/kvcap chat pocket --budget-tokens 256
+chat: $(VENV)/.ready ## chat under a 256-token cap: with smollm2, which is downloaded once, or else with pocket
+	@model=smollm2; $(BIN)/kvcap plan $$model >/dev/null || { model=pocket; \
+	  echo "chatting with pocket instead, which is built in and knows only what it is told"; }; \
+	$(BIN)/kvcap chat $$model --budget-tokens 256
 
 test: $(VENV)/.ready ## every feature once, in some minutes
 	$(BIN)/pytest

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json as jsonlib
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
     from kvcap.evals.quality.sweep import Sweep
     from kvcap.runtime.session.engine import Engine
 
+ANSWER_SHOWN = 60  # letters of an answer in a table
 Model = Annotated[
     str,
     typer.Argument(
-        help="Use this model: a repository of the hub, a directory, a GGUF file, or pocket, "
-        "pocket-plain or pocket-text, which are built in."
+        help="Use this model: a repository of the hub, a directory, a GGUF file, smollm2, a chat "
+        "model that is downloaded once, or pocket, pocket-plain or pocket-text, which are built in."
     ),
 ]
 BlockSize = Annotated[
@@ -833,27 +835,31 @@ def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
 def demo_command(
     model: Model = "pocket",
     tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="N",
             rich_help_panel="Texts",
-            help="Read N tokens of text between the facts and the questions.",
+            help="Read N tokens of text between the facts and the questions (1,000,000 of filler; "
+            "of licences, 6,000, if llama.cpp runs MODEL).",
         ),
-    ] = 1_000_000,
+    ] = None,
     facts: Annotated[
-        int,
+        int | None,
         typer.Option(
-            metavar="N", rich_help_panel="Texts", help="State N facts first and ask for them last."
+            metavar="N",
+            rich_help_panel="Texts",
+            help="State N facts first and ask for them last (16, or 10 if llama.cpp runs MODEL).",
         ),
-    ] = 16,
+    ] = None,
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME",
             rich_help_panel="Memory",
-            help="Choose what is evicted by this policy. `kvcap policies` lists all.",
+            help="Choose what is evicted by this policy (keydiff by default, or streaming_llm if "
+            "llama.cpp runs MODEL). `kvcap policies` lists all.",
         ),
-    ] = "keydiff",
+    ] = None,
     *,
     cap: options.CacheOptions,
     seed: Seed = 0,
@@ -861,31 +867,49 @@ def demo_command(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Tell facts, read a very long text in fixed memory, then ask for every fact."""
-    from kvcap.evals.quality.demo import Demo
+    """Tell facts, read a long text in fixed memory, then ask for every fact.
+
+    Of smollm2 or a GGUF file that llama.cpp runs, the text is of licences, every question is asked
+    with recall and without, and a table compares the answers.
+    """
+    from kvcap.evals.quality.demo import Demo, licences
     from kvcap.policies import load_policy
     from kvcap.runtime.backends.pytorch.runtime import Runtime
-    from kvcap.runtime.cli.commands import quiet_libraries, use_threads
+    from kvcap.runtime.cli.commands import load, quiet_libraries, use_threads
 
     quiet_libraries()
-    use_threads(threads)
-    runtime = Runtime.from_pretrained(
-        model,
-        cap.settings(policy=load_policy(policy, **cap.pins)),
-        memory_cap=cap.memory_cap,
-        dtype=cap.dtype,
-        device=device,
+    backend = options.Backend()
+    if by_llamacpp := backend.by_llamacpp(model):
+        budget = options.Budget(policy=policy, **vars(cap))
+        running = options.Running(device=device, threads=threads)
+        runtime = load(model, backend, budget, running, options.Output(quiet=True))
+    else:
+        use_threads(threads)
+        runtime = Runtime.from_pretrained(
+            model,
+            cap.settings(policy=load_policy(policy or "keydiff", **cap.pins)),
+            memory_cap=cap.memory_cap,
+            dtype=cap.dtype,
+            device=device,
+        )
+    usual_tokens, usual_facts = (6_000, 10) if by_llamacpp else (1_000_000, 16)
+    demo = Demo(
+        runtime,
+        tokens=usual_tokens if tokens is None else tokens,
+        facts=usual_facts if facts is None else facts,
+        seed=seed,
+        text=licences() if by_llamacpp else None,
+        recall=by_llamacpp,
     )
-    demo = Demo(runtime, tokens=tokens, facts=facts, seed=seed)
     with _meter("{task.fields[figures]}", "eta") as progress:
-        meter = progress.add_task("demo", total=tokens, figures="")
+        meter = progress.add_task("demo", total=demo.tokens, figures="")
 
         def report(state: Demo) -> None:
             progress.update(meter, completed=state.read, figures=_figures(state))
 
         def answered(question: Question) -> None:
             progress.stop()  # a progress bar would break the lines
-            if not json:
+            if not json and not by_llamacpp:
                 print(_question_line(question), flush=True)
 
         measured = demo.run(report, answered)
@@ -1393,13 +1417,13 @@ def _question_line(q: Question) -> str:
 def _summary(report: DemoReport) -> str:
     kv = report.kv
     slots = SlotUse(kv["held_tokens"], kv["waiting_tokens"], kv["budget_tokens"])
-    right = sum(q.right for q in report.questions)
     beside = sum(q.found and not q.right for q in report.questions)
     more = f"; {beside} more say the value of something else" if beside else ""
     return "\n".join(
         [
-            f"recall   {right} of {len(report.questions)} right after "
-            f"{report.filler_tokens:,} tokens{more}",
+            *(_recall_table(report) if report.recalled else []),
+            f"recall   {_right(report.questions)} after {report.filler_tokens:,} tokens{more}",
+            *([f"         {_right(report.recalled)} with recall"] if report.recalled else []),
             f"kv       {slots}, "
             f"{kv['evicted_tokens']:,} tokens evicted ({kv['policy']}, {report.positions})",
             f"bytes    {_size(kv['bytes'])} held, {_size(kv['cap_bytes'])} cap, "
@@ -1407,6 +1431,22 @@ def _summary(report: DemoReport) -> str:
             f"tokens   {report.tokens:,} in {report.seconds:,.1f} s",
         ]
     )
+
+
+def _right(questions: Sequence[Question]) -> str:
+    return f"{sum(q.right for q in questions)} of {len(questions)} right"
+
+
+def _recall_table(report: DemoReport) -> list[str]:
+    from kvcap.evals.reports import grid
+
+    def cell(q: Question) -> str:
+        answer = shorten(" ".join(q.answer.split()), ANSWER_SHOWN, placeholder=" ...")
+        return f"{'right' if q.right else 'wrong'}: {answer.replace('|', '/')}"
+
+    pairs = zip(report.questions, report.recalled, strict=True)
+    rows = [(plain.question, cell(plain), cell(recalled)) for plain, recalled in pairs]
+    return [*grid(("question", "without recall", "with recall"), rows), ""]
 
 
 def _size(count: int) -> str:

@@ -13,6 +13,8 @@ POCKET = "pocket"
 """Names the built-in model that commands run where none is named."""
 BUILT_IN = (POCKET, "pocket-plain", "pocket-text")
 """Lists the names of all built-in models."""
+SMOLLM2 = "smollm2"
+"""Names the chat model that is downloaded once, as a GGUF file of 98 MB."""
 DEFAULT_POLICY = "lagkv"
 """Names the policy used where nobody names one; docs/quality.md has the measurements."""
 FULL = "full"

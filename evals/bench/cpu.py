@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -30,7 +31,7 @@ from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.llamacpp.rank import DEFAULT
 from kvcap.runtime.errors import PeerFailed
 from kvcap.runtime.models.gguf import is_gguf
-from kvcap.runtime.models.names import is_export
+from kvcap.runtime.models.names import is_export, names_gguf, resolve
 from kvcap.runtime.models.packed import PACKED
 
 DEFAULTS = {"lengths": (1024,), "depths": (0,), "repeats": 5, "threads": (len(free_cores()),)}
@@ -59,7 +60,10 @@ def run(options: BenchmarkOptions) -> Result:
         ExtraMissing, PeerFailed: a peer cannot be run.
     """
     _check(options)
-    model = options.model if is_gguf(options.model) else directory(options.model, options.files)
+    if names_gguf(options.model):
+        options = replace(options, model=(model := resolve(options.model)))
+    else:
+        model = directory(options.model, options.files)
     works: list[tuple[str, int, int]] = [("start", n, 0) for n in options.starts if n]
     works += [("prefill", n, 0) for n in options.lengths if n]
     works += [("decode", n, options.steps) for n in options.depths if options.steps]

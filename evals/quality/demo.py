@@ -1,21 +1,30 @@
 """Runs the demo: states facts in a chat, reads a long text in fixed memory, and asks for the facts.
 
 Everything goes through `Session.send`, like a user's turns: the model acknowledges each message,
-and questions and answers take slots, too.
+and questions and answers take slots, too. A demo of recall asks twice from one saved state: once
+with evicted text read again, once without.
 """
 
 from __future__ import annotations
 
+import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, files
+from itertools import cycle
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from kvcap.evals.quality.text import has_word, names_no_other, number_facts
 from kvcap.evals.reports import environment
 from kvcap.pocket.corpus import Fact, filler
-from kvcap.runtime.backends.pytorch.runtime import Runtime
+from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
+from kvcap.runtime.recall.settings import DEFAULT
+from kvcap.runtime.session.engine import Engine
+from kvcap.runtime.session.session import Session
 
 TURN_TOKENS = 1000  # filler tokens of one message
 REPLY_TOKENS = 12  # most tokens of the model's acknowledgements
@@ -46,6 +55,7 @@ class DemoReport:
     seed: int
     kv: dict[str, Any]  # the session's figures after the last answer
     questions: list[Question]
+    recalled: list[Question]  # the same ones, asked with recall; empty if they were not
     environment: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,17 +73,30 @@ class Demo:
         tokens: tokens of filler to read.
         facts: number of facts.
         seed: seed of facts and text.
+        text: the text in sentences or paragraphs; None: filler.
+        recall: whether all questions are also asked with recall.
     """
 
-    def __init__(self, runtime: Runtime, *, tokens: int, facts: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        runtime: Engine,
+        *,
+        tokens: int,
+        facts: int = 16,
+        seed: int = 0,
+        text: Iterator[str] | None = None,
+        recall: bool = False,
+    ) -> None:
         if tokens < 0 or facts < 1:
             raise ValueError(f"tokens={tokens}, facts={facts}: give 0 or more, and 1 or more")
         self.tokens, self.seed = tokens, seed
         rng = Random(f"demo/{seed}")
         self.facts = number_facts(rng, facts)
-        self._sentences = filler(rng)
+        self._sentences = text or filler(rng)
+        self._recalls = recall
         self._order = rng.sample(self.facts, facts)
-        self.runtime, self.session = runtime, runtime.session(seed=seed)
+        self.runtime = runtime
+        self.session: Session = runtime.session(seed=seed)
         self.session.recall.limit = 0  # so that answers come from the cache alone
         self.read = 0  # filler tokens so far, with turn marks and acknowledgements
         self._reading_since = 0.0
@@ -92,17 +115,31 @@ class Demo:
 
         Args:
             on_progress: called after every block of filler.
-            on_answer: called after every answer.
+            on_answer: called after every answer without recall.
         """
         start = time.perf_counter()
+        # An acknowledgement that is cut short within a number would be recalled as another one.
+        limit = ANSWER_TOKENS if self._recalls else REPLY_TOKENS
         for fact in self.facts:
-            self._say(f"Please remember: {fact.key} is {fact.value}.", REPLY_TOKENS)
+            self._say(f"Please remember: {fact.key} is {fact.value}.", limit)
         self._read(on_progress)
+        recalled = self._ask_with_recall() if self._recalls else []
         asked = []
         for fact in self._order:
             asked.append(self._ask(fact))
             on_answer(asked[-1])
-        return self._report(asked, time.perf_counter() - start)
+        return self._report(asked, recalled, time.perf_counter() - start)
+
+    def _ask_with_recall(self) -> list[Question]:
+        """Ask all questions with recall, and go back to before them."""
+        with tempfile.TemporaryDirectory() as folder:
+            state = Path(folder, "session")
+            self.session.save(state)
+            self.session.recall.set(DEFAULT)
+            recalled = [self._ask(fact) for fact in self._order]
+            self.session.restore(state)
+        self.session.recall.limit = 0
+        return recalled
 
     def _read(self, on_progress: Callable[[Demo], None]) -> None:
         session = self.session
@@ -116,7 +153,8 @@ class Demo:
         session.on_block = count
         while (left := self.tokens - self.read) > 0:
             self._say(" ".join(self._turn(min(left, TURN_TOKENS))), REPLY_TOKENS)
-            session.messages.clear()  # the text itself would make memory grow
+            if not self._recalls:
+                session.messages.clear()  # the text itself would make memory grow
             count()
         session.on_block = None
 
@@ -138,7 +176,9 @@ class Demo:
         self.session.set_generation(do_sample=False, max_new_tokens=limit)
         return "".join(self.session.send(text))
 
-    def _report(self, asked: list[Question], seconds: float) -> DemoReport:
+    def _report(
+        self, asked: list[Question], recalled: list[Question], seconds: float
+    ) -> DemoReport:
         runtime, stats = self.runtime, self.session.stats
         names = ("policy", "budget_tokens", "held_tokens", "waiting_tokens", "evicted_tokens")
         sizes = ("bytes", "cap_bytes", "peak_bytes")
@@ -152,5 +192,35 @@ class Demo:
             seed=self.seed,
             kv={name: getattr(stats, name) for name in (*names, *sizes)},
             questions=asked,
-            environment=environment(runtime.model.device),
+            recalled=recalled,
+            environment=_environment(runtime),
         )
+
+
+def _environment(runtime: Engine) -> dict[str, Any]:
+    if isinstance(runtime, LlamaRuntime):
+        library = {"library": runtime.gguf.library.label}
+        return {**environment("cpu"), "threads": runtime.threads, **library}
+    model: Any = getattr(runtime, "model")  # noqa: B009  # PyTorch's, which an engine need not have
+    return environment(model.device)
+
+
+def licences() -> Iterator[str]:
+    """Yield the paragraphs of the licences of kvcap and NumPy, which are installed, in a circle.
+
+    Raises:
+        ValueError: they were installed without their licences.
+    """
+    paragraphs = []
+    for package in ("kvcap", "numpy"):
+        try:
+            listed = files(package) or []
+        except PackageNotFoundError:  # kvcap, run from its folder
+            continue
+        for file in listed:
+            if file.stem == "LICENSE" and re.search(r"(dist-info|licenses)$", str(file.parent)):
+                text = file.read_text(encoding="utf-8")
+                paragraphs += [" ".join(x.split()) for x in re.split(r"\n\s*\n", text)]
+    if not paragraphs:
+        raise ValueError("NumPy is installed without its licence; install it anew by pip")
+    return cycle(filter(None, paragraphs))

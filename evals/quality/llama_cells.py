@@ -22,6 +22,7 @@ from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.rank import ranking_of
 from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
 from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.models.names import resolve
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.session.settings import end_tokens
 from kvcap.runtime.types import SINKS
@@ -40,7 +41,7 @@ class LlamaCells:
     """
 
     def __init__(self, model: str, threads: int | None = None) -> None:
-        self.file, self.threads = Path(model).expanduser(), threads
+        self.file, self.threads = Path(resolve(model)), threads
 
     @cached_property
     def tokenizer(self) -> Any:

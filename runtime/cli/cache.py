@@ -1,6 +1,6 @@
 """The commands `kvcap cache list` and `kvcap cache clear`, for what kvcap keeps on the disk.
 
-Kept are exports for `--weights`.
+Kept are exports for `--weights`, and models that were downloaded by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from kvcap.runtime.files import KEPT_FROM, cache_home, read_json
 from kvcap.runtime.types import BUILT_IN
 from kvcap.runtime.units import format_bytes
 
-cache = typer.Typer(no_args_is_help=True, help="List or clear the exports kept on the disk.")
+cache = typer.Typer(
+    no_args_is_help=True, help="List or clear the exports and models kept on the disk."
+)
 
 
 class Kept(NamedTuple):
@@ -108,12 +110,12 @@ def clear_command(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="Remove only what was made of this model (everything by default).",
+            help="Remove only this model and what was made of it (everything by default).",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Remove what is kept; it is made again when it is needed."""
+    """Remove what is kept; it is made or downloaded again when it is needed."""
     names = {model, str(Path(model).resolve())} if model is not None else None
     there = [*kept()]
     gone = [one for one in there if names is None or one.model in names]

@@ -28,9 +28,11 @@ def load_gguf(
     Raises:
         UnsupportedModel: an option that llama.cpp does not have.
     """
+    from kvcap.runtime.backends.llamacpp.library import load_library
     from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
 
     check_options(budget, running)
+    load_library()  # nothing is downloaded that could not be run
     return LlamaRuntime.from_file(
         _file(model),
         budget.policy,

@@ -21,8 +21,8 @@ from typer.core import TyperCommand
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames, current_name
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
-from kvcap.runtime.models.gguf import AS_THEY_ARE, is_gguf
-from kvcap.runtime.models.names import is_export
+from kvcap.runtime.models.gguf import AS_THEY_ARE, loadable
+from kvcap.runtime.models.names import is_export, names_gguf
 from kvcap.runtime.planning.plan import AUTO, parse_cap
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, PINS
@@ -289,8 +289,9 @@ Model = Annotated[
         metavar="MODEL",
         envvar=ENVIRONMENT + "MODEL",
         show_envvar=False,
-        help="Use this model: a repository of the hub, a local directory, a GGUF file, or "
-        "pocket, which is built in (as are pocket-plain and pocket-text).",
+        help="Use this model: a repository of the hub, a local directory, a GGUF file, "
+        "smollm2, a chat model that is downloaded once, or pocket, which is built in (as are "
+        "pocket-plain and pocket-text).",
     ),
 ]
 Device = Annotated[
@@ -545,7 +546,7 @@ class Backend:
         Raises:
             UnsupportedModel: it was asked for, and the model is no GGUF file.
         """
-        file = model not in BUILT_IN and is_gguf(Path(model).expanduser())
+        file = names_gguf(model)
         if self.backend == "llamacpp":
             if not file:
                 raise UnsupportedModel(
@@ -562,7 +563,7 @@ class Backend:
             return False
         from kvcap.runtime.backends.llamacpp.library import find_library
 
-        return find_library() is not None
+        return find_library() is not None or not loadable()  # whose one message says what to do
 
     def exported(self, model: str) -> bool:
         """Return whether `model` is to be run as an exported decoder."""

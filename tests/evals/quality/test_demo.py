@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_gguf
 from conftest import tiny_model
+from llama_reference import needs_library
 from transformers import AutoTokenizer
 from typer import Typer
 from typer.testing import CliRunner
@@ -192,3 +194,20 @@ def test_pocket_remembers_what_it_no_longer_holds() -> None:
     assert report.kv["evicted_tokens"] > 5500
     forgetful = runtime.with_policy(load_policy("streaming_llm"))
     assert Demo(forgetful, tokens=6000, facts=8).run().recall <= 0.25
+
+
+@needs_library
+def test_a_demo_of_recall_asks_twice_and_prints_a_table(tmp_path: Path) -> None:
+    file = str(tiny_gguf.written(tmp_path, template=tiny_gguf.CHATML))
+    given = ("demo", file, "--tokens", "600", "--facts", "2", "--budget-tokens", "128")
+    lines = printed(*given).stdout.splitlines()
+    titles = [title.strip() for title in lines[0].strip("|").split("|")]
+    assert titles == ["question", "without recall", "with recall"]
+    assert [line.split()[0] for line in lines if line] == [
+        *"||||", "recall", "0", "kv", "bytes", "tokens"
+    ]  # fmt: skip
+    report = json.loads(printed(*given, "--json").stdout)
+    asked, recalled = report["questions"], report["recalled"]
+    assert [q["question"] for q in asked] == [q["question"] for q in recalled]
+    assert report["kv"]["evicted_tokens"] > 300
+    assert "library" in report
