@@ -131,7 +131,7 @@ FOUR = {**SIZES, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_valu
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("policy", policies())
 def test_no_preset_takes_more_than_is_planned(policy, positions):
-    """To some bytes; where slots move, at most what one layer or head would take that has all."""
+    """To a thousandth; where slots move, at most what one layer or head would take that has all."""
     config, budget, block = tiny_config("llama", **FOUR), 256, 64
     eviction = small_policy(policy, config)
     settings = CacheSettings(budget, block, eviction, positions)
@@ -141,7 +141,8 @@ def test_no_preset_takes_more_than_is_planned(policy, positions):
     tokens = largest + (6 * block if eviction.policy.evicts else 0)
     took = most_of(config, eviction, budget, block, positions, tokens)
     if policy not in MOVE:
-        assert abs(took - planned) < 64  # some numbers of Python's become tensors, unseen
+        # Python's numbers and positions of heads of their own sizes become tensors unseen.
+        assert abs(took - planned) < planned / 1000
         return
     # Four layers, or four heads of a layer, of which one may hold what all do.
     settings = replace(settings, policy=data_independent(eviction), budget_tokens=4 * budget)
