@@ -78,8 +78,8 @@ class Compactor(Policy):
         q = obs.queries.float().unflatten(1, (-1, obs.groups))  # [B, K, G, w, D]
         z = q.flatten(2, 3).matmul(obs.keys.float().mT).unflatten(2, (obs.groups, w))
         # Not -inf: of a query whose whole run is gone all weights would be NaN.
-        weights = z.masked_fill(~together, torch.finfo(torch.float32).min).softmax(-1) * together
-        mutual = over_group(weights.sum(-2), self.group)  # [B, K, n]
+        weights = z.masked_fill(~together, torch.finfo(torch.float32).min).softmax(-1)
+        mutual = over_group(weights.masked_fill(~together, 0).sum(-2), self.group)  # [B, K, n]
         return {"mutual": torch.where(place >= 0, mutual, obs.state["mutual"])}
 
     def score(self, obs: Observation) -> Tensor:
