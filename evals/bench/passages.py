@@ -153,14 +153,6 @@ class Passages(PassageStore):
             order = score().argsort(descending=True, stable=True).tolist()
             yield way, order, reading + seconds(score), size
 
-    def first(self, order: Sequence[int]) -> list[int]:
-        """Return the first two passages that do not overlap."""
-        for second in order:
-            a, b = self.spans[order[0]], self.spans[second]
-            if a[1] <= b[0] or b[1] <= a[0]:
-                return [order[0], second]
-        return list(order[:1])
-
     def count(self, kind: str, question: str, fact: str, figures: dict[Way, Any]) -> None:
         """Add to `figures` how well each way finds the fact that a question asks for."""
         right = [fact in text for text in self.texts]
@@ -176,7 +168,7 @@ class Passages(PassageStore):
             into["ms"].append(1000 * took)
             into["bytes"].append(size)
             for name, some in (("", order), ("_fused", both), ("_else", recalled or order)):
-                first = [right[one] for one in self.first(some)]
+                first = [right[one] for one in some[:2]]
                 into[kind + name].append(any(first[:1]))
                 into[f"{kind}{name}_two"].append(any(first))
 

@@ -17,6 +17,7 @@ from kvcap.evals.quality.cells import Cell, Setting
 from kvcap.evals.quality.scores import UNITS, cell_score, interval
 from kvcap.evals.quality.tasks import (
     Sample,
+    answer_start,
     has_template,
     load_task,
     tasks,
@@ -31,7 +32,6 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.runtime.session.encoding import encode_behind
-from kvcap.runtime.session.engine import Engine
 from kvcap.runtime.session.settings import end_tokens
 
 # Parts of the plan that every cache has, whatever its policy.
@@ -92,9 +92,12 @@ def measure(
     assert max(lengths) <= setting.length, "a task must keep to the length"
     limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
     scores, start = [0.0] * len(prompts), time.perf_counter()
-    recall = recall_of(runtime, setting.recall, setting.budget or 0)
+    recall = recall_of(runtime.tokenizer, setting.recall, setting.budget or 0)
     for places in batches([parts for _, parts in prompts], 1 if recall else batch):
-        rows = zip(*(prompts[i][1] for i in places), strict=True)
+        some = [prompts[i] for i in places]
+        if recall:
+            some = [split_at_question(runtime.tokenizer, recall, prompt) for prompt in some]
+        rows = zip(*(parts for _, parts in some), strict=True)
         read = [torch.from_numpy(np.stack(row)) for row in rows]
         parts = [ids.to(model.device).long() for ids in read]  # [B, T] each
         cache = new_cache(model.config, setting)
@@ -179,22 +182,29 @@ def answer(
     return [_cut(row, stops) for row in rows]
 
 
-def recall_of(runtime: Engine, tokens: int, budget: int) -> Recall | None:
+def recall_of(tokenizer: Any, tokens: int, budget: int) -> Recall | None:
     """Return a finder of evicted text, as in conversations; None if no tokens are recalled."""
     if not tokens:
         return None
-    recall = Recall(
-        runtime.tokenizer, partial(encode_behind, runtime.tokenizer.backend_tokenizer), budget
-    )
+    recall = Recall(tokenizer, partial(encode_behind, tokenizer.backend_tokenizer), budget)
     recall.set(RecallSettings(tokens))
     return recall
 
 
+def split_at_question(tokenizer: Any, recall: Recall, prompt: Prompt) -> Prompt:
+    """Return a prompt in two parts, of which the second begins where text is recalled."""
+    sample, parts = prompt
+    if len(parts) > 1:
+        return prompt
+    ids = [int(token) for token in parts[0]]
+    place = recall.place(ids, 0, answer_start(tokenizer, sample, ids))
+    return sample, (ids[:place], ids[place:])
+
+
 def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> list[Tensor]:
     """Read a prompt up to its question; return the parts to read then, recalled text first."""
-    whole, cache = torch.cat(list(parts), dim=1), loop.cache
+    whole, cache, place = torch.cat(list(parts), dim=1), loop.cache, parts[0].shape[1]
     ids = whole[0].tolist()
-    place = len(ids) - parts[-1].shape[1] if len(parts) > 1 else recall.place(ids, 0, len(ids))
     if not place:
         return [whole]
     loop.prefill(whole[:, :place])

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.evals.quality.answering import Prompt, answer_limit, answer_tokens, recall_of
+from kvcap.evals.quality.answering import (
+    Prompt,
+    answer_limit,
+    answer_tokens,
+    recall_of,
+    split_at_question,
+)
 from kvcap.evals.quality.cells import Cell, Setting
 from kvcap.evals.quality.scores import UNITS, cell_score, interval
 from kvcap.evals.quality.tasks import has_template, load_task, unit_of
@@ -82,10 +88,13 @@ class LlamaCells:
         scored = not task.MAX_NEW_TOKENS
         runtime = self.runtime(setting, all_logits=scored)
         limit = answer_limit(runtime.tokenizer, setting, (sample for sample, _ in prompts))
-        recall = recall_of(runtime, setting.recall, setting.budget or 0)
+        recall = recall_of(runtime.tokenizer, setting.recall, setting.budget or 0)
         loop, scores = runtime.loop(), list[float]()
-        for sample, parts in prompts:
+        for prompt in prompts:
             loop.cache.reset()
+            if recall is not None:
+                prompt = split_at_question(runtime.tokenizer, recall, prompt)
+            sample, parts = prompt
             ids = [np.asarray(part, np.int64)[None] for part in parts]
             if scored:
                 scores.append(float(np.mean(losses(loop, ids))))
@@ -139,9 +148,8 @@ def answer(
 
 def with_recalled(loop: LlamaLoop, recall: Recall, parts: Sequence[Ids]) -> list[Ids]:
     """Read a prompt up to its question; return the parts to read then, recalled text first."""
-    whole = np.concatenate(list(parts), axis=1)
+    whole, place = np.concatenate(list(parts), axis=1), parts[0].shape[1]
     ids = whole[0].tolist()
-    place = len(ids) - parts[-1].shape[1] if len(parts) > 1 else recall.place(ids, 0, len(ids))
     if not place:
         return [whole]
     loop.prefill(whole[:, :place])

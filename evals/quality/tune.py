@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from kvcap.evals.measure import decode_ms, seconds
-from kvcap.evals.quality.answering import recall_of
+from kvcap.evals.quality.answering import Prompt, recall_of, split_at_question
 from kvcap.evals.quality.recommend import (
     FLOOR,
     NEVER,
@@ -510,11 +510,14 @@ def _find_fact(
 ) -> float:
     """Return the score of a policy's answer, with recall as in a chat."""
     tokenizer, limit = engine.tokenizer, ANSWER
-    parts = [engine.token_ids([*ids]) for ids in prompt_parts(tokenizer, sample, "aware")]
     if not has_template(tokenizer):  # a base model does not end its answer
         limit = min(limit, tokens_to_say(tokenizer, sample))
+    recall = recall_of(tokenizer, recalled, side.plan.budget_tokens)
+    prompt: Prompt = sample, prompt_parts(tokenizer, sample, "aware")
+    if recall is not None:
+        prompt = split_at_question(tokenizer, recall, prompt)
+    parts = [engine.token_ids([*ids]) for ids in prompt[1]]
     loop = model.loop(side, sum(ids.shape[1] for ids in parts) + limit)
-    recall = recall_of(engine, recalled, side.plan.budget_tokens)
     return load_task(FACTS_TASK).score(sample, model.answer(loop, parts, limit, recall))
 
 

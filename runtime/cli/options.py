@@ -672,7 +672,7 @@ class Recalling:
             "--recall",
             metavar="auto|off|N",
             help="Read at most N evicted tokens again in front of a message that asks about "
-            "them, never more than there are slots (auto: 64, or half of the budget).",
+            "them, never more than there are slots (auto: a third of the budget).",
             show_default=True,
         ),
     ] = "auto"

@@ -7,7 +7,8 @@ as part of it, and are evicted again in time like any other tokens. The cache ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -16,13 +17,22 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvcap.runtime.errors import PinsTooLarge
-from kvcap.runtime.recall.segments import TextEnds, next_cut, question_start, segment_length
+from kvcap.runtime.recall.segments import TextPieces, cuts, question_start, segment_length
 from kvcap.runtime.recall.settings import STORE_BYTES, RecallSettings
-from kvcap.runtime.recall.store import PassageStore
+from kvcap.runtime.recall.store import Found, PassageStore, terms
 from kvcap.runtime.types import KeptTokens, Span
 
-LEAST = 0.2  # share of a question's words that a passage must have; below it they agree by chance
-NEAR_BEST = 0.85  # least share of words, relative to the best passage's; weaker ones are left out
+# Share of a question's words that passages must have; below it they agree by chance. More where a
+# message has no question mark, and more yet at the end of a long one, which may only tell.
+LEAST, UNASKED, TOLD = 0.3, 0.5, 0.8
+PART = 0.4  # what a passage must add to the words of others, relative to what the best one has
+NEAR_BEST = 0.8  # passages that add nearly as much as the best one come with it
+FOLLOWING = 0.3  # the same where a question follows from another, and asks more of its subject
+FEW_WORDS = 5  # of a question that may follow from the one before it, such as "and its colour?"
+ASKS = re.compile(r"[?？؟](?![\w=&/])")
+HEADER = 4  # tokens of the name of who says a message
+USER = "user"
+ROLES = frozenset(("system", "developer", USER, "assistant", "model", "tool"))
 MOSTLY = 0.5  # a passage of whose slots more than this share is held is not read again
 BEFORE, BETWEEN, AFTER = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
 
@@ -77,15 +87,14 @@ class Recall:
         """Holds the passages read again for the last message, in the order of the text."""
         self._pins: list[Span] = []  # of the answer in hand
         self._tokenizer, self._encode = tokenizer, encode
-        self._ends = TextEnds(tokenizer)
+        self._pieces = TextPieces(tokenizer)
 
     def set(self, settings: RecallSettings) -> None:
         """Set how much is read again from now on; the index is built anew."""
         self._limit = settings.limit(self._budget)
-        self._longest = segment_length(self._limit)  # tokens of a segment of the index
+        self._longest = segment_length(self._limit)  # tokens of a passage of the index
         self.store = PassageStore(settings.store_bytes)
-        self._start = 0  # where the segment begins that is being indexed
-        self._before: int | None = None  # start of the one before it, with which it is a passage
+        self._start = 0  # where the passage begins that is being indexed
         self.settings = settings
         """Holds the settings asked for, from which the limit at this budget follows."""
 
@@ -121,31 +130,57 @@ class Recall:
             first: the first one of its text.
             stop: the first one behind its text.
         """
-        return question_start(ids, first, stop, self._ends)
+        return question_start(ids, first, stop, self._pieces)
+
+    def search(self, words: str, ids: Sequence[int]) -> list[Passage]:
+        """Return the passages that have some of these words, best first, held or not.
+
+        Args:
+            words: a text.
+            ids: every token that was read; below 0 are unknown ones.
+        """
+        self.index(ids)
+        return [self._passage(one, ids) for one in self.store.search(words)]
 
     def find(
         self, question: str, ids: Sequence[int], kept: Sequence[KeptTokens] | None = None
     ) -> list[Passage]:
-        """Return the passages that a question asks about, best first, of which no two overlap.
+        """Return the passages that a question needs, those first that it needs most.
 
         Args:
-            question: a text.
+            question: a text, which stands behind what was read.
             ids: every token that was read; below 0 are unknown ones.
             kept: what the cache holds, to leave out passages that it mostly does; None: all count.
         """
         self.index(ids)
-        held = None if kept is None else held_shares(kept, len(ids))
-        found = list[Passage]()
-        ranked = self.store.search(question)
-        least = max(LEAST, NEAR_BEST * ranked[0].score) if ranked else 0
-        for (start, stop), score in ranked:
-            if score < least:
-                break
-            if held is not None and mostly_held(held, (start, stop)):
-                continue
-            if all(stop <= one.span[0] or one.span[1] <= start for one in found):
-                found.append(Passage((start, stop), self._text(ids[start:stop]), score))
+        asks = ASKS.search(question) is not None
+        least = LEAST if asks else UNASKED if self._begins(ids) else TOLD
+        found = self._needed(question, ids, least)
+        if asks and not found and len(list(terms(question))) <= FEW_WORDS:
+            before = self._asked_before(ids)
+            found = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
+        if kept is not None and found:
+            held = held_shares(kept, len(ids))
+            found = [one for one in found if not mostly_held(held, one.span)]
         return found
+
+    def _needed(
+        self, question: str, ids: Sequence[int], least: float, near: float = NEAR_BEST
+    ) -> list[Passage]:
+        """Return `needed` passages; none if they have less of the question's words than `least`.
+
+        What has no other words than the question would say nothing.
+        """
+        asked, found = {word.lower() for word in terms(question)}, list[Found]()
+        for one in self.store.search(question):
+            if any(word.lower() not in asked for word in terms(self._text(ids[slice(*one.span)]))):
+                found.append(one)
+        found = needed(found, near)
+        covered = {word: share for one in found for word, share in one.has.items()}
+        return [self._passage(one, ids) for one in found] if sum(covered.values()) >= least else []
+
+    def _passage(self, found: Found, ids: Sequence[int]) -> Passage:
+        return Passage(found.span, self._text(ids[slice(*found.span)]), found.score)
 
     def read_again(
         self, question: Sequence[int], ids: Sequence[int], kept: Sequence[KeptTokens], place: int
@@ -162,9 +197,8 @@ class Recall:
         for one in self.find(self._text(question), ids, kept):
             more = sorted([*chosen, one])
             written = self._encode(BEFORE + BETWEEN.join(x.text.strip() for x in more) + AFTER)
-            if len(written) > self.limit:
-                break
-            chosen, tokens = more, written
+            if len(written) <= self.limit:
+                chosen, tokens = more, written
         self.passages = chosen
         if tokens:
             self.spans.append((place, place + len(tokens)))
@@ -227,37 +261,127 @@ class Recall:
         self._forget_beyond(len(ids))
         while (start := self._start) < len(ids):
             over = next((b for a, b in self.spans if a <= start < b), start)
-            if over > start or ids[start] < 0:  # passages begin anew behind what is no text of it
-                self._start, self._before = max(over, start + 1), None
+            if over > start or not self._is_text(ids[start]):
+                self._start = max(over, start + 1)
                 continue
-            stop = next((a for a, _ in self.spans if a > start), len(ids))
-            near = [token < 0 for token in ids[start : min(stop, start + self._longest)]]
-            stop = start + near.index(True) if True in near else stop
-            cut = next_cut(ids, start, stop, self._ends, self._longest)
-            if cut is None and stop == len(ids):
+            behind = next((a for a, _ in self.spans if a > start), len(ids))
+            stop = next((i for i in range(start, behind) if not self._is_text(ids[i])), behind)
+            start, _ = self._said(ids, start, stop)
+            self._start = start
+            for cut in cuts([self._pieces(token) for token in ids[start:stop]], self._longest):
+                self._add(ids, start + cut)
+            if stop == len(ids):
                 return  # more is to come
-            if self._before is not None or cut is None:
-                first = start if self._before is None else self._before
-                self.store.add((first, cut or stop), self._text(ids[first : cut or stop]))
-            self._before, self._start = start, cut or stop
+            self._add(ids, stop)
+
+    def _add(self, ids: Sequence[int], stop: int) -> None:
+        """Index the passage that ends at `stop`."""
+        text = self._text(ids[self._start : stop])
+        if text and not text.isspace():
+            self.store.add((self._start, stop), text)
+        self._start = stop
+
+    def _is_text(self, token: int) -> bool:
+        """Return whether a token is known, and is no special one."""
+        return token >= 0 and token not in self._special
 
     def _forget_beyond(self, seen: int) -> None:
         """Index everything anew if more than the first `seen` tokens are indexed."""
         if seen < self._start:
             self.store.clear()
-            self._start, self._before = 0, None
+            self._start = 0
+
+    def _said(self, ids: Sequence[int], start: int, stop: int) -> tuple[int, str]:
+        """Return where a message begins behind the name of who says it, and that name.
+
+        Args:
+            ids: tokens.
+            start: the first one of some text; it is returned where no message begins.
+            stop: the first one behind it.
+        """
+        name = ""
+        if start and not self._is_text(ids[start - 1]):
+            for place in range(start, min(start + HEADER, stop)):
+                if not self._is_text(ids[place]):
+                    break
+                name += self._pieces(ids[place])
+                if name.strip() in ROLES and (name.endswith("\n") or place + 1 == stop):
+                    return place + 1, name.strip()
+            return start, self._special.get(ids[start - 1], "")
+        return start, ""
+
+    def _messages(self, ids: Sequence[int], stop: int) -> Iterator[tuple[int, str]]:
+        """Yield where messages begin and who says them, the last before `stop` first."""
+        for place in range(stop, 0, -1):
+            start, name = self._said(ids, place, len(ids))
+            if name:
+                yield start, name
+
+    def _begins(self, ids: Sequence[int]) -> bool:
+        """Return whether a message begins behind these tokens."""
+        if not ids or not self._is_text(ids[-1]):
+            return True
+        return next(self._messages(ids, len(ids)), (0, ""))[0] == len(ids)
+
+    def _asked_before(self, ids: Sequence[int]) -> str:
+        """Return the question of the user's message before the one being read, if it asked one."""
+        begun = [start for start, name in self._messages(ids, len(ids)) if name == USER]
+        if len(begun) < 2:
+            return ""
+        first = begun[1]
+        stop = next(place for place in range(first, len(ids)) if not self._is_text(ids[place]))
+        first = max([first, *(b for _, b in self.spans if b <= stop)])  # behind what was recalled
+        text = self._text(ids[question_start(ids, first, stop, self._pieces) : stop])
+        return text if ASKS.search(text) else ""
 
     def _text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, with a new line in place of special ones."""
-        backend = self._tokenizer.backend_tokenizer
-        runs = groupby(ids, self._special.__contains__)
-        return "\n".join(backend.decode(list(run)) for special, run in runs if not special)
+        """Return what is said, with a new line in place of special tokens and names."""
+        texts = list[str]()
+        for known, run in groupby(range(len(ids)), lambda place: self._is_text(ids[place])):
+            if known:
+                places = list(run)
+                stop = places[-1] + 1
+                start, _ = self._said(ids, places[0], stop)
+                texts.append(self._tokenizer.backend_tokenizer.decode(list(ids[start:stop])))
+        return "\n".join(texts)
 
     @cached_property
-    def _special(self) -> frozenset[int]:
-        """Return the ids of special tokens, such as those that end a message."""
+    def _special(self) -> dict[int, str]:
+        """Return the special tokens, such as those that end a message, and whom they name."""
         known = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        return frozenset(token for token, added in known.items() if added.special)
+        names = {
+            token: added.content.strip("<|｜_>").lower()
+            for token, added in known.items()
+            if added.special
+        }
+        return {token: name if name in ROLES else "" for token, name in names.items()}
+
+
+def needed(found: Sequence[Found], near: float = NEAR_BEST) -> list[Found]:
+    """Return the passages that a question needs: for each of its parts the best, and equal ones.
+
+    A part is what a passage has of the question's words and those chosen before it have not.
+
+    >>> said = ({"sister": 0.3, "live": 0.2}, {"live": 0.2}, {"cat": 0.3, "name": 0.2})
+    >>> found = [Found((i, i + 1), sum(has.values()), has) for i, has in enumerate(said)]
+    >>> [one.span for one in needed(found)]
+    [(0, 1), (2, 3)]
+
+    Args:
+        found: passages, the best first.
+        near: share of what the best one has of a part that an equal one must have.
+    """
+    chosen, covered, rest = list[Found](), set[str](), list(found)
+
+    def adds(one: Found) -> float:
+        return sum(share for word, share in one.has.items() if word not in covered)
+
+    while rest and found[0].score and (most := max(map(adds, rest))) >= PART * found[0].score:
+        best = [one for one in rest if adds(one) >= near * most]
+        chosen += best
+        covered.update(*(one.has for one in best))
+        rest = [one for one in rest if one not in best]
+    return chosen
 
 
 def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:

@@ -1,106 +1,141 @@
-"""Cuts tokens where lines and sentences end: what was read, into segments of about 48 tokens.
+"""Cuts tokens into passages that are whole: sentences, lines, rows of a table, blocks of code.
 
-Two segments that follow each other are a passage, so that every sentence stands whole in one of
-them. Knows a tokenizer and no model.
+Nothing is cut that has no space in it, such as a number, an identifier or a path, unless it alone
+is longer than a passage may be. Knows a tokenizer and no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
-LONGEST, LEAST = 60, 16  # tokens of a segment, at most, and where few tokens may be read again
-MARKED = 16  # tokens around a passage that is read again
+LONGEST, LEAST = 120, 8  # tokens of a passage, at most; sentences of fewer join the next one
+MARKED = 30  # tokens around a passage that is read again
 QUESTION, SHORT = 128, 6  # tokens of a question, at most, and of a closing word
-STOPS = (".", "!", "?", "…", "。", "！", "？", "؟", "।", "።")
-CLOSERS = "\"'”’»)]}*_ "
+WORD, CLAUSE, SENTENCE, LINE = range(4)  # what may end between two tokens
+CLOSERS = "\"'”’»)]}*_"
+SENTENCE_END = re.compile(rf"[.!?…。！？؟।॥][{re.escape(CLOSERS)}]*\Z")
+SHORTENED = re.compile(
+    r"(?<!\w)(?:Mrs?|Ms|Dr|Prof|St|Nos?|Nr|Fig|Sec|no|vs|etc|al|cf|ca|[^\W\d_])\.\Z"
+)
+# Some scripts have no space behind a sentence.
+GAP = re.compile(r"\s+|(?<=[。！？])(?=[^\s」』”’）。！？])|(?<=[。！？][」』”’）])(?=\S)")
+FENCE = re.compile(r"^[ \t]*```", re.MULTILINE)  # begins or ends a block of code
 
 
-class TextEnds:
-    """Says of a token what may end with it: a line (3), a sentence (2), a word (1) or none (0).
+class TextPieces:
+    """Gives the text of each token as it stands within a text; special tokens have none.
 
     It knows every token after its first use.
 
     Args:
-        tokenizer: whose `backend_tokenizer` decodes.
+        tokenizer: whose `backend_tokenizer` encodes and decodes.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, int] = {}
+        self._decode: Callable[[list[int]], str] = tokenizer.backend_tokenizer.decode
+        # Alone, the first token of a text loses its space with tokenizers such as Llama 2's.
+        self._before: list[int] = tokenizer.backend_tokenizer.encode(
+            "a", add_special_tokens=False
+        ).ids
+        self._skipped = len(self._decode(self._before))
+        self._known: dict[int, str] = {}
 
-    def __call__(self, token: int) -> int:
-        """Return 3, 2, 1 or 0."""
+    def __call__(self, token: int) -> str:
+        """Return the token's text."""
         found = self._known.get(token)
         if found is None:
-            found = self._known[token] = self._rank(token)
+            found = self._known[token] = self._decode([*self._before, token])[self._skipped :]
         return found
 
-    def _rank(self, token: int) -> int:
-        backend = self._tokenizer.backend_tokenizer
-        text: str = backend.decode([token], skip_special_tokens=False)
-        special = text != "" and not backend.decode([token], skip_special_tokens=True)
-        if special or "\n" in text:
-            return 3
-        if text.rstrip(CLOSERS).endswith(STOPS):
-            return 2
-        # A number or a name may be spread over several tokens.
-        return int(not text[-1:].isalnum())
 
+def breaks(pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
+    r"""Yield where a text may be cut, and what ends there; each is decided by the word behind it.
 
-def segment_length(limit: int) -> int:
-    """Return the most tokens of a segment, so that a passage fits into the tokens to read again."""
-    return max(LEAST, min(LONGEST, (limit - MARKED) // 2))
-
-
-def next_cut(
-    ids: Sequence[int], start: int, stop: int, ends: Callable[[int], int], longest: int = LONGEST
-) -> int | None:
-    """Return where the segment ends that begins at `start`; None if it needs more than is read.
-
-    Where a line ends in its last three fifths, there it is cut, else where a sentence does, or a
-    word.
-
-    >>> next_cut([0] * 40 + [3] + [0] * 40, 0, 81, int)
-    41
-    >>> next_cut([0] * 81, 0, 81, int), next_cut([0] * 50, 0, 50, int)
-    (60, None)
+    >>> list(breaks(["Dr.", " Li", " paid", " 3", ".", "5", "!", " why?", " she", ".", "\n", "I"]))
+    [(1, 0), (2, 0), (3, 0), (7, 1), (8, 1), (11, 3)]
 
     Args:
-        ids: tokens that were read.
-        start: the segment's first.
-        stop: the first token that is no part of it.
-        ends: what may end with a token, as `TextEnds` says it.
-        longest: tokens, at most.
+        pieces: the text, token by token.
     """
-    if start + longest > stop:
-        return None
-    places = range(start + longest, start + longest * 2 // 5, -1)
-    return max(places, key=lambda place: ends(ids[place - 1]))
+    text, at = "".join(pieces), [0, *accumulate(map(len, pieces))]
+    fences = [found.end() for found in FENCE.finditer(text)]
+    for gap in GAP.finditer(text):
+        first, last = gap.span()
+        place = bisect_right(at, last) - 1
+        if last == len(text) or not place or at[place] < first:
+            continue
+        ending = text[max(0, first - 8) : first]
+        sentence = SENTENCE_END.search(ending) and not SHORTENED.search(ending)
+        lines = gap.group().count("\n")
+        line = lines > 1 or (lines and text[last - 1] == "\n")
+        if bisect_left(fences, last) % 2 or (
+            text[last].islower() and (line or not ending.endswith("."))
+        ):
+            # A line goes on in one that is indented, or that begins with a small letter.
+            yield place, CLAUSE if line or sentence else WORD
+        else:
+            yield place, LINE if line else SENTENCE if sentence else WORD
 
 
-def question_start(ids: Sequence[int], first: int, stop: int, ends: Callable[[int], int]) -> int:
-    """Return where the question of a message begins, in front of which text is read again.
+def cuts(pieces: Sequence[str], longest: int = LONGEST) -> Iterator[int]:
+    """Yield where the passages of a text end; what is left needs more text, or is its end.
+
+    >>> list(cuts([" word"] * 10 + [".", " Then"] + [" word"] * 120, 100))
+    [11, 111]
+
+    Args:
+        pieces: the text, token by token.
+        longest: tokens of a passage, at most.
+    """
+    places, start = list(breaks(pieces)), 0
+    while True:
+        after = bisect_right(places, (start, LINE))
+        near = places[after : after + longest]
+        within = [(place, rank) for place, rank in near if place - start <= longest]
+        ends = (place for place, rank in within if rank >= SENTENCE and place - start >= LEAST)
+        end = next(ends, None)
+        if end is None:
+            if len(pieces) - start <= longest:
+                return
+            late = [one for one in within if one[0] - start > longest * 2 // 5] or within
+            end = max(late, key=lambda one: (one[1], one[0]), default=(start + longest, WORD))[0]
+        yield end
+        start = end
+
+
+def question_start(ids: Sequence[int], first: int, stop: int, pieces: Callable[[int], str]) -> int:
+    r"""Return where the question of a message begins, in front of which text is read again.
 
     A short message is a question as a whole. In a long one it stands at the end: the last line that
     is no closing word, or the last sentences.
 
-    >>> question_start([0] * 10, 3, 8, int), question_start([0] * 900, 3, 900, int)
-    (3, 772)
-    >>> question_start([0] * 799 + [3] + [0] * 60 + [3] + [0] * 5, 3, 866, int)
+    >>> question_start(range(10), 3, 8, str)
+    3
+    >>> said = [" so"] * 799 + [".\n"] + ["It"] + [" was"] * 59 + ["\n"] + ["Ok"] * 5
+    >>> question_start(range(866), 3, 866, said.__getitem__)
     800
 
     Args:
         ids: tokens of the message, and of what the chat template writes around it.
         first: the first one of its text.
         stop: the first one behind its text.
-        ends: what may end with a token, as `TextEnds` says it.
+        pieces: gives the text of a token.
     """
     earliest = stop - QUESTION
     if first >= earliest:
         return first
-    for rank in (3, 2):
-        for place in range(stop - SHORT, earliest, -1):
-            if ends(ids[place - 1]) >= rank:
-                return place
-    return earliest
+    found = [(earliest + at, rank) for at, rank in breaks([*map(pieces, ids[earliest:stop])])]
+    for least in (LINE, SENTENCE):
+        places = [place for place, rank in found if rank >= least and place <= stop - SHORT]
+        if places:
+            return places[-1]
+    return found[0][0] if found else earliest
+
+
+def segment_length(limit: int) -> int:
+    """Return the most tokens of a passage, so that it fits into the tokens to read again."""
+    return max(2 * LEAST, min(LONGEST, limit - MARKED))

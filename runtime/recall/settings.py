@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvcap.runtime.units import format_bytes, parse_bytes
 
 AUTO, OFF = "auto", "off"
-USUAL = 64  # tokens: one passage, or two short ones; more answer less (docs/quality.md)
+SHARE, USUAL = 3, 128  # of the slots; where this is few, so many tokens, or half of the slots
 STORE_BYTES = 8 << 20  # a conversation's index may take, unless others are asked for
 PAGE = 4096  # bytes of a page of SQLite
 PAGES = 64  # of an index, at least: an empty one has about 10
@@ -20,7 +20,7 @@ class RecallSettings(NamedTuple):
     """A set of settings of recall that a user asked for.
 
     >>> [RecallSettings.parse(said).limit(512) for said in ("auto", "off", "5000")]
-    [64, 0, 512]
+    [170, 0, 512]
     """
 
     tokens: int | None = None  # read again for a message, at most; 0: none; None: by the budget
@@ -57,7 +57,8 @@ class RecallSettings(NamedTuple):
 
     def limit(self, budget: int) -> int:
         """Return the most tokens that are read again at a budget of so many slots."""
-        return min(USUAL, budget // 2) if self.tokens is None else min(self.tokens, budget)
+        usual = max(budget // SHARE, min(USUAL, budget // 2))
+        return usual if self.tokens is None else min(self.tokens, budget)
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest
 from math import log
 from typing import Any, NamedTuple
@@ -20,9 +20,21 @@ from kvcap.runtime.types import Span
 
 MOST_WORDS = 64  # of a question; more would only repeat what others say
 COMMON, FEW = 0.2, 32  # words of more passages than this share, and than so many, are left out
-LEAST_WEIGHT = 1.0  # of a passage's words: two that half of all passages have, or a rarer one
+LEAST_WEIGHT = 0.4  # of a passage's words: that of one which half of all passages have
 # Marks of vowels are no letters for Python: those from Arabic to Sinhala scripts are named here.
 UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+# Words of English questions that name no subject, however rare they are in a conversation. What
+# says little in other languages is known by how many passages have it.
+EMPTY = frozenset((
+    "a", "about", "again", "all", "am", "an", "and", "any", "are", "as", "at", "be", "been",
+    "but", "by", "can", "could", "did", "do", "does", "for", "from", "had", "has", "have", "he",
+    "hello", "her", "hi", "him", "his", "how", "i", "if", "in", "is", "it", "its", "just",
+    "know", "may", "me", "mean", "mentioned", "might", "my", "of", "on", "one", "or", "our",
+    "please", "remember", "said", "say", "shall", "she", "should", "so", "some", "something",
+    "tell", "than", "thank", "thanks", "that", "the", "their", "them", "then", "there", "these",
+    "they", "think", "this", "those", "to", "today", "us", "was", "we", "were", "what", "when",
+    "where", "which", "who", "whom", "whose", "why", "will", "with", "would", "you", "your",
+))  # fmt: skip
 MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u0670\u06d6-\u06ed\u0900-\u0dff"
 WORD = re.compile(f"[{UNSPACED}]+|(?:[^\\W_{UNSPACED}]|[{MARKS}])+")
 IS_UNSPACED = re.compile(f"[{UNSPACED}]")
@@ -33,6 +45,7 @@ class Found(NamedTuple):
 
     span: Span
     score: float  # how much of the question's words it has, by their weights: 0 to 1
+    has: Mapping[str, float] = {}  # each of these words, with its part of the score
 
 
 class PassageStore:
@@ -69,42 +82,40 @@ class PassageStore:
             self._drop_older_half()
             self._insert([row])
 
-    def search(self, words: str, count: int = 32) -> list[Found]:
+    def search(self, words: str, count: int = 64) -> list[Found]:
         """Return the passages with the largest shares of a question's words, the best first.
 
         A word weighs the more the fewer passages have it: `log(1 + (N - n + 0.5) / (n + 0.5))` of
-        `N` passages and the `n` that do. Passages with as many are in BM25's order; those are left
-        out that have none but common words.
+        `N` passages and the `n` that do. What is written as one, such as 'red-fox' or '3.14', also
+        counts as a whole. Of equal passages the newest comes first; those are left out that have
+        none but common words.
         """
-        asked = list(dict.fromkeys(word.lower() for word in terms(words)))[:MOST_WORDS]
+        asked = [word.lower() for word in [*terms(words), *joined(words)]]
+        asked = list(dict.fromkeys(word for word in asked if word not in EMPTY))
         if self._database is None or not asked:
             return []
         everything = self._all("SELECT count(*) FROM passages_docsize")[0][0]
         most = max(FEW, int(COMMON * everything))
-        total, shares, rare = 0.0, defaultdict[int, float](float), list[str]()
-        for word in asked:
+        total, having = 0.0, defaultdict[int, dict[str, float]](dict)
+        for word in asked[:MOST_WORDS]:
             # Quoted, a word is no operator of FTS5.
-            query = f'"{word}"'
             rows = self._all(
-                "SELECT rowid FROM passages WHERE passages MATCH ? LIMIT ?", query, most + 1
+                "SELECT rowid FROM passages WHERE passages MATCH ? LIMIT ?", f'"{word}"', most + 1
             )
             if len(rows) > most:
                 continue  # it says next to nothing, and would be looked up in most passages
-            weight = log(1 + (everything - len(rows) + 0.5) / (len(rows) + 0.5))
+            weight = rarity(len(rows), everything)
             total += weight
-            rare += [query] if rows else []
             for (row,) in rows:
-                shares[row] += weight
-        if not rare:
-            return []
-        # Of passages with the same words BM25 knows which has them oftener.
-        query = "SELECT rowid, bm25(passages) FROM passages WHERE passages MATCH ?"
-        ranks = dict(self._all(query, " OR ".join(rare)))
-        enough = [row for row in shares if shares[row] >= LEAST_WEIGHT]
-        best = nlargest(
-            count, enough, key=lambda row: (round(shares[row] / total, 2), -ranks[row], row)
-        )
-        return [Found(self._span(row), shares[row] / total) for row in best]
+                having[row][word] = weight
+        sums = {row: sum(has.values()) for row, has in having.items()}
+        enough = [row for row, weight in sums.items() if weight >= LEAST_WEIGHT]
+        best = nlargest(count, enough, key=lambda row: (round(sums[row] / total, 2), row))
+        shares = ({word: one / total for word, one in having[row].items()} for row in best)
+        return [
+            Found(self._span(row), sums[row] / total, has)
+            for row, has in zip(best, shares, strict=True)
+        ]
 
     def _all(self, query: str, *given: Any) -> list[tuple[Any, ...]]:
         return self._opened().execute(query, given).fetchall()
@@ -148,6 +159,14 @@ class PassageStore:
         self._insert(rows[half:])
 
 
+def rarity(having: int, everything: int) -> float:
+    """Return the weight of a word that so many passages have: the square of BM25's.
+
+    So that several common words weigh less than a rare one.
+    """
+    return log(1 + (everything - having + 0.5) / (having + 0.5)) ** 2
+
+
 def terms(text: str) -> Iterator[str]:
     """Yield the words of a text, and pairs of letters where a script has no spaces.
 
@@ -159,6 +178,18 @@ def terms(text: str) -> Iterator[str]:
             yield from _pairs(word)
         else:
             yield word
+
+
+def joined(text: str) -> Iterator[str]:
+    """Yield what is written as one and has several words, as FTS5 takes a phrase.
+
+    >>> list(joined("Is the red-fox at /tmp/3.14, or not?"))
+    ['red fox', 'tmp 3 14']
+    """
+    for one in text.split():
+        found = WORD.findall(one)
+        if len(found) > 1 and not IS_UNSPACED.search(one):
+            yield " ".join(found)
 
 
 def _pairs(letters: str) -> Iterable[str]:

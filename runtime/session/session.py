@@ -456,7 +456,7 @@ class Session:
         Both evicted and held text is searched; a conversation that was not read yet has none.
         `recall` reads such passages again in front of a message.
         """
-        return self.recall.find(words, self.read_ids)
+        return self.recall.search(words, self.read_ids)
 
     def undo(self) -> str:
         """Take back the last message and its answer; returns the message.

@@ -27,7 +27,7 @@ from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
 from kvcap.serve.server import Server, bound
 
-FACT = "The secret code of the vault is {}. Remember it."
+FACT = "The secret code of the vault is {}."
 QUESTION = "What is the secret code of the vault?"
 WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
 BUDGET = 128
@@ -296,7 +296,7 @@ def test_a_request_says_how_much_is_recalled_for_its_message(
     async def chat(s: Scheduler) -> None:
         messages = await told(s, FACT.format(7421))
         counts = []
-        for recall in (None, "off", 0, "auto", 40, None):
+        for recall in (None, "off", 0, "auto", 60, None):
             reply = await turn(s, messages, QUESTION, recall=recall)
             counts.append(reply.usage.recalled_tokens)
             assert (reply.usage.recalled_passages > 0) == (counts[-1] > 0)
@@ -305,7 +305,7 @@ def test_a_request_says_how_much_is_recalled_for_its_message(
             await turn(s, messages, filler(recall, 150), recall="off")
         assert all(0 < counts[i] <= BUDGET // 2 for i in (0, 3, 5)), counts
         assert counts[1:3] == [0, 0]
-        assert 0 < counts[4] <= 40
+        assert 0 < counts[4] <= 60
         figures = s.figures()
         assert figures.recalled_tokens == sum(counts)
         (one,) = s._held.conversations

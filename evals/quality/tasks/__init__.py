@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +23,7 @@ from random import Random
 from typing import Any, Protocol, cast
 
 from kvcap.evals.quality.cells import Question
-from kvcap.runtime.session.messages import common_prefix, render
+from kvcap.runtime.session.messages import common_prefix, common_suffix, render
 
 GOLDEN = (5**0.5 - 1) / 2
 GROUPS = {  # names that stand for several tasks
@@ -253,6 +253,16 @@ def prompt_parts(
     # A token across the border has letters of the question, so it belongs to the question.
     split = common_prefix(_encode(tokenizer, sample, text[:place]), ids)
     return ids[:split], ids[split:]
+
+
+def answer_start(tokenizer: Any, sample: Sample, ids: Sequence[int]) -> int:
+    """Return where in a prompt the question has ended, and what prepares the answer begins."""
+    text, asked = _text(tokenizer, sample), sample.question.strip()
+    place = text.rfind(asked, 0, len(text) - len(sample.opening)) if asked else -1
+    if place < 0:
+        return len(ids)
+    behind = tokenizer(text[place + len(asked) :], add_special_tokens=False)["input_ids"]
+    return len(ids) - common_suffix(ids, behind)
 
 
 def _in_chat(tokenizer: Any, sample: Sample) -> bool:

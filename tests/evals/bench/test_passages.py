@@ -35,13 +35,6 @@ def test_every_way_ranks_every_passage(read: passages.Passages) -> None:
             assert "violin" in read.texts[order[0]], way
 
 
-def test_the_first_two_do_not_overlap(read: passages.Passages) -> None:
-    assert read.spans[1][0] < read.spans[0][1] <= read.spans[2][0]
-    assert read.first([0, 1, 2]) == [0, 2]
-    assert read.first([1]) == [1]
-    assert read.first([]) == []
-
-
 @torch.inference_mode()
 def test_keys_are_those_before_rotation(read: passages.Passages) -> None:
     layer = read.base.layers[1]

@@ -60,9 +60,11 @@ def test_what_was_evicted_is_answered_with_recall_alone(runtime, task, question)
 def test_a_cell_recalls_the_tokens_that_a_session_does_at_the_same_place(runtime, question):
     (sample,) = make_samples("niah_single", runtime.tokenizer, 700, 1, seed=0, depth=0.3)
     setting = setting_of("niah_single", question, 64, 1, 700)
-    recall = answering.recall_of(runtime, setting.recall, setting.budget or 0)
+    recall = answering.recall_of(runtime.tokenizer, 64, 256)
     cache = answering.new_cache(runtime.model.config, setting)
-    parts = [torch.tensor([ids]) for ids in prompt_parts(runtime.tokenizer, sample, question)]
+    prompt = sample, prompt_parts(runtime.tokenizer, sample, question)
+    _, split = answering.split_at_question(runtime.tokenizer, recall, prompt)
+    parts = [torch.tensor([ids]) for ids in split]
     (rest,) = answering.with_recalled(BlockLoop(runtime.model, cache), recall, parts)
     session = runtime.with_policy_name("streaming_llm", {}).session(seed=0)
     session.set_generation(max_new_tokens=1)
@@ -90,7 +92,7 @@ def test_a_sweep_has_cells_with_and_without_recall():
         ("keydiff", 128, 64),
         ("keydiff", 128, 96),
         ("keydiff", 512, 0),
-        ("keydiff", 512, 64),
+        ("keydiff", 512, 170),
         ("keydiff", 512, 96),
         ("full", None, 0),
     ]

@@ -192,7 +192,7 @@ def test_facts_are_asked_for_with_recall_as_in_a_chat(
     assert cli.run([*given, "--device", "cpu", "--length", "768", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     row = document["rows"][0]
-    assert (row["slots"], row["facts_found"], document["recall"]) == (256, 1, 64)
+    assert (row["slots"], row["facts_found"], document["recall"]) == (256, 1, 128)
     assert len(row["losses"]) == document["pieces"] * 384 // tune.PASSAGE
     assert document["command"][-4:] == ["--budget-tokens", "256", "--recall", "auto"]
 

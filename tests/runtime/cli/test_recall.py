@@ -19,7 +19,7 @@ from kvcap.runtime.cli.options import Output
 from kvcap.runtime.recall.recall import Passage
 from kvcap.runtime.recall.settings import STORE_BYTES
 
-FACT = "The secret code of the vault is 7421. Remember it."
+FACT = "The secret code of the vault is 7421."
 QUESTION = "What is the secret code of the vault?"
 WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
 BUDGET = 256
@@ -105,7 +105,11 @@ def test_the_command_shows_the_setting_and_changes_it(
     chat.handle(QUESTION)
     recall, tokens = chat.session.recall, chat.session.turn.recalled_tokens
     for line, limit, says in (
-        ("/recall", 64, f"last message: 1 passage, {tokens} tokens recalled · index of evicted"),
+        (
+            "/recall",
+            BUDGET // 2,
+            f"last message: 1 passage, {tokens} tokens recalled · index of evicted",
+        ),
         ("/recall off", 0, "recall off"),
         ("/recall", 0, "tokens recalled · index of evicted text 0 B"),
         ("/recall 96", 96, "recall at most 96 tokens of evicted text for a message\n"),
@@ -115,7 +119,11 @@ def test_the_command_shows_the_setting_and_changes_it(
             f"recall at most {BUDGET} tokens of evicted text for a message: no "
             "more than there are slots, though 5,000 were asked for\n",
         ),
-        ("/RECALL AUTO", 64, "recall at most 64 tokens of evicted text for a message (auto)\n"),
+        (
+            "/RECALL AUTO",
+            BUDGET // 2,
+            f"recall at most {BUDGET // 2} tokens of evicted text for a message (auto)\n",
+        ),
     ):
         capsys.readouterr()
         assert chat.handle(line) == 0
@@ -133,7 +141,7 @@ def test_the_command_finds_passages(runtime: Runtime, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert chat.handle("/recall vault code") == 0
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("tokens 0 to ")
+    assert line.startswith("tokens 2 to ")
     assert "mostly evicted: " in line
     assert FACT in line
     many = " ".join(f"Lamp {n} of Porto is green. {filler(60)}" for n in range(6))
@@ -175,7 +183,7 @@ def test_policy_and_budget_keep_the_settings_of_recall(
     chat.run_script(["/budget 512"])
     assert chat.session.recall.limit == 512
     chat.run_script(["/recall auto"])
-    assert chat.session.recall.limit == 64
+    assert chat.session.recall.limit == 512 // 3
     assert chat.session.recall.store.limit == STORE_BYTES
 
 
@@ -205,7 +213,7 @@ def test_off_from_the_start_can_be_switched_on_where_no_cap_forbids_it(
         chat = Chat(runtime.session(), Output())
         assert chat.session.recall.limit == 0
         assert chat.handle("/recall auto") == code
-        assert chat.session.recall.limit == (64 if code == 0 else 0)
+        assert chat.session.recall.limit == (BUDGET // 2 if code == 0 else 0)
     assert "no room for an index" in capsys.readouterr().err
 
 

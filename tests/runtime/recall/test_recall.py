@@ -93,7 +93,7 @@ def test_what_is_read_again_stays_within_the_limit(tokenizer, recall):
 def test_unknown_tokens_are_left_out(tokenizer, recall):
     ids = read(tokenizer)
     hidden = [-1] * 30 + ids[:40] + [-1] + ids[40:] + [-1] * 5
-    found = recall.find("harbour train gulls", hidden)
+    found = recall.search("harbour train gulls", hidden)
     assert found
     for one in found:
         assert -1 not in hidden[slice(*one.span)]
@@ -102,17 +102,17 @@ def test_unknown_tokens_are_left_out(tokenizer, recall):
 
 def test_no_two_passages_overlap(tokenizer, recall):
     ids = read(tokenizer, 20)
-    spans = sorted(one.span for one in recall.find("gulls orchard Lisbon", ids))
+    spans = sorted(one.span for one in recall.search("gulls orchard Lisbon", ids))
     assert len(spans) > 1
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
 
 
 def test_a_shorter_conversation_is_another_one(tokenizer, recall):
-    assert recall.find("gulls roof", read(tokenizer))
+    assert recall.search("gulls roof", read(tokenizer))
     words = " ".join(islice(filler(Random(1)), 12))
     other = encode(tokenizer, f"Bread and butter are in the kitchen. {words}")
-    assert not recall.find("gulls roof", other)
-    assert recall.find("bread and butter", other)
+    assert not recall.search("gulls roof", other)
+    assert recall.search("bread and butter", other)
 
 
 def test_spans_move_around_a_gap():
@@ -121,3 +121,58 @@ def test_spans_move_around_a_gap():
     moved = with_gap(spans, 5, 10)
     assert moved == [(0, 4), (2, 5), (15, 16), (15, 19), (16, 18)]
     assert sum(b - a for a, b in moved) == lengths
+
+
+KEYS = ("red-fox", "old-tent", "tiny-bus", "cold-gate")
+VALUES = ("7214906", "3.14.159", "/srv/a.b/c_1", "5a1f0c9e-77d2-4b6e-9a53-0c1d2e3f4a5b")
+
+
+def chat(tokenizer, *messages):
+    """Return the tokens of messages of the user, each one answered, up to the next message."""
+    said = [
+        {"role": r, "content": c}
+        for m in messages
+        for r, c in (("user", m), ("assistant", "I see."))
+    ]
+    text = tokenizer.apply_chat_template(said, tokenize=False) + "<|user|>"
+    return encode(tokenizer, text)
+
+
+@pytest.mark.parametrize("asked", ["one key", "four keys"])
+def test_four_facts_come_together_and_whole(tokenizer, recall, asked):
+    keys = KEYS[:1] * 4 if asked == "one key" else KEYS
+    facts = [f"The value of {key} is: {value}." for key, value in zip(keys, VALUES, strict=True)]
+    rest = filler(Random(2))
+    ids = chat(tokenizer, *(f"{' '.join(islice(rest, 12))} {fact} {next(rest)}" for fact in facts))
+    question = encode(tokenizer, f"What are the values of {', '.join(dict.fromkeys(keys))}?")
+    recall.limit = 200
+    tokens = recall.read_again(question, ids, NOTHING, len(ids))
+    assert [one.text.strip() for one in recall.passages] == facts  # in order, the newest last
+    assert "\n...\n".join(facts) in tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ("Where does the harbour master keep the key?", True),
+        ("Tell me where the harbour master keeps the key.", True),
+        ("The lighthouse keeper sold her old boat to a friend.", False),
+        ("Thank you, that is all.", False),
+        ("Why is that?", False),
+        ("The harbour master keeps the key under a stone.", False),  # which would be an echo
+    ],
+)
+def test_a_message_that_asks_nothing_brings_nothing(tokenizer, recall, message, found):
+    rest = filler(Random(4))
+    ids = chat(tokenizer, *(f"{fact} {' '.join(islice(rest, 12))}" for fact in FACTS))
+    assert bool(recall.read_again(encode(tokenizer, message), ids, NOTHING, len(ids))) == found
+
+
+def test_a_question_that_follows_is_of_the_subject_of_the_one_before(tokenizer, recall):
+    rest = filler(Random(3))
+    told = f"Zelda lives in Quito. Zelda works as a nurse. {' '.join(islice(rest, 40))}"
+    ids = chat(tokenizer, told, "Where does Zelda live?")
+    recall.read_again(encode(tokenizer, "And her job?"), ids, NOTHING, len(ids))
+    assert "nurse" in "".join(one.text for one in recall.passages)
+    recall.read_again(encode(tokenizer, "And her job?"), chat(tokenizer, told), NOTHING, 0)
+    assert not recall.passages

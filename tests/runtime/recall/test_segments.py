@@ -1,21 +1,20 @@
-"""Segments end where sentences do, and a question is found at the end of a long message."""
+"""Passages are whole, and a question is found at the end of a long message."""
 
 from __future__ import annotations
 
 import doctest
+import re
+from itertools import pairwise
+from random import Random
+from uuid import UUID
 
 import pytest
 from transformers import AutoTokenizer
 
 from kvcap import pocket
+from kvcap.pocket.corpus import filler
 from kvcap.runtime.recall import segments
-from kvcap.runtime.recall.segments import (
-    LONGEST,
-    QUESTION,
-    TextEnds,
-    next_cut,
-    question_start,
-)
+from kvcap.runtime.recall.segments import LEAST, LONGEST, QUESTION, TextPieces, cuts, question_start
 
 QUESTION_LINE = "\n\nWhich river did the old man of the valley cross, and in which year was it?"
 
@@ -25,40 +24,58 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(pocket.path())
 
 
+def passages(tokenizer, text, longest=LONGEST):
+    """Return the texts of all passages, the last one included."""
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = [*map(TextPieces(tokenizer), ids)]
+    assert "".join(pieces) == text
+    places = [0, *cuts(pieces, longest), len(ids)]
+    assert all(0 < b - a <= longest for a, b in pairwise(places))
+    return ["".join(pieces[a:b]) for a, b in pairwise(places)]
+
+
 def test_the_examples():
     assert doctest.testmod(segments).failed == 0
 
 
-def test_every_token_is_in_one_segment_of_a_bounded_length():
-    ids = [int(i % 41 == 40) for i in range(1000)]
-    start, lengths = 0, []
-    while (cut := next_cut(ids, start, len(ids), int)) is not None:
-        lengths.append(cut - start)
-        assert ids[cut - 1] or cut - start == LONGEST
-        start = cut
-    assert min(lengths) >= LONGEST * 2 // 5
-    assert max(lengths) <= LONGEST
-    assert len(ids) - start < LONGEST
+@pytest.mark.parametrize("longest", [2 * LEAST, 48, LONGEST])
+def test_no_passage_cuts_a_number_an_identifier_or_a_path(tokenizer, longest):
+    rng, source = Random(longest), filler(Random(1))
+
+    def word():
+        number = str(rng.getrandbits(40))
+        return rng.choice(
+            [f"{number[:2]}.{number[2:5]}", f"run_{number[:3]}", f"/tmp/a.b/{number[:3]}", "ok?!"]
+        )
+
+    words = [part for _ in range(200) for part in (word(), next(source))]
+    text = " ".join(words)
+    found = passages(tokenizer, text, longest)
+    assert "".join(found) == text
+    assert [*re.findall(r"\S+", "\n".join(found))] == text.split()
 
 
-def test_what_ends_with_a_token(tokenizer):
-    ends = TextEnds(tokenizer)
+ROWS = [f"| {i} | The price of the apple is {i * 37}.50 | Mr. Lee, no. {i} |\n" for i in range(9)]
+CODE = "```python\ndef f(x):\n    # First. Second.\n    y = x + 1\n\n    return y\n```\n"
+WRAPPED = "The licence covers everything that\nis written here, and\n    nothing else at all.\n"
+KEY = f"The identifier is {UUID(int=7 << 99)}."
 
-    def last(text):
-        return ends(tokenizer(text, add_special_tokens=False)["input_ids"][-1])
 
-    assert last("It ends here.") == last("Really?") == 2
-    assert last("a line\n") == 3
-    assert last("in the middle") == 0
-    assert ends(tokenizer.eos_token_id) == 3
+@pytest.mark.parametrize(
+    "parts",
+    [ROWS, [CODE, WRAPPED], [WRAPPED, WRAPPED], [KEY, f" {WRAPPED}"]],
+    ids=["rows", "code", "wrapped lines", "identifier"],
+)
+def test_a_row_a_block_of_code_and_a_sentence_are_whole(tokenizer, parts):
+    assert passages(tokenizer, "".join(parts)) == parts
 
 
 def test_the_question_of_a_long_message_is_its_last_line(tokenizer):
-    text = "The river is long. " * 100 + QUESTION_LINE
+    text, pieces = "The river is long. " * 100 + QUESTION_LINE, TextPieces(tokenizer)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    start = question_start(ids, 0, len(ids), TextEnds(tokenizer))
+    start = question_start(ids, 0, len(ids), pieces)
     assert tokenizer.decode(ids[start:]).strip().startswith("Which river")
     one_line = tokenizer(text.replace("\n", " "), add_special_tokens=False)["input_ids"]
-    start = question_start(one_line, 0, len(one_line), TextEnds(tokenizer))
+    start = question_start(one_line, 0, len(one_line), pieces)
     assert len(one_line) - QUESTION <= start < len(one_line)
     assert tokenizer.decode(one_line[:start]).rstrip().endswith(".")

@@ -15,13 +15,8 @@ def test_the_examples():
 
 
 def test_how_many_tokens_are_read_again():
-    assert [RecallSettings().limit(budget) for budget in (16, 64, 128, 256, 1024)] == [
-        8,
-        32,
-        64,
-        64,
-        64,
-    ]
+    budgets = (16, 64, 128, 256, 512, 1024)
+    assert [RecallSettings().limit(budget) for budget in budgets] == [8, 32, 64, 128, 170, 341]
     assert RecallSettings.parse("96").limit(4096) == 96
     assert RecallSettings.parse("5000").limit(256) == 256  # more would be evicted as it is read
     assert RecallSettings.parse(" OFF ").nbytes == 0

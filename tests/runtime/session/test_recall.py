@@ -11,7 +11,7 @@ from kvcap import Session
 from kvcap.runtime.errors import SessionFileCorrupt, SessionNotSaved
 from kvcap.runtime.session import file as session_file
 
-FACT = "The secret code of the vault is 7421. Remember it."
+FACT = "The secret code of the vault is 7421."
 QUESTION = "What is the secret code of the vault?"
 WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
 BUDGET = 256
@@ -46,7 +46,7 @@ def test_an_evicted_fact_is_recalled_for_a_question(runtime):
     session.recall.limit = 0
     assert "7421" not in say(session, QUESTION)
     session = told(runtime)
-    assert session.recall.limit == BUDGET // 4
+    assert session.recall.limit == BUDGET // 2
     assert "7421" in say(session, QUESTION)
     (passage,) = session.recall.passages
     assert FACT in passage.text
@@ -56,8 +56,7 @@ def test_an_evicted_fact_is_recalled_for_a_question(runtime):
     ((start, stop),) = session.recall.spans
     assert stop - start == turn.recalled_tokens
     read = session.runtime.tokenizer.decode(session.read_ids[start:stop])
-    assert read.startswith("(Earlier in this conversation:\n")
-    assert FACT in read
+    assert read == f"(Earlier in this conversation:\n{FACT})\n\n"
 
 
 def test_the_cap_holds_while_text_is_recalled_and_pinned_with_the_question_alone(runtime):
@@ -77,7 +76,7 @@ def test_the_cap_holds_while_text_is_recalled_and_pinned_with_the_question_alone
 def test_a_question_without_slots_is_evicted_before_what_was_recalled_for_it(runtime):
     session = told(runtime)
     say(session, filler(160), pin=True)
-    answer = session.send(QUESTION + " " + " ".join(WORDS) * 3)
+    answer = session.send(QUESTION + " " + " ".join(WORDS) * 4)
     next(answer)
     assert session.recall.spans[-1] in session.cache.pinned_spans
     answer.close()
@@ -132,8 +131,7 @@ def test_words_of_two_messages_stay_two_words(runtime):
     for text in ("The door is 77", "Apples grow here", filler(400)):
         say(session, text)
     (found,) = session.search("77")
-    assert "The door is 77\n" in found.text
-    assert "\nApples grow here\n" in found.text
+    assert found.text == "The door is 77"
 
 
 def test_a_saved_conversation_recalls_as_one_that_never_stopped(runtime, tmp_path):
