@@ -23,8 +23,8 @@ from kvcap.runtime.types import DEFAULT_POLICY
 if TYPE_CHECKING:
     from kvcap.export.decoder.check import DecoderReport
     from kvcap.export.graphs.shape import Shape
-    from kvcap.export.weights import Rounding
     from kvcap.policies import Eviction
+    from kvcap.runtime.models.rounding import Rounding
 
 Exporter = Literal["kvcap", "optimum", "existing"]
 

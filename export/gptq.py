@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvcap.export.weights import Packed, Rounding, below, in_blocks, joined, nearest, steps_of
+from kvcap.export.weights import Packed, below, joined
+from kvcap.runtime.models.rounding import Rounding, in_blocks, nearest, steps_of
 
 DAMPING = 0.01  # share of the inputs' mean square that is added to each input's square
 NUMBERS = 1 << 22  # numbers of a matrix that are rounded at once

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from operator import attrgetter
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kvcap.runtime.backends.onnxruntime.library import library
+from kvcap.runtime.models.rounding import Rounding, in_blocks, nearest, steps_of
 
-BLOCK = 32  # weights of a row that share a scale, by default
 ACCURACY = 4  # MatMulNBits' level for fast kernels, which round activations to int8 block by block
 LARGE = 1 << 16  # least numbers of a matrix or table for it to be quantised
 INLINE = 1024  # a tensor of fewer bytes stays in the graph's own file
@@ -37,31 +36,6 @@ KINDS = dict(zip(NAMES, (np.uint8, np.float32, np.uint8), strict=True))
 TABLE = ".table"  # follows the part, if a graph looks up rows in the same bytes
 TURNED = ".turned"  # follows the name, if the model has the matrix as [K, N]
 JOINED = "+"  # joins the names of matrices that are stacked into one
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """A way to round weights to `(q - zero) * scale`, with a scale for every block of a row.
-
-    Attributes:
-        bits: bits of `q`, 4 or 8.
-        symmetric: whether `zero` is the middle, 8 or 128; else each block has its own.
-        block: weights of a row that share a scale, a power of two of at least 16.
-    """
-
-    bits: int
-    symmetric: bool = True
-    block: int = BLOCK
-
-    @property
-    def middle(self) -> int:
-        """Return the zero of symmetric blocks."""
-        return 1 << (self.bits - 1)
-
-    @property
-    def top(self) -> int:
-        """Return the largest `q`."""
-        return (1 << self.bits) - 1
 
 
 class Packed(NamedTuple):
@@ -109,23 +83,6 @@ def _pack(rows: Tensor, rounding: Rounding) -> Packed:
     return joined(nearest(blocks, scales, zeros, rounding), scales, zeros, rounding)
 
 
-def steps_of(blocks: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Return the scales and zeros, both [..., 1], by which blocks [..., block] are rounded."""
-    if rounding.symmetric:
-        extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-        scales = extreme / -rounding.middle
-        return scales, torch.full_like(scales, rounding.middle)
-    least, most = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
-    least, most = least.clamp_max(0), most.clamp_min(0)
-    scales = (most - least) / rounding.top
-    return scales, (-least / _nonzero(scales)).round().clamp(0, rounding.top)
-
-
-def nearest(values: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Tensor:
-    """Return the `q`, as floats, for which `(q - zero) * scale` is nearest to each value."""
-    return (values / _nonzero(scales)).round_().add_(zeros).clamp_(0, rounding.top)
-
-
 def joined(numbers: Tensor, scales: Tensor, zeros: Tensor, rounding: Rounding) -> Packed:
     """Pack a matrix, given as its numbers [N, C, block], and scales and zeros [N, C, 1]."""
     kept = None if rounding.symmetric else _halves(zeros[..., 0].to(torch.uint8), rounding)
@@ -140,18 +97,6 @@ def unpack(packed: Packed, columns: int, rounding: Rounding) -> Tensor:
         zeros = _whole(packed.zeros, rounding)[:, : packed.scales.shape[1], None].float()
     numbers.sub_(zeros).mul_(packed.scales[..., None])
     return numbers.flatten(1)[:, :columns]
-
-
-def in_blocks(rows: Tensor, size: int) -> Tensor:
-    """Cut rows [N, K] into blocks [N, C, size]; zeros fill the last one."""
-    missing = -rows.shape[1] % size
-    blocks: Tensor = torch.nn.functional.pad(rows, (0, missing)).unflatten(1, (-1, size))
-    return blocks
-
-
-def _nonzero(scales: Tensor) -> Tensor:
-    """Return scales to divide by: a block of zeros gets 1 in place of 0."""
-    return torch.where(scales == 0, 1.0, scales)
 
 
 def _halves(numbers: Tensor, rounding: Rounding) -> Tensor:

@@ -41,7 +41,7 @@ class ModelFacts:
             family = told.model.get("family", "") if told is not None else ""
             level = _level(told.facts["dtype"] if told is not None else runtime.plan.dtype)
             return cls(family or "kvcap", length, 0, level, tools, thinking)
-        from kvcap.runtime.models.packed import PackedMatrix
+        from kvcap.runtime.models.packed_matrix import PackedMatrix
 
         sizes, held = Counter[str](), set[int]()
         for module in model.modules():

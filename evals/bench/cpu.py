@@ -30,9 +30,9 @@ from kvcap.evals.random_models import SHAPES, directory
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.llamacpp.rank import DEFAULT
 from kvcap.runtime.errors import PeerFailed
+from kvcap.runtime.models import formats
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import is_export, names_gguf, resolve
-from kvcap.runtime.models.packed import PACKED
 
 DEFAULTS = {"lengths": (1024,), "depths": (0,), "repeats": 5, "threads": (len(free_cores()),)}
 COLUMNS = (
@@ -241,12 +241,13 @@ def _ours(options: BenchmarkOptions, model: str, weights: str, backend: str) -> 
         policy = policy if chosen else DEFAULT
         return {**settings, "model": model, "weights": AS_STORED, "policy": policy}
     if backend == "pytorch":
-        if weights not in (*FLOATS, *PACKED):
+        known = (*FLOATS, *formats.NAMES)
+        if weights not in known:
             raise ValueError(
-                f"PyTorch runs no weights called {weights!r}: {', '.join((*FLOATS, *PACKED))}; "
+                f"PyTorch runs no weights called {weights!r}: {', '.join(known)}; "
                 "with --backend onnxruntime, what kvcap export decoder --dtype takes"
             )
-        packed = weights if weights in PACKED else None
+        packed = weights if weights in formats.NAMES else None
         dtype = FLOATS.get(weights, "bfloat16")
         return {**settings, "model": model, "weights": dtype, "packed": packed}
     if is_export(model):

@@ -27,7 +27,6 @@ from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cli.kept_exports import kept_export
 from kvcap.runtime.cli.options import Budget
-from kvcap.runtime.models.packed import PackedDtype
 from kvcap.runtime.session.engine import Engine
 
 DEFAULTS = {"lengths": (2048,), "budgets": (256,), "repeats": 20}
@@ -43,7 +42,7 @@ class Kind(NamedTuple):
 
     name: str
     dtype: str | None = None  # PyTorch's type; None: the weights run in ONNX Runtime
-    weights: PackedDtype | None = None  # the value of `--weights`
+    weights: str | None = None  # the value of `--weights`
     symmetric: bool | None = None
     calibrated: bool = False
     kv_dtype: Literal["int8"] | None = None  # type of slots in ONNX Runtime; None: float

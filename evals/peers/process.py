@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcap.evals.peers.serve import peak
 from kvcap.runtime.errors import ExtraMissing, PeerFailed
-from kvcap.runtime.models.packed import PACKED
+from kvcap.runtime.models import formats
 
 # By name of a program, the file that runs it, and the package that its interpreter needs.
 PROGRAMS = {
@@ -184,7 +184,7 @@ def _generate(settings: Mapping[str, Any]) -> list[str]:
         given |= {"--policy": settings["policy"], "--backend": "llamacpp"}
     if settings["backend"] == "pytorch":
         given |= {"--policy": settings["policy"], "--dtype": settings["weights"]}
-        if settings["packed"] in PACKED:
+        if settings["packed"] in formats.NAMES:
             given |= {"--weights": settings["packed"], "--backend": "torch"}
     words = [str(word) for pair in given.items() for word in pair]
     return ["generate", settings["model"], settings["text"], "--raw", "--quiet", *words]

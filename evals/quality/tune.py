@@ -44,7 +44,6 @@ from kvcap.evals.quality.tasks import (
 from kvcap.policies import PolicyError
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.models.files import encode
-from kvcap.runtime.models.packed import PackedDtype
 from kvcap.runtime.planning.plan import MemoryPlan, Sizes
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.recall.settings import RecallSettings
@@ -79,7 +78,7 @@ class TuningRequest:
     seed: int = 0  # seed of needles
     dtype: str | None = None
     device: str | None = None
-    weights: PackedDtype | None = None  # as they are held; None: as a chat would hold them
+    weights: str | None = None  # as they are held; None: as a chat would hold them
 
     @property
     def budget_option(self) -> str:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from kvcap.export.decoder.depth import layers_of
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.gptq import DAMPING, gptq
-from kvcap.export.weights import Packed, Rounding, unpack
+from kvcap.export.weights import Packed, unpack
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.checkpoint import Checkpoint, streaming
 from kvcap.runtime.models.files import encode
 from kvcap.runtime.models.quantised import is_plain
+from kvcap.runtime.models.rounding import Rounding
 
 PIECE = 512  # tokens, each piece a text of its own
 LEAST, MOST = 2_048, 16_384  # tokens that are read of a text

@@ -10,11 +10,11 @@ from kvcap.dtypes import torch_dtype
 from kvcap.export.decoder import manifest
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.spec import CACHE, check_dtype, layout_for
-from kvcap.export.weights import Rounding
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.models.checkpoint import empty_model
 from kvcap.runtime.models.files import load_config
 from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.rounding import Rounding
 
 
 def foreseen(

@@ -20,10 +20,10 @@ from kvcap.export.decoder.layer import held_layers
 from kvcap.export.files import file_entry
 from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import recipe
-from kvcap.export.weights import Rounding
 from kvcap.runtime.backends.onnxruntime.manifest import KV_DTYPE, SCHEMA, SHARED, check
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.config import ModelShape
+from kvcap.runtime.models.rounding import Rounding
 from kvcap.runtime.types import MANIFEST
 
 GRAPH, WEIGHTS = "decoder.onnx", "decoder.onnx.data"

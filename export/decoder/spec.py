@@ -9,12 +9,12 @@ from typing import Any
 from kvcap.dtypes import short, torch_dtype
 from kvcap.export.decoder.depth import layers_of
 from kvcap.export.decoder.refusal import refusal
-from kvcap.export.weights import Rounding
 from kvcap.policies import Eviction
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.cache.layout import CacheLayout, default_positions
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable
+from kvcap.runtime.models import formats
 from kvcap.runtime.models.checkpoint import Checkpoint, empty_model
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.files import (
@@ -25,12 +25,11 @@ from kvcap.runtime.models.files import (
 )
 from kvcap.runtime.models.gguf import AS_THEY_ARE
 from kvcap.runtime.models.names import resolve
+from kvcap.runtime.models.rounding import Rounding
 
+ROUNDINGS = {name: formats.matrix_of(name).rounding for name in formats.NAMES}
 # The cache's type by that of the weights.
-CACHE = {"fp32": "fp32", "fp16": "fp16", "int8": "fp32", "int4": "fp32"}
-# Defaults. In 8 bits twice as many numbers share a scale as in 4: products of a token take a fifth
-# less time, and weights differ by 0.6 % of their size instead of 0.5 %.
-ROUNDINGS = {"int8": Rounding(8, block=64), "int4": Rounding(4, symmetric=False)}
+CACHE = {"fp32": "fp32", "fp16": "fp16", **dict.fromkeys(ROUNDINGS, "fp32")}
 WITHIN = "model."  # prefix of the model's names within the module that is traced
 LOADED = 256 << 20  # bytes up to which a model is loaded and checked as a whole
 

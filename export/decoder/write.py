@@ -37,11 +37,12 @@ from kvcap.export.decoder.slot_scales import measure, sample
 from kvcap.export.decoder.spec import WITHIN, Source, check_dtype, rounding_of
 from kvcap.export.files import refuse_other
 from kvcap.export.graphs.trace import OPSET, trace_without_weights
-from kvcap.export.weights import Packed, Rounding, Store, place, rounded_in
+from kvcap.export.weights import Packed, Store, place, rounded_in
 from kvcap.runtime.backends.onnxruntime.library import library, require
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.errors import ManifestError
 from kvcap.runtime.models.checkpoint import empty, fill
+from kvcap.runtime.models.rounding import Rounding
 from kvcap.runtime.session.ends import end_ids
 from kvcap.runtime.types import MANIFEST
 

@@ -66,7 +66,6 @@ from kvcap.runtime.types import BUILT_IN, FULL, MANIFEST, POCKET
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest
     from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest
-    from kvcap.runtime.models.packed import PackedDtype
     from kvcap.runtime.session.ends import End
     from kvcap.runtime.session.engine import Engine
     from kvcap.runtime.session.session import Session
@@ -433,7 +432,7 @@ def _load_model(
     model: str,
     budget: Budget,
     running: Running,
-    weights: PackedDtype | None,
+    weights: str | None,
     recall_store: int | None,
 ) -> Engine:
     quiet_libraries()

@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames, current_name
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
+from kvcap.runtime.models.formats import NAMES
 from kvcap.runtime.models.gguf import AS_THEY_ARE, loadable
 from kvcap.runtime.models.names import is_export, names_gguf
 from kvcap.runtime.planning.plan import AUTO, parse_cap
@@ -210,8 +211,8 @@ def _weights(given: str) -> str:
     """Check the name of a type of weights, without changing it."""
     if given == "gguf":
         raise typer.BadParameter(f"{AS_THEY_ARE}; leave it out")
-    if given not in ("int8", "int4"):
-        raise typer.BadParameter(f"{given!r} is neither 'int8' nor 'int4'.")
+    if given not in NAMES:
+        raise typer.BadParameter(f"{given!r} is none of {', '.join(map(repr, NAMES))}.")
     return given
 
 
@@ -510,10 +511,10 @@ class Backend:
     ] = None
 
     weights: Annotated[
-        Literal["int8", "int4"] | None,
+        str | None,
         option(
             "--weights",
-            metavar="[int8|int4]",
+            metavar=f"[{'|'.join(NAMES)}]",
             parser=_weights,
             help="Run MODEL on the CPU with weights of 8 or 4 bits. ONNX Runtime runs an export "
             "that is made once, in the cache folder; --backend torch rounds the weights whenever "

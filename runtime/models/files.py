@@ -55,7 +55,7 @@ from kvcap.runtime.models.gguf import (
     source,
 )
 from kvcap.runtime.models.names import ADAPTER, holds_adapter
-from kvcap.runtime.models.packed import PackedDtype, pack
+from kvcap.runtime.models.packed import pack
 from kvcap.runtime.models.quantised import UNPACKED, check_packages, quantisation, unpacking
 from kvcap.runtime.models.rope import rope_of
 from kvcap.runtime.models.splits import split_as_named
@@ -386,7 +386,7 @@ def load_model(where: str, config: Any, dtype: torch.dtype, room: int | None = N
 
 
 def load_packed(
-    where: str, config: Any, dtype: torch.dtype, kind: PackedDtype, room: int | None = None
+    where: str, config: Any, dtype: torch.dtype, kind: str, room: int | None = None
 ) -> Any:
     """Return the model with its matrices in 8 or 4 bits, on a CPU.
 

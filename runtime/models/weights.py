@@ -34,7 +34,7 @@ from kvcap.dtypes import NAMES, SAFETENSORS
 from kvcap.runtime.errors import ModelFilesBroken, first_line
 from kvcap.runtime.files import read_json
 from kvcap.runtime.models.gguf import is_gguf
-from kvcap.runtime.models.packed import PackedDtype, pack
+from kvcap.runtime.models.packed import pack
 from kvcap.runtime.models.quantised import UNPACKED, parts, quantisation
 from kvcap.runtime.models.wrappers import text_config, text_name
 from kvcap.runtime.types import ATTENTION
@@ -170,7 +170,7 @@ def weigh(
     config: Any,
     dtype: torch.dtype,
     headers: Headers | None = None,
-    packed: PackedDtype | None = None,
+    packed: str | None = None,
 ) -> Weights:
     """Return the bytes that a model's weights take once loaded; tied parameters count once.
 
@@ -230,7 +230,7 @@ def weigh(
     return Weights(count + kept, "safetensors headers")
 
 
-def _packed_bytes(config: Any, dtype: torch.dtype, kind: PackedDtype) -> int:
+def _packed_bytes(config: Any, dtype: torch.dtype, kind: str) -> int:
     """Return the bytes that a model holds once its matrices are packed."""
     model = on_meta(config, dtype)
     pack(model, kind)

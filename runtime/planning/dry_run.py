@@ -33,7 +33,7 @@ from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.arguments import cache_argument
-from kvcap.runtime.models.packed import PackedDtype, pack
+from kvcap.runtime.models.packed import pack
 from kvcap.runtime.types import ATTENTION
 
 ENOUGH = 3  # layers that are alike: the first, one between others, and the last
@@ -44,7 +44,7 @@ def rehearse_block(
     settings: CacheSettings,
     dtype: torch.dtype,
     batch: int = 1,
-    packed: PackedDtype | None = None,
+    packed: str | None = None,
 ) -> int:
     """Return the most bytes that reading one block takes beyond weights and cache, with its logits.
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from kvcap.runtime.cache.settings import SettingNames
     from kvcap.runtime.cache.slot_format import KvDtype
-    from kvcap.runtime.models.packed import PackedDtype
     from kvcap.runtime.models.weights import Headers, Weights, WeightsSource
 
 BLOCK_SIZES = [BLOCK_SIZE >> i for i in range(8)]  # tried in this order where none is asked for
@@ -85,7 +84,7 @@ class MemoryPlan:
     position_modes: str = ""  # how positions can be kept, in words
     not_exportable: str = ""  # why ONNX Runtime cannot run the model; '': it can
     kv_dtype: KvDtype | None = None  # of what slots hold; None: `dtype`
-    weights_dtype: PackedDtype | None = None  # of matrices; None: `dtype`, or the checkpoint's own
+    weights_dtype: str | None = None  # of matrices; None: `dtype`, or the checkpoint's own
     evicted_in: str = ""  # 'device', 'host' or a directory with a file of them; '': none are kept
     recall_store: int = 0  # at most, beside the cache: the index of a conversation's text
     block_why: str = ""  # why blocks have this size, in words; '': it was asked for, or is 128
@@ -168,7 +167,7 @@ class MemoryPlan:
         headers: Headers | None = None,
         loaded: bool = False,
         rehearse: bool = False,
-        weights: PackedDtype | None = None,
+        weights: str | None = None,
         recall_store: int = 0,
         **named: Unpack[SettingNames],
     ) -> MemoryPlan:
@@ -276,7 +275,7 @@ class ModelPlanner:
     dtype: torch.dtype
     batch: int
     weights: Weights
-    packed: PackedDtype | None
+    packed: str | None
     baseline: int  # bytes of the process before, where it has a cap
     recall_store: int  # bytes
 

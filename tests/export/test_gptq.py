@@ -18,12 +18,13 @@ from kvcap.export.decoder.calibrate import LEAST, MOST, TIED, calibrate, pieces
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.spec import layout_for, open_model
 from kvcap.export.gptq import DAMPING, gptq
-from kvcap.export.weights import BLOCK, Rounding, pack, rounded_in, unpack
+from kvcap.export.weights import pack, rounded_in, unpack
 from kvcap.pocket.corpus import filler
 from kvcap.policies import load_policy
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.files import load_config, load_tokenizer
+from kvcap.runtime.models.rounding import BLOCK, Rounding
 from kvcap.runtime.types import MANIFEST
 
 ROUNDINGS = [Rounding(4, symmetric) for symmetric in (True, False)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from kvcap.export.weights import BLOCK, Rounding, Store, pack, place, rounded_in, unpack
+from kvcap.export.weights import Store, pack, place, rounded_in, unpack
+from kvcap.runtime.models.rounding import BLOCK, Rounding
 
 SHAPES = [(5, 32), (3, 33), (7, 100), (64, 31), (2, 96)]
 ROUNDINGS = [Rounding(bits, symmetric) for bits in (4, 8) for symmetric in (True, False)]

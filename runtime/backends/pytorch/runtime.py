@@ -39,7 +39,7 @@ from kvcap.runtime.models.files import (
     load_tokenizer,
 )
 from kvcap.runtime.models.names import is_export, locate, resolve
-from kvcap.runtime.models.packed import PackedDtype, check_packing
+from kvcap.runtime.models.packed import check_packing
 from kvcap.runtime.models.quantised import quantisation
 from kvcap.runtime.models.rope import SHORT, ShortFactors
 from kvcap.runtime.models.weights import Weights, held_weights, read_headers
@@ -131,7 +131,7 @@ class Runtime:
         device: str | torch.device | None = None,
         memory_cap: str | int | None = None,
         enforce: Enforce = "check",
-        weights: PackedDtype | None = None,
+        weights: str | None = None,
         recall_store: str | int | None = None,
         **named: Unpack[SettingNames],
     ) -> Runtime:

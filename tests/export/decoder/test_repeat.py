@@ -24,12 +24,12 @@ from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.repeat import Numbered, repeat
 from kvcap.export.decoder.spec import Source, layout_for, open_model
 from kvcap.export.decoder.write import write
-from kvcap.export.weights import Rounding
 from kvcap.policies import load_policy
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import ToleranceError
 from kvcap.runtime.models.checkpoint import Checkpoint, empty, empty_model, fill, streaming
 from kvcap.runtime.models.files import load_config
+from kvcap.runtime.models.rounding import Rounding
 from kvcap.runtime.types import MANIFEST
 
 BUDGET, BLOCK, LAYERS = 12, 4, 5

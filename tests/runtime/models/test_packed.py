@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,19 @@ from kvcap import BudgetCache, MemoryPlan, Runtime, Session
 from kvcap.cli import run
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import PlanInfeasible, SessionFileForeign, UnsupportedModel
-from kvcap.runtime.models import files, packed
+from kvcap.runtime.models import files, packed, packed_matrix
 from kvcap.runtime.models.files import load_config, load_model, load_packed
+from kvcap.runtime.models.formats import NAMES, int4, matrix_of
 from kvcap.runtime.models.fused.decoder import decoder_of
-from kvcap.runtime.models.packed import KINDS, PACKED, PackedEmbedding, PackedLinear, pack
+from kvcap.runtime.models.packed import PackedEmbedding, PackedLinear, pack
 from kvcap.runtime.models.weights import held_weights, read_headers, weigh
 
 SHAPES = [(64, 32), (100, 70), (7, 5), (130, 96), (1, 33)]  # rows and columns
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def matrix_of(weight: torch.Tensor, kind: str, dtype: torch.dtype) -> Any:
-    matrix = KINDS[kind](*weight.shape, dtype)
+def filled(weight: torch.Tensor, kind: str, dtype: torch.dtype) -> Any:
+    matrix = matrix_of(kind)(*weight.shape, dtype)
     matrix.fill(lambda start, stop: weight[start:stop])
     return matrix
 
@@ -42,11 +44,11 @@ def far(found: torch.Tensor, true: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", NAMES)
 def test_products_are_those_of_the_numbers_that_are_looked_up(kind, dtype):
     torch.manual_seed(0)
     for rows, columns in SHAPES:
-        matrix = matrix_of(torch.randn(rows, columns), kind, dtype)
+        matrix = filled(torch.randn(rows, columns), kind, dtype)
         true = matrix.lookup(torch.arange(rows)).float()
         x = torch.randn(41, columns).to(dtype)
         rounding = 1e-5 if dtype == torch.float32 else 0.01
@@ -66,22 +68,22 @@ def test_weights_are_rounded_to_the_nearest_that_there_is(kind, most):
     weight[3], weight[4], weight[5, :32] = 0, 1e-3, weight[5, :32].abs()  # one sign
     weight[6] *= 1e-30  # no float16 scale for it
     for dtype in FLOATS:
-        found = matrix_of(weight, kind, dtype).lookup(torch.arange(70)).float()
+        found = filled(weight, kind, dtype).lookup(torch.arange(70)).float()
         assert far(found, weight) < most
         assert not found[3].any()
         assert far(found[4], weight[4]) < 0.02
         assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", NAMES)
 def test_pieces_give_what_the_whole_gives(kind, monkeypatch):
     torch.manual_seed(0)
     weight, x = torch.randn(200, 64), torch.randn(20, 64)
-    whole = matrix_of(weight, kind, torch.float32)
+    whole = filled(weight, kind, torch.float32)
     expected = whole(x)
-    for name in ("ROUNDED", "SPREAD"):
-        monkeypatch.setattr(packed, name, 64 * 64)
-    pieces = matrix_of(weight, kind, torch.float32)
+    monkeypatch.setattr(sys.modules[type(whole).__module__], "ROUNDED", 64 * 64)
+    monkeypatch.setattr(packed_matrix, "SPREAD", 64 * 64)
+    pieces = filled(weight, kind, torch.float32)
     assert list(pieces.pieces(64 * 64)) == [(0, 64), (64, 128), (128, 192), (192, 200)]
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor[:200], pieces.state_dict()[name][:200]), name
@@ -93,23 +95,23 @@ def test_rows_in_another_order_are_found(monkeypatch):
     torch.manual_seed(0)
     weight = torch.randn(96, 64)
     ids = torch.arange(96)
-    true = matrix_of(weight, "int4", torch.float32)
+    true = filled(weight, "int4", torch.float32)
     looked_up, integers = true.lookup(ids), true.integers(64, 96)
 
     def pairs(numbers: torch.Tensor) -> torch.Tensor:
         blocks = numbers.to(torch.uint8).unflatten(0, (-1, 16, 2)).permute(0, 3, 1, 2)
         return (blocks[..., 0] | blocks[..., 1] << 4).reshape(len(numbers), -1)
 
-    monkeypatch.setattr(packed, "_pack", pairs)
-    packed.row_order.cache_clear()
+    monkeypatch.setattr(int4, "_pack", pairs)
+    int4.row_order.cache_clear()
     try:
-        assert packed.row_order().size == 32
-        other = matrix_of(weight, "int4", torch.float32)
+        assert int4.row_order().size == 32
+        other = filled(weight, "int4", torch.float32)
         assert not torch.equal(other.numbers, true.numbers)
         assert torch.equal(other.lookup(ids), looked_up)
         assert torch.equal(other.integers(64, 96), integers)
     finally:
-        packed.row_order.cache_clear()
+        int4.row_order.cache_clear()
 
 
 def save(family: str, folder: Path, dtype: torch.dtype) -> str:
@@ -123,7 +125,7 @@ def test_families_run_and_hold_what_is_planned(family, tmp_path, tokens):
     """Logits are those of the plain model with the rounded weights, under a cap too."""
     if OLD and (family in STATES or family == "gemma3n"):
         pytest.skip("this transformers keeps no states, or does not read what it wrote")
-    kind = PACKED[len(family) % 2]
+    kind = NAMES[len(family) % 2]
     where = save(family, tmp_path, torch.float32)
     config = load_config(where)
     model = load_packed(where, config, torch.float32, kind).eval()
@@ -145,7 +147,7 @@ def test_families_run_and_hold_what_is_planned(family, tmp_path, tokens):
     torch.testing.assert_close(logits[0], logits[1], rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", NAMES)
 def test_what_is_tied_is_held_once_and_the_float_weights_are_let_go(kind, tmp_path):
     where = save("gemma3_text", tmp_path, torch.bfloat16)
     model = load_packed(where, load_config(where), torch.bfloat16, kind)
@@ -227,7 +229,7 @@ def answer(runtime: Runtime) -> str:
     return text
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", NAMES)
 def test_the_plan_is_what_is_held_and_a_cap_counts_it(kind, chatty):
     sizes: dict[str, Any] = {"budget_tokens": 32, "block_size": 16}
     runtime = Runtime.from_pretrained(chatty, weights=kind, **sizes)
@@ -248,7 +250,7 @@ def test_a_session_goes_on_under_the_same_weights_alone(chatty, tmp_path):
     file = tmp_path / "session.kvcap"
     runtimes = {
         kind: Runtime.from_pretrained(chatty, budget_tokens=32, weights=kind, device="cpu")
-        for kind in (None, *PACKED)
+        for kind in (None, *NAMES)
     }
     for kind, runtime in runtimes.items():
         session = runtime.session()
@@ -297,7 +299,7 @@ def test_a_build_without_products_or_with_wrong_ones_is_named(wrong, chatty, mon
             raise RuntimeError("not compiled with it\nfor this CPU")
         return x.new_zeros(len(x), 67)
 
-    monkeypatch.setattr(packed.Int4Matrix, "product_of_few", lambda self, x: product(x))
+    monkeypatch.setattr(int4.Int4Matrix, "product_of_few", lambda self, x: product(x))
     packed._fault.cache_clear()
     try:
         said = r"\(not compiled with it\)" if wrong == "missing" else r"\(they are wrong\)"
