@@ -17,7 +17,7 @@ FOLDERS := runtime policies kernels export android_bench evals serve pocket test
 setup: $(VENV)/.ready ## the environment alone
 
 chat: $(VENV)/.ready ## chat under a 256-token cap: with smollm2, which is downloaded once, or else with pocket
-	@model=smollm2; $(BIN)/kvcap plan $$model --json >/dev/null || { model=pocket; \
+	@model=smollm2; $(BIN)/kvcap pull $$model >/dev/null || { model=pocket; \
 	  echo "chatting with pocket instead, which is built in and knows only what it is told"; }; \
 	$(BIN)/kvcap chat $$model --budget-tokens 256 --threads 1 # enough for both; a second would wait for a busy core
 

@@ -20,7 +20,7 @@ from kvcap.runtime.models import formats
 # By name of a program, the file that runs it, and the package that its interpreter needs.
 PROGRAMS = {
     "kvcap": ("run_kvcap", ""),
-    "llama.cpp": ("run_llama_cpp", "kvcap[llamacpp]"),
+    "llama.cpp": ("run_llama_cpp", "xllamacpp"),
     "transformers": ("run_transformers", "torch transformers"),
     "kvpress": ("run_kvpress", "torch kvpress"),
 }

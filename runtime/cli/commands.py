@@ -49,8 +49,14 @@ from kvcap.runtime.errors import ExtraMissing, NotExportable, PlanInfeasible
 from kvcap.runtime.files import as_text
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.models.gguf import AS_THEY_ARE, GgufFile, is_gguf, read_gguf
-from kvcap.runtime.models.names import CONFIG, REPOSITORY, locate, resolve
-from kvcap.runtime.models.packaged import PACKAGED
+from kvcap.runtime.models.names import (
+    CONFIG,
+    REPOSITORY,
+    check_here,
+    is_name,
+    locate,
+    resolve,
+)
 from kvcap.runtime.planning.plan import (
     AUTO,
     LOADING,
@@ -241,6 +247,7 @@ def plan_command(
         raise ValueError(
             f"--shared-prompts {shared_prompts} needs --serve; add that, or leave it out"
         )
+    check_here(model)
     free = free_memory()
     serving = None
     try:
@@ -748,9 +755,7 @@ def prompt_and_model(
 def _names_model(text: str) -> bool:
     """Return whether the only argument of `generate` names a model, and is no prompt."""
     folder = Path(text)
-    if text in (*BUILT_IN, *PACKAGED) or any(
-        (folder / name).is_file() for name in (CONFIG, MANIFEST)
-    ):
+    if is_name(text) or any((folder / name).is_file() for name in (CONFIG, MANIFEST)):
         return True
     if text.endswith(".gguf") and is_gguf(text):
         return True

@@ -12,17 +12,17 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvcap.runtime.errors import ModelNotFound, UnsupportedModel, first_line
+from kvcap.runtime.errors import ModelNotFound, UnsupportedModel
 from kvcap.runtime.files import read_json
+from kvcap.runtime.models import hub
 from kvcap.runtime.models.gguf import is_gguf
-from kvcap.runtime.models.packaged import PACKAGED, packaged_file
+from kvcap.runtime.models.hub import CONFIG, REPOSITORY
+from kvcap.runtime.models.packaged import PACKAGED, kept_file, packaged_file
 from kvcap.runtime.types import BUILT_IN, MANIFEST, POCKET
+from kvcap.runtime.units import format_bytes
 
-CONFIG = "config.json"
 ADAPTER = "adapter_config.json"  # of peft
-TIMEOUT = 10.0  # seconds within which the hub must answer
 EXAMPLE = "Qwen/Qwen3-0.6B"
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve(model: str | Path) -> str:
@@ -58,7 +58,7 @@ def resolve(model: str | Path) -> str:
 def locate(model: str | Path) -> Path | None:
     """Return the directory or GGUF file that `model` names; None if it may be a repository.
 
-    A model of `PACKAGED` is downloaded where it is not kept yet.
+    A model of `PACKAGED` or a GGUF file of the hub is downloaded where it is not kept yet.
 
     Raises:
         ModelNotFound: it names neither; the message says what it is instead.
@@ -77,6 +77,8 @@ def locate(model: str | Path) -> Path | None:
         raise ModelNotFound(f"{name!r} is {_kind(path)}")
     if address := re.match(r"https?://(?:www\.)?huggingface\.co/([\w.-]+/[\w.-]+)", name):
         raise ModelNotFound(f"{name!r} is an address; give the repository's name, {address[1]}")
+    if hub.names_file(name):
+        return hub.gguf_file(name)
     if REPOSITORY.fullmatch(name) and not name.startswith((".", "~")):
         return None
     if name.lower().endswith(".gguf"):
@@ -85,13 +87,48 @@ def locate(model: str | Path) -> Path | None:
     if re.search(r"[/\\~]", name):
         raise ModelNotFound(f"there is no directory {name!r}{_nearby(path)}")
     ways = f"; give {POCKET!r}, a directory, or a repository as OWNER/NAME, such as {EXAMPLE}"
-    near = _like(name, [*BUILT_IN, *PACKAGED, *_folders(Path())])
+    near = _like(name, [*BUILT_IN, *PACKAGED, *hub.SHORT, *_folders(Path())])
     raise ModelNotFound(f"no model is called {name!r}{near or ways}")
 
 
 def names_gguf(model: str) -> bool:
     """Return whether `model` names a GGUF file, which may yet have to be downloaded."""
-    return model not in BUILT_IN and (model in PACKAGED or is_gguf(Path(model).expanduser()))
+    if model in BUILT_IN or model in PACKAGED:
+        return model in PACKAGED
+    path = Path(model).expanduser()
+    return is_gguf(path) or (hub.names_file(model) and not path.exists())
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text is a name by which kvcap has or downloads a model."""
+    return text in (*BUILT_IN, *PACKAGED) or hub.names_file(text)
+
+
+def check_here(model: str) -> None:
+    """Refuse a GGUF file by name that would have to be downloaded first.
+
+    Raises:
+        ModelNotFound: the message says how large it is, and which command downloads it.
+    """
+    if not names_gguf(model) or Path(model).expanduser().exists():
+        return
+    if model in PACKAGED:
+        known = PACKAGED[model]
+        if kept_file(model) is not None:
+            return
+        what, nbytes = f"{known.title}, from the package {known.package}", known.wheel_bytes
+        held = (
+            f"; its weights take {format_bytes(known.weight_bytes)} of memory and a slot "
+            f"{format_bytes(known.slot_bytes)}"
+        )
+    else:
+        if hub.kept_gguf(model) is not None:
+            return
+        what, nbytes, held = "a file of the hub", hub.download_bytes(model), ""
+    raise ModelNotFound(
+        f"{model!r} is not here yet, and planning downloads nothing: it is {what}, "
+        f"{format_bytes(nbytes)}{held}. kvcap pull {model} downloads it, and then this plans it"
+    )
 
 
 def is_export(folder: str | Path) -> bool:
@@ -170,39 +207,14 @@ def _like(name: str, known: Iterable[str]) -> str:
 
 def _on_the_hub(name: str) -> str:
     """Return the name of a repository whose config can be read, or its cached copy's directory."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
 
-    hub = HfApi()
     try:
-        found = hub.model_info(name, timeout=TIMEOUT)
-        if found.gated:
-            hub.auth_check(name)
-    except Exception as error:  # any HTTP library's own; or the hub is set to stay offline
+        found = hub.described(name)
+    except ModelNotFound as error:
         cached = try_to_load_from_cache(name, CONFIG)
         if isinstance(cached, str):
             return str(Path(cached).parent)
-        why = _refusal(error, hub.endpoint, name)
-        raise ModelNotFound(f"{name!r} {why}{_nearby(Path(name))}") from error
-    files = [entry.rfilename for entry in found.siblings or []]
-    if files and CONFIG not in files:
-        what = f"no {CONFIG}, so it is no model of transformers"
-        if any(file.endswith(".gguf") for file in files):
-            what = "GGUF files; get one by hf download and give its path"
-        raise ModelNotFound(f"{name!r} holds {what}")
+        raise ModelNotFound(f"{error}{_nearby(Path(name))}") from error
+    hub.check_files(name, [entry.rfilename for entry in found.siblings or []])
     return name
-
-
-def _refusal(error: Exception, hub: str, name: str) -> str:
-    """Say why a repository cannot be read, and what to do about it."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        return f"is gated: accept its terms at {hub}/{name}, then run: hf auth login"
-    if isinstance(error, RepositoryNotFoundError):
-        return f"is no repository of {hub}, or a private one; check its name, or run: hf auth login"
-    if isinstance(error, HfHubHTTPError):
-        return f"cannot be had now: {first_line(error)}"
-    return (
-        f"is no directory here, and {hub} cannot be reached to look for a repository of that name "
-        f"({first_line(error)})"
-    )

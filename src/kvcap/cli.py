@@ -22,6 +22,8 @@ COMMANDS = {  # and groups of commands: the module of each, and its name there
     "chat": "runtime.cli.commands.chat_command",
     "generate": "runtime.cli.commands.generate_command",
     "plan": "runtime.cli.commands.plan_command",
+    "pull": "runtime.cli.models.pull_command",
+    "models": "runtime.cli.models.models_command",
     "warm": "runtime.cli.commands.warm_command",
     "serve": "serve.commands.serve_command",
     "policies": "evals.policy_commands.policies",

@@ -30,7 +30,7 @@ from ctypes import (
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvcap.runtime.errors import ExtraMissing, LibraryUnusable, how_to_install
+from kvcap.runtime.errors import ExtraMissing, LibraryUnusable
 
 if TYPE_CHECKING:  # imported where cells are read, as starts do without
     import numpy as np
@@ -428,7 +428,7 @@ class Library:
     def _unusable(self, why: str) -> LibraryUnusable:
         return LibraryUnusable(
             f"{self.file}: {why}; name another build of llama.cpp in {VARIABLE}, or "
-            f"{how_to_install('llamacpp')}"
+            "pip install xllamacpp"
         )
 
 
@@ -442,8 +442,8 @@ def load_library(file: Path | None = None) -> Library:
     found = file or find_library()
     if found is None:
         raise ExtraMissing(
-            f"llama.cpp's library, which runs GGUF files, was not found; "
-            f"{how_to_install('llamacpp')}, or name the library of another build in {VARIABLE}"
+            "llama.cpp's library, which runs GGUF files, was not found; run: pip install "
+            f"xllamacpp, or name the library of another build in {VARIABLE}"
         )
     return _loaded(found.resolve())
 
