@@ -57,6 +57,36 @@ STATES: Shapes = {
     "ssm_d": (2 * HIDDEN,), "ssm_out.weight": (HIDDEN, 2 * HIDDEN),
 }  # fmt: skip
 SSM = {"conv_kernel": 4, "inner_size": 2 * HIDDEN, "state_size": 16, "time_step_rank": 4}
+EXPERTS, RANK, ROTATED, LATENT = 4, 16, 16, 32
+EXPERT_FIELDS = {
+    "expert_count": EXPERTS,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": INNER,
+}
+EXPERT_MATRICES: Shapes = {
+    "ffn_gate_inp.weight": (EXPERTS, HIDDEN), "ffn_gate_exps.weight": (EXPERTS, INNER, HIDDEN),
+    "ffn_up_exps.weight": (EXPERTS, INNER, HIDDEN),
+    "ffn_down_exps.weight": (EXPERTS, HIDDEN, INNER),
+}  # fmt: skip
+EXPERT_BIASES: Shapes = {
+    "ffn_gate_inp.bias": (EXPERTS,), "ffn_gate_exps.bias": (EXPERTS, INNER),
+    "ffn_up_exps.bias": (EXPERTS, INNER), "ffn_down_exps.bias": (EXPERTS, HIDDEN),
+}  # fmt: skip
+LATENTS: Shapes = {
+    "attn_q_a.weight": (RANK, HIDDEN), "attn_q_a_norm.weight": (RANK,),
+    "attn_q_b.weight": (Q, RANK), "attn_kv_a_mqa.weight": (LATENT + ROTATED, HIDDEN),
+    "attn_kv_a_norm.weight": (LATENT,), "attn_k_b.weight": (HEADS, LATENT, HEAD - ROTATED),
+    "attn_v_b.weight": (HEADS, HEAD, LATENT),
+}  # fmt: skip
+FUSED: Shapes = {
+    "attn_qkv.weight": (Q + 2 * KV, SQUARE), "attn_qkv.bias": (Q + 2 * KV,),
+    "attn_output.bias": (SQUARE,), "ffn_up.bias": (INNER,), "ffn_down.bias": (SQUARE,),
+    **NORM_BIASES,
+}  # fmt: skip
+NORM_END: Shapes = {"output_norm.bias": (SQUARE,)}
+WITHOUT_GATE = frozenset({"ffn_gate.weight"})
+APART = frozenset({"attn_q.weight", "attn_k.weight", "attn_v.weight"})
+DENSE = frozenset({"ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"})
 MATRICES = tuple(
     f"{part}.weight"
     for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -73,7 +103,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family({**SLIDING, "attention.sliding_window_pattern": 2}, layer={**QK_NORM, **POST}),
     "phi3": Family(
         {},
-        frozenset({"attn_q.weight", "attn_k.weight", "attn_v.weight", "ffn_gate.weight"}),
+        APART | WITHOUT_GATE,
         {"attn_qkv.weight": (Q + 2 * KV, SQUARE), "ffn_up.weight": (2 * INNER, SQUARE)},
         hidden=SQUARE,
     ),
@@ -98,12 +128,12 @@ FAMILIES: Mapping[str, Family] = {
     "stablelm": Family(
         {**MEAN, "rope.dimension_count": HEAD // 2},
         layer=NORM_BIASES,
-        ends={"output_norm.bias": (SQUARE,)},
+        ends=NORM_END,
         hidden=SQUARE,
     ),
     "starcoder2": Family(
         MEAN,
-        frozenset({"ffn_gate.weight"}),
+        WITHOUT_GATE,
         {
             **NORM_BIASES,
             **BIASES,
@@ -111,7 +141,7 @@ FAMILIES: Mapping[str, Family] = {
             "ffn_up.bias": (INNER,),
             "ffn_down.bias": (SQUARE,),
         },
-        {"output_norm.bias": (SQUARE,)},
+        NORM_END,
         hidden=SQUARE,
     ),
     "smollm3": Family(),
@@ -121,6 +151,74 @@ FAMILIES: Mapping[str, Family] = {
         {**MEAN, "logit_scale": 0.5},
         frozenset({"output.weight", "ffn_norm.weight"}),
         hidden=SQUARE,
+    ),
+    "gemma": Family(without=WITHOUT_OUTPUT),
+    "qwen3moe": Family(EXPERT_FIELDS, DENSE, {**QK_NORM, **EXPERT_MATRICES}),
+    "gpt2": Family(  # learned positions
+        MEAN,
+        WITHOUT_GATE | APART,
+        FUSED,
+        {**NORM_END, "position_embd.weight": (TRAINED, SQUARE)},
+        SQUARE,
+    ),
+    "gptneox": Family(
+        {**MEAN, "use_parallel_residual": True, "rope.dimension_count": HEAD // 2},
+        WITHOUT_GATE | APART,
+        FUSED,
+        NORM_END,
+        SQUARE,
+    ),
+    "bloom": Family(  # linear biases in place of positions
+        MEAN,
+        WITHOUT_GATE | APART,
+        FUSED,
+        {
+            **NORM_END,
+            "token_embd_norm.weight": (SQUARE,),
+            "token_embd_norm.bias": (SQUARE,),
+        },
+        SQUARE,
+    ),
+    "nemotron": Family(MEAN, WITHOUT_GATE, NORM_BIASES, NORM_END, SQUARE),
+    "cohere2": Family(
+        {**MEAN, **SLIDING, "attention.sliding_window_pattern": 2, "logit_scale": 0.5},
+        frozenset({"output.weight", "ffn_norm.weight"}),
+        hidden=SQUARE,
+    ),
+    "glm4": Family(
+        without=WITHOUT_GATE,
+        layer={"ffn_up.weight": (2 * INNER, SQUARE), **dict.fromkeys(POST, (SQUARE,))},
+        hidden=SQUARE,
+    ),
+    "gpt-oss": Family(  # learned sinks
+        {**SLIDING, **EXPERT_FIELDS},
+        DENSE | {"ffn_norm.weight"},
+        {
+            "post_attention_norm.weight": (HIDDEN,),
+            "attn_sinks.weight": (HEADS,),
+            **BIASES,
+            "attn_output.bias": (HIDDEN,),
+            **EXPERT_MATRICES,
+            **EXPERT_BIASES,
+        },
+    ),
+    "deepseek2": Family(  # latents
+        {
+            "attention.q_lora_rank": RANK,
+            "attention.kv_lora_rank": LATENT,
+            "attention.head_count_kv": 1,
+            "attention.key_length": LATENT + ROTATED,
+            "attention.value_length": LATENT,
+            "attention.key_length_mla": HEAD,
+            "attention.value_length_mla": HEAD,
+            "rope.dimension_count": ROTATED,
+            "leading_dense_block_count": LAYERS,
+            "expert_shared_count": 0,
+            "expert_weights_scale": 1.0,
+            **EXPERT_FIELDS,
+        },
+        APART,
+        LATENTS,
     ),
     "lfm2": Family(
         {"shortconv.l_cache": 3, "attention.head_count_kv": [0, KV_HEADS, 0]},
@@ -244,7 +342,7 @@ def _random(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> NDAr
     found = rng.standard_normal(shape)
     if name.endswith("ssm_a"):
         return -np.exp(found).astype(np.float32)
-    if len(shape) == 1:
+    if len(shape) == 1 or "bias" in name:
         one = 0.0 if "bias" in name else 1.0
         return (one + 0.1 * found).astype(np.float32)
     large = 2.0 if "attn_q" in name or "attn_k." in name else 1.0

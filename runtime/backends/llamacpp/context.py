@@ -41,8 +41,8 @@ CELLS = re.compile(
 STATES = re.compile(r"size =\s+([\d.]+) MiB \(\s*\d+ cells,.*R \(\w+\)")
 COMPUTE = re.compile(r"compute buffer size =\s+([\d.]+) MiB")
 OUTPUT = re.compile(r"output buffer size =\s+([\d.]+) MiB")
-UNITS = {"f16": 64, "q8_0": 34, "q4_0": 18}
-"""Holds the bytes of which a row of numbers of each type is a multiple: those of 32 numbers."""
+UNITS = {"f16": 32, "q8_0": 34, "q4_0": 18}
+"""Holds the bytes of which a row of each type is a multiple: of 16 numbers, or of a unit of 32."""
 TYPES = frozenset(CELL_TYPES.values())
 ROWS = np.dtype([("type", "<i4"), ("nbytes", "<u8")])
 COLUMNS = np.dtype([("type", "<i4"), ("size", "<u4"), ("rows", "<u4")])
@@ -87,7 +87,7 @@ def _cells_bytes(
 
 def _whole(size: float, unit: int, layers: int) -> int:
     """Return the multiple of a unit, of a unit in every layer if possible, nearest to a size."""
-    alike = round(size / unit / layers) * unit * layers
+    alike = round(size / unit / max(1, layers)) * unit * layers
     return alike if abs(alike - size) <= ROUNDED else round(size / unit) * unit
 
 

@@ -189,6 +189,7 @@ class LlamaModel:
 
 
 def reason(said: str) -> str:
-    """Return the line of the library's log that says why something failed."""
-    lines = [line.strip() for line in said.splitlines() if re.search("error|fail|invalid", line)]
-    return lines[0] if lines else "it does not say why"
+    """Return the line of the library's log that says why something failed, else its last one."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    named = (line for line in lines if re.search("error|fail|invalid", line))
+    return next(named, lines[-1] if lines else "it does not say why")

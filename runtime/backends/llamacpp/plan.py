@@ -79,9 +79,17 @@ class LlamaPlanner:
             budget: slots.
             block: tokens.
             allocated: what a context of these sizes takes; None: it is measured.
+
+        Raises:
+            UnsupportedModel: all layers keep windows, which no budget makes smaller.
         """
         model, cells = self.model, whole_pages(budget + block)
         found = allocated or self.measured(cells, block)
+        if not found.cells:
+            raise UnsupportedModel(
+                f"every layer of {model.architecture} keeps a window of {model.window:,} tokens, "
+                "so there is nothing to cap; run it with llama.cpp"
+            )
         copied = found.cells + found.sliding if self.ranking.reads_cells else 0
         return MemoryPlan(
             policy=self.ranking.name,

@@ -20,6 +20,7 @@ from llama_reference import (
     text_ids,
 )
 
+from kvcap.runtime.backends.llamacpp.library import FILE_TYPES, find_library, load_library
 from kvcap.runtime.backends.llamacpp.loop import LlamaLoop
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.types import Positions
@@ -37,9 +38,20 @@ SMALL: dict[str, dict[str, Any]] = {
 """Holds the options of each policy under which it has something to evict at a small budget."""
 
 
+QUANTISES = hasattr(load_library().calls, "llama_model_quantize") if find_library() else False
+needs_quantiser = pytest.mark.skipif(not QUANTISES, reason="the library has no quantiser")
+QUANTISED = [pytest.param(kind, marks=needs_quantiser) for kind in FILE_TYPES]
+
+
+@pytest.mark.parametrize("kind", [None, *QUANTISED])
 @pytest.mark.parametrize("architecture", tiny_gguf.ATTENDING)
-def test_without_eviction_answers_are_the_librarys_own(gguf: Files, architecture: str) -> None:
+def test_without_eviction_answers_are_the_librarys_own(
+    gguf: Files, tmp_path: Path, architecture: str, kind: str | None
+) -> None:
     file = gguf(architecture)
+    if kind is not None:
+        whole, file = file, tmp_path / "quantised.gguf"
+        load_library().quantise(whole, file, kind)
     session = runtime_of(file, budget_tokens=256, block_size=64).session(seed=0)
     session.set_generation(do_sample=False, max_new_tokens=40, eos_token_id=None)
     said = "".join(session.send("Water boils at a hundred degrees. " * 3))

@@ -16,7 +16,7 @@ from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.plan import LlamaPlanner
 from kvcap.runtime.backends.llamacpp.rank import ranking_of
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
+from kvcap.runtime.errors import MemoryCapExceeded, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.planning.plan import parse_cap
 from kvcap.runtime.types import Positions
 
@@ -57,7 +57,8 @@ def test_bytes_of_full_cells_are_those_planned(
     gap = context.library.layout.gap
     parts = [] if not runtime.gguf.window else [runtime.gguf.window]
     # Each layer has a type and a size of rows, of keys and of values; each cell its position.
-    heads = 8 + (1 + len(parts)) * (4 + 4 * sequences + 8 + gap) + 24 * layers
+    kinds = 1 if architecture == "deepseek2" else 2  # latents are the only numbers
+    heads = 8 + (1 + len(parts)) * (4 + 4 * sequences + 8 + gap) + 12 * kinds * layers
     if not parts:
         assert state.nbytes == cache.nbytes + heads + 12 * PAGE
     else:  # a state has the cells of a window alone
@@ -73,6 +74,10 @@ def test_a_plan_of_the_header_is_that_of_the_model(
     gguf: Files, architecture: str, kv_dtype: Any
 ) -> None:
     file = gguf(architecture)
+    if kv_dtype and architecture == "deepseek2":
+        with pytest.raises(MemoryCapExceeded, match="does not divide n_embd_head_k=48"):
+            runtime_of(file, kv_dtype=kv_dtype, positions="true")
+        return
     fixed: Positions | None = "true" if loaded(file).fixed_keys is not None else None
     settings = CacheSettings(
         budget_tokens=300, block_size=64, kv_dtype=kv_dtype, positions=fixed if kv_dtype else None
@@ -83,6 +88,12 @@ def test_a_plan_of_the_header_is_that_of_the_model(
     context = Context(loaded(file), 364, 64, kv_dtype=kv_dtype)
     planner = LlamaPlanner(loaded(file), ranking_of("keydiff", {}), settings)
     assert planner.plan(300, 64, context.allocated) == plans[0]
+
+
+def test_a_model_of_windows_alone_is_refused_by_name(gguf: Files) -> None:
+    fields = {"cohere2.attention.sliding_window_pattern": 4}  # of three layers
+    with pytest.raises(UnsupportedModel, match="every layer of cohere2 keeps a window of 32 tok"):
+        runtime_of(gguf("cohere2", fields=fields))
 
 
 def test_the_most_slots_within_bytes_are_planned(gguf: Files) -> None:
