@@ -90,10 +90,11 @@ def test_a_plan_of_the_header_is_that_of_the_model(
     assert planner.plan(300, 64, context.allocated) == plans[0]
 
 
-def test_a_model_of_windows_alone_is_refused_by_name(gguf: Files) -> None:
+def test_a_model_of_windows_alone_is_refused_by_name(tmp_path: Path) -> None:
     fields = {"cohere2.attention.sliding_window_pattern": 4}  # of three layers
+    file = tiny_gguf.written(tmp_path, "cohere2", fields=fields)
     with pytest.raises(UnsupportedModel, match="every layer of cohere2 keeps a window of 32 tok"):
-        runtime_of(gguf("cohere2", fields=fields))
+        runtime_of(file)
 
 
 def test_the_most_slots_within_bytes_are_planned(gguf: Files) -> None:
