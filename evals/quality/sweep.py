@@ -372,7 +372,7 @@ class CellJob:
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         if self.sweep.by_llamacpp:
-            self._llama = llama_cells.LlamaCells(self.sweep.model, self.threads)
+            self._llama = llama_cells.LlamaCells(self.sweep.model, torch.get_num_threads())
             return
         if worker and self.sweep.device in (None, "cuda") and torch.cuda.is_available():
             torch.cuda.set_device(worker % torch.cuda.device_count())

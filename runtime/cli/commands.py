@@ -250,16 +250,13 @@ def plan_command(
     check_here(model)
     free = free_memory()
     serving = None
+    recall = recalling.served() if serve else recalling.settings(budget.memory_cap)
     try:
         if serve:
             serving = planned_serving(
-                model, backend, budget, recall=recalling.served(), shared_prompts=shared_prompts
+                model, backend, budget, recall=recall, shared_prompts=shared_prompts
             )
-        if serving is None:
-            index = recalling.settings(budget.memory_cap).nbytes
-            plan = planned(model, backend, budget, index)
-        else:
-            plan = serving.one
+        plan = serving.one if serving else planned(model, backend, budget, recall.nbytes)
     except PlanInfeasible as error:
         if not json_:
             raise
@@ -271,21 +268,27 @@ def plan_command(
     by_llamacpp = backend.by_llamacpp(model)
     stored = None if by_llamacpp or backend.exported(model) else _in_gguf(model)
     ends = planned_ends(model, backend)
+    if by_llamacpp:
+        evicts = plan.policy != FULL
+    else:
+        evicts = backend.exported(model) or budget.eviction().policy.evicts
+    again = recall.limit(plan.budget_tokens) if evicts and recall.nbytes else 0
     if json_:
         uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
         available = {"free_bytes": free.nbytes, "free_by": free.source}
         file = {} if stored is None else {"file_bytes": stored.nbytes, "file_type": stored.numbers}
         file |= {"library": library_of(model)} if by_llamacpp else {}
         server = {} if serving is None else {"serve": serving.as_dict()}
-        said = {"end_tokens": [end._asdict() for end in ends]}
+        said = {"end_tokens": [end._asdict() for end in ends], "recall_tokens": again}
         print(json.dumps({**plan.as_dict(), **said, **uncapped, **available, **file, **server}))
     else:
-        if by_llamacpp:
-            evicts = plan.policy != FULL
-        else:
-            evicts = backend.exported(model) or budget.eviction().policy.evicts
         library = library_of(model) if by_llamacpp else ""
         print_plan(model, plan, free, tokens, evicts=evicts, library=library)
+        if again:
+            print(
+                f"recall: evicted text that a message asks about takes at most {again:,} of the "
+                f"{plan.budget_tokens:,} slots until it is answered"
+            )
         print(visible(f"answers end at {', '.join(map(str, ends)) or 'no token'}"))
         if serving is not None:
             print(f"a server: {serving.summary}")

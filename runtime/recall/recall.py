@@ -7,7 +7,6 @@ as part of it, and are evicted again in time like any other tokens. The cache ne
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -17,19 +16,21 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvcap.runtime.errors import PinsTooLarge
+from kvcap.runtime.recall.asking import asks
 from kvcap.runtime.recall.segments import TextPieces, cuts, question_start, segment_length
 from kvcap.runtime.recall.settings import STORE_BYTES, RecallSettings
 from kvcap.runtime.recall.store import Found, PassageStore, terms
 from kvcap.runtime.types import KeptTokens, Span
 
-# Share of a question's words that passages must have; below it they agree by chance. More where a
-# message has no question mark, and more yet at the end of a long one, which may only tell.
-LEAST, UNASKED, TOLD = 0.3, 0.5, 0.8
+LEAST = 0.3  # share of a question's words that passages must have; below it they agree by chance
+KEYWORDS, MOST_KEYWORDS = (
+    0.8,
+    6,
+)  # the same of a few words that ask by no form, such as "cellar code"
 PART = 0.4  # what a passage must add to the words of others, relative to what the best one has
 NEAR_BEST = 0.8  # passages that add nearly as much as the best one come with it
 FOLLOWING = 0.3  # the same where a question follows from another, and asks more of its subject
 FEW_WORDS = 5  # of a question that may follow from the one before it, such as "and its colour?"
-ASKS = re.compile(r"[?？؟](?![\w=&/])")
 HEADER = 4  # tokens of the name of who says a message
 USER = "user"
 ROLES = frozenset(("system", "developer", USER, "assistant", "model", "tool"))
@@ -153,10 +154,11 @@ class Recall:
             kept: what the cache holds, to leave out passages that it mostly does; None: all count.
         """
         self.index(ids)
-        asks = ASKS.search(question) is not None
-        least = LEAST if asks else UNASKED if self._begins(ids) else TOLD
-        found = self._needed(question, ids, least)
-        if asks and not found and len(list(terms(question))) <= FEW_WORDS:
+        asked, words = asks(question), len([*terms(question)])
+        if not asked and words > MOST_KEYWORDS:
+            return []
+        found = self._needed(question, ids, LEAST if asked else KEYWORDS)
+        if asked and not found and words <= FEW_WORDS:
             before = self._asked_before(ids)
             found = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
         if kept is not None and found:
@@ -317,12 +319,6 @@ class Recall:
             if name:
                 yield start, name
 
-    def _begins(self, ids: Sequence[int]) -> bool:
-        """Return whether a message begins behind these tokens."""
-        if not ids or not self._is_text(ids[-1]):
-            return True
-        return next(self._messages(ids, len(ids)), (0, ""))[0] == len(ids)
-
     def _asked_before(self, ids: Sequence[int]) -> str:
         """Return the question of the user's message before the one being read, if it asked one."""
         begun = [start for start, name in self._messages(ids, len(ids)) if name == USER]
@@ -332,7 +328,7 @@ class Recall:
         stop = next(place for place in range(first, len(ids)) if not self._is_text(ids[place]))
         first = max([first, *(b for _, b in self.spans if b <= stop)])  # behind what was recalled
         text = self._text(ids[question_start(ids, first, stop, self._pieces) : stop])
-        return text if ASKS.search(text) else ""
+        return text if asks(text) else ""
 
     def _text(self, ids: Sequence[int]) -> str:
         """Return what is said, with a new line in place of special tokens and names."""

@@ -26,14 +26,19 @@ UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\ua
 # Words of English questions that name no subject, however rare they are in a conversation. What
 # says little in other languages is known by how many passages have it.
 EMPTY = frozenset((
-    "a", "about", "again", "all", "am", "an", "and", "any", "are", "as", "at", "be", "been",
-    "but", "by", "can", "could", "did", "do", "does", "for", "from", "had", "has", "have", "he",
-    "hello", "her", "hi", "him", "his", "how", "i", "if", "in", "is", "it", "its", "just",
-    "know", "may", "me", "mean", "mentioned", "might", "my", "of", "on", "one", "or", "our",
-    "please", "remember", "said", "say", "shall", "she", "should", "so", "some", "something",
-    "tell", "than", "thank", "thanks", "that", "the", "their", "them", "then", "there", "these",
-    "they", "think", "this", "those", "to", "today", "us", "was", "we", "were", "what", "when",
-    "where", "which", "who", "whom", "whose", "why", "will", "with", "would", "you", "your",
+    "a", "about", "according", "again", "all", "also", "am", "an", "and", "any", "are", "as",
+    "ask", "at", "be", "been", "but", "by", "can", "could", "describe", "detail", "details",
+    "did", "do", "does", "ever", "exactly", "explain", "find", "for", "forgot", "forgotten",
+    "from", "get", "give", "had", "has", "have", "he", "hello", "help", "her", "here", "hi",
+    "him", "his", "how", "i", "if", "in", "is", "it", "its", "just", "kindly", "know", "let",
+    "like", "list", "look", "many", "may", "me", "mean", "mentioned", "might", "more", "much",
+    "my", "need", "no", "not", "now", "of", "ok", "okay", "on", "once", "one", "or", "our",
+    "please", "question", "questions", "quote", "recall", "remember", "remind", "repeat", "said",
+    "say", "shall", "she", "should", "show", "so", "some", "something", "such", "sure", "tell",
+    "tells", "than", "thank", "thanks", "that", "the", "their", "them", "then", "there", "these",
+    "they", "think", "this", "those", "to", "today", "told", "too", "up", "us", "very", "want",
+    "was", "we", "were", "what", "when", "where", "which", "who", "whom", "whose", "why", "will",
+    "with", "wonder", "would", "write", "yes", "you", "your",
 ))  # fmt: skip
 MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u0670\u06d6-\u06ed\u0900-\u0dff"
 WORD = re.compile(f"[{UNSPACED}]+|(?:[^\\W_{UNSPACED}]|[{MARKS}])+")

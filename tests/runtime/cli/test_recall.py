@@ -270,7 +270,9 @@ def test_the_plan_shows_and_counts_the_index(
         return capsys.readouterr().out
 
     without = json.loads(plan("--recall", "off", "--json"))
-    assert without["recall_store"] == 0
+    assert (without["recall_store"], without["recall_tokens"]) == (0, 0)
+    assert json.loads(plan("--budget-tokens", "600", "--json"))["recall_tokens"] == 200
+    assert "takes at most 128 of the 256 slots" in plan("--budget-tokens", "256")
     found = json.loads(plan("--recall-store", "1MiB", "--json"))
     assert found["recall_store"] == 1 << 20
     assert found["cache_bytes"] == without["cache_bytes"]
