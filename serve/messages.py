@@ -28,6 +28,7 @@ NAMES = {
     "tool_call_id": "tool_use_id",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
+    "thinking_budget": "thinking.budget_tokens",
 }
 EFFORTS = {"max": "xhigh"}  # words of this API by those of OpenAI's; others are the same
 LATER_SYSTEM = "<system-reminder>\n{}\n</system-reminder>"
@@ -67,7 +68,8 @@ class ThinkingSettings(schemas.Strict):
     """A group of settings of what the model thinks."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None  # the model is not held to it
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Says at how many tokens of thoughts the answer begins."""
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -138,6 +140,8 @@ class CountBody(schemas.Strict):
         if choice:
             raise ValueError(f"tool_choice has {next(iter(choice))[:40]!r}; leave it out")
         found["chat_template_kwargs"] = {"enable_thinking": self.thinks}
+        if self.thinking is not None and self.thinks:
+            found["thinking_budget"] = self.thinking.budget_tokens
         config = self.output_config or OutputSettings()
         if config.effort is not None:
             found["reasoning_effort"] = EFFORTS.get(config.effort, config.effort)

@@ -26,6 +26,7 @@ from pydantic import (
 
 from kvcap.runtime.recall.settings import AUTO, OFF
 from kvcap.runtime.session import settings
+from kvcap.runtime.session.thoughts import EFFORTS
 from kvcap.runtime.session.tool_calls import schema_of_call
 from kvcap.runtime.types import Message
 from kvcap.serve.contract import Ask
@@ -489,6 +490,7 @@ class Request(Strict):
                     param=field,
                     code="unsupported_parameter",
                 )
+        self._check_thoughts(found)
         least = found.get("min_tokens", 0)
         if least > found.get("max_new_tokens", limits.answer_tokens):
             said = f"min_tokens is {least:,}, and the answer has fewer at most; give a lower number"
@@ -503,6 +505,17 @@ class Request(Strict):
                 param=field,
             )
         return found
+
+    def _check_thoughts(self, found: dict[str, Any]) -> None:
+        """Leave half of an answer to what is not thought; refuse a budget that takes all of it."""
+        budget, most = found.get("thinking_budget"), found.get("max_new_tokens")
+        if budget is None or most is None or budget < most:
+            return
+        if getattr(self, "thinking_budget", None) is not None:
+            field, longest = self._named("thinking_budget"), self._named("max_tokens")
+            said = f"{field} is {budget:,}, which leaves no token of {longest}, {most:,}; lower it"
+            raise ApiError(400, said, param=field)
+        found["thinking_budget"] = most // 2
 
     @property
     def held_to(self) -> dict[str, Any] | None:
@@ -570,7 +583,12 @@ class ChatRequest(Request):
     tools: Annotated[list[Tool], Field(max_length=TOOLS)] | None = None
     tool_choice: Annotated[Any, AfterValidator(_choice)] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """Goes to the chat template by its name; with none `enable_thinking` is false as well."""
+    """Goes to the chat template by its name, and says how long the model may think (`EFFORTS`).
+
+    With none `enable_thinking` is false as well.
+    """
+    thinking_budget: Annotated[int, Field(ge=0)] | None = None
+    """Says at how many tokens of thoughts the answer begins, as Qwen's API names it."""
     chat_template_kwargs: Annotated[Schema, AfterValidator(_template_options)] | None = None
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
@@ -689,7 +707,10 @@ class ChatRequest(Request):
             "json_schema": self.held_to,
             "call_schema": self.call_schema,
             "template_options": self.template_options,
+            "thinking_budget": EFFORTS.get(self.reasoning_effort or ""),
         }
+        if self.thinking_budget is not None:
+            found["thinking_budget"] = self.thinking_budget
         if self.max_completion_tokens is not None:
             found["max_new_tokens"] = self.max_completion_tokens
         if self.logprobs:

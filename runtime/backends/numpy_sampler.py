@@ -35,6 +35,7 @@ class Generation:
     frequency_penalty: float | None = None
     max_new_tokens: int | None = None
     min_tokens: int | None = None
+    thinking_budget: int | None = None
     eos_token_id: int | list[int] | None = None
     stop_strings: str | list[str] | None = None
     logprobs: int | None = None

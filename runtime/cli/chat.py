@@ -63,6 +63,7 @@ UNSET = {
     "json_schema": "json_schema",
     "regex": "regex",
     "template_option": "template_options",
+    "thinking_budget": "thinking_budget",
 }
 """Maps settings that `/set NAME` without a value resets to the names that a session uses."""
 SWITCH = {"on": True, "off": False}

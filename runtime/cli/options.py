@@ -724,6 +724,16 @@ class Sampling:
             help="Answer with at most N tokens (the model's limit, or 512, by default).",
         ),
     ] = None
+    thinking_budget: Annotated[
+        int | None,
+        option(
+            "--thinking-budget",
+            min=0,
+            metavar="N",
+            help="Close the model's thoughts at N tokens, and have its answer begin; 0: it does "
+            "not think. An answer is then of at most 512 + N tokens by default.",
+        ),
+    ] = None
     temperature: Annotated[
         float | None,
         option(

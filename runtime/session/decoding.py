@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.session import settings
@@ -20,6 +21,7 @@ from kvcap.runtime.session.guide import Guide
 from kvcap.runtime.session.listener import AnswerLimits, LeastTokens, Listener
 from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
 from kvcap.runtime.session.stats import FinishReason, Turn
+from kvcap.runtime.session.thoughts import Thoughts
 
 MAX_NEW_TOKENS = 512
 UNKNOWN = -1
@@ -144,7 +146,13 @@ class Decoding:
                 f"{self.engine.vocabulary - 1:,}"
             )
         self._check_scored(config)
-        self.loop.check_room(len(ids), answer_limit(config), emptied=emptied)
+        budget, most = getattr(config, "thinking_budget", None) or 0, answer_limit(config)
+        if budget and most and budget >= most:
+            raise ValueError(
+                f"thinking_budget={budget} leaves no token of an answer of at most {most:,} "
+                "(max_new_tokens); lower it, or raise max_new_tokens"
+            )
+        self.loop.check_room(len(ids), most, emptied=emptied)
 
     def _check_known(self, ids: Sequence[int]) -> None:
         """Refuse tokens that a tokenizer has beyond the model's embedding, such as added ones."""
@@ -280,6 +288,8 @@ class Decoding:
         if guide is not None:
             guide.restart()
             found.append(guide)
+        if (budget := getattr(config, "thinking_budget", None)) is not None:
+            found.append(Thoughts(self.engine.tokenizer, to.prompt, budget))
         return found
 
     def _blocks(
@@ -382,19 +392,31 @@ class TokenSource:
     _begun: Any = None  # the result of reading it, if that has begun: logits, or an error
 
     def __post_init__(self) -> None:
-        self._readers = [one for one in self.listeners if one.reads_logits]
-        free = self.sampler.recipe is not None and not self._readers
-        self._drawer = self.sampler if free else None  # for whoever reads tokens
-        self._certain = free and not any(x.may_end for x in self.listeners)
+        self._ending = any(one.may_end for one in self.listeners)
+
+    @property
+    def _free(self) -> bool:
+        """Return whether whoever reads a token may draw the next one."""
+        return self.sampler.recipe is not None and not any(x.reads_logits for x in self.listeners)
+
+    @property
+    def _certain(self) -> bool:
+        """Return whether moreover the next token is read, unless it ends the answer."""
+        return self._free and not self._ending
 
     def draw(self, found: Any) -> int:
         """Draw the next token from logits [1, V], or return the one that a batch has drawn."""
         if isinstance(found, int):
             self._token = None
             return found
-        masks = [mask for one in self._readers if (mask := one.allowed()) is not None]
-        known = min(map(len, masks), default=0)
-        allowed = np.logical_and.reduce([mask[:known] for mask in masks]) if masks else None
+        allowed: NDArray[np.bool_] | None = None
+        for one in self.listeners:
+            mask = one.allowed() if one.reads_logits else None
+            if allowed is not None and mask is not None:
+                known = min(len(allowed), len(mask))
+                both = allowed[:known] & mask[:known]
+                mask = both if both.any() else None  # thoughts cannot be closed within a call
+            allowed = allowed if mask is None else mask
         self._token = self.sampler.next(found, self.history, allowed, self.tokens)
         if self.sampler.recipe is None:
             self.history = self.engine.append_token(self.history, self._token)
@@ -425,7 +447,8 @@ class TokenSource:
                 loop.check_room(1, left)
             if loop.in_batch:
                 ends = self.ends if self._certain and left > 1 else None
-                found = yield Step(token=number, sampler=self._drawer, ends=ends)
+                drawer = self.sampler if self._free else None
+                found = yield Step(token=number, sampler=drawer, ends=ends)
             else:
                 token = self.engine.token_ids([number])[0] if self._token is None else self._token
                 found = loop.read(token[:, None])
@@ -438,10 +461,10 @@ class TokenSource:
 
 
 def answer_limit(config: Any) -> int:
-    """Return the most tokens that an answer may have."""
+    """Return the most tokens that an answer may have, its thoughts included."""
     if getattr(config, "only_read", None):
         return 0
-    return config.max_new_tokens or MAX_NEW_TOKENS
+    return config.max_new_tokens or MAX_NEW_TOKENS + (getattr(config, "thinking_budget", None) or 0)
 
 
 class TextStream(Listener):

@@ -18,7 +18,10 @@ class Listener:
     """A base class of what takes an answer's tokens and may end it; this one does nothing."""
 
     reads_logits = False
-    """Says whether it limits what is drawn or looks at logits: nobody else may draw then."""
+    """Says whether it limits what is drawn or looks at logits: nobody else may draw then.
+
+    It may become False with a token, as nothing is limited any more.
+    """
     may_end = False
     """Says whether any token may end the answer: it must take each before a read begins."""
     ends = frozenset[int]()
@@ -27,7 +30,8 @@ class Listener:
     def allowed(self) -> NDArray[np.bool_] | None:
         """Return a mask of the vocabulary's first tokens that may come next; None: any may.
 
-        Asked only if it reads logits. A token may come if it is in the masks of all listeners.
+        Asked only if it reads logits. A token may come if it is in the masks of all listeners; a
+        mask that has none of those of the listeners before is left out.
         """
         return None
 

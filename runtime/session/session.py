@@ -53,13 +53,13 @@ from kvcap.runtime.session.messages import (
 )
 from kvcap.runtime.session.prefixes import Prefixes, prefix_key
 from kvcap.runtime.session.stats import FinishReason, Stats, Turn
-from kvcap.runtime.session.template_forms import THOUGHTS, with_thoughts_closed
+from kvcap.runtime.session.template_forms import with_thoughts_closed
+from kvcap.runtime.session.thoughts import mark_opened
 from kvcap.runtime.session.tool_calls import Parsed, parsed_by_template, parsed_text
 from kvcap.runtime.types import Message, OnFull, SlotUse, Span, Tool
 
 REREAD = "the conversation is read again with the next message"
 PROMPT_SEEN = 256  # tokens of a prompt by which an answer is parsed
-MARK_SEEN = 16  # tokens that a mark of thoughts has at most, with the space behind it
 
 
 @dataclass(frozen=True)
@@ -262,9 +262,7 @@ class Session:
     @property
     def thoughts_opened(self) -> str:
         """Return the mark by which the last prompt opened thoughts; "": it did not."""
-        last, tokenizer = list(self._written.prompt)[-MARK_SEEN:], self.runtime.tokenizer
-        text = tokenizer.backend_tokenizer.decode(last, skip_special_tokens=False).rstrip()
-        return next((mark for mark in THOUGHTS if text.endswith(mark)), "")
+        return mark_opened(self.runtime.tokenizer, self._written.prompt)
 
     @property
     def stats(self) -> Stats:
@@ -499,7 +497,8 @@ class Session:
 
         temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty,
         logit_bias (numbers added to logits, by token id), max_new_tokens, min_tokens (no token and
-        no stop string ends the answer before), only_read (the prompt is read and nothing written),
+        no stop string ends the answer before), thinking_budget (at so many tokens of thoughts these
+        are closed, and the answer begins), only_read (the prompt is read and nothing written),
         do_sample, seed, eos_token_id, stop_strings, logprobs,
         prompt_logprobs, json_schema, regex, call_schema: a JSON schema of the calls that an answer
         may have between `<tool_call>` and `</tool_call>`, template_options: further names that the

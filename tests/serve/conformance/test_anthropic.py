@@ -52,8 +52,9 @@ def test_a_message_is_answered_with_its_usage(url, talk):
 
 def test_a_stream_has_the_events_of_its_blocks(url, talk):
     talk.script = Script(["<think>Hm", "</think>", "Hel", "lo\n", CALL])
-    found = events(url, tools=[TOOL], thinking={"type": "enabled", "budget_tokens": 1_024})
+    found = events(url, tools=[TOOL], thinking={"type": "enabled", "budget_tokens": 8})
     assert talk.asked.options["template_options"] == {"enable_thinking": True}
+    assert talk.asked.options["thinking_budget"] == 8
     assert [one["type"] for one in found] == [
         "message_start",
         "content_block_start",
@@ -125,6 +126,7 @@ def test_the_last_message_of_the_assistant_begins_the_answer(url, talk):
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
     ({"max_tokens": 0}, "max_tokens"), ({"unheard_of": 1}, "unheard_of"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens is 9"),
     ({"tool_choice": {"type": "auto", "more": 1}}, "'more'"),
 ])  # fmt: skip
 def test_what_cannot_be_answered_is_refused_in_its_form(url, talk, body, words):

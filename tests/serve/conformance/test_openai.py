@@ -162,7 +162,9 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, None),
     ({"structured_outputs": {"regex": "a"}, "messages": [*HELLO, BEGUN]}, None),
     ({"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-    ({"min_tokens": -1}, "min_tokens"), ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"), ({"thinking_budget": -1}, "thinking_budget"),
+    ({"thinking_budget": 9, "max_tokens": 9}, "thinking_budget"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"min_tokens": 5, "structured_outputs": {"regex": "a"}}, None),
     ({"messages": "Hello"}, "messages"), ({"messages": HELLO * 4}, "messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
@@ -314,17 +316,23 @@ def test_messages_are_understood_with_what_clients_put_beside_their_text(url, ta
 
 
 @pytest.mark.parametrize(
-    ("said", "options"),
+    ("said", "options", "budget"),
     [
-        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
-        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}, 512),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}, 0),
         ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
-         {"reasoning_effort": "high"}),
+         {"reasoning_effort": "high"}, 512),
+        ({"reasoning_effort": "xhigh"}, {"reasoning_effort": "xhigh"}, None),
+        ({"reasoning_effort": "high", "max_tokens": 100}, {"reasoning_effort": "high"}, 50),
+        ({"reasoning_effort": "high", "thinking_budget": 7}, {"reasoning_effort": "high"}, 7),
     ],
 )  # fmt: skip
-def test_the_chat_template_is_given_the_effort(url, talk, said, options):
+def test_the_chat_template_is_given_the_effort_and_thoughts_a_budget(
+    url, talk, said, options, budget
+):
     assert post(url, **said).status_code == 200
-    assert talk.asked.options == {"template_options": options}
+    assert talk.asked.options["template_options"] == options
+    assert talk.asked.options.get("thinking_budget") == budget
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_what_would_be_disobeyed_is_refused_by_name(url, talk, path, more, words
 @pytest.mark.parametrize(("more", "kinds"), [
     ({}, ["text"]), ({"thinking": {"type": "disabled"}}, ["text"]),
     ({"thinking": {"type": "adaptive", "display": "omitted"}}, ["text"]),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1_024}}, ["thinking", "text"]),
+    ({"thinking": {"type": "enabled", "budget_tokens": 8}}, ["thinking", "text"]),
 ], ids=str)  # fmt: skip
 def test_thoughts_are_sent_only_if_thinking_is_enabled(url, talk, more, kinds):
     talk.script = Script(["<think>Hm", "</think>", "Yes"])

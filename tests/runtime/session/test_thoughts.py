@@ -1,0 +1,88 @@
+"""Thoughts: where they are closed, and which tokens they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from chat_templates import THINKING, with_template
+from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+
+from kvcap.runtime.session.batch import Batch
+from kvcap.runtime.session.encoding import encode_with
+from kvcap.runtime.session.thoughts import Thoughts
+
+CLOSING = "\n</think>\n\n"
+
+
+@pytest.fixture(params=BACKENDS)
+def runtime(request, tmp_path_factory):
+    if request.param == "numpy":
+        found: Any = ToyEngine(64)
+    else:
+        found = tiny(tmp_path_factory.mktemp("tiny")).with_budget(64)
+    found.tokenizer = with_template(found.tokenizer, THINKING["opens"])
+    return found
+
+
+def answer_tokens(session: Any) -> list[int]:
+    return session.read_ids[session.turn.prompt_tokens + session.turn.reused_tokens :]
+
+
+@pytest.mark.parametrize("budget", [0, 5])
+def test_thoughts_are_closed_at_their_budget_and_the_answer_begins(runtime, budget):
+    """Alone and in a batch, and alike with and without a bound up to there."""
+    free, held = session_of(runtime), session_of(runtime)
+    free.set_generation(max_new_tokens=40, eos_token_id=[])
+    list(free.send("Two and two?"))
+    held.set_generation(max_new_tokens=40, thinking_budget=budget, eos_token_id=[])
+    text = "".join(held.send("Two and two?"))
+    closing = encode_with(runtime.tokenizer, CLOSING, follows=True)
+    said = answer_tokens(held)
+    assert said[:budget] == answer_tokens(free)[:budget]
+    assert said[budget : budget + len(closing)] == closing
+    assert len(said) >= 39
+    assert CLOSING in text
+    batch, others = Batch(runtime, 2), [session_of(runtime) for _ in range(2)]
+    for session in others:
+        session.set_generation(max_new_tokens=40, thinking_budget=budget, eos_token_id=[])
+        batch.add(session, session.send("Two and two?"))
+    list(batch)
+    assert [answer_tokens(session) for session in others] == [said] * 2
+
+
+def test_a_budget_must_leave_room_for_the_answer(runtime):
+    session = session_of(runtime)
+    session.set_generation(thinking_budget=6)
+    with pytest.raises(ValueError, match=r"thinking_budget=6 leaves no token .* at most 6"):
+        session.send("Hi")
+    with pytest.raises(ValueError, match="thinking_budget=-1 will not work; use a whole number, 0"):
+        session.set_generation(thinking_budget=-1)
+    session.set_generation(max_new_tokens=None, thinking_budget=600)
+    next(session.send("Hi"))  # by default an answer is longer by its thoughts
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "found"),
+    [
+        ("", "<think>\nTwo", (1, None)),
+        ("", "<think>a b</think>c", (1, "a b</think>")),
+        ("<think>\n", "a b</think>c", (1, "a b</think>")),
+        ("", " <b>c", (0, None)),
+        ("", "a<think>b</think>", (0, None)),
+    ],
+)
+def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, said, found):
+    tokenizer = ToyEngine(64).tokenizer
+    opened, spans = [], []
+    before = encode_with(tokenizer, prompt, follows=True)
+    thoughts = Thoughts(
+        tokenizer, before, None, lambda: opened.append(1), lambda *span: spans.append(span)
+    )
+    ids = encode_with(tokenizer, said, follows=True)
+    for token in ids:
+        thoughts.token(token, None)
+    closed = [tokenizer.backend_tokenizer.decode(ids[a:b]) for a, b in spans]
+    assert (len(opened), closed[0] if closed else None) == found
+    thoughts.finish()
+    assert len(spans) == len(opened)
