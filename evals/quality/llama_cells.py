@@ -43,7 +43,7 @@ class LlamaCells:
 
     Args:
         model: the file.
-        threads: that compute; None: as many as this process may use.
+        threads: that compute; None: as many as there are free cores.
     """
 
     def __init__(self, model: str, threads: int | None = None) -> None:

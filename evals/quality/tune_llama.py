@@ -15,6 +15,7 @@ from kvcap.evals.quality.llama_cells import answer, losses
 from kvcap.evals.quality.recommend import UNCAPPED
 from kvcap.evals.quality.tune import Side, TuningRequest
 from kvcap.evals.reports import device_name, versions
+from kvcap.runtime.backends.llamacpp.cores import usable_cores
 from kvcap.runtime.backends.llamacpp.library import load_library
 from kvcap.runtime.backends.llamacpp.loop import LlamaLoop
 from kvcap.runtime.backends.llamacpp.model import LlamaModel
@@ -109,8 +110,9 @@ class LlamaTuned:
     def environment(self) -> dict[str, Any]:
         """Return device, versions and threads, for JSON."""
         engine = self.engine
+        threads = engine.threads or usable_cores()
         return {
-            "device": f"{engine.device_label}, {device_name('cpu', engine.threads)}",
+            "device": f"{engine.device_label}, {device_name('cpu', threads)}",
             "versions": versions() | {"llama.cpp": engine.gguf.library.version},
-            "threads": engine.threads,
+            "threads": threads,
         }

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcap.runtime.backends.llamacpp.cores import free_cores
 from kvcap.runtime.backends.llamacpp.library import (
     CELL_TYPES,
     PAGE,
@@ -148,7 +149,8 @@ class Context:
         sequences: conversations.
         kv_dtype: of cells: 'q8_0', 'q4_0', or None for float16.
         outputs: logits that a pass may give; 0: as many as conversations.
-        threads: that compute; None: as many as the library's default.
+        threads: that compute; None: as many as there are free cores, counted before each pass of
+            several tokens.
 
     Raises:
         MemoryCapExceeded: the library cannot allocate it.
@@ -175,8 +177,8 @@ class Context:
         settings.n_outputs_max = self.outputs
         settings.n_outputs_max_per_seq = max(1, outputs)
         settings.type_k = settings.type_v = CELL_TYPES[kv_dtype]
-        if threads is not None:
-            settings.n_threads = settings.n_threads_batch = threads
+        self.threads = threads
+        settings.n_threads = settings.n_threads_batch = threads or free_cores()
         model.library.said()
         self.pointer: int | None = self.calls.llama_init_from_model(model.pointer, settings)
         said = model.library.said()
@@ -223,6 +225,8 @@ class Context:
         Raises:
             MemoryCapExceeded: the library found no cells for them, or refused them.
         """
+        if self.threads is None and len(tokens) > 1:
+            self.calls.llama_set_n_threads(self.pointer, free := free_cores(), free)
         start = ctypes.addressof(self._sequence_ids)
         for place, (sequence, token, position) in enumerate(tokens):
             self._ids[place], self._positions[place] = token, position

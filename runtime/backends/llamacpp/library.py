@@ -187,6 +187,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_context_default_params": (ContextSettings, ()),
     "llama_init_from_model": (c_void_p, (c_void_p, ContextSettings)),
     "llama_free": (None, (c_void_p,)),
+    "llama_set_n_threads": (None, (c_void_p, c_int32, c_int32)),
     "llama_n_ctx_seq": (c_uint32, (c_void_p,)),
     "llama_get_memory": (c_void_p, (c_void_p,)),
     "llama_memory_clear": (None, (c_void_p, c_bool)),

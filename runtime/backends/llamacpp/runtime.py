@@ -91,7 +91,7 @@ class LlamaRuntime:
             policy_options: options of the policy, and how many tokens it pins.
             memory_cap: bytes of the whole process, or 'auto' for all that is free.
             enforce: 'rlimit' has the system hold the cap as well.
-            threads: that compute; by default as many as this process may use.
+            threads: that compute; None: as many as there are free cores, counted anew each block.
             gpu_layers: layers on a GPU, if the library has been built for one; -1: all.
             recall_store: bytes of the index by which a conversation finds its evicted text.
             all_logits: whether a block gives the logits of all its tokens, as measurements need.
@@ -121,9 +121,7 @@ class LlamaRuntime:
             all_logits,
         )
         unplanned: Any = None
-        made = cls(
-            header, unplanned, ranking, settings, name or str(file), cap, threads or usable_cores()
-        )
+        made = cls(header, unplanned, ranking, settings, name or str(file), cap, threads)
         made.all_logits = all_logits
         if planned:
             made.plan = planner.found(cap)
@@ -337,8 +335,3 @@ def settings_for(settings: CacheSettings, ranking: Ranking, model: LlamaModel) -
     if ranking.evicts or sized:
         return settings
     return replace(settings, budget_tokens=model.trained_length)
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
