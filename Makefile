@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 DOCS := .docs
 # Two goals at once, each one's output whole where make can.
 PAIR := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
-FOLDERS := runtime policies kernels export android_bench evals serve pocket tests src/kvcap/*.py scripts/reference.py scripts/check-clients scripts/check-genai-decoders scripts/draw-chat scripts/list-models scripts/plant-faults
+FOLDERS := runtime policies kernels export android_bench evals serve pocket tests src/kvcap/*.py scripts/reference.py scripts/check-clients scripts/draw-chat scripts/list-models scripts/plant-faults
 
 .PHONY: setup chat test test-ci test-phones test-all test-quantised test-lm-eval test-servers check build-check docs docs-build docs-setup format clean
 
@@ -31,8 +31,8 @@ test-ci: $(VENV)/.ready ## the fast tier and a part of the slow one; a part on t
 	scripts/test-servers --ci
 	test ! -f .venv-newest/.ready || scripts/test-newest
 
-test-phones: $(VENV)/.ready ## of phones, decoders of others and QNN the tier that test-ci is of the rest
-	$(BIN)/pytest --ci tests/android_bench tests/export/adopted tests/export/qnn
+test-phones: $(VENV)/.ready ## of phones the tier that test-ci is of the rest
+	$(BIN)/pytest --ci tests/android_bench
 
 test-all: $(VENV)/.ready ## all tests, and all of these parts
 	$(BIN)/pytest --all --durations=40

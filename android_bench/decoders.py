@@ -1,7 +1,4 @@
-"""Checks whether an exported decoder can be timed or chatted with on a device.
-
-Runners and the page only run kvcap's own export, whose past and present are one buffer.
-"""
+"""Checks whether an exported decoder can be timed or chatted with on a device."""
 
 from __future__ import annotations
 
@@ -22,14 +19,9 @@ def decoder_in(folder: Path) -> Manifest:
     Raises:
         ModelNotFound, ManifestError, ModelFilesBroken, GraphBroken: the folder holds no whole
             decoder.
-        NotExportable: the decoder is another exporter's, or holds slots in 8 bits.
+        NotExportable: the decoder holds slots in 8 bits.
     """
     manifest = manifests.read(folder)
-    if not manifest.shared:
-        raise NotExportable(
-            f"{str(folder)!r} is a decoder of another exporter, which runs in Python only; phones "
-            "and pages run kvcap's own: kvcap export decoder MODEL -o DIR"
-        )
     if (kv_dtype := manifest.facts.get("kv_dtype")) is not None:
         raise NotExportable(
             f"{str(folder)!r} holds keys and values as {kv_dtype}, which runs in Python only; for "

@@ -23,10 +23,7 @@ from kvcap.runtime.types import DEFAULT_POLICY
 if TYPE_CHECKING:
     from kvcap.export.decoder.check import DecoderReport
     from kvcap.export.graphs.shape import Shape
-    from kvcap.policies import Eviction
     from kvcap.runtime.models.rounding import Rounding
-
-Exporter = Literal["kvcap", "optimum", "existing"]
 
 export = typer.Typer(
     add_completion=False, help="Write scores and decoders as ONNX graphs, and check them."
@@ -180,14 +177,6 @@ def scorer_command(
             help="Say which of its operations mobile execution providers take.",
         ),
     ] = False,
-    qnn: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CHIP",
-            rich_help_panel="Output",
-            help="Compile it for the NPU of this Qualcomm chip, too, such as SM8650 or v75.",
-        ),
-    ] = None,
     force: Force = False,
     quick: Quick = False,
     json: Json = False,
@@ -196,7 +185,6 @@ def scorer_command(
     from kvcap.export.graphs import mobile
     from kvcap.export.graphs.spec import Spec
     from kvcap.export.graphs.write import write
-    from kvcap.export.qnn import compiled as npu
     from kvcap.policies import load_policy
     from kvcap.runtime.cli.commands import quiet_libraries
     from kvcap.runtime.cli.options import pairs
@@ -218,7 +206,6 @@ def scorer_command(
     }
     shape = _shape(model, {name: value for name, value in sizes.items() if value is not None})
     spec = Spec(load_policy(policy, **options), shape, stage, formulation, dtype)
-    target = npu.target_of(qnn, spec) if qnn is not None else None
     file, report = write(spec, out, quick, force)
     summary: dict[str, Any] = {"graph": str(file), "bytes": file.stat().st_size, **report.as_dict()}
     summary["notes"] = spec.notes()
@@ -226,9 +213,6 @@ def scorer_command(
         summary["ort"] = str(mobile.to_ort(file))
     if mobile_report:
         summary["mobile"] = mobile.report(file)
-    if target is not None:
-        compiled, simulated = npu.write(file, target, quick)
-        summary["qnn"] = {"graph": str(compiled), **simulated.as_dict()}
     if json:
         print(jsonlib.dumps(summary))
         return
@@ -239,9 +223,6 @@ def scorer_command(
     for name in ("ort", "mobile"):
         if name in summary:
             print(summary[name])
-    if target is not None:
-        print(simulated.table())
-        print(f"{compiled}  for {target.chip}, Hexagon v{target.hexagon}, manifest beside it")
 
 
 @export.command("decoder", cls=GroupedHelp)
@@ -250,8 +231,7 @@ def decoder_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Export this model: a repository of the hub, a directory, or pocket; with "
-            "--exporter existing, a directory that holds an ONNX decoder.",
+            help="Export this model: a repository of the hub, a directory, or pocket.",
         ),
     ],
     policy: Annotated[
@@ -324,24 +304,6 @@ def decoder_command(
             show_default=False,
         ),
     ] = None,
-    variant: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel="Model",
-            help="Take this one of several graphs, such as fp32, q4, q4f16 or int8; needs "
-            "--exporter existing.",
-        ),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            rich_help_panel="Model",
-            help="Take the config of this model, where no config.json lies beside the graph; "
-            "needs --exporter existing.",
-        ),
-    ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -362,14 +324,6 @@ def decoder_command(
             "many (in the type of the cache by default).",
         ),
     ] = None,
-    exporter: Annotated[
-        Exporter,
-        typer.Option(
-            rich_help_panel="Model",
-            help="Export by kvcap, whose graph evicts in place; by optimum, with graphs beside it "
-            "that evict; or write those graphs for an ONNX decoder that exists (existing).",
-        ),
-    ] = "kvcap",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -377,8 +331,7 @@ def decoder_command(
             "-o",
             metavar="DIR",
             rich_help_panel="Output",
-            help="Write into this directory (MODEL-onnx by default, or beside an existing "
-            "decoder).",
+            help="Write into this directory (MODEL-onnx by default).",
         ),
     ] = None,
     force: Force = False,
@@ -399,11 +352,10 @@ def decoder_command(
     json: Json = False,
 ) -> None:
     """Export a model and its eviction as ONNX graphs, checked, or leave no directory."""
-    if exporter == "kvcap":
-        from kvcap.export.decoder.refusal import refuse_by_config
+    from kvcap.export.decoder.refusal import refuse_by_config
 
-        refuse_by_config(model)
-    _check_cache(positions, kv_dtype if exporter == "kvcap" else None)
+    refuse_by_config(model)
+    _check_cache(positions, kv_dtype)
     from kvcap.policies import load_policy
     from kvcap.runtime.cli.commands import quiet_libraries
     from kvcap.runtime.cli.options import pairs
@@ -420,41 +372,19 @@ def decoder_command(
         positions,
         kv_dtype=kv_dtype,
     )
-    _check_existing_only(exporter, variant=variant, config=config)
-    if foresee and exporter != "kvcap":
-        raise NotExportable(f"--foresee is for --exporter kvcap, not {exporter}; leave it out")
-    report = None
-    if exporter == "kvcap":
-        where = out or Path(f"{Path(model).name}-onnx")
-        rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate, kv_dtype)
-        if foresee:
-            from kvcap.export.decoder.foresee import foreseen
+    where = out or Path(f"{Path(model).name}-onnx")
+    rounding, text = _rounding(dtype, symmetric), _text(dtype, calibrate, kv_dtype)
+    if foresee:
+        from kvcap.export.decoder.foresee import foreseen
 
-            print(jsonlib.dumps(foreseen(model, settings, dtype, rounding, text)))
-            return
-        manifest, report = _kvcap(model, settings, dtype, where, quick, force, rounding, text)
-    else:  # other exporters make graphs for several policies, unless one is asked for
-        if calibrate is not None:
-            raise NotExportable(
-                f"--calibrate is for --exporter kvcap; {exporter} rounds no weights; leave it out"
-            )
-        if kv_dtype is not None:
-            raise NotExportable(
-                f"--kv-dtype {kv_dtype} is for --exporter kvcap; a graph of {exporter} holds keys "
-                "and values in its own type; leave it out"
-            )
-        where = out or _beside(model, exporter)
-        existing_options = {"variant": variant, "config": config} if exporter == "existing" else {}
-        policies = [settings.eviction] if policy else []
-        manifest = _others(exporter, model, policies, settings, dtype, where, existing_options)
+        print(jsonlib.dumps(foreseen(model, settings, dtype, rounding, text)))
+        return
+    manifest, report = _kvcap(model, settings, dtype, where, quick, force, rounding, text)
     summary = {**_summary(manifest, where), "seconds": round(time.perf_counter() - started, 1)}
     if json:
-        print(jsonlib.dumps({**summary, **(report.as_dict() if report else {})}))
+        print(jsonlib.dumps({**summary, **report.as_dict()}))
         return
-    if report is not None:
-        print(report.table())
-    if exporter == "existing":
-        print(_which(model, manifest))
+    print(report.table())
     width = max(len(entry["file"]) for entry in manifest["files"])
     for entry in manifest["files"]:
         print(f"  {entry['file']:<{width}} {entry['bytes']:>15,} bytes")
@@ -480,7 +410,7 @@ def verify_command(
     json: Json = False,
 ) -> None:
     """Run exported graphs and compare with eager; exit 1 if one differs or cannot be run."""
-    from kvcap.export.verify import Unchecked, verify
+    from kvcap.export.verify import verify
     from kvcap.runtime.backends.onnxruntime.library import require
     from kvcap.runtime.cli.commands import quiet_libraries
 
@@ -491,8 +421,8 @@ def verify_command(
         print(jsonlib.dumps([report.as_dict() for report in reports]))
     else:
         print("\n".join(report.table() for report in reports))
-    for report in sorted(reports, key=lambda report: isinstance(report, Unchecked)):
-        report.require()  # a wrong graph is reported before a file that could not be run
+    for report in reports:
+        report.require()
 
 
 def _shape(model: str | None, given: dict[str, int]) -> Shape:
@@ -587,61 +517,6 @@ def _note(text: str) -> None:
     """Print on a terminal which slow step begins."""
     if sys.stderr.isatty():
         print(f"{text} ...", file=sys.stderr, flush=True)
-
-
-def _check_existing_only(exporter: str, **given: str | None) -> None:
-    """Refuse options that only `--exporter existing` takes.
-
-    Raises:
-        NotExportable: such an option is given with another exporter; the message names it.
-    """
-    from kvcap.runtime.errors import NotExportable
-
-    for name, value in given.items():
-        if value is not None and exporter != "existing":
-            raise NotExportable(f"--{name} {value} is for --exporter existing; leave it out")
-
-
-def _beside(model: str, exporter: str) -> Path:
-    """Return the directory of evictors: that of an existing decoder, or else a new one."""
-    where = Path(model)
-    if exporter != "existing":
-        return Path(f"{where.name}-onnx")
-    if not where.is_file():
-        return where
-    return where.parent.parent if where.parent.name == "onnx" else where.parent
-
-
-def _which(model: str, manifest: dict[str, Any]) -> str:
-    """Return a line that names the graph that was taken, and the other variants."""
-    from kvcap.export.adopted.adopt import variants_in
-
-    taken = manifest["graphs"]["decoder"]["file"]
-    others = [name for name, path in variants_in(Path(model)).items() if not path.match(taken)]
-    more = f"; also there: {', '.join(others)} (--variant)" if others else ""
-    return f"decoder: {taken}, {manifest['dtype']}{more}"
-
-
-def _others(
-    exporter: str,
-    model: str,
-    policies: list[Eviction],
-    settings: CacheSettings,
-    dtype: str,
-    out: Path,
-    existing_options: dict[str, Any],
-) -> dict[str, Any]:
-    """Export or adopt a decoder of another exporter; return its manifest."""
-    names = ("budget_tokens", "block_size", "positions")
-    sizes = {name: getattr(settings, name) for name in names}
-    if exporter == "optimum":
-        from kvcap.export.adopted.optimum import export_with_optimum
-
-        return export_with_optimum(model, out, policies, dtype=dtype, **sizes)
-    from kvcap.export.adopted.adopt import adopt
-
-    there = out == _beside(model, exporter)
-    return adopt(Path(model), None if there else out, policies, **sizes, **existing_options)
 
 
 def _summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -1,21 +1,16 @@
 """Checks exported files again: graphs beside their policies, decoders beside their models.
 
-This is the one module that knows all kinds of exports: graphs of a policy, graphs compiled for a
-chip, directories of decoders, and evictors beside a decoder of another exporter.
+It knows both kinds of exports: graphs of a policy, and directories of decoders.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 
-from kvcap.export.adopted import adopt
-from kvcap.export.adopted import check as evictors
 from kvcap.export.decoder import check as decoders
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.manifest import model_facts
@@ -23,51 +18,21 @@ from kvcap.export.decoder.spec import check_dtype, layout_for, load
 from kvcap.export.files import sha256
 from kvcap.export.graphs import check as graphs
 from kvcap.export.graphs import manifest
-from kvcap.export.qnn import compiled
 from kvcap.export.weights import rounded_in
 from kvcap.policies import Eviction, load_policy
 from kvcap.runtime.backends.onnxruntime.decoder import scales_of
-from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import HASHED, Manifest, read
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.errors import ExtraMissing, ManifestError, ModelFilesBroken
+from kvcap.runtime.errors import ManifestError, ModelFilesBroken
 from kvcap.runtime.models.files import load_config
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.types import MANIFEST
 
-
-@dataclass(frozen=True)
-class Unchecked:
-    """A file that could not be run as a package is missing; its manifest and checksum are right."""
-
-    file: str
-    why: str
-    ok: ClassVar[bool | None] = None  # neither right nor wrong
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return {"file": self.file, "ok": self.ok, "unchecked": self.why}
-
-    def table(self) -> str:
-        """Return a table for a terminal."""
-        return f"{self.file}  NOT CHECKED: {self.why}"
-
-    def require(self) -> None:
-        """Raise, as the file was not run.
-
-        Raises:
-            ExtraMissing: always.
-        """
-        raise ExtraMissing(f"{self.file} was not checked: {self.why}")
-
-
-Report = graphs.GraphReport | decoders.DecoderReport | evictors.AdoptedReport | Unchecked
+Report = graphs.GraphReport | decoders.DecoderReport
 
 
 def verify(path: Path, model: str | None = None, quick: bool = False) -> list[Report]:
     """Check a graph with its manifest, every graph of a directory, or a decoder's directory.
-
-    A graph for Qualcomm's NPU is not run if the package that simulates the NPU is missing.
 
     Args:
         path: a .onnx file, a directory of them, or one that `kvcap export decoder` wrote.
@@ -87,32 +52,23 @@ def verify(path: Path, model: str | None = None, quick: bool = False) -> list[Re
     files = sorted(path.glob("*.onnx")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ManifestError(f"no .onnx file at {str(path)!r}; kvcap export scorer writes some")
-    return [_graph(file, quick) for file in files]
+    return [graphs.check(file, manifest.read(file), quick) for file in files]
 
 
 def _refuse_missing(folder: Path) -> None:
     """Refuse a folder in which a manifest describes a graph that is missing."""
     for file in sorted(folder.glob("*.json")):
         graph = file.with_suffix(".onnx")
-        if not graph.is_file() and manifest.schema_in(file) in (manifest.SCHEMA, compiled.SCHEMA):
+        if not graph.is_file() and manifest.schema_in(file) == manifest.SCHEMA:
             raise ManifestError(
                 f"{file.name} describes {graph.name}, which is missing; export it again"
             )
 
 
-def _graph(file: Path, quick: bool) -> Report:
-    if file.name.endswith(compiled.SUFFIX):
-        try:
-            return compiled.verify(file, quick)
-        except ExtraMissing as error:
-            return Unchecked(file.name, str(error))
-    return graphs.check(file, manifest.read(file), quick)
-
-
 def verify_decoder(
     folder: Path, model: str | None = None, quick: bool = False
-) -> decoders.DecoderReport | evictors.AdoptedReport:
-    """Compare an exported decoder with PyTorch, or the evictors of an adopted one with theirs.
+) -> decoders.DecoderReport:
+    """Compare an exported decoder with PyTorch.
 
     Args:
         folder: the decoder's directory, with its manifest.
@@ -124,17 +80,9 @@ def verify_decoder(
         ModelFilesBroken: a file is not as it was written.
         ModelNotFound: the model is not there.
         GraphBroken, ShapeError: the graph cannot be run, or has other inputs or outputs.
-        UnsupportedModel: an adopted decoder is wrong once tokens are evicted.
     """
     exported = read(folder)
     _large_files(exported)
-    if not exported.shared:
-        if model is not None:
-            raise ManifestError(
-                f"{folder.name} holds another exporter's decoder, which is not held to a model; "
-                "leave --model out"
-            )
-        return _evictors(exported)
     facts = exported.facts
     name = model or str(exported.model["name"])
     try:
@@ -181,34 +129,3 @@ def _large_files(exported: Manifest) -> None:
 def _policy(entry: Mapping[str, Any]) -> Eviction:
     policy = entry["policy"]
     return load_policy(policy["parts"], **policy["parameters"])
-
-
-def _evictors(exported: Manifest) -> evictors.AdoptedReport:
-    """Try an adopted decoder again, and compare every evictor with the module of its policy."""
-    _, shape, ports, compact = adopt.examined(exported.folder, exported.decoder)
-    rows = []
-    for entry in exported.facts["evictors"]:
-        try:
-            eviction, positions = _policy(entry), entry["positions"]
-            pins = entry["policy"]["pins"]
-            exact = compact and _near(exported.facts["inv_freq"], adopt.frequencies(shape))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ManifestError(f"{MANIFEST} describes no evictor known here: {error}") from error
-        if pins != adopt.pins(eviction):
-            raise _otherwise(f"pins of {eviction.name}", "this policy has")
-        if positions == "compact" and not exact:
-            raise _otherwise("inv_freq", "this decoder turns keys by")
-        evictor, dtype = adopt.module(eviction, ports, shape, positions)
-        graph = Graph(exported.file(entry["file"]))
-        graphs.signature(graph.session, entry)
-        rows.append(evictors.check(graph, evictor, dtype))
-    return evictors.AdoptedReport(exported.folder.name, ports.graph.version, rows)
-
-
-def _near(given: list[float], wanted: list[float]) -> bool:
-    """Return whether frequencies are equal up to the rounding of different processors."""
-    return len(given) == len(wanted) and bool(np.allclose(given, wanted, rtol=1e-5, atol=0))
-
-
-def _otherwise(fact: str, owner: str) -> ManifestError:
-    return ManifestError(f"{MANIFEST} says other {fact} than {owner}; export it again")

@@ -71,15 +71,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 LONG = ("policies/test_one_file.py", "export/graphs/test_graphs.py", "testing/test_memory.py",
         "testing/test_pytest_plugin.py", "onnxruntime/test_backend.py",
         "export/decoder/test_decoder.py", "export/decoder/test_repeat.py",
-        "devices/test_adb.py", "android_bench/test_browser.py", "adopted/test_adopt.py",
+        "devices/test_adb.py", "android_bench/test_browser.py",
         "memory/test_cap_guard.py", "planning/test_dry_run.py",
         "bench/test_weights.py")  # fmt: skip
 
 
-# Tests of phones, of decoders that others exported, and of Qualcomm's processors.
-OWN_TIER = tuple(
-    Path(__file__).parent / name for name in ("android_bench", "export/adopted", "export/qnn")
-)
+# Tests of phones.
+OWN_TIER = (Path(__file__).parent / "android_bench",)
 
 
 def is_of_own_tier(item: pytest.Item, config: pytest.Config) -> bool:

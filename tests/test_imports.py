@@ -26,7 +26,6 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "triton": {"kernels"},
     "onnx": {"export", "runtime"},
     "onnxruntime": {"export", "runtime"},
-    "optimum": {"export"},
     "starlette": {"android_bench", "serve"},
     "uvicorn": {"android_bench", "serve"},
     "pydantic": {"serve"},

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import standard_decoder
 import tiny_chat
 import torch
 from conftest import as_cache, small_policy, tiny_model
@@ -151,28 +150,20 @@ def sliding_decoder(factory: pytest.TempPathFactory, positions: str = "compact")
     return made(factory, f"sliding-{positions}", make)
 
 
-def found_decoder(factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a random chat model in `model`, and a usual decoder in `decoder`."""
+def tiny_decoder(factory: pytest.TempPathFactory, budget: int = 24, block: int = 8) -> Path:
+    """Return a folder with a random chat model in `model`, and its export in `decoder`."""
 
     def make(folder: Path) -> None:
-        tiny_chat.save(folder / "model")
-        standard_decoder.save(folder / "model", folder / "decoder")
-
-    return made(factory, "found-tiny", make)
-
-
-def tiny_decoder(factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with that model in `model`, and its adopted decoder in `decoder`."""
-
-    def make(folder: Path) -> None:
-        from kvcap.export.adopted.adopt import adopt
+        from kvcap.export.decoder.spec import layout_for, load
+        from kvcap.export.decoder.write import write
         from kvcap.policies import load_policy
 
-        shutil.copytree(found_decoder(factory), folder)
-        policies = [load_policy(name) for name in ("keydiff", "streaming_llm", "random")]
-        adopt(folder / "decoder", None, policies, budget_tokens=24, block_size=8)
+        tiny_chat.save(folder / "model")
+        source = load(folder / "model", "fp32")
+        layout = layout_for(source.config, CacheSettings(budget, block, load_policy("keydiff")))
+        write(source, layout, "fp32", folder / "decoder", quick=True)
 
-    return made(factory, "tiny", make)
+    return made(factory, f"tiny-{budget}-{block}", make)
 
 
 def small_plan(factory: pytest.TempPathFactory) -> Path:

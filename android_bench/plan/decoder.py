@@ -15,7 +15,7 @@ import torch
 from kvcap.android_bench.decoders import decoder_in
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.plan.expected import Folder
-from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
+from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder, evictors_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest, windows_in
 from kvcap.runtime.types import EVICT_EVERY, MANIFEST
@@ -101,7 +101,7 @@ def _check(manifest: Manifest, folder: Folder) -> dict[str, Any]:
         runs = runs or [min(runs_of(facts), least)]
     block = int(facts["block_size"])
     graph, evictors = Graph(manifest.decoder, 1), evictors_of(manifest, 1)
-    decoder = SharedDecoder(manifest, graph, evictors, block, min(EVICT_EVERY, block))
+    decoder = ExportedDecoder(manifest, graph, evictors, block, min(EVICT_EVERY, block))
     seen, logits = 0, None
     for length in runs:
         logits = decoder.run(prompt[seen : seen + length], seen, [])

@@ -15,7 +15,7 @@ import numpy as np
 from .inputs import Array, Cell, hash11
 
 if TYPE_CHECKING:
-    from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder
+    from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder
 
 SAME = ("id", "model", "policy", "positions", "dtype", "budget", "block", "evict_every",
         "weights_bytes", "state_bytes", "prompt_tokens", "answer_tokens",
@@ -37,16 +37,16 @@ def row_of(plan: Cell, threads: int, provider: str) -> Cell:
     }
 
 
-def loaded(manifest: Path, every: int, threads: int) -> SharedDecoder:
+def loaded(manifest: Path, every: int, threads: int) -> ExportedDecoder:
     """Load the decoder and allocate its buffers; `every` tokens of an answer it evicts."""
-    from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
+    from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder, evictors_of
     from kvcap.runtime.backends.onnxruntime.graph import Graph
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest
 
     facts = json.loads(manifest.read_text(encoding="utf-8"))
     parsed = Manifest(manifest.parent, facts)
     graph, evictors = Graph(parsed.decoder, threads), evictors_of(parsed, threads)
-    return SharedDecoder(parsed, graph, evictors, facts["block_size"], every)
+    return ExportedDecoder(parsed, graph, evictors, facts["block_size"], every)
 
 
 class TextReader:
@@ -57,7 +57,7 @@ class TextReader:
         ids: tokens of the text, which begins again at its end.
     """
 
-    def __init__(self, decoder: SharedDecoder, ids: list[int]) -> None:
+    def __init__(self, decoder: ExportedDecoder, ids: list[int]) -> None:
         self.decoder, self.ids, self.seen = decoder, ids, 0
         decoder.held = [0] * len(decoder.budgets)
 
@@ -77,7 +77,7 @@ class TextReader:
         return int(logits[0].argmax())
 
 
-def checked(decoder: SharedDecoder, check: Cell, folder: Path) -> Cell:
+def checked(decoder: ExportedDecoder, check: Cell, folder: Path) -> Cell:
     """Compare the decoder's logits with those that the plan expects; return their parity."""
     text, expected = (
         TextReader(decoder, check["prompt"]),
@@ -102,7 +102,7 @@ def compared(logits: Array, expected: Array, allowed: float) -> Cell:
     return parity
 
 
-def measured(decoder: SharedDecoder, wanted: Cell, rounds: int) -> Cell:
+def measured(decoder: ExportedDecoder, wanted: Cell, rounds: int) -> Cell:
     """Measure a decoder; return all samples, as fields of its row."""
     count = max(wanted["prompt_tokens"], wanted["long_tokens"])
     ids = (hash11(wanted["seed"], count) % wanted["vocabulary"]).tolist()

@@ -243,7 +243,7 @@ def _slots_within(nbytes: int, runtime: OrtRuntime) -> int:
     plan = runtime.plan
     # Slots for a block take as many bytes as others, so two plans give the bytes of one.
     fewer = Sizes(CacheSettings(block_size=plan.block_size // 2))
-    less = plan_of(runtime.manifest, plan.policy, fewer)
+    less = plan_of(runtime.manifest, fewer)
     step = (plan.cache_bytes - less.cache_bytes) // (plan.block_size - less.block_size)
     return plan.budget_tokens + (nbytes - plan.cache_bytes) // step
 

@@ -2,7 +2,7 @@
 
 Three run the same blocks: the runtime (`BlockLoop` over a `BudgetCache`), the modules of decoder
 and evictors eagerly, and their graphs in ONNX Runtime; the latter two over slots as the backend has
-them (`SharedDecoder`). The modules must agree with the runtime, keeping their own state, and the
+them (`ExportedDecoder`). The modules must agree with the runtime, keeping their own state, and the
 graphs with the modules, given the modules' state. At the end the graphs run alone.
 """
 
@@ -26,7 +26,7 @@ from kvcap.export.decoder.evictor import EvictionGraph, evictors_of
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.graphs.ports import Port
 from kvcap.export.weights import ROWS, Rounded, rounded_in
-from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder
+from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.manifest import Manifest
@@ -195,7 +195,7 @@ class Decided(NamedTuple):
     positions: Tensor  # [1, K, n]
 
 
-class Watched(SharedDecoder):
+class Watched(ExportedDecoder):
     """A module that runs as its graph does, and keeps the scores that its evictions used."""
 
     def __init__(self, facts: Manifest, decoder: DecoderGraph, evict_every: int = 1) -> None:
@@ -223,7 +223,7 @@ def opened(
     decoder: DecoderGraph,
     evict_every: int = 1,
     name: str = manifest.GRAPH,
-) -> SharedDecoder:
+) -> ExportedDecoder:
     """Open a directory's graphs in ONNX Runtime; `facts` are as it was exported.
 
     `name` is that of the decoder's file.
@@ -237,11 +237,11 @@ def opened(
         found |= dict.fromkeys(layers, Graph(file))
     graph, graphs = Graph(folder / name), [found[layer] for layer in sorted(found)]
     block = decoder.layout.block_size
-    return SharedDecoder(facts, graph, graphs, block, evict_every, scales_in(decoder))
+    return ExportedDecoder(facts, graph, graphs, block, evict_every, scales_in(decoder))
 
 
 def scales_in(decoder: DecoderGraph) -> Any:
-    """Return the scales of a module's slots for `SharedDecoder`; None where they are floats."""
+    """Return the scales of a module's slots for `ExportedDecoder`; None where they are floats."""
     return None if decoder.slot_scales is None else decoder.slot_scales.unsqueeze(-2).numpy()
 
 
@@ -273,7 +273,7 @@ def check(
     if decoder.slot_scales is not None:
         to_runtime, to_module = _looser(to_runtime, SLOTS), _looser(to_module, SLOT)
     ort = opened(folder, facts, decoder, name=graph)
-    alone = SharedDecoder(
+    alone = ExportedDecoder(
         facts, ort.graph, ort.evictors, decoder.layout.block_size, scales=scales_in(decoder)
     )
     decoder.model.float()
@@ -462,11 +462,11 @@ class _Rounded(Mapping[str, Tensor]):
 
 
 def facts_of(decoder: DecoderGraph, dtype: str) -> Manifest:
-    """Return the manifest of a decoder, for `SharedDecoder`."""
+    """Return the manifest of a decoder, for `ExportedDecoder`."""
     return Manifest(Path(), manifest.describe("", decoder, dtype))
 
 
-def put(source: SharedDecoder, target: SharedDecoder, seen: int) -> None:
+def put(source: ExportedDecoder, target: ExportedDecoder, seen: int) -> None:
     """Let a decoder hold what another one holds after `seen` tokens."""
     held = list(source.held)
     target.held = held
@@ -524,7 +524,7 @@ def _looser(a: Tolerance, b: Tolerance) -> Tolerance:
 
 
 def _with_state(
-    row: CheckedRun, module: SharedDecoder, ort: SharedDecoder, seen: int, tolerance: Tolerance
+    row: CheckedRun, module: ExportedDecoder, ort: ExportedDecoder, seen: int, tolerance: Tolerance
 ) -> CheckedRun:
     """Return the row, failed where what is held differs though the same slots were kept."""
     if row.kept < 1:
@@ -535,7 +535,7 @@ def _with_state(
     return row if fine else CheckedRun(**{**asdict(row), "ok": False})
 
 
-def _in_time(decoder: SharedDecoder, seen: int) -> list[Tensor]:
+def _in_time(decoder: ExportedDecoder, seen: int) -> list[Tensor]:
     """Return everything that is held, slots in time order."""
     held, found = decoder.state(seen, decoder.held), []
     for name, array in held.items():
@@ -611,7 +611,7 @@ def _answer(loop: BlockLoop, logits: Tensor, length: int) -> list[int]:
     return found
 
 
-def _alone(ort: SharedDecoder, blocks: list[list[int]], length: int) -> list[int]:
+def _alone(ort: ExportedDecoder, blocks: list[list[int]], length: int) -> list[int]:
     """Return the graphs' greedy tokens after the blocks."""
     seen, found = 0, list[int]()
     pending = list(blocks)

@@ -1,12 +1,9 @@
-"""Finds the files that belong to a decoder's graph, and checks that its tokenizer is whole."""
+"""Checks that a tokenizer's files alone give what transformers makes of them."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
-from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.models.files import load_tokenizer
@@ -14,29 +11,6 @@ from kvcap.runtime.session.messages import messages_as_taken, render
 from kvcap.runtime.session.template_forms import without_default
 
 TEXT = "Hello! Zwölf Boxkämpfer, 42 <b>ships</b>\n and 你好."
-
-
-def files_of(folder: Path, file: Path) -> list[str]:
-    """Return the decoder's file and the files of its weights, as names within `folder`."""
-    model = library("onnx").load(str(file), load_external_data=False)
-    locations = {
-        entry.value
-        for tensor in model.graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    files = [file, *(file.parent / name for name in sorted(locations))]
-    return [path.relative_to(folder).as_posix() for path in files]
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Put a file at another place: as a link where that can be, else as a copy."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -20,7 +20,7 @@ from kvcap.export.decoder.layer import held_layers
 from kvcap.export.files import file_entry
 from kvcap.export.graphs.ports import Port
 from kvcap.export.graphs.spec import recipe
-from kvcap.runtime.backends.onnxruntime.manifest import KV_DTYPE, SCHEMA, SHARED, check
+from kvcap.runtime.backends.onnxruntime.manifest import KIND, KV_DTYPE, SCHEMA, check
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rounding import Rounding
@@ -130,7 +130,7 @@ def asked(
     if kv_dtype:
         blocks["kv_dtype"] = kv_dtype
     return {
-        "kind": SHARED,
+        "kind": KIND,
         "exporter": "kvcap",
         "model": {"name": name, **model_facts(layout.shape)},
         **policy_facts(layout),

@@ -649,13 +649,13 @@ def _manifest(model: str, backend: Backend, budget: Budget, export: bool) -> Man
 
 def _planned_export(found: Manifest, budget: Budget, recall_store: int) -> MemoryPlan:
     from kvcap.runtime.backends.onnxruntime.plan import plan_of
-    from kvcap.runtime.backends.onnxruntime.runtime import check_dtype, check_slots, find_policy
+    from kvcap.runtime.backends.onnxruntime.runtime import check_dtype, check_policy, check_slots
 
-    policy = find_policy(found, _policy_request(budget), budget.positions)
+    check_policy(found, _policy_request(budget), budget.positions)
     check_dtype(found, budget.dtype)
     check_slots(found, budget.kv_dtype)
     sizes = Sizes(budget.settings(), budget.memory_cap)
-    return plan_of(found, policy.name, sizes, pinned=policy.least, recall_store=recall_store)
+    return plan_of(found, sizes, recall_store=recall_store)
 
 
 def _policy_request(budget: Budget) -> PolicyRequest:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_requests import asked, vendored
-from tools import PATIENCE, pocket_decoder, sliding_decoder, tiny_decoder
+from tools import PATIENCE, pocket_decoder, sliding_decoder
 
-from kvcap.android_bench.decoders import PAGE_BYTES, decoder_for_a_page, decoder_in
+from kvcap.android_bench.decoders import PAGE_BYTES, decoder_for_a_page
 from kvcap.android_bench.server.serving import ChatServer
 from kvcap.cli import run
-from kvcap.runtime.backends.onnxruntime.decoder import SharedDecoder, evictors_of
+from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder, evictors_of
 from kvcap.runtime.backends.onnxruntime.graph import Graph
 from kvcap.runtime.backends.onnxruntime.manifest import read
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
@@ -112,7 +112,7 @@ def test_logits_and_kept_tokens_are_pythons(slides, mode, tmp_path_factory, page
     sample, block = found.facts["sample"], found.facts["block_size"]
     text = sample["prompt"] * 3
     runs = [block, block - 5, *[block] * 6, *[1] * 40, block // 4 + 1, block]
-    python = SharedDecoder(
+    python = ExportedDecoder(
         found, Graph(found.decoder, 1), evictors_of(found, 1), block, min(EVICT_EVERY, block)
     )
     seen, expected = 0, []
@@ -203,13 +203,9 @@ def test_what_cannot_be_loaded_is_told_in_words(decoder, page):
 # What is refused before anything is served
 
 
-def test_what_is_no_decoder_of_kvcaps_is_refused_by_name(
-    decoder, tmp_path, tmp_path_factory, capsys
-):
+def test_what_is_no_decoder_of_kvcaps_is_refused_by_name(decoder, tmp_path, capsys):
     assert run(["android", "chat", str(tmp_path)]) == 2
     assert "kvcap export decoder" in capsys.readouterr().err
-    with pytest.raises(NotExportable, match="another exporter"):
-        decoder_in(tiny_decoder(tmp_path_factory) / "decoder")
     copy = shutil.copytree(decoder, tmp_path / "copy")
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelFilesBroken, match=r"tokenizer\.json"):

@@ -10,9 +10,7 @@ from kvcap.cli import run
 @pytest.mark.parametrize(("options", "says"), [
     (["--kv-dtype", "int4"], ["one scale for each channel", "use int8"]),
     (["--kv-dtype", "int8-int4"], ["one scale for each channel", "use int8"]),
-    (["--kv-dtype", "int4", "--exporter", "optimum"], ["is for --exporter kvcap"]),
     (["--positions", "auto"], ["has them of one kind", "'compact' or 'true'"]),
-    (["--positions", "auto", "--exporter", "optimum"], ["has them of one kind"]),
 ])  # fmt: skip
 def test_what_only_pytorch_has_is_refused_with_the_reason(options, says, tmp_path, capsys):
     assert run(["export", "decoder", "pocket", *options, "-o", str(tmp_path / "out")]) == 2

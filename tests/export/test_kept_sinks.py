@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import grouped_decoder
 import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
-from tools import pocket_decoder, tiny_decoder
+from tools import pocket_decoder
 
 from kvcap.android_bench.plan.presets import PRESETS
 from kvcap.android_bench.plan.write import _spec
@@ -117,15 +116,3 @@ def test_kvcap_s_own_decoder_keeps_them_in_onnx_runtime(tmp_path_factory):
     rows = held(pocket_decoder(tmp_path_factory), None)
     assert keep(rows, 4)
     assert not keep(rows, ALIKE)
-
-
-@pytest.mark.parametrize("kind", ["others", "grouped"])
-def test_decoders_of_others_keep_them(kind, tmp_path_factory):
-    folder = (
-        tiny_decoder(tmp_path_factory)
-        if kind == "others"
-        else grouped_decoder.ready(tmp_path_factory, "llama")
-    )
-    assert keep(held(folder / "decoder", None, 32), 4)
-    assert keep(held(folder / "decoder", 6, 32), 6)
-    assert not keep(held(folder / "decoder", 0, 32), 4)

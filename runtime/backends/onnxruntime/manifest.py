@@ -1,9 +1,7 @@
 """Reads kvcap.json, the manifest of an exported decoder, and checks it against its files.
 
-There are three kinds, with one schema. `shared`: past and present of the decoder are one buffer,
-and graphs beside it say which slots go. `grouped`: the same of a decoder that others exported, for
-any budget. `evictor`: one that writes its cache anew, with graphs beside it that copy what stays.
-Knows no ONNX Runtime: of a graph, it finds only the names of the files that hold its weights.
+Past and present of the decoder are one buffer, and graphs beside it say which slots go. Knows no
+ONNX Runtime: of a graph, it finds only the names of the files that hold its weights.
 """
 
 from __future__ import annotations
@@ -28,7 +26,8 @@ from kvcap.schema import fault
 
 SCHEMA = "kvcap.decoder/2"
 SCHEMA_FILE = Path(__file__).parents[2] / "schemas" / "decoder.schema.json"
-SHARED, GROUPED, EVICTOR = "shared", "grouped", "evictor"
+KIND = "shared"  # past and present are one buffer
+FOREIGN = "grouped", "evictor"  # kinds that earlier versions wrote
 KV_DTYPE = "int8"  # of slots that are quantised
 HASHED = 64 << 20  # bytes; of larger files, which hold weights, only the size is checked
 # In an ONNX file: for each kind of message, which of its fields lead to a tensor (onnx.proto).
@@ -52,16 +51,6 @@ class Manifest:
 
     folder: Path
     facts: Mapping[str, Any]
-
-    @property
-    def shared(self) -> bool:
-        """Return whether past and present are one buffer: the decoder is kvcap's own."""
-        return bool(self.facts["kind"] == SHARED)
-
-    @property
-    def in_place(self) -> bool:
-        """Return whether slots stay where they are, so that tokens may wait to be evicted."""
-        return bool(self.facts["kind"] != EVICTOR)
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -129,8 +118,8 @@ def read(folder: Path) -> Manifest:
 def _unprepared(folder: Path) -> NotExportable:
     if any(folder.glob("*.onnx")) or any(folder.glob("onnx/*.onnx")):
         return NotExportable(
-            f"{str(folder)!r} holds an ONNX model without {MANIFEST}; prepare it once with: "
-            f"kvcap export decoder {folder} --exporter existing"
+            f"{str(folder)!r} holds an ONNX model of another exporter, whose cache cannot be "
+            "capped; export the model that it was made from with: kvcap export decoder MODEL"
         )
     return NotExportable(
         f"{str(folder)!r} has no {MANIFEST}, so it is no exported decoder; make one with: "
@@ -151,6 +140,11 @@ def check(facts: Any, name: str = MANIFEST) -> None:
             f"{name} has schema {str(schema)[:40]!r}, and this kvcap reads {SCHEMA!r}; export it "
             "again"
         )
+    if facts.get("kind") in FOREIGN:
+        raise ManifestError(
+            f"{name} describes a decoder of another exporter, which this kvcap no longer runs; "
+            "export the model that it was made from with: kvcap export decoder MODEL"
+        )
     wrong = fault(facts, SCHEMA_FILE) or _contradiction(facts)
     if wrong is not None:
         raise ManifestError(f"{name} is no {SCHEMA}: {wrong}; export it again")
@@ -164,17 +158,6 @@ def _contradiction(facts: Mapping[str, Any]) -> str | None:
     for graph in _graphs(facts):
         if graph not in names:
             return f"{graph!r} is a graph that is not among its files"
-    if facts["kind"] == SHARED:
-        return _of_shared(facts)
-    return _of_evictors(facts) or (_of_grouped(facts) if facts["kind"] == GROUPED else None)
-
-
-def windows_in(facts: Mapping[str, Any]) -> list[int | None]:
-    """Return for each layer of a shared decoder the tokens of its sliding window; None: all."""
-    return list(facts.get("windows") or [None] * len(facts["budgets"]))
-
-
-def _of_shared(facts: Mapping[str, Any]) -> str | None:
     budgets, pins = facts["budgets"], facts["policy"].get("pins", {})
     size = facts["model"]["head_dim"]
     if len(budgets) != facts["model"]["layers"]:
@@ -211,28 +194,9 @@ def _of_shared(facts: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _of_evictors(facts: Mapping[str, Any]) -> str | None:
-    pairs, size = facts["model"]["rotated_pairs"], facts["model"]["head_dim"]
-    if len(facts["inv_freq"]) != pairs or 2 * pairs > size:
-        return f"inv_freq: not one of each of {pairs} pairs of a head's {size} numbers"
-    modes = {(entry["policy"]["name"], entry["positions"]) for entry in facts["evictors"]}
-    if (facts["default_policy"], facts["positions"]) not in modes:
-        return "default_policy: no evictor of that name and the manifest's positions"
-    if not pairs and facts["kind"] == EVICTOR and any(mode == "compact" for _, mode in modes):
-        return "evictors: compact positions, and no frequencies to turn keys by"
-    return None
-
-
-def _of_grouped(facts: Mapping[str, Any]) -> str | None:
-    if len(facts["rotates"]) != len(facts["kv_layers"]):
-        return "rotates: not said of each layer that holds slots"
-    if len(set(facts["kv_layers"])) < len(facts["kv_layers"]):
-        return "kv_layers: one is listed twice"
-    if any(facts["rotates"]) and not facts["inv_freq"]:
-        return "inv_freq: none, and keys turn"
-    if any(entry["positions"] != "compact" for entry in facts["evictors"]):
-        return "evictors: the decoder counts positions by itself, which are compact"
-    return None
+def windows_in(facts: Mapping[str, Any]) -> list[int | None]:
+    """Return for each layer of a decoder the tokens of its sliding window; None: all."""
+    return list(facts.get("windows") or [None] * len(facts["budgets"]))
 
 
 def _graphs(facts: Mapping[str, Any]) -> list[str]:

@@ -7,37 +7,30 @@ estimate, as it depends on how ONNX Runtime orders and fuses the graph.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvcap.runtime.backends.onnxruntime.decoder import (
     buffers_of,
-    paired_buffers,
     turns_of,
 )
-from kvcap.runtime.backends.onnxruntime.grouped import grouped_buffers, state_bytes
-from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, Manifest, windows_in
-from kvcap.runtime.errors import NotExportable, PlanInfeasible, UnsupportedModel
+from kvcap.runtime.backends.onnxruntime.manifest import Manifest, windows_in
+from kvcap.runtime.errors import NotExportable, PlanInfeasible
 from kvcap.runtime.memory.free_memory import process_bytes
-from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, PlanSearch, Sizes, parse_cap
+from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, Sizes, parse_cap
 from kvcap.runtime.units import parse_bytes, with_margin
 
 if TYPE_CHECKING:  # PyTorch stands behind it
     from kvcap.runtime.models.weights import WeightsSource
 
 LOADING = 40 << 20  # ONNX Runtime itself, a tokenizer, buffers of the first block
-ROTATION = 2 * 4  # bytes of a cosine and a sine
 
 
 def plan_of(
     manifest: Manifest,
-    policy: str,
     sizes: Sizes,
     *,
-    pinned: int = 0,
     loaded: bool = False,
     recall_store: int = 0,
 ) -> MemoryPlan:
@@ -45,9 +38,7 @@ def plan_of(
 
     Args:
         manifest: of the export.
-        policy: its name, for the plan.
         sizes: what was asked for; the export says what was not.
-        pinned: slots that the policy pins, which are the least budget.
         loaded: the weights are in this process already.
         recall_store: bytes of the index by which a conversation finds its evicted text.
 
@@ -61,9 +52,7 @@ def plan_of(
         weights = manifest.model["weights_bytes"]
         baseline = process_bytes() + (RUNNING - weights if loaded else LOADING)
     beside = Beside(baseline, recall_store)
-    if manifest.shared:
-        return _of_shared(manifest, policy, sizes, beside)
-    return _of_any_budget(manifest, policy, sizes, pinned, beside)
+    return _planned(manifest, sizes, beside)
 
 
 class Beside(NamedTuple):
@@ -73,8 +62,8 @@ class Beside(NamedTuple):
     recall_store: int
 
 
-def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) -> MemoryPlan:
-    """Return the plan of a decoder whose graph fixes the budget."""
+def _planned(manifest: Manifest, sizes: Sizes, beside: Beside) -> MemoryPlan:
+    """Return the plan of the sizes asked for; the graph fixes the budget."""
     facts, asked = manifest.facts, sizes.cache
     cap = None if sizes.memory_cap is None else parse_cap(sizes.memory_cap)
     tokens, block = facts["budget_tokens"], asked.block_size or facts["block_size"]
@@ -89,7 +78,7 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) ->
             f"this decoder was exported for blocks of up to {facts['block_size']:,} tokens; use "
             f"--block-size {facts['block_size']} or less"
         )
-    found = _shared(manifest, policy, beside, block)
+    found = _of_block(manifest, beside, block)
     if asked.kv_budget is not None and found.cache_bytes > parse_bytes(asked.kv_budget):
         raise PlanInfeasible(
             f"the cache takes {found.cache_bytes:,} bytes for its {tokens:,} slots, more than "
@@ -98,7 +87,7 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) ->
         )
     while cap is not None and asked.block_size is None and found.total_bytes > cap and block > 1:
         block = -(-block // 2)  # a smaller block takes a smaller workspace
-        found = _shared(manifest, policy, beside, block)
+        found = _of_block(manifest, beside, block)
     if cap is not None and found.total_bytes > cap:
         raise PlanInfeasible(
             f"the process takes {found.total_bytes:,} bytes with blocks of {block:,} tokens, more "
@@ -108,37 +97,8 @@ def _of_shared(manifest: Manifest, policy: str, sizes: Sizes, beside: Beside) ->
             f"{with_margin(found.total_bytes) >> 20}MiB, or {again}",
             least_memory_cap=with_margin(found.total_bytes),
         )
-    least = found if asked.block_size else _shared(manifest, policy, beside, 1)
+    least = found if asked.block_size else _of_block(manifest, beside, 1)
     return _with_least(found, least, sizes)
-
-
-def _of_any_budget(
-    manifest: Manifest, policy: str, sizes: Sizes, pinned: int, beside: Beside
-) -> MemoryPlan:
-    """Return the plan of a decoder for any budget: the graph that evicts takes it as an input."""
-    facts, model = manifest.facts, manifest.model
-    made = _grouped if facts["kind"] == GROUPED else _paired
-    plan = partial(made, manifest, policy, sizes.cache.positions or facts["positions"], beside)
-    search = PlanSearch(plan, sizes, pinned, model["trained_length"])
-    found = search.found(facts["budget_tokens"], facts["block_size"])
-    if found.budget_tokens < pinned:
-        raise PlanInfeasible(
-            f"policy {policy} pins {pinned} tokens, more than the budget of "
-            f"{found.budget_tokens} slots; use a budget of at least {pinned}"
-        )
-    window = model.get("window")  # all layers slide, so that nothing may be out of their reach
-    if window is not None and found.budget_tokens + found.block_size > window:
-        raise UnsupportedModel(
-            f"every layer of this model slides over {window} tokens; use a budget and a block of "
-            f"at most {window} slots together"
-        )
-    longest = model.get("longest")
-    if longest is not None and found.budget_tokens + found.block_size > longest:
-        raise UnsupportedModel(
-            f"this decoder's graph has cosines of {longest:,} positions; use a budget and a block "
-            f"of at most {longest:,} slots together"
-        )
-    return _with_least(found, search.smallest(), sizes)
 
 
 def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPlan:
@@ -151,7 +111,7 @@ def _with_least(found: MemoryPlan, least: MemoryPlan, sizes: Sizes) -> MemoryPla
     )
 
 
-def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> MemoryPlan:
+def _of_block(manifest: Manifest, beside: Beside, block: int) -> MemoryPlan:
     parts = {"keys": 0, "values": 0, "positions": 0, "queries": 0, "state": 0, "sliding": 0}
     windows = windows_in(manifest.facts)
     also = {"arrived": "keys", "shifts": "positions"}  # kept for float16 and int8 keys that turn
@@ -170,7 +130,7 @@ def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> Memo
             cache = cache if kv_dtype else str(spec.dtype)
     turns = turns_of(manifest, block)
     return MemoryPlan(
-        policy=policy,
+        policy=manifest.facts["policy"]["name"],
         positions=manifest.facts["positions"],
         budget_tokens=manifest.facts["budget_tokens"],
         block_size=block,
@@ -184,7 +144,7 @@ def _shared(manifest: Manifest, policy: str, beside: Beside, block: int) -> Memo
         rotation_table=0 if turns is None else turns.nbytes,
         sliding_layers=parts["sliding"],
         state_layers=0,
-        workspace=_workspace(manifest, slots, block, 1) + _told(manifest, block),
+        workspace=_workspace(manifest, slots, block) + _told(manifest, block),
         logits=4 * manifest.model["vocabulary"],
         weights=manifest.model["weights_bytes"],
         weights_from=_source(manifest),
@@ -217,84 +177,14 @@ def _told(manifest: Manifest, block: int) -> int:
     return 4 * block * int(model["layers"] * model["heads"] * model["head_dim"])
 
 
-def _paired(
-    manifest: Manifest, policy: str, positions: Any, beside: Beside, tokens: int, block: int
-) -> MemoryPlan:
-    model, cache = manifest.model, np.dtype(manifest.facts["cache_dtype"])
-    compact = positions == "compact"
-    kinds = paired_buffers(model, tokens, block, cache, compact)
-    nbytes = {name: prod(shape) * np.dtype(kind).itemsize for name, (shape, kind) in kinds.items()}
-    vectors = sum(n for name, n in nbytes.items() if len(kinds[name][0]) == 4)
-    return MemoryPlan(
-        policy=policy,
-        positions=positions,
-        budget_tokens=tokens,
-        block_size=block,
-        dtype=str(cache),
-        keys_values=vectors,
-        slot_positions=sum(nbytes.values()) - vectors,
-        policy_state=0,
-        evicted_store=0,
-        query_window=0,
-        rotation_table=(tokens + block) * ROTATION * model["rotated_pairs"] if compact else 0,
-        sliding_layers=0,
-        state_layers=0,
-        workspace=_workspace(manifest, tokens + block, block, model["layers"]),
-        logits=4 * block * model["vocabulary"],  # such graphs give those of every token
-        weights=model["weights_bytes"],
-        weights_from="the manifest",
-        **beside._asdict(),
-        **_uncapped(manifest, cache),
-    )
-
-
-def _grouped(
-    manifest: Manifest, policy: str, positions: Any, beside: Beside, tokens: int, block: int
-) -> MemoryPlan:
-    model, facts = manifest.model, manifest.facts
-    specs, span = grouped_buffers(manifest, tokens, block), tokens + block + 1
-    vectors = sum(spec.nbytes for spec in specs if len(spec.shape) >= 4)
-    return MemoryPlan(
-        policy=policy,
-        positions=positions,
-        budget_tokens=tokens,
-        block_size=block,
-        dtype=facts["cache_dtype"],
-        keys_values=vectors,
-        slot_positions=sum(spec.nbytes for spec in specs) - vectors,
-        policy_state=0,
-        evicted_store=0,
-        query_window=0,
-        rotation_table=span * ROTATION * model["rotated_pairs"] if any(facts["rotates"]) else 0,
-        sliding_layers=0,
-        state_layers=state_bytes(manifest),
-        workspace=_workspace(manifest, tokens + block, block, 1),
-        logits=4 * model["vocabulary"] * (1 if facts["last_only"] else block),
-        weights=model["weights_bytes"],
-        weights_from="the manifest",
-        **beside._asdict(),
-        **_uncapped(manifest, np.dtype(facts["cache_dtype"])),
-    )
-
-
-def _uncapped(manifest: Manifest, cache: Any) -> dict[str, Any]:
-    """Return the bytes of a token where nothing caps the cache, under `MemoryPlan`'s names."""
-    model = manifest.model
-    layers = len(manifest.facts.get("kv_layers", ())) or model["layers"]
-    token = layers * 2 * model["kv_heads"] * model["head_dim"] * np.dtype(cache).itemsize
-    window = model.get("window") or 0
-    kind = "sliding_token_bytes" if window else "token_bytes"
-    return {kind: token, "sliding_window": window, "trained_length": model["trained_length"]}
-
-
-def _workspace(manifest: Manifest, slots: int, block: int, scored: int) -> int:
-    """Return the bytes that a block takes in float32 while `scored` layers are scored together."""
+def _workspace(manifest: Manifest, slots: int, block: int) -> int:
+    """Return the bytes that a block takes in float32."""
     model = manifest.model
     hidden = block * (4 * model["hidden_size"] + 3 * model["mlp_size"])
     attention = 3 * model["heads"] * block * slots  # scores, their mask, their weights
     spread = 2 * model["heads"] * slots * model["head_dim"]  # keys, values of every query head
     numbers = model["kv_heads"] * slots * model["head_dim"]  # a layer's keys
-    eviction = 3 * scored * numbers
+    eviction = 3 * numbers
     # Slots in int8 as floats: scored ones; attended ones, without the block and with it.
     floats = 6 * numbers if manifest.facts.get("kv_dtype") else 0
     found: int = 4 * (hidden + attention + spread + eviction + floats)

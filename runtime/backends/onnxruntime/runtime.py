@@ -21,15 +21,12 @@ from kvcap.runtime.backends.onnxruntime import manifest as manifests
 from kvcap.runtime.backends.onnxruntime import saved
 from kvcap.runtime.backends.onnxruntime.decoder import (
     ExportedDecoder,
-    PairedDecoder,
-    SharedDecoder,
     evictors_of,
     scales_of,
 )
 from kvcap.runtime.backends.onnxruntime.graph import Graph
-from kvcap.runtime.backends.onnxruntime.grouped import GroupedDecoder
 from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
-from kvcap.runtime.backends.onnxruntime.manifest import GROUPED, KV_DTYPE, Manifest
+from kvcap.runtime.backends.onnxruntime.manifest import KV_DTYPE, Manifest
 from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.cache.settings import CacheSettings, check_size
@@ -44,7 +41,6 @@ from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import EVICT_EVERY, PINS, SINKS
 from kvcap.runtime.units import parse_bytes
-from kvcap.sinks import usual_sinks
 
 AUTO = (
     "positions='auto' change while a text is read, and an exported decoder has them of one kind; "
@@ -61,34 +57,6 @@ class PolicyRequest(NamedTuple):
     recent_tokens: int = 0
 
 
-@dataclass
-class ExportedPolicy:
-    """A policy of an export, as it was asked for, with the tokens that it pins."""
-
-    name: str
-    entry: Mapping[str, Any]  # of the manifest: its policy, or a graph that evicts
-    request: PolicyRequest
-    sinks: int = 0
-    recents: int = 0
-    share: float = 0.0  # of the budget, the newest tokens
-
-    def pins(self, budget: int) -> tuple[int, int]:
-        """Return how many first and newest tokens are never evicted."""
-        newest = max(self.recents, int(self.share * budget), self.request.recent_tokens)
-        first = self.request.sink_tokens
-        if first is None and SINKS not in self.entry["policy"]["parameters"]:
-            first = usual_sinks(budget - newest)
-        return max(self.sinks, first or 0), newest
-
-    @property
-    def least(self) -> int:
-        """Return the smallest budget that holds what is pinned."""
-        least = 1
-        while (needed := sum(self.pins(least))) > least:  # pins grow slower than budgets
-            least = needed
-        return least
-
-
 @dataclass(repr=False)
 class OrtRuntime:
     """An exported decoder that chats under a cap.
@@ -100,7 +68,7 @@ class OrtRuntime:
     manifest: Manifest
     tokenizer: Tokenizer
     plan: MemoryPlan
-    policy: ExportedPolicy
+    policy: PolicyRequest
     graph: Graph  # the decoder's, with the weights
     name: str
     settings: CacheSettings  # as asked for
@@ -135,8 +103,7 @@ class OrtRuntime:
             folder: of the decoder, with its manifest.
             policy: the export's own by default.
             settings: but for their policy; the export's where none is given, and no others where
-                its graphs cannot follow. Evicts every 64 tokens, or the block, by default, and
-                after every token where the graph writes its cache anew.
+                its graphs cannot follow. Evicts every 64 tokens, or the block, by default.
             memory_cap: bytes for the whole process, such as '2GiB', or 'auto'.
             enforce: 'check' checks before every block; 'rlimit' also has the system refuse more.
             dtype: of the weights; the export's, or an error.
@@ -155,16 +122,13 @@ class OrtRuntime:
         found = manifests.read(Path(folder))
         cap = None if memory_cap is None else parse_cap(memory_cap)
         settings = CacheSettings.of((settings,), named)
-        chosen = find_policy(found, policy, settings.positions)
+        check_policy(found, policy, settings.positions)
         check_dtype(found, dtype)
         check_slots(found, settings.kv_dtype)
-        check_every(found, settings.evict_every)
         plan_for = partial(
             plan_of,
             found,
-            chosen.name,
             Sizes(settings, cap),
-            pinned=chosen.least,
             recall_store=index_bytes(recall_store, cap),
         )
         plan = plan_for()
@@ -178,7 +142,7 @@ class OrtRuntime:
             plan = plan_for(loaded=True)
             if enforce == "rlimit":
                 limit_data(cap)
-        return cls(found, tokenizer, plan, chosen, graph, str(folder), settings, cap)
+        return cls(found, tokenizer, plan, policy, graph, str(folder), settings, cap)
 
     @property
     def device_label(self) -> str:
@@ -188,8 +152,7 @@ class OrtRuntime:
     @property
     def every(self) -> int:
         """Return after how many tokens it evicts in generation."""
-        usual = EVICT_EVERY if self.manifest.in_place else 1
-        return self.settings.evict_every or min(usual, self.plan.block_size)
+        return self.settings.evict_every or min(EVICT_EVERY, self.plan.block_size)
 
     @property
     def vocabulary(self) -> int:
@@ -235,7 +198,14 @@ class OrtRuntime:
         if self.memory_cap is not None:
             block = self.plan.workspace + self.plan.logits
             guard = CapGuard(self.memory_cap, block, self.plan.block_size)
-        decoder = make_decoder(self.manifest, self.graph, self.policy, self.plan, self.every)
+        decoder = ExportedDecoder(
+            self.manifest,
+            self.graph,
+            evictors_of(self.manifest, self.graph.threads),
+            self.plan.block_size,
+            self.every,
+            scales_of(self.manifest),
+        )
         return OrtLoop(OrtCache(decoder, self.plan.policy), guard)
 
     def rng(self, seed: int | None) -> np.random.Generator:
@@ -262,15 +232,15 @@ class OrtRuntime:
         Raises:
             NotExportable: it was not, or it was with other options.
         """
-        pins = {name: getattr(self.policy.request, name) for name in PINS}
+        pins = {name: getattr(self.policy, name) for name in PINS}
         given = {name: value for name, value in options.items() if name not in PINS}
         pins |= {name: int(options[name]) for name in PINS if name in options}
         request = PolicyRequest(policy, given, **pins)
-        found = find_policy(self.manifest, request, self.plan.positions)
+        check_policy(self.manifest, request, self.plan.positions)
         settings = self.settings
         if settings.kv_budget is None:
             settings = replace(settings, budget_tokens=self.plan.budget_tokens)
-        return self._replanned(found, settings)
+        return self._replanned(request, settings)
 
     def with_budget(self, tokens: int) -> OrtRuntime:
         """Return a runtime of this decoder and policy with so many slots per KV head and layer.
@@ -287,14 +257,12 @@ class OrtRuntime:
             fitting(found.plan, self.memory_cap)
         return found
 
-    def _replanned(self, policy: ExportedPolicy, settings: CacheSettings) -> OrtRuntime:
+    def _replanned(self, policy: PolicyRequest, settings: CacheSettings) -> OrtRuntime:
         """Return a runtime of this decoder under another plan."""
         asked = replace(settings, block_size=self.plan.block_size)
         plan = plan_of(
             self.manifest,
-            policy.name,
             Sizes(asked),
-            pinned=policy.least,
             recall_store=self.plan.recall_store,
         )
         # The first plan has already measured what the process takes without a cache.
@@ -303,13 +271,8 @@ class OrtRuntime:
 
     def policies(self) -> dict[str, list[str]]:
         """Return the policies that were exported, with the names of their options."""
-        facts = self.manifest.facts
-        entries = [facts] if self.manifest.shared else facts["evictors"]
-        return {
-            entry["policy"]["name"]: [*entry["policy"]["parameters"], *PINS]
-            for entry in entries
-            if entry["positions"] == self.plan.positions
-        }
+        policy = self.manifest.facts["policy"]
+        return {policy["name"]: [*policy["parameters"], *PINS]}
 
     def save(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Write everything that `session` needs to go on.
@@ -320,7 +283,7 @@ class OrtRuntime:
         saved.save(session, self._identity(), path)
 
     def _identity(self) -> dict[str, Any]:
-        return saved.identity_of(self.policy.entry, self.manifest.fingerprint, self.plan)
+        return saved.identity_of(self.manifest.facts, self.manifest.fingerprint, self.plan)
 
     def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
         """Turn `session` into the saved one, or refuse and leave it unchanged.
@@ -374,51 +337,28 @@ def open_export(
     )
 
 
-def find_policy(
-    manifest: Manifest, request: PolicyRequest, positions: str | None
-) -> ExportedPolicy:
-    """Return the policy of an export that was asked for, in the position mode asked for.
+def check_policy(manifest: Manifest, request: PolicyRequest, positions: str | None) -> None:
+    """Refuse a policy, options or positions that an export does not have.
 
     Raises:
-        NotExportable: it has no such policy, options or positions; says which it has, or what
-            could.
+        NotExportable: says which it has, or what could.
     """
     facts = manifest.facts
     if positions == "auto":
         raise NotExportable(AUTO)
-    mode = positions or facts["positions"]
-    if manifest.shared:
-        entries = [{"policy": facts["policy"], "positions": facts["positions"]}]
-    else:
-        entries = facts["evictors"]
-    name = request.name or (facts["policy"]["name"] if manifest.shared else facts["default_policy"])
-    has = ", ".join(
-        sorted({f"{e['policy']['name']} ({e['positions']} positions)" for e in entries})
-    )
-    for entry in entries:
-        if entry["policy"]["name"] != name or entry["positions"] != mode:
-            continue
-        _check_options(entry["policy"]["parameters"], request, manifest.shared)
-        pins = entry["policy"].get("pins") or {}
-        if manifest.shared:
-            return ExportedPolicy(name, entry, request)
-        counts = {key: pins.get(key, 0) for key in ("sinks", "recents", "share")}
-        return ExportedPolicy(name, entry, request, **counts)
-    raise NotExportable(
-        f"policy {name!r} with {mode} positions is not in this export, which has {has}; export it "
-        "again with the policy and positions that you want"
-    )
-
-
-def _check_options(parameters: Mapping[str, Any], request: PolicyRequest, shared: bool) -> None:
-    """Refuse options that differ from those of the exported graph."""
-    asked = dict(request.options)
-    if shared:  # its pins are in the graph too
-        pins = {name: getattr(request, name) for name in PINS}
-        asked |= {name: n for name, n in pins.items() if n or (name == SINKS and n == 0)}
-    for name, value in asked.items():
-        if parameters.get(name) != value:
-            has = ", ".join(f"{k}={v}" for k, v in parameters.items()) or "no options"
+    policy, mode = facts["policy"], positions or facts["positions"]
+    name = request.name or policy["name"]
+    if (name, mode) != (policy["name"], facts["positions"]):
+        raise NotExportable(
+            f"policy {name!r} with {mode} positions is not in this export, which has "
+            f"{policy['name']} ({facts['positions']} positions); export it again with the policy "
+            "and positions that you want"
+        )
+    pins = {name: getattr(request, name) for name in PINS}  # these are in the graph too
+    asked = {name: n for name, n in pins.items() if n or (name == SINKS and n == 0)}
+    for name, value in {**request.options, **asked}.items():
+        if policy["parameters"].get(name) != value:
+            has = ", ".join(f"{k}={v}" for k, v in policy["parameters"].items()) or "no options"
             raise NotExportable(
                 f"{name}={value} is not in this export, whose graph has {has}; export it again "
                 "with that option"
@@ -471,31 +411,3 @@ def refuse_slots(kv_dtype: str) -> None:
             "one scale for each channel and none for a token or a group, which 4 bits need; use "
             f"{KV_DTYPE}, or run the model by PyTorch"
         )
-
-
-def check_every(manifest: Manifest, evict_every: int | None) -> None:
-    """Refuse to evict after more than one token where the decoder cannot hold them.
-
-    Raises:
-        NotExportable: it is another exporter's, whose slots do not stay in place.
-    """
-    if evict_every not in (None, 1) and not manifest.in_place:
-        raise NotExportable(
-            f"--evict-every {evict_every} is not for a decoder of another exporter, whose graph "
-            "copies what stays after every token; leave it out"
-        )
-
-
-def make_decoder(
-    manifest: Manifest, graph: Graph, policy: ExportedPolicy, plan: MemoryPlan, evict_every: int
-) -> ExportedDecoder:
-    """Return the decoder of a plan, with its buffers allocated."""
-    if manifest.shared:
-        evictors = evictors_of(manifest, graph.threads)
-        scales = scales_of(manifest)
-        return SharedDecoder(manifest, graph, evictors, plan.block_size, evict_every, scales)
-    budget, pins = plan.budget_tokens, policy.pins(plan.budget_tokens)
-    if manifest.facts["kind"] == GROUPED:
-        sizes = budget, plan.block_size, *pins, evict_every
-        return GroupedDecoder(manifest, graph, policy.entry, *sizes)
-    return PairedDecoder(manifest, graph, policy.entry, budget, plan.block_size, *pins)

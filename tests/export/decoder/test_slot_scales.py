@@ -420,21 +420,3 @@ def test_slots_of_another_type_are_refused_by_name(pocket_int8, tmp_path, capsys
         decoder_in(pocket_int8)
     with pytest.raises(NotExportable, match="auto"):
         OrtRuntime.from_directory(pocket_int8, PolicyRequest(), positions="auto")
-
-
-def test_other_exporters_have_no_such_slots(tmp_path, capsys):
-    code = run(
-        [
-            "export",
-            "decoder",
-            "pocket",
-            "--kv-dtype",
-            "int8",
-            "--exporter",
-            "optimum",
-            "-o",
-            str(tmp_path / "out"),
-        ]
-    )
-    assert code == 2
-    assert "is for --exporter kvcap" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import kvcap
 from kvcap import cli
 from kvcap.evals.measure import allocator_peak
 from kvcap.evals.quality.sweep import Sweep
-from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest, find_policy
+from kvcap.runtime.backends.onnxruntime.runtime import PolicyRequest, check_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import BlockGraphs
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import layout
@@ -331,4 +331,4 @@ def test_exported_decoders_refuse_it(capsys):
     assert "an exported decoder has them of one kind" in capsys.readouterr().err
     facts = {"policy": {"name": "keydiff"}, "positions": "compact"}
     with pytest.raises(NotExportable, match="run the model by PyTorch"):
-        find_policy(SimpleNamespace(facts=facts, shared=True), PolicyRequest(), "auto")  # type: ignore[arg-type]
+        check_policy(SimpleNamespace(facts=facts), PolicyRequest(), "auto")  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ was kept. Blocks of 6 tokens attend over latents, blocks of 24 over expanded slo
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from transformers import AutoConfig, DynamicCache
 
 import kvcap
 from kvcap.evals.measure import allocator_peak
-from kvcap.export.adopted import adopt
 from kvcap.export.decoder.spec import layout_for
 from kvcap.policies import Observation
 from kvcap.policies.base import Expansion
@@ -306,8 +304,6 @@ def test_what_cannot_run_is_refused_by_name():
     config, layers = config_of("youtu"), "layers 0 to 1 are multi-head latent attention"
     with pytest.raises(NotExportable, match=layers):
         layout_for(config, CacheSettings(14, 6, kvcap.load_policy("keydiff")))
-    with pytest.raises(UnsupportedModel, match=layers):
-        adopt._agree(ModelShape.of(config), SimpleNamespace(nodes=None))
     with pytest.raises(UnsupportedModel, match="without the corrector"):
         kvcap.BudgetCache(config, 14, 6, "calidrop")
     assert why_unsteady(kvcap.BudgetCache(config, 14, 6)) == "slots hold latents"

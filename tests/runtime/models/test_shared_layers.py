@@ -5,8 +5,6 @@ Logits and kept tokens are held to the slow reference in `tests/runtime/cache/te
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import as_cache
@@ -18,7 +16,6 @@ from tools import in_blocks
 from torch import Tensor
 
 import kvcap
-from kvcap.export.adopted import adopt
 from kvcap.export.decoder.spec import layout_for
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
@@ -153,8 +150,6 @@ def test_what_cannot_run_is_refused_by_name():
             kvcap.BudgetCache(config, 16, 8, "calidrop")
         with pytest.raises(NotExportable, match=layers):
             layout_for(config, CacheSettings(16, 8, load_policy("keydiff")))
-        with pytest.raises(UnsupportedModel, match=layers):
-            adopt._agree(ModelShape.of(config), SimpleNamespace(nodes=None))
         held = kvcap.BudgetCache(config, 16, 8)
         assert why_unsteady(held) == "layers read the slots of others"
         assert "2 of 8 layers capped" in repr(held)

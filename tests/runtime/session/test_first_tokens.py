@@ -38,9 +38,8 @@ BUDGET, BLOCK = 32, 16
 def runtimes(tmp_path_factory):
     def runtime(backend: str, sinks: int | None) -> Any:
         if backend == "onnxruntime":
-            folder = tiny_decoder(tmp_path_factory) / "decoder"
-            policy = PolicyRequest("keydiff", sink_tokens=sinks)
-            return OrtRuntime.from_directory(folder, policy, budget_tokens=BUDGET, block_size=BLOCK)
+            folder = tiny_decoder(tmp_path_factory, BUDGET, BLOCK) / "decoder"
+            return OrtRuntime.from_directory(folder, PolicyRequest("keydiff", sink_tokens=sinks))
         if backend not in made:
             made[backend] = tiny_chat.save(tmp_path_factory.mktemp("model"))
         return Runtime.from_pretrained(

@@ -1,1 +1,0 @@
-"""Adopts decoders that other tools exported to ONNX: tries them, and writes graphs that evict."""

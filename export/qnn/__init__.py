@@ -1,1 +1,0 @@
-"""Compiles graphs ahead of time for Qualcomm's Hexagon NPU, and checks them in its simulator."""
