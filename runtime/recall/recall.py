@@ -151,7 +151,8 @@ class Recall:
         Args:
             question: a text, which stands behind what was read.
             ids: every token that was read; below 0 are unknown ones.
-            kept: what the cache holds, to leave out passages that it mostly does; None: all count.
+            kept: what the cache holds; if that is most of all these passages, there are none. Where
+                some were evicted, all come, as an answer that begins with these ends with them.
         """
         self.index(ids)
         asked, words = asks(question), len([*terms(question)])
@@ -163,7 +164,8 @@ class Recall:
             found = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
         if kept is not None and found:
             held = held_shares(kept, len(ids))
-            found = [one for one in found if not mostly_held(held, one.span)]
+            if all(mostly_held(held, one.span) for one in found):
+                return []
         return found
 
     def _needed(

@@ -139,14 +139,17 @@ def chat(tokenizer, *messages):
 
 
 @pytest.mark.parametrize("asked", ["one key", "four keys"])
-def test_four_facts_come_together_and_whole(tokenizer, recall, asked):
+def test_four_facts_come_together_and_whole_if_one_was_evicted(tokenizer, recall, asked):
     keys = KEYS[:1] * 4 if asked == "one key" else KEYS
     facts = [f"The value of {key} is: {value}." for key, value in zip(keys, VALUES, strict=True)]
     rest = filler(Random(2))
     ids = chat(tokenizer, *(f"{' '.join(islice(rest, 12))} {fact} {next(rest)}" for fact in facts))
     question = encode(tokenizer, f"What are the values of {', '.join(dict.fromkeys(keys))}?")
     recall.limit = 200
-    tokens = recall.read_again(question, ids, NOTHING, len(ids))
+    start = encode(tokenizer, "<|user|>").pop()
+    last = max(place for place, token in enumerate(ids[:-1]) if token == start)
+    held = [KeptTokens(0, True, [np.arange(last, len(ids))])]  # of one fact of four
+    tokens = recall.read_again(question, ids, held, len(ids))
     assert [one.text.strip() for one in recall.passages] == facts  # in order, the newest last
     assert "\n...\n".join(facts) in tokenizer.decode(tokens)
 
