@@ -13,16 +13,13 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcap.android_bench.errors import NoNetwork, ServerMissing
 from kvcap.android_bench.plan.presets import PRESETS, narrowed
 from kvcap.export.graphs.formulations import FORMULATIONS
-from kvcap.runtime.cli.options import GroupedHelp
+from kvcap.runtime.cli.declare import CommandGroup, argument, option
 from kvcap.runtime.errors import how_to_install
 
 if TYPE_CHECKING:
@@ -31,214 +28,138 @@ if TYPE_CHECKING:
 
 NOWHERE = "192.0.2.1"  # reserved for documentation; a socket to it shows this machine's address
 
-android = typer.Typer(add_completion=False, help="Time score graphs and decoders on phones.")
+android = CommandGroup("Time score graphs and decoders on phones.")
 
-Json = Annotated[
-    bool, typer.Option("--json", rich_help_panel="Output", help="Print one JSON document.")
-]
-Counts = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COUNTS",
-        rich_help_panel="Device",
-        help="Compute with so many threads: numbers separated by commas, such as 1,2 (the plan's "
-        "by default).",
-    ),
-]
-Cores = Annotated[
-    str,
-    typer.Option(
-        metavar="CORES",
-        rich_help_panel="Device",
-        help="Run on the fastest cores (auto), on any (none), or on these, such as 7 or 4-7.",
-    ),
-]
-Provider = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel="Device",
-        help="Compute on this execution provider of the runner's ONNX Runtime: cpu, xnnpack, "
-        "nnapi, qnn. One that it lacks is refused.",
-    ),
-]
-Profile = Annotated[
-    bool,
-    typer.Option(
-        "--profile",
-        rich_help_panel="Measure",
-        help="Add the time of each cell's operators, in runs of their own.",
-    ),
-]
-Plan = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Measure the plan that kvcap android plan wrote here.")
-]
-Result = Annotated[
-    Path,
-    typer.Option(
-        "--out", "-o", metavar="FILE", rich_help_panel="Output", help="Write the result here."
-    ),
-]
-Lan = Annotated[
-    bool,
-    typer.Option("--lan", help="Let phones of this network in, by an address with a token."),
-]
-Address = Annotated[
-    str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Listen on this address, where the machine has several; needs --lan.",
-    ),
-]
-Port = Annotated[
-    int,
-    typer.Option(min=0, max=65535, metavar="N", help="Listen on this port; 0 takes a free one."),
-]
+JSON: Any = option(False, "Print one JSON document.", panel="Output")
+COUNTS: Any = option(
+    None,
+    "Compute with so many threads: numbers separated by commas, such as 1,2 (the plan's "
+    "by default).",
+    metavar="COUNTS",
+    panel="Device",
+)
+CORES: Any = option(
+    "auto",
+    "Run on the fastest cores (auto), on any (none), or on these, such as 7 or 4-7.",
+    metavar="CORES",
+    panel="Device",
+)
+PROVIDER: Any = option(
+    "cpu",
+    "Compute on this execution provider of the runner's ONNX Runtime: cpu, xnnpack, "
+    "nnapi, qnn. One that it lacks is refused.",
+    metavar="NAME",
+    panel="Device",
+)
+PROFILE: Any = option(
+    False,
+    "Add the time of each cell's operators, in runs of their own.",
+    panel="Measure",
+)
+PLAN: Any = argument(..., "Measure the plan that kvcap android plan wrote here.", metavar="DIR")
+RESULT: Any = option(..., "Write the result here.", "--out", "-o", metavar="FILE", panel="Output")
+LAN: Any = option(False, "Let phones of this network in, by an address with a token.")
+ADDRESS: Any = option(
+    None, "Listen on this address, where the machine has several; needs --lan.", metavar="ADDRESS"
+)
+PORT: Any = option(8765, "Listen on this port; 0 takes a free one.", min=0, max=65535)
 
 
-class RunnerKind(str, Enum):
-    """A kind of runner that measures on the device."""
-
-    c = "c"
-    python = "python"
+def _only(default: str | None, text: str) -> Any:
+    return option(default, text, metavar="NAMES", panel="Measure")
 
 
-def _only(text: str) -> Any:
-    return typer.Option(metavar="NAMES", rich_help_panel="Measure", help=text)
+def _count(default: int | None, text: str, panel: str = "Measure") -> Any:
+    return option(default, text, min=1, panel=panel)
 
 
-def _count(text: str, panel: str = "Measure") -> Any:
-    return typer.Option(min=1, metavar="N", rich_help_panel=panel, help=text)
+def _time(default: float | None, text: str, unit: str = "SECONDS") -> Any:
+    return option(default, text, min=0, metavar=unit, panel="Measure")
 
 
-def _time(text: str, unit: str = "SECONDS") -> Any:
-    return typer.Option(min=0, metavar=unit, rich_help_panel="Measure", help=text)
-
-
-@android.command("plan", cls=GroupedHelp)
+@android.adds("plan")
 def plan_command(
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="DIR",
-            rich_help_panel="Output",
-            help="Write the plan into this new folder.",
-        ),
-    ],
-    preset: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel="Measure",
-            help=f"Measure the cells of this preset: {', '.join(PRESETS)}.",
-        ),
-    ] = "quick",
-    policies: Annotated[
-        str | None,
-        _only("Keep only cells of these policies, separated by commas (all by default)."),
-    ] = None,
-    formulations: Annotated[
-        str | None,
-        _only(
-            f"Keep only cells of these formulations, separated by commas: "
-            f"{', '.join(FORMULATIONS)} (all by default)."
-        ),
-    ] = None,
-    dtypes: Annotated[
-        str | None,
-        _only("Keep only cells of these types, separated by commas: fp32, fp16 (all by default)."),
-    ] = None,
-    stages: Annotated[
-        str | None,
-        _only(
-            "Keep only cells of these stages, separated by commas: score, evict (all by default)."
-        ),
-    ] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SLOTS",
-            rich_help_panel="Measure",
-            help="Score so many slots, or keep so many in evict graphs; numbers separated by "
-            "commas (the preset's by default).",
-        ),
-    ] = None,
-    threads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNTS",
-            rich_help_panel="Measure",
-            help="Compute with so many threads: numbers separated by commas, such as 1,2 (the "
-            "preset's by default).",
-        ),
-    ] = None,
-    min_runs: Annotated[
-        int | None, _count("Run every cell at least N times (the preset's number by default).")
-    ] = None,
-    min_seconds: Annotated[
-        float | None, _time("Run every cell at least so long (as the preset says by default).")
-    ] = None,
-    warmup_seconds: Annotated[
-        float | None,
-        _time("Warm every cell up so long before its samples (as the preset says by default)."),
-    ] = None,
-    rounds: Annotated[
-        int | None, _count("Visit every cell N times (the preset's number by default).")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            rich_help_panel="Model",
-            help="Take sizes from the config of this model (by default from --decoder, or "
-            "Llama-3.2-3B's).",
-        ),
-    ] = None,
-    kv_heads: Annotated[
-        int | None, _count("Use N KV heads (the model's by default).", "Model")
-    ] = None,
-    heads: Annotated[
-        int | None, _count("Use N query heads (the model's by default).", "Model")
-    ] = None,
-    head_dim: Annotated[
-        int | None, _count("Give every key N numbers (the model's by default).", "Model")
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        _count("Read N tokens at once (the decoder's number, or 128, by default).", "Model"),
-    ] = None,
-    decoder: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel="Decoder",
-            help="Time the whole decoder that kvcap export decoder wrote here, too.",
-        ),
-    ] = None,
-    prompt_tokens: Annotated[
-        int, _count("Read a prompt of N tokens before the first one is written.", "Decoder")
-    ] = 128,
-    answer_tokens: Annotated[int, _count("Write N tokens after the prompt.", "Decoder")] = 64,
-    long_tokens: Annotated[
-        int | None,
-        _count(
-            "Read a long prompt of N tokens, too (four times the budget, and at least 8 blocks, "
-            "by default).",
-            "Decoder",
-        ),
-    ] = None,
-    sustained_minutes: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            metavar="MINUTES",
-            rich_help_panel="Decoder",
-            help="Keep on writing so long at the end.",
-        ),
-    ] = 2.0,
-    json: Json = False,
+    out: Path = option(
+        ..., "Write the plan into this new folder.", "--out", "-o", metavar="DIR", panel="Output"
+    ),
+    preset: str = option(
+        "quick",
+        f"Measure the cells of this preset: {', '.join(PRESETS)}.",
+        metavar="NAME",
+        panel="Measure",
+    ),
+    policies: str | None = _only(
+        None, "Keep only cells of these policies, separated by commas (all by default)."
+    ),
+    formulations: str | None = _only(
+        None,
+        f"Keep only cells of these formulations, separated by commas: "
+        f"{', '.join(FORMULATIONS)} (all by default).",
+    ),
+    dtypes: str | None = _only(
+        None, "Keep only cells of these types, separated by commas: fp32, fp16 (all by default)."
+    ),
+    stages: str | None = _only(
+        None, "Keep only cells of these stages, separated by commas: score, evict (all by default)."
+    ),
+    sizes: str | None = option(
+        None,
+        "Score so many slots, or keep so many in evict graphs; numbers separated by "
+        "commas (the preset's by default).",
+        metavar="SLOTS",
+        panel="Measure",
+    ),
+    threads: str | None = option(
+        None,
+        "Compute with so many threads: numbers separated by commas, such as 1,2 (the "
+        "preset's by default).",
+        metavar="COUNTS",
+        panel="Measure",
+    ),
+    min_runs: int | None = _count(
+        None, "Run every cell at least N times (the preset's number by default)."
+    ),
+    min_seconds: float | None = _time(
+        None, "Run every cell at least so long (as the preset says by default)."
+    ),
+    warmup_seconds: float | None = _time(
+        None, "Warm every cell up so long before its samples (as the preset says by default)."
+    ),
+    rounds: int | None = _count(None, "Visit every cell N times (the preset's number by default)."),
+    model: str | None = option(
+        None,
+        "Take sizes from the config of this model (by default from --decoder, or Llama-3.2-3B's).",
+        metavar="MODEL",
+        panel="Model",
+    ),
+    kv_heads: int | None = _count(None, "Use N KV heads (the model's by default).", "Model"),
+    heads: int | None = _count(None, "Use N query heads (the model's by default).", "Model"),
+    head_dim: int | None = _count(
+        None, "Give every key N numbers (the model's by default).", "Model"
+    ),
+    block_size: int | None = _count(
+        None, "Read N tokens at once (the decoder's number, or 128, by default).", "Model"
+    ),
+    decoder: Path | None = option(
+        None,
+        "Time the whole decoder that kvcap export decoder wrote here, too.",
+        metavar="DIR",
+        panel="Decoder",
+    ),
+    prompt_tokens: int = _count(
+        128, "Read a prompt of N tokens before the first one is written.", "Decoder"
+    ),
+    answer_tokens: int = _count(64, "Write N tokens after the prompt.", "Decoder"),
+    long_tokens: int | None = _count(
+        None,
+        "Read a long prompt of N tokens, too (four times the budget, and at least 8 blocks, "
+        "by default).",
+        "Decoder",
+    ),
+    sustained_minutes: float = option(
+        2.0, "Keep on writing so long at the end.", min=0, metavar="MINUTES", panel="Decoder"
+    ),
+    json: bool = JSON,
 ) -> None:
     """Write a folder with plan.json, graphs, and the outputs that they must give."""
     from kvcap.android_bench.plan.decoder import DecoderWork, shape_of
@@ -282,15 +203,15 @@ def plan_command(
         print(f"{out}: {len(plan['cells'])} cells, {whole / 1e6:.1f} MB, plan {plan['id']}")
 
 
-@android.command("host")
+@android.adds("host")
 def host_command(
-    folder: Plan,
-    out: Result,
-    threads: Counts = None,
-    cores: Cores = "auto",
-    provider: Provider = "cpu",
-    profile: Profile = False,
-    json: Json = False,
+    folder: Path = PLAN,
+    out: Path = RESULT,
+    threads: str | None = COUNTS,
+    cores: str = CORES,
+    provider: str = PROVIDER,
+    profile: bool = PROFILE,
+    json: bool = JSON,
 ) -> None:
     """Measure a plan on this machine, with the runner that a device gets."""
     from kvcap.android_bench.devices.host import run_here
@@ -306,46 +227,31 @@ def host_command(
     print(jsonlib.dumps(result) if json else markdown([result]), end="\n" * json)
 
 
-@android.command("report")
+@android.adds("report")
 def report_command(
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILES", help="Show these results side by side."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", metavar="FILE.md", help="Write the Markdown here, too."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw a chart into this file.")
-    ] = None,
-    rows: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.json", help="Write every row, without its samples, here."),
-    ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.csv", help="Write a table of all cells here, a row per cell."),
-    ] = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Compare with this earlier result of the same device."),
-    ] = None,
-    relative_to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CELL",
-            help="Give times relative to this cell (the plan's reference by default).",
-        ),
-    ] = None,
-    max_regress: Annotated[
-        str,
-        typer.Option(
-            metavar="PERCENT",
-            help="Let a median grow by so much over --baseline, and exit with 1 beyond that.",
-        ),
-    ] = "10%",
-    json: Json = False,
+    files: list[Path] = argument(..., "Show these results side by side."),
+    out: Path | None = option(
+        None, "Write the Markdown here, too.", "--out", "-o", metavar="FILE.md"
+    ),
+    plot: Path | None = option(None, "Draw a chart into this file.", metavar="FILE.png"),
+    rows: Path | None = option(
+        None, "Write every row, without its samples, here.", metavar="FILE.json"
+    ),
+    csv: Path | None = option(
+        None, "Write a table of all cells here, a row per cell.", metavar="FILE.csv"
+    ),
+    baseline: Path | None = option(
+        None, "Compare with this earlier result of the same device.", metavar="FILE"
+    ),
+    relative_to: str | None = option(
+        None, "Give times relative to this cell (the plan's reference by default).", metavar="CELL"
+    ),
+    max_regress: str = option(
+        "10%",
+        "Let a median grow by so much over --baseline, and exit with 1 beyond that.",
+        metavar="PERCENT",
+    ),
+    json: bool = JSON,
 ) -> None:
     """Write tables and a chart of results; with a baseline, exit 1 if a cell became slower."""
     from kvcap.android_bench.documents import parent_of, read_result, write_json
@@ -386,70 +292,49 @@ def report_command(
         raise Regressed(f"{len(worse)} cells became slower by more than {allowed:.0%}: {worse[0]}")
 
 
-@android.command("adb", cls=GroupedHelp)
+@android.adds("adb")
 def adb_command(
-    folder: Plan,
-    out: Result,
-    serial: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SERIAL",
-            rich_help_panel="Device",
-            help="Measure on this device, where several are connected (ANDROID_SERIAL by default).",
-        ),
-    ] = None,
-    runner: Annotated[
-        RunnerKind,
-        typer.Option(
-            rich_help_panel="Measure",
-            help="Measure by the runner in C that CMake built, or by the device's own Python.",
-        ),
-    ] = RunnerKind.c,
-    runner_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel="Measure",
-            help="Find the C runner in this folder, where CMake built it.",
-        ),
-    ] = None,
-    python: Annotated[
-        str,
-        typer.Option(
-            metavar="PATH",
-            rich_help_panel="Measure",
-            help="Run this Python of the device, which must have onnxruntime.",
-        ),
-    ] = "python3",
-    browser: Annotated[
-        bool,
-        typer.Option(
-            "--browser",
-            rich_help_panel="Measure",
-            help="Measure in the device's browser instead of by a runner.",
-        ),
-    ] = False,
-    threads: Counts = None,
-    cores: Cores = "auto",
-    provider: Provider = "cpu",
-    profile: Profile = False,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            min=1,
-            metavar="SECONDS",
-            rich_help_panel="Measure",
-            help="Give up when the run takes longer.",
-        ),
-    ] = 3600,
-    device_dir: Annotated[
-        str,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel="Device",
-            help="Make a temporary folder in this one of the device.",
-        ),
-    ] = "/data/local/tmp",
+    folder: Path = PLAN,
+    out: Path = RESULT,
+    serial: str | None = option(
+        None,
+        "Measure on this device, where several are connected (ANDROID_SERIAL by default).",
+        metavar="SERIAL",
+        panel="Device",
+    ),
+    runner: Literal["c", "python"] = option(
+        "c",
+        "Measure by the runner in C that CMake built, or by the device's own Python.",
+        panel="Measure",
+    ),
+    runner_dir: Path | None = option(
+        None,
+        "Find the C runner in this folder, where CMake built it.",
+        metavar="DIR",
+        panel="Measure",
+    ),
+    python: str = option(
+        "python3",
+        "Run this Python of the device, which must have onnxruntime.",
+        metavar="PATH",
+        panel="Measure",
+    ),
+    browser: bool = option(
+        False, "Measure in the device's browser instead of by a runner.", panel="Measure"
+    ),
+    threads: str | None = COUNTS,
+    cores: str = CORES,
+    provider: str = PROVIDER,
+    profile: bool = PROFILE,
+    timeout: float = option(
+        3600, "Give up when the run takes longer.", min=1, metavar="SECONDS", panel="Measure"
+    ),
+    device_dir: str = option(
+        "/data/local/tmp",
+        "Make a temporary folder in this one of the device.",
+        metavar="DIR",
+        panel="Device",
+    ),
 ) -> None:
     """Measure a plan on a device over adb; nothing is installed or left there."""
     from kvcap.android_bench.devices.adb import chosen
@@ -487,37 +372,30 @@ def _runner_options(cores: str, provider: str, profile: bool) -> list[str]:
 
 
 def _on_device(
-    device: Any, folder: Path, program: RunnerKind, built: Path | None, python: str, settings: Any
+    device: Any,
+    folder: Path,
+    program: Literal["c", "python"],
+    built: Path | None,
+    python: str,
+    settings: Any,
 ) -> dict[str, Any]:
     from kvcap.android_bench.devices.run import c_runner, python_runner, run_on
 
-    if program is RunnerKind.c:
+    if program == "c":
         return run_on(device, folder, c_runner(built), settings)
     with tempfile.TemporaryDirectory(prefix="kvcap-") as scratch:
         return run_on(device, folder, python_runner(device, python, Path(scratch)), settings)
 
 
-@android.command("serve")
+@android.adds("serve")
 def serve_command(
-    folder: Plan,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="DIR",
-            file_okay=False,
-            help="Write the results into this folder.",
-        ),
-    ],
-    lan: Lan = False,
-    address: Address = None,
-    port: Port = 8765,
-    count: Annotated[
-        int | None,
-        typer.Option("--count", min=1, metavar="N", help="End after N results."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document per line.")] = False,
+    folder: Path = PLAN,
+    out: Path = option(..., "Write the results into this folder.", "--out", "-o", metavar="DIR"),
+    lan: bool = LAN,
+    address: str | None = ADDRESS,
+    port: int = PORT,
+    count: int | None = option(None, "End after N results.", min=1),
+    json: bool = option(False, "Print one JSON document per line."),
 ) -> None:
     """Serve a page that measures a plan in the browser that opens it."""
     Serving = _server("Serving")
@@ -535,17 +413,14 @@ def serve_command(
             _tell(landed, json)
 
 
-@android.command("chat")
+@android.adds("chat")
 def chat_command(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR", help="Chat with the decoder that kvcap export decoder wrote here."
-        ),
-    ],
-    lan: Lan = False,
-    address: Address = None,
-    port: Port = 8765,
+    folder: Path = argument(
+        ..., "Chat with the decoder that kvcap export decoder wrote here.", metavar="DIR"
+    ),
+    lan: bool = LAN,
+    address: str | None = ADDRESS,
+    port: int = PORT,
 ) -> None:
     """Serve a page that chats with a decoder, all on the device that opens it."""
     ChatServer = _server("ChatServer")

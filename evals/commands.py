@@ -14,12 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
+import click
+from click.exceptions import Exit
 
 from kvcap.runtime.cli import options
 from kvcap.runtime.cli.console import styled
+from kvcap.runtime.cli.declare import CommandGroup, argument, option
 from kvcap.runtime.types import SlotUse
 
 if TYPE_CHECKING:
@@ -33,304 +35,204 @@ if TYPE_CHECKING:
     from kvcap.runtime.session.engine import Engine
 
 ANSWER_SHOWN = 60  # letters of an answer in a table
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="Use this model: a repository of the hub, a directory, a GGUF file, smollm2, a chat "
-        "model that is downloaded once, or pocket, pocket-plain or pocket-text, which are built in."
-    ),
-]
-BlockSize = Annotated[
-    int,
-    typer.Option(
-        "--block-size",
-        "--prefill-chunk-size",
-        min=1,
-        metavar="N",
-        rich_help_panel="Memory",
-        help="Read N tokens at once.",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        rich_help_panel="Device",
-        help="Compute with N threads of the CPU (all cores by default).",
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        metavar="N", rich_help_panel="Texts", help="Make the same texts and facts with the same N."
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel="Model",
-        help="Compute in float32, bfloat16 or float16, also written fp32, bf16, fp16, half (the "
-        "checkpoint's type by default).",
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        rich_help_panel="Device",
-        help="Run on cpu, cuda or mps (the best there is by default).",
-    ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", rich_help_panel="Output", help="Print one JSON document.")
-]
-
-memory = typer.Typer(add_completion=False, help="Compare memory figures with a baseline.")
-
-BaselineFile = Annotated[
-    Path,
-    typer.Option("--baseline", metavar="FILE", help="Keep the figures to compare with here."),
-]
-BaselineModel = Annotated[
-    str | None,
-    typer.Option(metavar="MODEL", help="Run this model (the baseline's, or pocket, by default)."),
-]
-BaselinePolicies = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAMES",
-        help="Measure these policies, separated by commas (the baseline's by default).",
-    ),
-]
-BaselineBudgets = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SLOTS",
-        help="Keep so many slots per KV head: numbers separated by commas, such as 64,256 (the "
-        "baseline's by default).",
-    ),
-]
-BaselineLengths = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="Read prompts of so many tokens: numbers separated by commas, such as 1024,2048 "
-        "(the baseline's by default).",
-    ),
-]
-PolicyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE",
-        rich_help_panel="Measure",
-        help="Set an option of every policy that has it; repeatable.",
-    ),
-]
-SinkTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        metavar="N",
-        rich_help_panel="Memory",
-        help="Never evict the first N tokens, whatever the policy (by default those that its "
-        "paper pins).",
-    ),
-]
 BASELINE = Path("memory-baseline.json")
+USED = (
+    "Use this model: a repository of the hub, a directory, a GGUF file, smollm2, a chat "
+    "model that is downloaded once, or pocket, pocket-plain or pocket-text, which are built in."
+)
+MODEL: Any = argument("pocket", USED)
+BLOCK_SIZE: Any = option(
+    128, "Read N tokens at once.", "--block-size", "--prefill-chunk-size", min=1, panel="Memory"
+)
+THREADS: Any = option(
+    None, "Compute with N threads of the CPU (all cores by default).", min=1, panel="Device"
+)
+SEED: Any = option(0, "Make the same texts and facts with the same N.", panel="Texts")
+DTYPE: Any = option(
+    None,
+    "Compute in float32, bfloat16 or float16, also written fp32, bf16, fp16, half (the "
+    "checkpoint's type by default).",
+    metavar="NAME",
+    panel="Model",
+)
+DEVICE: Any = option(
+    None, "Run on cpu, cuda or mps (the best there is by default).", metavar="NAME", panel="Device"
+)
+JSON: Any = option(False, "Print one JSON document.", panel="Output")
+
+memory = CommandGroup("Compare memory figures with a baseline.")
+
+BASELINE_FILE: Any = option(
+    BASELINE, "Keep the figures to compare with here.", "--baseline", metavar="FILE"
+)
+BASELINE_MODEL: Any = option(
+    None, "Run this model (the baseline's, or pocket, by default).", metavar="MODEL"
+)
+BASELINE_POLICIES: Any = option(
+    None,
+    "Measure these policies, separated by commas (the baseline's by default).",
+    metavar="NAMES",
+)
+BASELINE_BUDGETS: Any = option(
+    None,
+    "Keep so many slots per KV head: numbers separated by commas, such as 64,256 (the "
+    "baseline's by default).",
+    metavar="SLOTS",
+)
+BASELINE_LENGTHS: Any = option(
+    None,
+    "Read prompts of so many tokens: numbers separated by commas, such as 1024,2048 "
+    "(the baseline's by default).",
+    metavar="TOKENS",
+)
+POLICY_OPTION: Any = option(
+    None,
+    "Set an option of every policy that has it; repeatable.",
+    metavar="KEY=VALUE",
+    panel="Measure",
+)
+SINK_TOKENS: Any = option(
+    None,
+    "Never evict the first N tokens, whatever the policy (by default those that its paper pins).",
+    min=0,
+    panel="Memory",
+)
 
 
 def eval_command(
-    model: Model = "pocket",
-    policies: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            rich_help_panel="Measure",
-            help="Measure these policies, separated by commas; all takes every one that kvcap "
-            "policies lists.",
-        ),
-    ] = "keydiff,streaming_llm,full",
-    policy_option: PolicyOption = None,
-    sink_tokens: SinkTokens = None,
-    budgets: Annotated[
-        str,
-        typer.Option(
-            metavar="SLOTS",
-            rich_help_panel="Memory",
-            help="Keep so many slots per KV head; numbers separated by commas.",
-        ),
-    ] = "128,256",
-    tasks: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            rich_help_panel="Texts",
-            help="Run these tasks, separated by commas. ruler takes all of RULER's that are made "
-            "here; perplexity:FILE, file:PATH, longbench/SET, ruler/TASK and math read files.",
-        ),
-    ] = "niah_single",
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            rich_help_panel="Texts",
-            help="Read tasks that are files from this folder or file.",
-        ),
-    ] = None,
-    lengths: Annotated[
-        str,
-        typer.Option(
-            metavar="TOKENS",
-            rich_help_panel="Texts",
-            help="Make prompts of so many tokens; numbers separated by commas.",
-        ),
-    ] = "4096",
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Answer with at most N tokens (as many as the task says by default).",
-        ),
-    ] = None,
-    question: Annotated[
-        str,
-        typer.Option(
-            metavar="aware|after|both",
-            rich_help_panel="Measure",
-            help="Read the question with the text, or after the text was evicted to the budget.",
-        ),
-    ] = "aware",
-    depths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHARES",
-            rich_help_panel="Texts",
-            help="Put the facts at these places of the text, from 0 (start) to 1; numbers "
-            "separated by commas (spread out by default).",
-        ),
-    ] = None,
-    recall: Annotated[
-        str,
-        typer.Option(
-            metavar="off|auto|N",
-            rich_help_panel="Measure",
-            help="Read at most N evicted tokens again before a question; several settings "
-            "separated by commas.",
-        ),
-    ] = "off",
-    samples: Annotated[
-        int,
-        typer.Option(metavar="N", rich_help_panel="Measure", help="Read N prompts in every cell."),
-    ] = 50,
-    positions: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            rich_help_panel="Memory",
-            help="Renumber kept tokens (compact), leave their positions (true), or renumber them "
-            "in long texts (auto); several separated by commas (as chat does by default).",
-        ),
-    ] = "",
-    block_size: BlockSize = 128,
-    seed: Seed = 0,
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel="Output",
-            help="Write cells.jsonl and results.md into this folder.",
-        ),
-    ] = Path("out/eval"),
-    batch_size: Annotated[
-        int,
-        typer.Option(metavar="N", rich_help_panel="Device", help="Read N prompts at once."),
-    ] = 8,
-    dtype: Dtype = None,
-    device: Device = None,
-    threads: Threads = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel="Memory",
-            help="Hold keys and values as int8, int8-int4 or int4 (as the model makes them by "
-            "default).",
-        ),
-    ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            rich_help_panel="Output",
-            help="Compare the first of these policies with each of the others, sample by sample.",
-        ),
-    ] = None,
-    plot: Annotated[
-        bool,
-        typer.Option(
-            "--plot",
-            rich_help_panel="Output",
-            help="Draw results.png, pareto.png and, with --depths, needles.png.",
-        ),
-    ] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel="Device",
-            help="Share the cells among N processes (by default one per GPU, or one on a CPU).",
-        ),
-    ] = None,
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="local|ray",
-            rich_help_panel="Device",
-            help="Start these processes here, or on a cluster by Ray, which needs kvcap[ray].",
-        ),
-    ] = "local",
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="llamacpp|torch",
-            rich_help_panel="Device",
-            help="Run a GGUF file by llama.cpp's library, where all layers share their slots (the "
-            "default where it is found), or in PyTorch.",
-        ),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            rich_help_panel="Device",
-            help="Join the Ray cluster at this address (by default the one that Ray finds).",
-        ),
-    ] = None,
-    agreement: Annotated[
-        bool,
-        typer.Option(
-            "--agreement",
-            rich_help_panel="Measure",
-            help="Measure how near predictions stay to the uncapped model's on the text of "
-            "--file, instead of running tasks.",
-        ),
-    ] = False,
-    file: Annotated[
-        str | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="FILE",
-            rich_help_panel="Texts",
-            help="Read the text of --agreement from this file; - reads stdin.",
-        ),
-    ] = None,
-    json: Json = False,
+    model: str = MODEL,
+    policies: str = option(
+        "keydiff,streaming_llm,full",
+        "Measure these policies, separated by commas; all takes every one that kvcap "
+        "policies lists.",
+        metavar="NAMES",
+        panel="Measure",
+    ),
+    policy_option: list[str] | None = POLICY_OPTION,
+    sink_tokens: int | None = SINK_TOKENS,
+    budgets: str = option(
+        "128,256",
+        "Keep so many slots per KV head; numbers separated by commas.",
+        metavar="SLOTS",
+        panel="Memory",
+    ),
+    tasks: str = option(
+        "niah_single",
+        "Run these tasks, separated by commas. ruler takes all of RULER's that are made "
+        "here; perplexity:FILE, file:PATH, longbench/SET, ruler/TASK and math read files.",
+        metavar="NAMES",
+        panel="Texts",
+    ),
+    data: str | None = option(
+        None, "Read tasks that are files from this folder or file.", metavar="PATH", panel="Texts"
+    ),
+    lengths: str = option(
+        "4096",
+        "Make prompts of so many tokens; numbers separated by commas.",
+        metavar="TOKENS",
+        panel="Texts",
+    ),
+    max_new_tokens: int | None = option(
+        None,
+        "Answer with at most N tokens (as many as the task says by default).",
+        min=1,
+        panel="Measure",
+    ),
+    question: str = option(
+        "aware",
+        "Read the question with the text, or after the text was evicted to the budget.",
+        metavar="aware|after|both",
+        panel="Measure",
+    ),
+    depths: str | None = option(
+        None,
+        "Put the facts at these places of the text, from 0 (start) to 1; numbers "
+        "separated by commas (spread out by default).",
+        metavar="SHARES",
+        panel="Texts",
+    ),
+    recall: str = option(
+        "off",
+        "Read at most N evicted tokens again before a question; several settings "
+        "separated by commas.",
+        metavar="off|auto|N",
+        panel="Measure",
+    ),
+    samples: int = option(50, "Read N prompts in every cell.", panel="Measure"),
+    positions: str = option(
+        "",
+        "Renumber kept tokens (compact), leave their positions (true), or renumber them "
+        "in long texts (auto); several separated by commas (as chat does by default).",
+        metavar="NAMES",
+        panel="Memory",
+    ),
+    block_size: int = BLOCK_SIZE,
+    seed: int = SEED,
+    out: Path = option(
+        Path("out/eval"),
+        "Write cells.jsonl and results.md into this folder.",
+        metavar="DIR",
+        panel="Output",
+    ),
+    batch_size: int = option(8, "Read N prompts at once.", panel="Device"),
+    dtype: str | None = DTYPE,
+    device: str | None = DEVICE,
+    threads: int | None = THREADS,
+    kv_dtype: str | None = option(
+        None,
+        "Hold keys and values as int8, int8-int4 or int4 (as the model makes them by default).",
+        metavar="NAME",
+        panel="Memory",
+    ),
+    compare: str | None = option(
+        None,
+        "Compare the first of these policies with each of the others, sample by sample.",
+        metavar="NAMES",
+        panel="Output",
+    ),
+    plot: bool = option(
+        False, "Draw results.png, pareto.png and, with --depths, needles.png.", panel="Output"
+    ),
+    workers: int | None = option(
+        None,
+        "Share the cells among N processes (by default one per GPU, or one on a CPU).",
+        min=1,
+        panel="Device",
+    ),
+    engine: str = option(
+        "local",
+        "Start these processes here, or on a cluster by Ray, which needs kvcap[ray].",
+        metavar="local|ray",
+        panel="Device",
+    ),
+    backend: str | None = option(
+        None,
+        "Run a GGUF file by llama.cpp's library, where all layers share their slots (the "
+        "default where it is found), or in PyTorch.",
+        metavar="llamacpp|torch",
+        panel="Device",
+    ),
+    ray_address: str | None = option(
+        None,
+        "Join the Ray cluster at this address (by default the one that Ray finds).",
+        metavar="HOST:PORT",
+        panel="Device",
+    ),
+    agreement: bool = option(
+        False,
+        "Measure how near predictions stay to the uncapped model's on the text of "
+        "--file, instead of running tasks.",
+        panel="Measure",
+    ),
+    file: str | None = option(
+        None,
+        "Read the text of --agreement from this file; - reads stdin.",
+        "--file",
+        "-f",
+        metavar="FILE",
+        panel="Texts",
+    ),
+    json: bool = JSON,
 ) -> None:
     """Measure what models recall under a cap, by policy, budget and positions.
 
@@ -430,62 +332,46 @@ def eval_command(
         raise failed
 
 
-@options.grouped
 def tune_command(
-    model: options.Model = "pocket",
+    model: str = options.MODEL,
     *,
-    file: Annotated[
-        str,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="TEXT",
-            rich_help_panel="Texts",
-            help="Read this text, of some thousand tokens, like those that the model will read; "
-            "- reads stdin.",
-        ),
-    ],
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            rich_help_panel="Measure",
-            help="Choose among these policies, separated by commas; all takes every one that "
-            "kvcap policies lists (lagkv, snapkv, dropkv, keydiff-window and streaming_llm by "
-            "default; of a GGUF file by llama.cpp streaming_llm, keydiff-window and lagkv). Where "
-            "time is short the last are left out.",
-        ),
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            metavar="N",
-            rich_help_panel="Texts",
-            help="Cut the text into pieces of N tokens (by default as many as the time allows, "
-            "from twice the budget to 4,096).",
-        ),
-    ] = None,
-    minutes: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Take at most N minutes for everything, loading the model included.",
-        ),
-    ] = 5.0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            metavar="N", rich_help_panel="Texts", help="Make the same facts with the same N."
-        ),
-    ] = 0,
+    file: str = option(
+        ...,
+        "Read this text, of some thousand tokens, like those that the model will read; "
+        "- reads stdin.",
+        "--file",
+        "-f",
+        panel="Texts",
+    ),
+    policies: str | None = option(
+        None,
+        "Choose among these policies, separated by commas; all takes every one that "
+        "kvcap policies lists (lagkv, snapkv, dropkv, keydiff-window and streaming_llm by "
+        "default; of a GGUF file by llama.cpp streaming_llm, keydiff-window and lagkv). Where "
+        "time is short the last are left out.",
+        metavar="NAMES",
+        panel="Measure",
+    ),
+    length: int | None = option(
+        None,
+        "Cut the text into pieces of N tokens (by default as many as the time allows, "
+        "from twice the budget to 4,096).",
+        min=2,
+        panel="Texts",
+    ),
+    minutes: float = option(
+        5.0,
+        "Take at most N minutes for everything, loading the model included.",
+        min=0.01,
+        metavar="N",
+        panel="Measure",
+    ),
+    seed: int = option(0, "Make the same facts with the same N.", panel="Texts"),
     backend: options.Backend,
     cap: options.CacheOptions,
-    device: options.Device = None,
-    threads: options.Threads = None,
-    json_: options.Json = False,
+    device: str | None = options.DEVICE,
+    threads: int | None = options.THREADS,
+    json_: bool = options.JSON,
 ) -> None:
     """Measure which policy suits a model and a text at a budget; print the command to use.
 
@@ -569,111 +455,67 @@ def tune_command(
 
 
 def analyze_command(
-    model: Model,
-    what: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="WHAT...",
-            help="Draw all analyses, or some of correlation, pca, volume (KeyDiff), perturbation "
-            "(CriticalKV), cone (DropKV), oracle (OBCache), queries (CaliDrop) and kept (which "
-            "tokens stay).",
-        ),
-    ],
-    file: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="TEXT",
-            rich_help_panel="Texts",
-            help="Read this text; - reads stdin; repeatable.",
-        ),
-    ] = None,
-    kind: Annotated[
-        Literal["prose", "conversation"],
-        typer.Option(
-            "--text",
-            rich_help_panel="Texts",
-            help="Make prose or a conversation to read, where no --file is given.",
-        ),
-    ] = "prose",
-    texts: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel="Texts",
-            help="Make N texts, where no --file is given.",
-        ),
-    ] = 4,
-    tokens: Annotated[
-        int,
-        typer.Option(
-            min=64,
-            metavar="N",
-            rich_help_panel="Texts",
-            help="Read at most N tokens of a text, which bounds the memory.",
-        ),
-    ] = 1024,
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            rich_help_panel="Measure",
-            help="Analyse these policies, separated by commas (each analysis has its own by "
-            "default).",
-        ),
-    ] = None,
-    policy_option: PolicyOption = None,
-    sink_tokens: SinkTokens = None,
-    budgets: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SLOTS",
-            rich_help_panel="Memory",
-            help="Keep so many slots per KV head; numbers separated by commas (shares of the "
-            "text by default).",
-        ),
-    ] = None,
-    positions: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel="Memory",
-            help="Renumber kept tokens (compact), leave their positions (true), or renumber them "
-            "in long texts (auto), where policies evict (as chat does by default).",
-        ),
-    ] = None,
-    block_size: BlockSize = 128,
-    layer: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Draw layer N in pca and queries (the middle one by default).",
-        ),
-    ] = None,
-    head: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Draw KV head N in pca and queries (0 by default).",
-        ),
-    ] = None,
-    seed: Seed = 0,
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel="Output",
-            help="Write a PNG and a JSON of every analysis into this folder.",
-        ),
-    ] = Path("out/analyze"),
-    dtype: Dtype = None,
-    device: Device = None,
-    threads: Threads = None,
-    json: Json = False,
+    model: str = argument(..., USED),
+    what: list[str] = argument(
+        ...,
+        "Draw all analyses, or some of correlation, pca, volume (KeyDiff), perturbation "
+        "(CriticalKV), cone (DropKV), oracle (OBCache), queries (CaliDrop) and kept (which "
+        "tokens stay).",
+        metavar="WHAT...",
+    ),
+    file: list[str] | None = option(
+        None, "Read this text; - reads stdin; repeatable.", "--file", "-f", panel="Texts"
+    ),
+    kind: Literal["prose", "conversation"] = option(
+        "prose",
+        "Make prose or a conversation to read, where no --file is given.",
+        "--text",
+        panel="Texts",
+    ),
+    texts: int = option(4, "Make N texts, where no --file is given.", min=1, panel="Texts"),
+    tokens: int = option(
+        1024, "Read at most N tokens of a text, which bounds the memory.", min=64, panel="Texts"
+    ),
+    policies: str | None = option(
+        None,
+        "Analyse these policies, separated by commas (each analysis has its own by default).",
+        metavar="NAMES",
+        panel="Measure",
+    ),
+    policy_option: list[str] | None = POLICY_OPTION,
+    sink_tokens: int | None = SINK_TOKENS,
+    budgets: str | None = option(
+        None,
+        "Keep so many slots per KV head; numbers separated by commas (shares of the "
+        "text by default).",
+        metavar="SLOTS",
+        panel="Memory",
+    ),
+    positions: str | None = option(
+        None,
+        "Renumber kept tokens (compact), leave their positions (true), or renumber them "
+        "in long texts (auto), where policies evict (as chat does by default).",
+        metavar="NAME",
+        panel="Memory",
+    ),
+    block_size: int = BLOCK_SIZE,
+    layer: int | None = option(
+        None, "Draw layer N in pca and queries (the middle one by default).", panel="Measure"
+    ),
+    head: int | None = option(
+        None, "Draw KV head N in pca and queries (0 by default).", panel="Measure"
+    ),
+    seed: int = SEED,
+    out: Path = option(
+        Path("out/analyze"),
+        "Write a PNG and a JSON of every analysis into this folder.",
+        metavar="DIR",
+        panel="Output",
+    ),
+    dtype: str | None = DTYPE,
+    device: str | None = DEVICE,
+    threads: int | None = THREADS,
+    json: bool = JSON,
 ) -> None:
     """Draw the papers' diagnostics of a model's keys, queries and policies.
 
@@ -721,45 +563,27 @@ def analyze_command(
 
 
 def report_command(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR...", help="Read what kvcap eval and analyze wrote here."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="FILE",
-            rich_help_panel="Output",
-            help="Write the page here (report.html or leaderboard.md in the first DIR by default).",
-        ),
-    ] = None,
-    leaderboard: Annotated[
-        bool,
-        typer.Option(
-            "--leaderboard",
-            rich_help_panel="Output",
-            help="Write a page of Markdown that ranks the policies.",
-        ),
-    ] = False,
-    plot: Annotated[
-        bool,
-        typer.Option(
-            "--plot",
-            rich_help_panel="Output",
-            help="Draw a PNG per model and task; needs --leaderboard.",
-        ),
-    ] = False,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            rich_help_panel="Output",
-            help="Print how two policies differ on the same samples.",
-        ),
-    ] = None,
-    json: Json = False,
+    folders: list[Path] = argument(
+        ..., "Read what kvcap eval and analyze wrote here.", metavar="DIR..."
+    ),
+    out: Path | None = option(
+        None,
+        "Write the page here (report.html or leaderboard.md in the first DIR by default).",
+        "--out",
+        "-o",
+        metavar="FILE",
+        panel="Output",
+    ),
+    leaderboard: bool = option(
+        False, "Write a page of Markdown that ranks the policies.", panel="Output"
+    ),
+    plot: bool = option(
+        False, "Draw a PNG per model and task; needs --leaderboard.", panel="Output"
+    ),
+    compare: str | None = option(
+        None, "Print how two policies differ on the same samples.", metavar="A,B", panel="Output"
+    ),
+    json: bool = JSON,
 ) -> None:
     """Write one page of a folder's tables, plots and analyses, and of the tokens each policy kept.
 
@@ -831,41 +655,32 @@ def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
     print(document if json else text)
 
 
-@options.grouped
 def demo_command(
-    model: Model = "pocket",
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel="Texts",
-            help="Read N tokens of text between the facts and the questions (1,000,000 of filler; "
-            "of licences, 6,000, if llama.cpp runs MODEL).",
-        ),
-    ] = None,
-    facts: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel="Texts",
-            help="State N facts first and ask for them last (16, or 10 if llama.cpp runs MODEL).",
-        ),
-    ] = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel="Memory",
-            help="Choose what is evicted by this policy (keydiff by default, or streaming_llm if "
-            "llama.cpp runs MODEL). `kvcap policies` lists all.",
-        ),
-    ] = None,
+    model: str = MODEL,
+    tokens: int | None = option(
+        None,
+        "Read N tokens of text between the facts and the questions (1,000,000 of filler; "
+        "of licences, 6,000, if llama.cpp runs MODEL).",
+        panel="Texts",
+    ),
+    facts: int | None = option(
+        None,
+        "State N facts first and ask for them last (16, or 10 if llama.cpp runs MODEL).",
+        panel="Texts",
+    ),
+    policy: str | None = option(
+        None,
+        "Choose what is evicted by this policy (keydiff by default, or streaming_llm if "
+        "llama.cpp runs MODEL). `kvcap policies` lists all.",
+        metavar="NAME",
+        panel="Memory",
+    ),
     *,
     cap: options.CacheOptions,
-    seed: Seed = 0,
-    device: Device = None,
-    threads: Threads = None,
-    json: Json = False,
+    seed: int = SEED,
+    device: str | None = DEVICE,
+    threads: int | None = THREADS,
+    json: bool = JSON,
 ) -> None:
     """Tell facts, read a long text in fixed memory, then ask for every fact.
 
@@ -917,233 +732,154 @@ def demo_command(
 
 
 def bench_command(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="Run this benchmark: prefill, decode, scoring, positions or ragged; cpu, beside "
-            "llama.cpp and others; "
-            "slots, of fewer bits beside floats; encoding, a text made into tokens; "
-            "recall, evicted text found and read again; "
-            "use, the first answers of machines, processes and sessions; "
-            "serve, a server under load; clients, many long conversations at one; "
-            "on CUDA: kernels, token, parts, gpu, throughput; "
-            "on pocket: stream and turns (endurance), perturbation (CriticalKV), "
-            "proxy (DropKV), saliency (OBCache), weights."
-        ),
-    ],
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            "--lengths",
-            "-p",
-            metavar="TOKENS",
-            rich_help_panel="Texts",
-            help="Read texts of so many tokens; numbers separated by commas, and in cpu 0 for "
-            "none (each benchmark has its own default).",
-        ),
-    ] = None,
-    budgets: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SLOTS",
-            rich_help_panel="Memory",
-            help="Keep so many slots per KV head; numbers separated by commas (each benchmark "
-            "has its own default).",
-        ),
-    ] = None,
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            rich_help_panel="Measure",
-            help="Measure these policies, separated by commas, or all (each benchmark has its "
-            "own default).",
-        ),
-    ] = None,
-    block_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel="Memory",
-            help="Read N tokens at once (each benchmark has its own default).",
-        ),
-    ] = None,
-    repeats: Annotated[
-        int | None,
-        typer.Option(
-            "--repeats",
-            "-r",
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Measure every row N times, or on N texts (each benchmark has its own default).",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps",
-            "-n",
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Decode N tokens, or in turns have N turns (each benchmark has its own default).",
-        ),
-    ] = None,
-    evictions: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Evict N times before measuring; for positions (10000 by default).",
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel="Model",
-            help="Give the random model of prefill N layers (8 by default).",
-        ),
-    ] = None,
-    hidden: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel="Model",
-            help="Give the random model of prefill a hidden size of N, a multiple of 64 (512 by "
-            "default).",
-        ),
-    ] = None,
-    threads: Annotated[
-        str | None,
-        typer.Option(
-            "--threads",
-            "-t",
-            metavar="COUNTS",
-            rich_help_panel="Device",
-            help="Compute with so many threads of the CPU (all cores by default); cpu takes "
-            "several numbers, separated by commas.",
-        ),
-    ] = None,
-    depths: Annotated[
-        str | None,
-        typer.Option(
-            "--depths",
-            "-d",
-            metavar="TOKENS",
-            rich_help_panel="Texts",
-            help="Read so many tokens before decoding; numbers separated by commas, for cpu (0 "
-            "by default).",
-        ),
-    ] = None,
-    clients: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Ask by N clients at once; for clients (64 by default).",
-        ),
-    ] = None,
-    conversations: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Have N conversations; for serve (1000 by default).",
-        ),
-    ] = None,
-    kills: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel="Measure",
-            help="Kill the server N times; for serve (100 by default).",
-        ),
-    ] = None,
-    starts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NUMBERS",
-            rich_help_panel="Texts",
-            help="Time new processes until the first token after prompts of so many words; "
-            "numbers separated by commas, for cpu.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            rich_help_panel="Model",
-            help="Run a directory, pocket, or a model of random weights: random-3b "
-            "(Llama-3.2-3B's shape), random-360m (SmolLM2's) or random-tiny (each benchmark has "
-            "its own default).",
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            rich_help_panel="Model",
-            help="Hold weights in these types, separated by commas: bf16, int8 or another "
-            "--dtype of an export; for cpu and slots (int8 by default).",
-        ),
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel="Model",
-            help="Run on pytorch or onnxruntime; for cpu and slots (by default as suits the "
-            "weights).",
-        ),
-    ] = None,
-    vs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            rich_help_panel="Measure",
-            help="Run these beside kvcap, separated by commas: llama.cpp, transformers or "
-            "kvpress; for cpu, and transformers for clients.",
-        ),
-    ] = None,
-    peer_python: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=PATH",
-            rich_help_panel="Device",
-            help="Run a peer of --vs by the Python at PATH; for cpu and clients; repeatable.",
-        ),
-    ] = None,
-    files: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel="Output",
-            help="Keep models and exports in this folder; for cpu, clients, serve, slots and use "
-            "(each has its own folder in out by default).",
-        ),
-    ] = None,
-    output: Annotated[
-        Literal["md", "json", "csv"] | None,
-        typer.Option(
-            "--output",
-            "-o",
-            rich_help_panel="Output",
-            help="Print only a table (md), an object (json) or all rows (csv).",
-        ),
-    ] = None,
-    rows: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel="Output",
-            help="Write the rows as a JSON list here, too.",
-        ),
-    ] = None,
+    name: str = argument(
+        ...,
+        "Run this benchmark: prefill, decode, scoring, positions or ragged; cpu, beside "
+        "llama.cpp and others; "
+        "slots, of fewer bits beside floats; encoding, a text made into tokens; "
+        "recall, evicted text found and read again; "
+        "use, the first answers of machines, processes and sessions; "
+        "serve, a server under load; clients, many long conversations at one; "
+        "on CUDA: kernels, token, parts, gpu, throughput; "
+        "on pocket: stream and turns (endurance), perturbation (CriticalKV), "
+        "proxy (DropKV), saliency (OBCache), weights.",
+    ),
+    lengths: str | None = option(
+        None,
+        "Read texts of so many tokens; numbers separated by commas, and in cpu 0 for "
+        "none (each benchmark has its own default).",
+        "--lengths",
+        "-p",
+        metavar="TOKENS",
+        panel="Texts",
+    ),
+    budgets: str | None = option(
+        None,
+        "Keep so many slots per KV head; numbers separated by commas (each benchmark "
+        "has its own default).",
+        metavar="SLOTS",
+        panel="Memory",
+    ),
+    policies: str | None = option(
+        None,
+        "Measure these policies, separated by commas, or all (each benchmark has its own default).",
+        metavar="NAMES",
+        panel="Measure",
+    ),
+    block_size: int | None = option(
+        None, "Read N tokens at once (each benchmark has its own default).", panel="Memory"
+    ),
+    repeats: int | None = option(
+        None,
+        "Measure every row N times, or on N texts (each benchmark has its own default).",
+        "--repeats",
+        "-r",
+        panel="Measure",
+    ),
+    steps: int | None = option(
+        None,
+        "Decode N tokens, or in turns have N turns (each benchmark has its own default).",
+        "--steps",
+        "-n",
+        panel="Measure",
+    ),
+    evictions: int | None = option(
+        None, "Evict N times before measuring; for positions (10000 by default).", panel="Measure"
+    ),
+    layers: int | None = option(
+        None, "Give the random model of prefill N layers (8 by default).", panel="Model"
+    ),
+    hidden: int | None = option(
+        None,
+        "Give the random model of prefill a hidden size of N, a multiple of 64 (512 by default).",
+        panel="Model",
+    ),
+    threads: str | None = option(
+        None,
+        "Compute with so many threads of the CPU (all cores by default); cpu takes "
+        "several numbers, separated by commas.",
+        "--threads",
+        "-t",
+        metavar="COUNTS",
+        panel="Device",
+    ),
+    depths: str | None = option(
+        None,
+        "Read so many tokens before decoding; numbers separated by commas, for cpu (0 by default).",
+        "--depths",
+        "-d",
+        metavar="TOKENS",
+        panel="Texts",
+    ),
+    clients: int | None = option(
+        None, "Ask by N clients at once; for clients (64 by default).", min=1, panel="Measure"
+    ),
+    conversations: int | None = option(
+        None, "Have N conversations; for serve (1000 by default).", min=1, panel="Measure"
+    ),
+    kills: int | None = option(
+        None, "Kill the server N times; for serve (100 by default).", min=1, panel="Measure"
+    ),
+    starts: str | None = option(
+        None,
+        "Time new processes until the first token after prompts of so many words; "
+        "numbers separated by commas, for cpu.",
+        metavar="NUMBERS",
+        panel="Texts",
+    ),
+    model: str | None = option(
+        None,
+        "Run a directory, pocket, or a model of random weights: random-3b "
+        "(Llama-3.2-3B's shape), random-360m (SmolLM2's) or random-tiny (each benchmark has "
+        "its own default).",
+        "--model",
+        "-m",
+        metavar="MODEL",
+        panel="Model",
+    ),
+    weights: str | None = option(
+        None,
+        "Hold weights in these types, separated by commas: bf16, int8 or another "
+        "--dtype of an export; for cpu and slots (int8 by default).",
+        metavar="NAMES",
+        panel="Model",
+    ),
+    backend: str | None = option(
+        None,
+        "Run on pytorch or onnxruntime; for cpu and slots (by default as suits the weights).",
+        metavar="NAME",
+        panel="Model",
+    ),
+    vs: str | None = option(
+        None,
+        "Run these beside kvcap, separated by commas: llama.cpp, transformers or "
+        "kvpress; for cpu, and transformers for clients.",
+        metavar="NAMES",
+        panel="Measure",
+    ),
+    peer_python: list[str] | None = option(
+        None,
+        "Run a peer of --vs by the Python at PATH; for cpu and clients; repeatable.",
+        metavar="NAME=PATH",
+        panel="Device",
+    ),
+    files: Path | None = option(
+        None,
+        "Keep models and exports in this folder; for cpu, clients, serve, slots and use "
+        "(each has its own folder in out by default).",
+        metavar="DIR",
+        panel="Output",
+    ),
+    output: Literal["md", "json", "csv"] | None = option(
+        None,
+        "Print only a table (md), an object (json) or all rows (csv).",
+        "--output",
+        "-o",
+        panel="Output",
+    ),
+    rows: Path | None = option(
+        None, "Write the rows as a JSON list here, too.", metavar="FILE", panel="Output"
+    ),
 ) -> None:
     """Measure time and memory; the last line of stdout is JSON."""
     from kvcap.evals.bench import load, options_for
@@ -1190,7 +926,7 @@ def bench_command(
         print(jsonlib.dumps(result.as_dict()))
 
 
-def lm_eval_command(context: typer.Context) -> None:
+def lm_eval_command(context: click.Context) -> None:
     """Run lm-evaluation-harness, which then knows the model kvcap (kvcap[lm-eval]).
 
     What follows is lm-eval's own command line, as in --model_args
@@ -1205,31 +941,16 @@ def lm_eval_command(context: typer.Context) -> None:
 
 
 def calibrate_command(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="Measure for this policy, such as headkv or duoattention."
-        ),
-    ],
-    model: options.Model = "pocket",
+    name: str = argument(..., "Measure for this policy, such as headkv or duoattention."),
+    model: str = options.MODEL,
     *,
-    file: Annotated[
-        str,
-        typer.Option("--file", "-f", metavar="TEXT", help="Read this text; - reads stdin."),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="Write the table here.")
-    ] = Path("heads.json"),
-    tokens: Annotated[
-        int,
-        typer.Option(min=32, metavar="N", help="Read at most N tokens of the text, twice."),
-    ] = 1024,
-    dtype: Dtype = None,
-    device: Device = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only where the table is.")
-    ] = False,
+    file: str = option(..., "Read this text; - reads stdin.", "--file", "-f"),
+    out: Path = option(Path("heads.json"), "Write the table here.", "--out", "-o", metavar="FILE"),
+    tokens: int = option(1024, "Read at most N tokens of the text, twice.", min=32),
+    dtype: str | None = DTYPE,
+    device: str | None = DEVICE,
+    json: bool = option(False, "Print the table as JSON."),
+    quiet: bool = option(False, "Print only where the table is.", "--quiet", "-q"),
 ) -> None:
     """Measure how much every head of a model retrieves: the table of headkv and duoattention.
 
@@ -1272,18 +993,15 @@ def calibrate_command(
         print(_heads(calibration))
 
 
-@memory.command("check")
+@memory.adds("check")
 def check_command(
-    baseline: BaselineFile = BASELINE,
-    model: BaselineModel = None,
-    policies: BaselinePolicies = None,
-    budgets: BaselineBudgets = None,
-    lengths: BaselineLengths = None,
-    tolerance: Annotated[
-        float,
-        typer.Option(min=0, metavar="PERCENT", help="Let a peak grow by so many percent."),
-    ] = 2.0,
-    json: Json = False,
+    baseline: Path = BASELINE_FILE,
+    model: str | None = BASELINE_MODEL,
+    policies: str | None = BASELINE_POLICIES,
+    budgets: str | None = BASELINE_BUDGETS,
+    lengths: str | None = BASELINE_LENGTHS,
+    tolerance: float = option(2.0, "Let a peak grow by so many percent.", min=0, metavar="PERCENT"),
+    json: bool = JSON,
 ) -> None:
     """Measure what reading a prompt takes and compare with the baseline; exit 1 where it grew.
 
@@ -1304,17 +1022,17 @@ def check_command(
         _note(f"peaks were not compared: {unlike}")
     if grown:
         _note(f"{len(grown)} figures grew; where that is meant, run kvcap memory update")
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
-@memory.command("update")
+@memory.adds("update")
 def update_command(
-    baseline: BaselineFile = BASELINE,
-    model: BaselineModel = None,
-    policies: BaselinePolicies = None,
-    budgets: BaselineBudgets = None,
-    lengths: BaselineLengths = None,
-    json: Json = False,
+    baseline: Path = BASELINE_FILE,
+    model: str | None = BASELINE_MODEL,
+    policies: str | None = BASELINE_POLICIES,
+    budgets: str | None = BASELINE_BUDGETS,
+    lengths: str | None = BASELINE_LENGTHS,
+    json: bool = JSON,
 ) -> None:
     """Measure and write the baseline anew; an earlier one is replaced whole or not at all.
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-from typer.core import TyperGroup
-
 from kvcap.evals.commands import calibrate_command
 from kvcap.runtime.cli.commands import policies_command, policy_command
+from kvcap.runtime.cli.declare import CommandGroup
 
 
-class _Named(TyperGroup):
+class _Named(CommandGroup):
     """A group of commands in which any other word is the name of a policy to describe."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -19,7 +17,6 @@ class _Named(TyperGroup):
         return super().resolve_command(ctx, args if known else ["show", *args])
 
 
-policies = typer.Typer(cls=_Named, subcommand_metavar="[NAME | COMMAND [ARGS]...]")
-policies.callback(invoke_without_command=True)(policies_command)
-policies.command("show")(policy_command)
-policies.command("calibrate")(calibrate_command)
+policies = _Named(call=policies_command, subcommand_metavar="[NAME | COMMAND [ARGS]...]")
+policies.adds("show")(policy_command)
+policies.adds("calibrate")(calibrate_command)

@@ -10,13 +10,11 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcap.export.graphs.formulations import FORMULATIONS, TRACED
 from kvcap.runtime.cache.settings import CacheSettings
-from kvcap.runtime.cli.options import GroupedHelp
+from kvcap.runtime.cli.declare import CommandGroup, argument, option
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.types import DEFAULT_POLICY
 
@@ -25,161 +23,93 @@ if TYPE_CHECKING:
     from kvcap.export.graphs.shape import Shape
     from kvcap.runtime.models.rounding import Rounding
 
-export = typer.Typer(
-    add_completion=False, help="Write scores and decoders as ONNX graphs, and check them."
+export = CommandGroup("Write scores and decoders as ONNX graphs, and check them.")
+
+JSON: Any = option(False, "Print one JSON document.", panel="Output")
+POLICY_OPTION: Any = option(
+    None, "Set an option of the policy; repeatable.", metavar="KEY=VALUE", panel="Memory"
 )
-
-Json = Annotated[
-    bool, typer.Option("--json", rich_help_panel="Output", help="Print one JSON document.")
-]
-PolicyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="KEY=VALUE",
-        rich_help_panel="Memory",
-        help="Set an option of the policy; repeatable.",
-    ),
-]
-SinkTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        metavar="N",
-        rich_help_panel="Memory",
-        help="Never evict the first N tokens, besides those that the policy keeps (4 by default, "
-        "fewer where less than 32 slots would stay unpinned; 0 runs the policy as in its paper).",
-    ),
-]
-Force = Annotated[
-    bool,
-    typer.Option("--force", rich_help_panel="Output", help="Replace an export of something else."),
-]
-Quick = Annotated[
-    bool,
-    typer.Option("--quick", rich_help_panel="Output", help="Leave out the longest cases."),
-]
+SINK_TOKENS: Any = option(
+    None,
+    "Never evict the first N tokens, besides those that the policy keeps (4 by default, "
+    "fewer where less than 32 slots would stay unpinned; 0 runs the policy as in its paper).",
+    min=0,
+    panel="Memory",
+)
+FORCE: Any = option(False, "Replace an export of something else.", panel="Output")
+QUICK: Any = option(False, "Leave out the longest cases.", panel="Output")
 
 
-def _size(text: str) -> Any:
-    return typer.Option(min=1, metavar="N", rich_help_panel="Model", help=text)
+def _size(default: int | None, text: str) -> Any:
+    return option(default, text, min=1, panel="Model")
 
 
-@export.command("scorer", cls=GroupedHelp)
+@export.adds("scorer")
 def scorer_command(
-    policy: Annotated[
-        str,
-        typer.Argument(
-            help="Export this policy: a name that kvcap policies lists, or A+B for a combination."
-        ),
-    ],
-    stage: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Export a graph that scores (score), that scores, selects and gathers (evict), "
-            "or that updates cached state (update).",
-        ),
-    ] = "score",
-    formulation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"Write the scores as {TRACED}, or KeyDiff's as "
-            f"{', '.join([*FORMULATIONS][1:])} (as suits the policy by default).",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            rich_help_panel="Model",
-            help="Take sizes from the config of this model (Llama-3.2-3B's by default).",
-        ),
-    ] = None,
-    kv_heads: Annotated[int | None, _size("Use N KV heads (the model's by default).")] = None,
-    heads: Annotated[int | None, _size("Use N query heads (the model's by default).")] = None,
-    head_dim: Annotated[
-        int | None, _size("Give every key N numbers (the model's by default).")
-    ] = None,
-    batch: Annotated[int, _size("Score N sequences at once.")] = 1,
-    window: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel="Memory",
-            help="Score by the last N queries, for policies with an observation window (the "
-            "policy's own by default).",
-        ),
-    ] = None,
-    block: Annotated[
-        int,
-        typer.Option(
-            "--block-size",
-            min=1,
-            metavar="N",
-            rich_help_panel="Memory",
-            help="Read N tokens at once.",
-        ),
-    ] = 128,
-    budget: Annotated[
-        int,
-        typer.Option(
-            "--budget-tokens",
-            min=1,
-            metavar="N",
-            rich_help_panel="Memory",
-            help="Keep N slots per KV head in a graph of --stage evict.",
-        ),
-    ] = 512,
-    sink_tokens: SinkTokens = None,
-    static: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            rich_help_panel="Memory",
-            help="Fix the number of slots that are scored (left open by default).",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel="Model",
-            help="Take keys and values in float32 or float16, also written fp32, fp16.",
-        ),
-    ] = "fp32",
-    policy_option: PolicyOption = None,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="DIR",
-            rich_help_panel="Output",
-            help="Write the files into this folder.",
-        ),
-    ] = Path("."),
-    ort: Annotated[
-        bool,
-        typer.Option(
-            "--ort",
-            rich_help_panel="Output",
-            help="Write the graph in ONNX Runtime's own format, too.",
-        ),
-    ] = False,
-    mobile_report: Annotated[
-        bool,
-        typer.Option(
-            "--mobile-report",
-            rich_help_panel="Output",
-            help="Say which of its operations mobile execution providers take.",
-        ),
-    ] = False,
-    force: Force = False,
-    quick: Quick = False,
-    json: Json = False,
+    policy: str = argument(
+        ..., "Export this policy: a name that kvcap policies lists, or A+B for a combination."
+    ),
+    stage: str = option(
+        "score",
+        "Export a graph that scores (score), that scores, selects and gathers (evict), "
+        "or that updates cached state (update).",
+        metavar="NAME",
+    ),
+    formulation: str | None = option(
+        None,
+        f"Write the scores as {TRACED}, or KeyDiff's as "
+        f"{', '.join([*FORMULATIONS][1:])} (as suits the policy by default).",
+        metavar="NAME",
+    ),
+    model: str | None = option(
+        None,
+        "Take sizes from the config of this model (Llama-3.2-3B's by default).",
+        metavar="MODEL",
+        panel="Model",
+    ),
+    kv_heads: int | None = _size(None, "Use N KV heads (the model's by default)."),
+    heads: int | None = _size(None, "Use N query heads (the model's by default)."),
+    head_dim: int | None = _size(None, "Give every key N numbers (the model's by default)."),
+    batch: int = _size(1, "Score N sequences at once."),
+    window: int | None = option(
+        None,
+        "Score by the last N queries, for policies with an observation window (the "
+        "policy's own by default).",
+        min=1,
+        panel="Memory",
+    ),
+    block: int = option(128, "Read N tokens at once.", "--block-size", min=1, panel="Memory"),
+    budget: int = option(
+        512,
+        "Keep N slots per KV head in a graph of --stage evict.",
+        "--budget-tokens",
+        min=1,
+        panel="Memory",
+    ),
+    sink_tokens: int | None = SINK_TOKENS,
+    static: int | None = option(
+        None,
+        "Fix the number of slots that are scored (left open by default).",
+        min=1,
+        panel="Memory",
+    ),
+    dtype: str = option(
+        "fp32",
+        "Take keys and values in float32 or float16, also written fp32, fp16.",
+        metavar="NAME",
+        panel="Model",
+    ),
+    policy_option: list[str] | None = POLICY_OPTION,
+    out: Path = option(
+        Path("."), "Write the files into this folder.", "--out", "-o", metavar="DIR", panel="Output"
+    ),
+    ort: bool = option(False, "Write the graph in ONNX Runtime's own format, too.", panel="Output"),
+    mobile_report: bool = option(
+        False, "Say which of its operations mobile execution providers take.", panel="Output"
+    ),
+    force: bool = FORCE,
+    quick: bool = QUICK,
+    json: bool = JSON,
 ) -> None:
     """Export a policy's graph with a manifest, check it in ONNX Runtime, or leave no file."""
     from kvcap.export.graphs import mobile
@@ -225,131 +155,92 @@ def scorer_command(
             print(summary[name])
 
 
-@export.command("decoder", cls=GroupedHelp)
+@export.adds("decoder")
 def decoder_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="Export this model: a repository of the hub, a directory, or pocket.",
-        ),
-    ],
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel="Memory",
-            help=f"Choose what is evicted by this policy ({DEFAULT_POLICY} by default). "
-            "`kvcap policies` lists all.",
-        ),
-    ] = None,
-    policy_option: PolicyOption = None,
-    budget_tokens: Annotated[
-        int,
-        typer.Option(
-            "--budget-tokens",
-            "--max-kv-size",
-            min=1,
-            metavar="N",
-            rich_help_panel="Memory",
-            help="Keep N slots per KV head and layer.",
-        ),
-    ] = 256,
-    block_size: Annotated[
-        int,
-        typer.Option(
-            "--block-size",
-            "--prefill-chunk-size",
-            min=1,
-            metavar="N",
-            rich_help_panel="Memory",
-            help="Read at most N tokens at once.",
-        ),
-    ] = 128,
-    positions: Annotated[
-        Literal["compact", "true", "auto"] | None,
-        typer.Option(
-            metavar="[compact|true]",
-            rich_help_panel="Memory",
-            help="Renumber kept tokens from 0 (compact, the default), or leave their positions as "
-            "they are (true).",
-        ),
-    ] = None,
-    sink_tokens: SinkTokens = None,
-    recent_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            rich_help_panel="Memory",
-            help="Never evict the newest N tokens.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            rich_help_panel="Model",
-            help="Compute in float32 or float16, also written fp32, fp16; or hold weights in "
-            "blocks of integers (int8, int4) and the cache in float32.",
-        ),
-    ] = "fp32",
-    symmetric: Annotated[
-        bool | None,
-        typer.Option(
-            "--symmetric/--asymmetric",
-            rich_help_panel="Model",
-            help="Round weights in blocks whose range lies around 0, or in blocks with a zero of "
-            "their own (by default int8 around 0, int4 with a zero of its own).",
-            show_default=False,
-        ),
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel="Model",
-            help="Round int4 by a text like those that the model will read (GPTQ): the export "
-            "takes minutes, and loses less. With --kv-dtype int8, keys and values are measured "
-            "by it.",
-        ),
-    ] = None,
-    kv_dtype: Annotated[
-        Literal["int8", "int8-int4", "int4"] | None,
-        typer.Option(
-            "--kv-dtype",
-            metavar="[int8]",
-            rich_help_panel="Memory",
-            help="Hold keys and values in 8 bits, so that the same bytes hold up to four times as "
-            "many (in the type of the cache by default).",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="DIR",
-            rich_help_panel="Output",
-            help="Write into this directory (MODEL-onnx by default).",
-        ),
-    ] = None,
-    force: Force = False,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", rich_help_panel="Output", help="Check only one block past the budget."
-        ),
-    ] = False,
-    foresee: Annotated[
-        bool,
-        typer.Option(
-            "--foresee",
-            rich_help_panel="Output",
-            help="Write nothing, and print what the manifest would say, as JSON; reads no weights.",
-        ),
-    ] = False,
-    json: Json = False,
+    model: str = argument(
+        ..., "Export this model: a repository of the hub, a directory, or pocket."
+    ),
+    policy: str | None = option(
+        None,
+        f"Choose what is evicted by this policy ({DEFAULT_POLICY} by default). "
+        "`kvcap policies` lists all.",
+        metavar="NAME",
+        panel="Memory",
+    ),
+    policy_option: list[str] | None = POLICY_OPTION,
+    budget_tokens: int = option(
+        256,
+        "Keep N slots per KV head and layer.",
+        "--budget-tokens",
+        "--max-kv-size",
+        min=1,
+        panel="Memory",
+    ),
+    block_size: int = option(
+        128,
+        "Read at most N tokens at once.",
+        "--block-size",
+        "--prefill-chunk-size",
+        min=1,
+        panel="Memory",
+    ),
+    positions: Literal["compact", "true", "auto"] | None = option(
+        None,
+        "Renumber kept tokens from 0 (compact, the default), or leave their positions as "
+        "they are (true).",
+        metavar="[compact|true]",
+        panel="Memory",
+    ),
+    sink_tokens: int | None = SINK_TOKENS,
+    recent_tokens: int | None = option(
+        None, "Never evict the newest N tokens.", min=0, panel="Memory"
+    ),
+    dtype: str = option(
+        "fp32",
+        "Compute in float32 or float16, also written fp32, fp16; or hold weights in "
+        "blocks of integers (int8, int4) and the cache in float32.",
+        metavar="NAME",
+        panel="Model",
+    ),
+    symmetric: bool | None = option(
+        None,
+        "Round weights in blocks whose range lies around 0, or in blocks with a zero of "
+        "their own (by default int8 around 0, int4 with a zero of its own).",
+        "--symmetric/--asymmetric",
+        panel="Model",
+        show=False,
+    ),
+    calibrate: Path | None = option(
+        None,
+        "Round int4 by a text like those that the model will read (GPTQ): the export "
+        "takes minutes, and loses less. With --kv-dtype int8, keys and values are measured "
+        "by it.",
+        metavar="FILE",
+        panel="Model",
+    ),
+    kv_dtype: Literal["int8", "int8-int4", "int4"] | None = option(
+        None,
+        "Hold keys and values in 8 bits, so that the same bytes hold up to four times as "
+        "many (in the type of the cache by default).",
+        metavar="[int8]",
+        panel="Memory",
+    ),
+    out: Path | None = option(
+        None,
+        "Write into this directory (MODEL-onnx by default).",
+        "--out",
+        "-o",
+        metavar="DIR",
+        panel="Output",
+    ),
+    force: bool = FORCE,
+    quick: bool = option(False, "Check only one block past the budget.", panel="Output"),
+    foresee: bool = option(
+        False,
+        "Write nothing, and print what the manifest would say, as JSON; reads no weights.",
+        panel="Output",
+    ),
+    json: bool = JSON,
 ) -> None:
     """Export a model and its eviction as ONNX graphs, checked, or leave no directory."""
     from kvcap.export.decoder.refusal import refuse_by_config
@@ -391,23 +282,18 @@ def decoder_command(
     print(f"{where}  in {summary['seconds']} s; kvcap chat {where}")
 
 
-@export.command("verify")
+@export.adds("verify")
 def verify_command(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            help="Check this .onnx file with its manifest, a folder of some, or a decoder's folder."
-        ),
-    ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Compare a decoder with this model (by default the one it was made from).",
-        ),
-    ] = None,
-    quick: Quick = False,
-    json: Json = False,
+    path: Path = argument(
+        ..., "Check this .onnx file with its manifest, a folder of some, or a decoder's folder."
+    ),
+    model: str | None = option(
+        None,
+        "Compare a decoder with this model (by default the one it was made from).",
+        metavar="MODEL",
+    ),
+    quick: bool = QUICK,
+    json: bool = JSON,
 ) -> None:
     """Run exported graphs and compare with eager; exit 1 if one differs or cannot be run."""
     from kvcap.export.verify import verify

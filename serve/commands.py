@@ -12,29 +12,27 @@ import ssl
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kvcap.runtime.cli.console import complain, say
+from kvcap.runtime.cli.declare import again, setting
 from kvcap.runtime.cli.options import (
+    CHAT_TEMPLATE,
+    DEVICE,
+    MODEL,
+    SHARED_PROMPTS,
+    THREADS,
     Backend,
     Budget,
-    ChatTemplate,
-    Device,
-    Model,
     Output,
     Recalling,
     Running,
     Sampling,
-    SharedPrompts,
-    Threads,
-    grouped,
-    option,
 )
 from kvcap.runtime.errors import ExtraMissing, how_to_install
 from kvcap.runtime.files import as_text
 from kvcap.runtime.models.names import REPOSITORY
 from kvcap.runtime.planning.serving import usual_body
-from kvcap.runtime.types import POCKET
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:  # needs packages of the extra `serve`
@@ -51,78 +49,43 @@ class Address:
 
     heading: ClassVar = "Address"
 
-    host: Annotated[
-        str,
-        option(
-            "--host",
-            metavar="ADDRESS",
-            help="Listen on this address of the machine.",
-            show_default=True,
-        ),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int,
-        option(
-            "--port",
-            min=0,
-            max=65535,
-            help="Listen on this port; 0 takes a free one.",
-            show_default=True,
-        ),
-    ] = 8000
-    api_key: Annotated[
-        list[str] | None,
-        option(
-            "--api-key",
-            metavar="KEY",
-            help="Let in only who has this key; repeatable, and no key sees another's "
-            "conversations. Other users of the machine see the command line: "
-            "KVCAP_API_KEY or a file is better.",
-        ),
-    ] = None
-    api_key_file: Annotated[
-        Path | None,
-        option(
-            "--api-key-file", metavar="FILE", help="Read keys from this file, one in each line."
-        ),
-    ] = None
-    insecure: Annotated[bool, option("--insecure", help="Let in anybody who reaches --host.")] = (
-        False
+    host: str = setting(
+        "127.0.0.1", "Listen on this address of the machine.", metavar="ADDRESS", show=True
     )
-    allow_host: Annotated[
-        list[str] | None,
-        option(
-            "--allow-host",
-            metavar="NAME",
-            help="Answer requests that reach the server by this name, too, such as "
-            "host.docker.internal; repeatable. Beside --host 0.0.0.0, other names are "
-            "refused.",
-        ),
-    ] = None
-    cors_origin: Annotated[
-        list[str] | None,
-        option(
-            "--cors-origin",
-            metavar="URL",
-            help="Let pages of this site, such as https://chat.example.org, ask through a "
-            "browser; * is every site; repeatable.",
-        ),
-    ] = None
-    tls_cert: Annotated[
-        Path | None,
-        option("--tls-cert", metavar="FILE", help="Speak HTTPS, with this certificate (PEM)."),
-    ] = None
-    tls_key: Annotated[
-        Path | None, option("--tls-key", metavar="FILE", help="Use this key (PEM) with --tls-cert.")
-    ] = None
-    name: Annotated[
-        str | None,
-        option(
-            "--name",
-            metavar="NAME",
-            help="Let clients call the model by this name (MODEL by default).",
-        ),
-    ] = None
+    port: int = setting(
+        8000, "Listen on this port; 0 takes a free one.", min=0, max=65535, show=True
+    )
+    api_key: list[str] | None = setting(
+        None,
+        "Let in only who has this key; repeatable, and no key sees another's "
+        "conversations. Other users of the machine see the command line: "
+        "KVCAP_API_KEY or a file is better.",
+        metavar="KEY",
+    )
+    api_key_file: Path | None = setting(
+        None, "Read keys from this file, one in each line.", metavar="FILE"
+    )
+    insecure: bool = setting(False, "Let in anybody who reaches --host.")
+    allow_host: list[str] | None = setting(
+        None,
+        "Answer requests that reach the server by this name, too, such as "
+        "host.docker.internal; repeatable. Beside --host 0.0.0.0, other names are "
+        "refused.",
+        metavar="NAME",
+    )
+    cors_origin: list[str] | None = setting(
+        None,
+        "Let pages of this site, such as https://chat.example.org, ask through a "
+        "browser; * is every site; repeatable.",
+        metavar="URL",
+    )
+    tls_cert: Path | None = setting(
+        None, "Speak HTTPS, with this certificate (PEM).", metavar="FILE"
+    )
+    tls_key: Path | None = setting(None, "Use this key (PEM) with --tls-cert.", metavar="FILE")
+    name: str | None = setting(
+        None, "Let clients call the model by this name (MODEL by default).", metavar="NAME"
+    )
 
     def hosts(self) -> list[str] | None:
         """Return the names by which requests may reach the server; None: any.
@@ -215,104 +178,47 @@ class Load:
 
     heading: ClassVar = "Limits"
 
-    max_together: Annotated[
-        int | None,
-        option(
-            "--max-together",
-            min=1,
-            metavar="N",
-            help="Write at most N answers at once (by default as many as fit, up to 8).",
-        ),
-    ] = None
-    max_conversations: Annotated[
-        int | None,
-        option(
-            "--max-conversations",
-            min=1,
-            metavar="N",
-            help="Hold at most N conversations in memory (by default as many as fit into "
-            "--memory-cap, or 64).",
-        ),
-    ] = None
-    shared_prompts: SharedPrompts = None
-    max_queue: Annotated[
-        int,
-        option(
-            "--max-queue",
-            min=0,
-            metavar="N",
-            help="Let at most N requests wait; further ones are answered with 429.",
-            show_default=True,
-        ),
-    ] = 64
-    max_body: Annotated[
-        str | None,
-        option(
-            "--max-body",
-            metavar="BYTES",
-            help="Refuse requests of more bytes (4MiB; 256KiB with --memory-cap, which keeps "
-            "free what reading them takes).",
-        ),
-    ] = None
-    max_messages: Annotated[
-        int,
-        option(
-            "--max-messages",
-            min=1,
-            metavar="N",
-            help="Refuse requests of more than N messages.",
-            show_default=True,
-        ),
-    ] = 4096
-    max_answer_tokens: Annotated[
-        int,
-        option(
-            "--max-answer-tokens",
-            min=1,
-            metavar="N",
-            help="Refuse requests for answers of more than N tokens.",
-            show_default=True,
-        ),
-    ] = 32768
-    max_connections: Annotated[
-        int,
-        option(
-            "--max-connections",
-            min=1,
-            metavar="N",
-            help="Serve at most N connections at once.",
-            show_default=True,
-        ),
-    ] = 256
-    grace: Annotated[
-        float,
-        option(
-            "--grace",
-            min=0,
-            metavar="SECONDS",
-            help="Let answers go on for so long once the server has to end (SIGTERM); then "
-            "they end with an error, within 3 seconds more.",
-            show_default=True,
-        ),
-    ] = 5.0
-    keep: Annotated[
-        Path | None,
-        option(
-            "--keep",
-            metavar="DIR",
-            help="Save idle conversations in this folder and continue them later, also after a "
-            "restart. Without it, those that have no place in memory are read again.",
-        ),
-    ] = None
-    keep_cap: Annotated[
-        str,
-        option(
-            "--keep-cap",
-            metavar="BYTES",
-            help="Limit the size of all files in --keep.",
-            show_default=True,
-        ),
-    ] = "4GiB"
+    max_together: int | None = setting(
+        None, "Write at most N answers at once (by default as many as fit, up to 8).", min=1
+    )
+    max_conversations: int | None = setting(
+        None,
+        "Hold at most N conversations in memory (by default as many as fit into "
+        "--memory-cap, or 64).",
+        min=1,
+    )
+    shared_prompts: int | None = again(SHARED_PROMPTS)
+    max_queue: int = setting(
+        64, "Let at most N requests wait; further ones are answered with 429.", min=0, show=True
+    )
+    max_body: str | None = setting(
+        None,
+        "Refuse requests of more bytes (4MiB; 256KiB with --memory-cap, which keeps "
+        "free what reading them takes).",
+        metavar="BYTES",
+    )
+    max_messages: int = setting(4096, "Refuse requests of more than N messages.", min=1, show=True)
+    max_answer_tokens: int = setting(
+        32768, "Refuse requests for answers of more than N tokens.", min=1, show=True
+    )
+    max_connections: int = setting(256, "Serve at most N connections at once.", min=1, show=True)
+    grace: float = setting(
+        5.0,
+        "Let answers go on for so long once the server has to end (SIGTERM); then "
+        "they end with an error, within 3 seconds more.",
+        min=0,
+        metavar="SECONDS",
+        show=True,
+    )
+    keep: Path | None = setting(
+        None,
+        "Save idle conversations in this folder and continue them later, also after a "
+        "restart. Without it, those that have no place in memory are read again.",
+        metavar="DIR",
+    )
+    keep_cap: str = setting(
+        "4GiB", "Limit the size of all files in --keep.", metavar="BYTES", show=True
+    )
 
 
 @dataclass(frozen=True)
@@ -321,35 +227,24 @@ class EngineOptions:
 
     heading: ClassVar = "Replicas"
 
-    engine: Annotated[
-        Literal["local", "ray"],
-        option(
-            "--engine",
-            help="Answer in this process, or in replicas of the model by Ray Serve. All "
-            "options are of each replica, but those of the address, --max-connections and "
-            "--keep.",
-            show_default=True,
-        ),
-    ] = "local"
-    replicas: Annotated[
-        int | None,
-        option(
-            "--replicas",
-            min=1,
-            metavar="N",
-            help="With --engine ray, run N replicas on a GPU or some CPUs each (by default one "
-            "per GPU, or machine).",
-        ),
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        option(
-            "--ray-address",
-            metavar="ADDRESS",
-            help="With --engine ray, join the cluster at this address (by default one is "
-            "started here).",
-        ),
-    ] = None
+    engine: Literal["local", "ray"] = setting(
+        "local",
+        "Answer in this process, or in replicas of the model by Ray Serve. All "
+        "options are of each replica, but those of the address, --max-connections and "
+        "--keep.",
+        show=True,
+    )
+    replicas: int | None = setting(
+        None,
+        "With --engine ray, run N replicas on a GPU or some CPUs each (by default one "
+        "per GPU, or machine).",
+        min=1,
+    )
+    ray_address: str | None = setting(
+        None,
+        "With --engine ray, join the cluster at this address (by default one is started here).",
+        metavar="ADDRESS",
+    )
 
     def check(self) -> None:
         """Refuse options that do not go together.
@@ -365,37 +260,29 @@ class EngineOptions:
                     )
 
 
-@grouped
 def serve_command(
-    model: Model = POCKET,
+    model: str = MODEL,
     *,
     address: Address,
     load: Load,
     engine: EngineOptions,
     backend: Backend,
     budget: Budget,
-    device: Device = None,
-    threads: Threads = None,
-    evict_every: Annotated[
-        int | None,
-        option(
-            "--evict-every",
-            min=1,
-            metavar="N",
-            panel="Memory",
-            help="While answering, evict every N tokens (64 on a CPU; 1 on a GPU, where "
-            "conversations are answered by turns with more).",
-        ),
-    ] = None,
-    chat_template: ChatTemplate = None,
+    device: str | None = DEVICE,
+    threads: int | None = THREADS,
+    evict_every: int | None = setting(
+        None,
+        "While answering, evict every N tokens (64 on a CPU; 1 on a GPU, where "
+        "conversations are answered by turns with more).",
+        min=1,
+        panel="Memory",
+    ),
+    chat_template: str | None = CHAT_TEMPLATE,
     sampling: Sampling,
     recalling: Recalling,
-    quiet: Annotated[
-        bool,
-        option(
-            "--quiet", "-q", panel="Output", help="Print nothing on stderr but warnings and errors."
-        ),
-    ] = False,
+    quiet: bool = setting(
+        False, "Print nothing on stderr but warnings and errors.", "--quiet", "-q", panel="Output"
+    ),
 ) -> None:
     """Serve a model over OpenAI's API, with a fixed amount of KV memory for every conversation.
 

@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import typer
 from test_imports import MAY_IMPORT, ROOMS
 from tools import PATIENCE
 
@@ -119,8 +118,7 @@ def test_the_policy_example_in_contributing():
 
 
 def test_every_command_and_make_target_is_named():
-    app = application()
-    commands = [c.name for c in (*app.registered_commands, *app.registered_groups)]
+    commands = application().commands
     assert commands
     page = (ROOT / "docs" / "index.md").read_text()
     for command in commands:
@@ -147,7 +145,7 @@ def test_every_command_shown_can_be_given():
     shown = shown_commands()
     assert len(shown) > 60
     for line in sorted(shown):
-        command: Any = typer.main.get_command(application())
+        command: Any = application()
         for word in re.sub(r"[\[\]]| \.\.\.", " ", line).split()[1:]:
             name = word.split("=")[0]
             if command.context_settings.get("ignore_unknown_options"):
@@ -229,7 +227,7 @@ def test_the_service_for_systemd():
     page = (ROOT / "docs" / "serve-operate.md").read_text()
     (unit,) = re.findall(r"```ini\n(.*?)```", page, re.DOTALL)
     (started,) = re.findall(r"^ExecStart=/opt/kvcap/bin/kvcap (.*)$", unit, re.MULTILINE)
-    command: Any = typer.main.get_command(application())
+    command: Any = application()
     name, *arguments = started.split()
     given = command.commands[name].make_context(name, arguments).params
     assert given["keep"] == Path("/var/lib") / re.findall(r"StateDirectory=(\w+)", unit)[0]

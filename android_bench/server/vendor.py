@@ -17,11 +17,10 @@ import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
-
-import typer
+from typing import NamedTuple
 
 from kvcap.android_bench.errors import VendorError
+from kvcap.runtime.cli.declare import command, option
 from kvcap.runtime.errors import how_to_install
 
 
@@ -186,11 +185,10 @@ def _notices(made: Path) -> None:
 
 
 def main(
-    tarball: Annotated[
-        list[Path] | None,
-        typer.Option(help="A package of npm as a file, in place of asking npm; all of a folder's."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Even where it is there.")] = False,
+    tarball: list[Path] | None = option(
+        None, "Take packages of npm from files, in place of asking npm; all of a folder's."
+    ),
+    force: bool = option(False, "Fetch what is there, too."),
 ) -> None:
     """Put the JavaScript libraries of kvcap android serve and chat beside their pages."""
     for folder, packages in FOLDERS.items():
@@ -204,10 +202,10 @@ def main(
             vendor(folder, packages, tarball or ())
         except (VendorError, OSError) as error:
             print(f"kvcap: {error}", file=sys.stderr)
-            raise typer.Exit(1) from None
+            sys.exit(1)
         for package in packages:
             print(f"{package.name} {package.version} is in {folder}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command(main)()

@@ -10,18 +10,15 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import time
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import typer
-
-from kvcap.runtime.cli.options import Json
+from kvcap.runtime.cli.declare import CommandGroup, argument
+from kvcap.runtime.cli.options import JSON
 from kvcap.runtime.files import KEPT_FROM, cache_home, read_json
 from kvcap.runtime.types import BUILT_IN
 from kvcap.runtime.units import format_bytes
 
-cache = typer.Typer(
-    no_args_is_help=True, help="List or clear the exports and models kept on the disk."
-)
+cache = CommandGroup("List or clear the exports and models kept on the disk.")
 
 
 class Kept(NamedTuple):
@@ -89,8 +86,8 @@ def _name(model: dict[str, Any]) -> str:
     return {str(pocket.path(name)): name for name in BUILT_IN}.get(path, path)
 
 
-@cache.command("list")
-def list_command(json_: Json = False) -> None:
+@cache.adds("list")
+def list_command(json_: bool = JSON) -> None:
     """List what is kept: its size, folder, model, settings and age.
 
     Exports of one model share their weights on the disk; the sum at the end counts them once.
@@ -104,16 +101,14 @@ def list_command(json_: Json = False) -> None:
     print(f"{format_bytes(_bytes(x.path for x in found)):>10}  in {cache_home()}")
 
 
-@cache.command("clear")
+@cache.adds("clear")
 def clear_command(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="Remove only this model and what was made of it (everything by default).",
-            show_default=False,
-        ),
-    ] = None,
+    model: str | None = argument(
+        None,
+        "Remove only this model and what was made of it (everything by default).",
+        metavar="[MODEL]",
+        show=False,
+    ),
 ) -> None:
     """Remove what is kept; it is made or downloaded again when it is needed."""
     names = {model, str(Path(model).resolve())} if model is not None else None

@@ -13,12 +13,14 @@ from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
+from click.exceptions import Exit
 
 from kvcap import dtypes
 from kvcap.runtime.cli.console import INFEASIBLE, complain, styled, visible
+from kvcap.runtime.cli.declare import argument, option
 from kvcap.runtime.cli.gguf import (
     USUAL_PLACES,
     ends_of_gguf,
@@ -29,19 +31,18 @@ from kvcap.runtime.cli.gguf import (
 from kvcap.runtime.cli.importing import large_imports
 from kvcap.runtime.cli.kept_exports import foreseen_export, kept_export
 from kvcap.runtime.cli.options import (
+    DEVICE,
+    EVICT_EVERY,
+    JSON,
+    MODEL,
+    SHARED_PROMPTS,
     STDIN,
     Backend,
     Budget,
-    Device,
-    EvictEvery,
-    Json,
-    Model,
     Output,
     Recalling,
     Running,
     Sampling,
-    SharedPrompts,
-    grouped,
     pairs,
     policy_names,
 )
@@ -77,15 +78,11 @@ if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.session.session import Session
 
 
-@grouped
 def chat_command(
-    model: Model = POCKET,
-    no_commands: Annotated[
-        bool,
-        typer.Option(
-            "--no-commands", help="Take every line as a message, even one that begins with a slash."
-        ),
-    ] = False,
+    model: str = MODEL,
+    no_commands: bool = option(
+        False, "Take every line as a message, even one that begins with a slash."
+    ),
     *,
     backend: Backend,
     budget: Budget,
@@ -124,44 +121,31 @@ def chat_command(
             sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
         code = chat.run_script(sys.stdin)
     chat.save()
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
-@grouped
 def generate_command(
-    first: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Run this model; needed only before a PROMPT or -f."),
-    ] = None,
-    second: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Answer this text; - reads stdin.")
-    ] = None,
-    file: Annotated[
-        str | None,
-        typer.Option(
-            "--file", "-f", metavar="FILE", help="Read the prompt from a file; - reads stdin."
-        ),
-    ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="MODEL",
-            rich_help_panel="Model",
-            envvar="KVCAP_MODEL",
-            show_envvar=False,
-            help="Run this model, where no MODEL is given.",
-        ),
-    ] = POCKET,
-    raw: Annotated[
-        bool,
-        typer.Option(
-            "--raw",
-            help="Continue the prompt without the chat template. Evicted text is read again in "
-            "it only with --recall N.",
-        ),
-    ] = False,
+    first: str | None = argument(
+        None, "Run this model; needed only before a PROMPT or -f.", metavar="MODEL"
+    ),
+    second: str | None = argument(None, "Answer this text; - reads stdin.", metavar="PROMPT"),
+    file: str | None = option(
+        None, "Read the prompt from a file; - reads stdin.", "--file", "-f", metavar="FILE"
+    ),
+    model: str = option(
+        POCKET,
+        "Run this model, where no MODEL is given.",
+        "--model",
+        "-m",
+        metavar="MODEL",
+        panel="Model",
+        env=True,
+    ),
+    raw: bool = option(
+        False,
+        "Continue the prompt without the chat template. Evicted text is read again in "
+        "it only with --recall N.",
+    ),
     *,
     backend: Backend,
     budget: Budget,
@@ -206,36 +190,29 @@ def generate_command(
     code = print_answer(session, say, output)
     if running.session is not None:
         session.save(running.session)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
-@grouped
 def plan_command(
-    model: Model = POCKET,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            "--context",
-            min=1,
-            metavar="N",
-            help="Say what an uncapped cache would take for N tokens (as many as the model was "
-            "trained on, by default).",
-        ),
-    ] = None,
+    model: str = MODEL,
+    length: int | None = option(
+        None,
+        "Say what an uncapped cache would take for N tokens (as many as the model was "
+        "trained on, by default).",
+        "--context",
+        min=1,
+    ),
     *,
-    serve: Annotated[
-        bool,
-        typer.Option(
-            "--serve",
-            help="Say how many conversations a server holds at once under --memory-cap, or in "
-            "the memory that is free.",
-        ),
-    ] = False,
-    shared_prompts: SharedPrompts = None,
+    serve: bool = option(
+        False,
+        "Say how many conversations a server holds at once under --memory-cap, or in "
+        "the memory that is free.",
+    ),
+    shared_prompts: int | None = SHARED_PROMPTS,
     backend: Backend,
     budget: Budget,
     recalling: Recalling,
-    json_: Json = False,
+    json_: bool = JSON,
 ) -> None:
     """Predict what a run will hold in memory, from the config and the headers of the weights.
 
@@ -263,7 +240,7 @@ def plan_command(
         said = {"fits": False, "error": str(error), **error.least, "free_bytes": free.nbytes}
         print(json.dumps(said))
         complain(error)
-        raise typer.Exit(INFEASIBLE) from error
+        raise Exit(INFEASIBLE) from error
     tokens = length or plan.trained_length
     by_llamacpp = backend.by_llamacpp(model)
     stored = None if by_llamacpp or backend.exported(model) else _in_gguf(model)
@@ -297,12 +274,11 @@ def plan_command(
     warn_if_short(plan, free, budget.memory_cap)
 
 
-@grouped
 def warm_command(
-    model: Model = POCKET,
+    model: str = MODEL,
     *,
-    device: Device = None,
-    evict_every: EvictEvery = 1,
+    device: str | None = DEVICE,
+    evict_every: int = EVICT_EVERY,
     budget: Budget,
 ) -> None:
     """Compile what a model's answers run on this GPU, so that the first need not wait for it.
@@ -332,8 +308,8 @@ def warm_command(
 
 
 def policies_command(
-    context: typer.Context,
-    json_: Json = False,
+    context: click.Context,
+    json_: bool = JSON,
 ) -> None:
     """List the eviction policies and what each costs."""
     if context.invoked_subcommand is not None:
@@ -358,16 +334,9 @@ def _imported_list() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def policy_command(
-    context: typer.Context,
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="Show this policy, or A+B for a combination.",
-            autocompletion=policy_names,
-        ),
-    ],
-    json_: Json = False,
+    context: click.Context,
+    name: str = argument(..., "Show this policy, or A+B for a combination.", complete=policy_names),
+    json_: bool = JSON,
 ) -> None:
     """One policy: when to use it, its formula, paper, options and costs; NAME alone will do."""
     from kvcap.runtime.cli.policy_files import read_list
@@ -475,11 +444,10 @@ def _load_export(model: str, budget: Budget, running: Running, recall_store: int
     """
     from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 
-    for option, given, why in (
-        ("--device", running.device not in (None, "cpu"), "this backend runs on the CPU"),
-    ):
-        if given:
-            raise NotExportable(f"{option} is not for --backend onnxruntime: {why}; leave it out")
+    if running.device not in (None, "cpu"):
+        raise NotExportable(
+            "--device is not for --backend onnxruntime: this backend runs on the CPU; leave it out"
+        )
     return OrtRuntime.from_directory(
         _export_folder(model),
         _policy_request(budget),

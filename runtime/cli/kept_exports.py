@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from click.exceptions import Exit
 
 from kvcap.runtime.cli.console import dim
 from kvcap.runtime.cli.options import Budget, pairs
@@ -67,7 +67,7 @@ def kept_export(
         NotExportable: it is an export already; there is no room for an export; positions would
             change; the budget is in bytes, which is no number of slots yet; slots would be of a
             type that exports do not have; or a text is for nothing.
-        typer.Exit: the export failed, which has said why.
+        Exit: the export failed, which has said why.
     """
     facts, folder = _asked(model, weights, budget, symmetric, calibrate)
     out = folder / "decoder"
@@ -103,7 +103,7 @@ def foreseen_export(
     command = [*_command(model, weights, facts, calibrate), "--foresee"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
-        raise typer.Exit(done.returncode if done.returncode > 0 else 1)
+        raise Exit(done.returncode if done.returncode > 0 else 1)
     return Manifest(out, json.loads(done.stdout))
 
 
@@ -235,7 +235,7 @@ def _make(
     command += ["--quick", "--force", "-o", str(folder / "decoder")]
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code != 0:
-        raise typer.Exit(code if code > 0 else 1)
+        raise Exit(code if code > 0 else 1)
     _share(folder / "decoder")
     (folder / KEPT_FROM).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     if not quiet:

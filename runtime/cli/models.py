@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from kvcap.runtime.cli.cache import kept
 from kvcap.runtime.cli.commands import planned
-from kvcap.runtime.cli.options import Backend, Budget, Json, grouped
+from kvcap.runtime.cli.declare import argument
+from kvcap.runtime.cli.options import JSON, Backend, Budget
 from kvcap.runtime.errors import first_line
 from kvcap.runtime.models.hub import SHORT, Cached, cached, names_file, pulled
 from kvcap.runtime.models.names import is_export
@@ -21,15 +20,12 @@ from kvcap.runtime.units import format_bytes
 
 
 def pull_command(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help=f"Download this model: {', '.join((*PACKAGED, *SHORT))}, a repository of the hub, "
-            "or one of its GGUF files, as OWNER/NAME:Q4_K_M.",
-        ),
-    ],
-    json_: Json = False,
+    name: str = argument(
+        ...,
+        f"Download this model: {', '.join((*PACKAGED, *SHORT))}, a repository of the hub, "
+        "or one of its GGUF files, as OWNER/NAME:Q4_K_M.",
+    ),
+    json_: bool = JSON,
 ) -> None:
     """Download a model by its name, once, and print where it is.
 
@@ -40,8 +36,7 @@ def pull_command(
     print(json.dumps({"name": name, "path": str(path)}) if json_ else path)
 
 
-@grouped
-def models_command(*, budget: Budget, json_: Json = False) -> None:
+def models_command(*, budget: Budget, json_: bool = JSON) -> None:
     """List the models that are here, with their size on the disk and what they need in memory.
 
     They are those of the hub's cache, of kvcap's own, and exports for --weights. Under

@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_type_hints
 
-import typer
-from typer.core import TyperCommand
+import click
 
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames, current_name
+from kvcap.runtime.cli.declare import DECLARED, ENVIRONMENT, again, argument, setting
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.formats import NAMES
@@ -26,7 +25,7 @@ from kvcap.runtime.models.gguf import AS_THEY_ARE, loadable
 from kvcap.runtime.models.names import is_export, names_gguf
 from kvcap.runtime.planning.plan import AUTO, parse_cap
 from kvcap.runtime.recall.settings import RecallSettings
-from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, PINS
+from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, PINS, POCKET
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:  # PyTorch stands behind it
@@ -34,42 +33,7 @@ if TYPE_CHECKING:  # PyTorch stands behind it
 
     from kvcap.policies import Eviction
 
-ENVIRONMENT = "KVCAP_"
-CONTEXT = inspect.Parameter.POSITIONAL_OR_KEYWORD
 STDIN = "-"
-HEADINGS = (  # of a command's help, in order
-    "Arguments", "Options", "Measure", "Texts", "Model", "Decoder", "Memory", "Recall",
-    "Conversation", "Sampling", "Output", "Device", "Address", "Limits", "Replicas",
-)  # fmt: skip
-
-
-class GroupedHelp(TyperCommand):
-    """A command whose help lists options under the headings of their groups."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options, those of one heading together."""
-        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
-        for parameter in self.get_params(ctx):
-            heading = getattr(parameter, "rich_help_panel", None) or HEADINGS[1]
-            if parameter.param_type_name == "argument":
-                heading = HEADINGS[0]
-            if line := parameter.get_help_record(ctx):
-                groups[heading].append(line)
-        for heading, lines in groups.items():
-            if lines:
-                with formatter.section(heading):
-                    formatter.write_dl(lines)
-
-
-def option(*names: str, help: str, panel: str | None = None, **settings: Any) -> Any:
-    """Return a typer option that the environment can set: `--kv-budget` by `KVCAP_KV_BUDGET`.
-
-    The help lists it under the heading `panel`, or under that of its group.
-    """
-    variable = ENVIRONMENT + names[0].lstrip("-").replace("-", "_").upper()
-    # None stands for a default of the model or the plan; the help text names it.
-    shown = {"show_envvar": False, "show_default": False, **settings}
-    return typer.Option(*names, help=help, envvar=variable, rich_help_panel=panel, **shown)
 
 
 def current_arguments(arguments: Iterable[str]) -> list[str]:
@@ -78,8 +42,8 @@ def current_arguments(arguments: Iterable[str]) -> list[str]:
         new = current_name(name, lambda setting: ENVIRONMENT + setting.upper())
         os.environ.setdefault(new, os.environ[name])
     found = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
+    for given in arguments:
+        name, equals, value = given.partition("=")
         new = current_name(name, lambda setting: "--" + setting.replace("_", "-"))
         found.append(f"{new}{equals}{value}")
     return found
@@ -127,79 +91,13 @@ def _key_values(texts: list[str], parse: Callable[[str], Any], example: str) -> 
     return found
 
 
-def variables(context: Any, names: Iterable[str]) -> list[str]:
-    """Return the parameters of a command that the environment set, as VARIABLE='value'."""
-    by_name = {parameter.name: parameter.envvar for parameter in context.command.params}
-    found = []
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "ENVIRONMENT":
-            found.append(f"{by_name[name]}={os.environ.get(by_name[name])!r}")
-    return found
-
-
-def _name_variables(error: Exception, context: Any, given: dict[str, Any]) -> None:
-    """Add to an error the environment's variables whose values or options it mentions."""
-    said = str(error)
-    options = {p.name: p.opts for p in context.command.params}
-    meant = [
-        name
-        for name, value in given.items()
-        if any(option in said for option in options.get(name, []))
-        or any(text in said for text in (f"{value!r}", f"={value}", f" {value} ") if value)
-    ]
-    if found := variables(context, meant):
-        source = f"the environment says {', '.join(found)}"
-        said = f"{said}; {source}" if said.endswith(")") else f"{said} ({source})"
-        error.args = (said, *error.args[1:])
-
-
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one parameter for every field of the groups it takes, as typer needs them."""
-    own: list[inspect.Parameter] = []
-    groups: dict[str, Any] = {}
-    hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
-        if is_dataclass(hints[name]):
-            groups[name] = hints[name]
-        else:
-            own.append(parameter.replace(annotation=hints[name]))
-    for group in groups.values():
-        types = get_type_hints(group, include_extras=True)
-        for annotation in types.values():
-            for info in getattr(annotation, "__metadata__", ()):
-                info.rich_help_panel = info.rich_help_panel or group.heading
-        own += [
-            inspect.Parameter(
-                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=types[f.name]
-            )
-            for f in fields(group)
-        ]
-
-    def call(_context: typer.Context, **values: Any) -> None:
-        given = dict(values)
-        for name, group in groups.items():
-            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
-        try:
-            command(**values)
-        except (ValueError, OSError) as error:  # a user's mistake, or a model that is missing
-            _name_variables(error, _context, given)
-            raise
-
-    call.__doc__, call.__name__ = command.__doc__, command.__name__
-    own.insert(0, inspect.Parameter("_context", CONTEXT, annotation=typer.Context))
-    call.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in own}
-    return call
-
-
 def _size(text: str | None) -> str | None:
     """Check an option's size, without changing it."""
     try:
         if text is not None:
             parse_bytes(text)
     except PlanInfeasible as error:
-        raise typer.BadParameter(str(error)) from error
+        raise click.BadParameter(str(error)) from error
     return text
 
 
@@ -210,9 +108,9 @@ def _cap(text: str | None) -> str | None:
 def _weights(given: str) -> str:
     """Check the name of a type of weights, without changing it."""
     if given == "gguf":
-        raise typer.BadParameter(f"{AS_THEY_ARE}; leave it out")
+        raise click.BadParameter(f"{AS_THEY_ARE}; leave it out")
     if given not in NAMES:
-        raise typer.BadParameter(f"{given!r} is none of {', '.join(map(repr, NAMES))}.")
+        raise click.BadParameter(f"{given!r} is none of {', '.join(map(repr, NAMES))}.")
     return given
 
 
@@ -284,59 +182,41 @@ def read_schema(given: str) -> dict[str, Any]:
     return found
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        envvar=ENVIRONMENT + "MODEL",
-        show_envvar=False,
-        help="Use this model: a repository of the hub, a local directory, a GGUF file, "
-        "smollm2, a chat model that is downloaded once, or pocket, which is built in (as are "
-        "pocket-plain and pocket-text).",
-    ),
-]
-Device = Annotated[
-    str | None,
-    option(
-        "--device",
-        metavar="NAME",
-        panel="Device",
-        help="Run on cpu, cuda or mps (the best there is by default).",
-    ),
-]
-EvictEvery = Annotated[
-    int,
-    option(
-        "--evict-every",
-        min=1,
-        metavar="N",
-        panel="Memory",
-        help="While answering, evict every N tokens. More than 1 switches CUDA graphs off.",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    option(
-        "--threads",
-        min=1,
-        metavar="N",
-        panel="Device",
-        help="Compute with N threads of the CPU (all cores, or OMP_NUM_THREADS, by default).",
-    ),
-]
-SharedPrompts = Annotated[
-    int | None,
-    option(
-        "--shared-prompts",
-        min=0,
-        metavar="N",
-        panel="Limits",
-        help="Keep the slots of N system prompts, from which further conversations of the "
-        "same API key begin; 0 keeps none (by default 4, or with --memory-cap one for every 8 "
-        "conversations that fit, up to 4).",
-    ),
-]
-Json = Annotated[bool, option("--json", panel="Output", help="Print one JSON document per result.")]
+MODEL: Any = argument(
+    POCKET,
+    "Use this model: a repository of the hub, a local directory, a GGUF file, "
+    "smollm2, a chat model that is downloaded once, or pocket, which is built in (as are "
+    "pocket-plain and pocket-text).",
+    metavar="MODEL",
+    env=True,
+)
+DEVICE: Any = setting(
+    None,
+    "Run on cpu, cuda or mps (the best there is by default).",
+    metavar="NAME",
+    panel="Device",
+)
+EVICT_EVERY: Any = setting(
+    1,
+    "While answering, evict every N tokens. More than 1 switches CUDA graphs off.",
+    min=1,
+    panel="Memory",
+)
+THREADS: Any = setting(
+    None,
+    "Compute with N threads of the CPU (all cores, or OMP_NUM_THREADS, by default).",
+    min=1,
+    panel="Device",
+)
+SHARED_PROMPTS: Any = setting(
+    None,
+    "Keep the slots of N system prompts, from which further conversations of the "
+    "same API key begin; 0 keeps none (by default 4, or with --memory-cap one for every 8 "
+    "conversations that fit, up to 4).",
+    min=0,
+    panel="Limits",
+)
+JSON: Any = setting(False, "Print one JSON document per result.", panel="Output")
 
 
 @dataclass(frozen=True)
@@ -345,90 +225,62 @@ class CacheOptions:
 
     heading: ClassVar = "Memory"
 
-    kv_budget: Annotated[
-        str | None,
-        option(
-            "--kv-budget",
-            metavar="BYTES",
-            callback=_size,
-            help="Keep at most so many bytes of keys and values, such as 256KiB or 64MiB.",
-        ),
-    ] = None
-    budget_tokens: Annotated[
-        int | None,
-        option(
-            "--budget-tokens",
-            "--max-kv-size",
-            min=1,
-            metavar="N",
-            help="Keep at most N slots per KV head and layer (256 by default; under --policy full "
-            "the model's context, or what memory holds of it); instead of --kv-budget.",
-        ),
-    ] = None
-    memory_cap: Annotated[
-        str | None,
-        option(
-            "--memory-cap",
-            metavar="BYTES",
-            callback=_cap,
-            help="Hold the whole process, weights included, within so many bytes, or within "
-            "all that is free (auto). The largest budget that fits is taken.",
-        ),
-    ] = None
-    block_size: Annotated[
-        int | None,
-        option(
-            "--block-size",
-            "--prefill-chunk-size",
-            min=1,
-            metavar="N",
-            help="Read N tokens at once (by default 128, on CUDA 512 from 1,024 slots on, fewer "
-            "where --kv-budget is small).",
-        ),
-    ] = None
-    sink_tokens: Annotated[
-        int | None,
-        option(
-            "--sink-tokens",
-            min=0,
-            metavar="N",
-            help="Never evict the first N tokens, besides those that the policy keeps (4 by "
-            "default, fewer where less than 32 slots would stay unpinned; 0 runs the "
-            "policy as in its paper).",
-        ),
-    ] = None
-    recent_tokens: Annotated[
-        int | None,
-        option("--recent-tokens", min=0, metavar="N", help="Never evict the newest N tokens."),
-    ] = None
-    positions: Annotated[
-        Literal["compact", "true", "auto"] | None,
-        option(
-            "--positions",
-            help="Renumber kept tokens from 0 (compact, the default where that is exact), "
-            "leave their positions as they are (true), or renumber them once the text is "
-            "longer than what the model was trained on (auto).",
-        ),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        option(
-            "--dtype",
-            metavar="NAME",
-            panel="Model",
-            help="Compute in float32, bfloat16 or float16, also written fp32, bf16, fp16, half "
-            "(the checkpoint's type by default).",
-        ),
-    ] = None
-    kv_dtype: Annotated[
-        Literal["int8", "int8-int4", "int4", "q8_0", "q4_0"] | None,
-        option(
-            "--kv-dtype",
-            help="Quantise kept keys and values: both to 8 bits, keys to 8 and values to 4, or "
-            "both to 4, so that the same bytes keep more (by default they stay as they "
-            "are). A GGUF file takes q8_0 and q4_0, llama.cpp's own.",
-        ),
-    ] = None
+    kv_budget: str | None = setting(
+        None,
+        "Keep at most so many bytes of keys and values, such as 256KiB or 64MiB.",
+        metavar="BYTES",
+        check=_size,
+    )
+    budget_tokens: int | None = setting(
+        None,
+        "Keep at most N slots per KV head and layer (256 by default; under --policy full "
+        "the model's context, or what memory holds of it); instead of --kv-budget.",
+        "--budget-tokens",
+        "--max-kv-size",
+        min=1,
+    )
+    memory_cap: str | None = setting(
+        None,
+        "Hold the whole process, weights included, within so many bytes, or within "
+        "all that is free (auto). The largest budget that fits is taken.",
+        metavar="BYTES",
+        check=_cap,
+    )
+    block_size: int | None = setting(
+        None,
+        "Read N tokens at once (by default 128, on CUDA 512 from 1,024 slots on, fewer "
+        "where --kv-budget is small).",
+        "--block-size",
+        "--prefill-chunk-size",
+        min=1,
+    )
+    sink_tokens: int | None = setting(
+        None,
+        "Never evict the first N tokens, besides those that the policy keeps (4 by "
+        "default, fewer where less than 32 slots would stay unpinned; 0 runs the "
+        "policy as in its paper).",
+        min=0,
+    )
+    recent_tokens: int | None = setting(None, "Never evict the newest N tokens.", min=0)
+    positions: Literal["compact", "true", "auto"] | None = setting(
+        None,
+        "Renumber kept tokens from 0 (compact, the default where that is exact), "
+        "leave their positions as they are (true), or renumber them once the text is "
+        "longer than what the model was trained on (auto).",
+    )
+    dtype: str | None = setting(
+        None,
+        "Compute in float32, bfloat16 or float16, also written fp32, bf16, fp16, half "
+        "(the checkpoint's type by default).",
+        metavar="NAME",
+        panel="Model",
+    )
+    kv_dtype: Literal["int8", "int8-int4", "int4", "q8_0", "q4_0"] | None = setting(
+        None,
+        "Quantise kept keys and values: both to 8 bits, keys to 8 and values to 4, or "
+        "both to 4, so that the same bytes keep more (by default they stay as they "
+        "are). A GGUF file takes q8_0 and q4_0, llama.cpp's own.",
+    )
 
     @property
     def pins(self) -> dict[str, int]:
@@ -457,30 +309,21 @@ class CacheOptions:
 class Budget(CacheOptions):
     """A group of options that say how much is kept, and by which policy."""
 
-    policy: Annotated[
-        str | None,
-        option(
-            "--policy",
-            metavar="NAME",
-            autocompletion=policy_names,
-            help=f"Choose what is evicted by this policy (by default {DEFAULT_POLICY}, or an "
-            "export's own). `kvcap policies` lists all.",
-        ),
-    ] = None
-    policy_option: Annotated[
-        list[str] | None,
-        option(
-            "--policy-option", metavar="KEY=VALUE", help="Set an option of the policy; repeatable."
-        ),
-    ] = None
-    enforce: Annotated[
-        Literal["check", "rlimit"],
-        option(
-            "--enforce",
-            help="Hold --memory-cap by checking before every block, or by a limit of the "
-            "operating system as well.",
-        ),
-    ] = "check"
+    policy: str | None = setting(
+        None,
+        f"Choose what is evicted by this policy (by default {DEFAULT_POLICY}, or an "
+        "export's own). `kvcap policies` lists all.",
+        metavar="NAME",
+        complete=policy_names,
+    )
+    policy_option: list[str] | None = setting(
+        None, "Set an option of the policy; repeatable.", metavar="KEY=VALUE"
+    )
+    enforce: Literal["check", "rlimit"] = setting(
+        "check",
+        "Hold --memory-cap by checking before every block, or by a limit of the "
+        "operating system as well.",
+    )
 
     def eviction(self) -> Eviction:
         """Return the policy with its options.
@@ -500,38 +343,29 @@ class Backend:
 
     heading: ClassVar = "Model"
 
-    backend: Annotated[
-        Literal["llamacpp", "torch", "onnxruntime"] | None,
-        option(
-            "--backend",
-            help="Run the model by llama.cpp's library (the default for a GGUF file, where it is "
-            "found), in ONNX Runtime (for a directory that `kvcap export decoder` wrote), or in "
-            "PyTorch (for all others).",
-        ),
-    ] = None
+    backend: Literal["llamacpp", "torch", "onnxruntime"] | None = setting(
+        None,
+        "Run the model by llama.cpp's library (the default for a GGUF file, where it is "
+        "found), in ONNX Runtime (for a directory that `kvcap export decoder` wrote), or in "
+        "PyTorch (for all others).",
+    )
 
-    weights: Annotated[
-        str | None,
-        option(
-            "--weights",
-            metavar=f"[{'|'.join(NAMES)}]",
-            parser=_weights,
-            help="Run MODEL on the CPU with weights of 8 or 4 bits. ONNX Runtime runs an export "
-            "that is made once, in the cache folder; --backend torch rounds the weights whenever "
-            "it loads them.",
-        ),
-    ] = None
+    weights: str | None = setting(
+        None,
+        "Run MODEL on the CPU with weights of 8 or 4 bits. ONNX Runtime runs an export "
+        "that is made once, in the cache folder; --backend torch rounds the weights whenever "
+        "it loads them.",
+        metavar=f"[{'|'.join(NAMES)}]",
+        check=_weights,
+    )
 
-    calibrate: Annotated[
-        Path | None,
-        option(
-            "--calibrate",
-            metavar="FILE",
-            help="Round --weights int4 by a text like those that MODEL will read: the export "
-            "takes minutes, and loses less. With --kv-dtype int8, keys and values are "
-            "measured by it.",
-        ),
-    ] = None
+    calibrate: Path | None = setting(
+        None,
+        "Round --weights int4 by a text like those that MODEL will read: the export "
+        "takes minutes, and loses less. With --kv-dtype int8, keys and values are "
+        "measured by it.",
+        metavar="FILE",
+    )
 
     def kept(self, model: str) -> str | None:
         """Return the type of weights with which an export of `model` is made in the cache folder.
@@ -584,18 +418,15 @@ class Backend:
         return model not in BUILT_IN and is_export(model)
 
 
-ChatTemplate = Annotated[
-    str | None,
-    option(
-        "--chat-template",
-        metavar="FILE|NAME",
-        callback=_chat_template,
-        panel="Model",
-        help="Write chats by this Jinja template, or by a common one: alpaca, chatml, "
-        "gemma, llama-2, llama-3, mistral, phi-3, vicuna or zephyr (the model's own "
-        "by default).",
-    ),
-]
+CHAT_TEMPLATE: Any = setting(
+    None,
+    "Write chats by this Jinja template, or by a common one: alpaca, chatml, "
+    "gemma, llama-2, llama-3, mistral, phi-3, vicuna or zephyr (the model's own "
+    "by default).",
+    metavar="FILE|NAME",
+    check=_chat_template,
+    panel="Model",
+)
 
 
 @dataclass(frozen=True)
@@ -604,61 +435,37 @@ class Running:
 
     heading: ClassVar = "Conversation"
 
-    system_prompt: Annotated[
-        str | None,
-        option(
-            "--system-prompt",
-            metavar="TEXT",
-            panel="Conversation",
-            help="Put this text before the conversation, as its system message.",
-        ),
-    ] = None
-    pin_system: Annotated[
-        bool, option("--pin-system", panel="Conversation", help="Never evict the system prompt.")
-    ] = False
-    session: Annotated[
-        str | None,
-        option(
-            "--session",
-            metavar="FILE",
-            panel="Conversation",
-            help="Continue the conversation in this file, if there is one, and save it after "
-            "every answer.",
-        ),
-    ] = None
-    device: Device = None
-    gpu_layers: Annotated[
-        int,
-        option(
-            "--gpu-layers",
-            min=-1,
-            metavar="N",
-            panel="Model",
-            help="Run N layers of a GGUF file on a GPU, if llama.cpp was built for one (-1: all).",
-        ),
-    ] = 0
-    threads: Threads = None
-    chat_template: ChatTemplate = None
-    on_full: Annotated[
-        Literal["evict", "stop", "error"],
-        option(
-            "--on-full",
-            panel="Memory",
-            help="When the budget is used up, evict, end the answer, or fail with exit code 4.",
-            show_default=True,
-        ),
-    ] = "evict"
-    evict_every: Annotated[
-        int | None,
-        option(
-            "--evict-every",
-            min=1,
-            metavar="N",
-            panel="Memory",
-            help="While answering, evict every N tokens (64 on a CPU, 1 on a GPU, where more "
-            "switch CUDA graphs off).",
-        ),
-    ] = None
+    system_prompt: str | None = setting(
+        None, "Put this text before the conversation, as its system message."
+    )
+    pin_system: bool = setting(False, "Never evict the system prompt.")
+    session: str | None = setting(
+        None,
+        "Continue the conversation in this file, if there is one, and save it after every answer.",
+        metavar="FILE",
+    )
+    device: str | None = again(DEVICE)
+    gpu_layers: int = setting(
+        0,
+        "Run N layers of a GGUF file on a GPU, if llama.cpp was built for one (-1: all).",
+        min=-1,
+        panel="Model",
+    )
+    threads: int | None = again(THREADS)
+    chat_template: str | None = again(CHAT_TEMPLATE)
+    on_full: Literal["evict", "stop", "error"] = setting(
+        "evict",
+        "When the budget is used up, evict, end the answer, or fail with exit code 4.",
+        panel="Memory",
+        show=True,
+    )
+    evict_every: int | None = setting(
+        None,
+        "While answering, evict every N tokens (64 on a CPU, 1 on a GPU, where more "
+        "switch CUDA graphs off).",
+        min=1,
+        panel="Memory",
+    )
 
 
 @dataclass(frozen=True)
@@ -667,26 +474,20 @@ class Recalling:
 
     heading: ClassVar = "Recall"
 
-    recall: Annotated[
-        str,
-        option(
-            "--recall",
-            metavar="auto|off|N",
-            help="Read at most N evicted tokens again in front of a message that asks about "
-            "them, never more than there are slots (auto: a third of the budget).",
-            show_default=True,
-        ),
-    ] = "auto"
-    recall_store: Annotated[
-        str | None,
-        option(
-            "--recall-store",
-            metavar="SIZE",
-            callback=_size,
-            help="Limit the memory of a conversation's text index (8MiB by default, less under "
-            "a --memory-cap below 256MiB; 1MiB for each of a server's).",
-        ),
-    ] = None
+    recall: str = setting(
+        "auto",
+        "Read at most N evicted tokens again in front of a message that asks about "
+        "them, never more than there are slots (auto: a third of the budget).",
+        metavar="auto|off|N",
+        show=True,
+    )
+    recall_store: str | None = setting(
+        None,
+        "Limit the memory of a conversation's text index (8MiB by default, less under "
+        "a --memory-cap below 256MiB; 1MiB for each of a server's).",
+        metavar="SIZE",
+        check=_size,
+    )
 
     def settings(self, memory_cap: str | None = None) -> RecallSettings:
         """Return the settings of recall as a session takes them.
@@ -715,118 +516,62 @@ class Sampling:
 
     heading: ClassVar = "Sampling"
 
-    max_new_tokens: Annotated[
-        int | None,
-        option(
-            "--max-new-tokens",
-            min=1,
-            metavar="N",
-            help="Answer with at most N tokens (the model's limit, or 512, by default).",
-        ),
-    ] = None
-    thinking_budget: Annotated[
-        int | None,
-        option(
-            "--thinking-budget",
-            min=0,
-            metavar="N",
-            help="Close the model's thoughts at N tokens, and have its answer begin; 0: it does "
-            "not think. An answer is then of at most 512 + N tokens by default.",
-        ),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        option(
-            "--temperature",
-            "--temp",
-            min=0,
-            metavar="X",
-            help="Divide logits by X before drawing; 0 always takes the likeliest token.",
-        ),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        option(
-            "--top-p",
-            min=0,
-            max=1,
-            metavar="X",
-            help="Draw from the likeliest tokens that together have probability X; 0 takes the "
-            "likeliest.",
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        option(
-            "--top-k",
-            min=0,
-            metavar="N",
-            help="Draw from the N likeliest tokens; 0 draws from all.",
-        ),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        option(
-            "--min-p",
-            min=0,
-            max=1,
-            metavar="X",
-            help="Drop tokens that are less probable than X times the likeliest.",
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float | None,
-        option(
-            "--repetition-penalty",
-            "--repeat-penalty",
-            min=0.01,
-            metavar="X",
-            help="Make tokens that occurred before less likely, by dividing by X; 1 changes "
-            "nothing.",
-        ),
-    ] = None
-    seed: Annotated[
-        int | None,
-        option("--seed", min=0, metavar="N", help="Repeat the same draws with the same N."),
-    ] = None
-    stop: Annotated[
-        list[str] | None,
-        option("--stop", metavar="TEXT", help="End the answer before this text; repeatable."),
-    ] = None
-    json_schema: Annotated[
-        str | None,
-        option(
-            "--json-schema",
-            metavar="FILE",
-            help="Constrain the answer to the JSON schema in this file. - reads stdin; a text in "
-            "braces is the schema itself.",
-        ),
-    ] = None
-    regex: Annotated[
-        str | None,
-        option("--regex", metavar="TEXT", help="Constrain the answer to this regular expression."),
-    ] = None
-    template_option: Annotated[
-        list[str] | None,
-        option(
-            "--template-option",
-            metavar="KEY=VALUE",
-            help="Set an option of the chat template, with a VALUE in JSON or a text, such as "
-            "enable_thinking=false. chat_template=NAME takes one of several templates; "
-            "repeatable.",
-        ),
-    ] = None
-    logprobs: Annotated[
-        int | None,
-        option(
-            "--logprobs",
-            min=0,
-            max=20,
-            metavar="N",
-            panel="Output",
-            help="With --json, print how likely each token was, and the N likeliest in its place.",
-        ),
-    ] = None
+    max_new_tokens: int | None = setting(
+        None, "Answer with at most N tokens (the model's limit, or 512, by default).", min=1
+    )
+    thinking_budget: int | None = setting(
+        None,
+        "Close the model's thoughts at N tokens, and have its answer begin; 0: it does "
+        "not think. An answer is then of at most 512 + N tokens by default.",
+        min=0,
+    )
+    temperature: float | None = setting(
+        None,
+        "Divide logits by X before drawing; 0 always takes the likeliest token.",
+        "--temperature",
+        "--temp",
+        min=0,
+    )
+    top_p: float | None = setting(
+        None,
+        "Draw from the likeliest tokens that together have probability X; 0 takes the likeliest.",
+        min=0,
+        max=1,
+    )
+    top_k: int | None = setting(None, "Draw from the N likeliest tokens; 0 draws from all.", min=0)
+    min_p: float | None = setting(
+        None, "Drop tokens that are less probable than X times the likeliest.", min=0, max=1
+    )
+    repetition_penalty: float | None = setting(
+        None,
+        "Make tokens that occurred before less likely, by dividing by X; 1 changes nothing.",
+        "--repetition-penalty",
+        "--repeat-penalty",
+        min=0.01,
+    )
+    seed: int | None = setting(None, "Repeat the same draws with the same N.", min=0)
+    stop: list[str] | None = setting(None, "End the answer before this text; repeatable.")
+    json_schema: str | None = setting(
+        None,
+        "Constrain the answer to the JSON schema in this file. - reads stdin; a text in "
+        "braces is the schema itself.",
+        metavar="FILE",
+    )
+    regex: str | None = setting(None, "Constrain the answer to this regular expression.")
+    template_option: list[str] | None = setting(
+        None,
+        "Set an option of the chat template, with a VALUE in JSON or a text, such as "
+        "enable_thinking=false. chat_template=NAME takes one of several templates; "
+        "repeatable.",
+        metavar="KEY=VALUE",
+    )
+    logprobs: int | None = setting(
+        None,
+        "With --json, print how likely each token was, and the N likeliest in its place.",
+        min=0,
+        max=20,
+        panel="Output",
+    )
 
     def given(self) -> dict[str, Any]:
         """Return the settings that were given, named as `Session.set_generation` takes them.
@@ -857,8 +602,8 @@ class Sampling:
             return cls(json_schema=text)
         if name == "regex":
             return cls(regex=text)
-        kind, limits = get_args(get_type_hints(cls, include_extras=True)[name])
-        number: type = get_args(kind)[0]
+        limits = next(f for f in fields(cls) if f.name == name).metadata[DECLARED]
+        number: type = get_args(get_type_hints(cls)[name])[0]
         low, high = limits.min, limits.max
         try:
             value = number(text)
@@ -877,7 +622,7 @@ class Output:
 
     heading: ClassVar = "Output"
 
-    json: Json = False
-    quiet: Annotated[
-        bool, option("--quiet", "-q", help="Print nothing on stderr but warnings and errors.")
-    ] = False
+    json: bool = again(JSON)
+    quiet: bool = setting(
+        False, "Print nothing on stderr but warnings and errors.", "--quiet", "-q"
+    )

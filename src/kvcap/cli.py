@@ -11,12 +11,13 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
-from kvcap.runtime.cli.options import GroupedHelp, current_arguments, variables
+from kvcap.runtime.cli.declare import CommandGroup, command, option, variables
+from kvcap.runtime.cli.options import current_arguments
 
 COMMANDS = {  # and groups of commands: the module of each, and its name there
     "chat": "runtime.cli.commands.chat_command",
@@ -39,9 +40,8 @@ COMMANDS = {  # and groups of commands: the module of each, and its name there
     "bench": "evals.commands.bench_command",
     "lm-eval": "evals.commands.lm_eval_command",
 }
-PLAIN: dict[str, dict[str, Any]] = {  # commands without groups of options, and their settings
-    "report": {},
-    "lm-eval": {"allow_extra_args": True, "ignore_unknown_options": True},
+SETTINGS: dict[str, dict[str, Any]] = {  # of click's commands
+    "lm-eval": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 }
 
 
@@ -49,48 +49,46 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 """Names the variables by which a user says how OpenMP's threads wait."""
 
 
-def application(name: str | None = None) -> typer.Typer:
+def application(name: str | None = None) -> CommandGroup:
     """Return the command line with the command `name` alone; with all, where it has none such."""
-    app = typer.Typer(
+    app = CommandGroup(
+        call=_kvcap,
         name="kvcap",
-        rich_markup_mode=None,  # its tables cut option names off
-        pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         epilog="The environment sets options of chat, generate, plan, warm and tune too: "
         "--kv-budget by KVCAP_KV_BUDGET, MODEL by KVCAP_MODEL. "
         "KVCAP_DEBUG=1 shows tracebacks. Exit codes: 0 done, 1 failed, 2 wrong input, 3 no plan "
         "fits, 4 cap reached, 130 interrupted.",
     )
-    app.callback(invoke_without_command=True)(_kvcap)
     for each in [name] if name in COMMANDS else COMMANDS:
         module, _, attribute = COMMANDS[each].rpartition(".")
-        command = getattr(importlib.import_module(f"kvcap.{module}"), attribute)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=each)
-        elif each in PLAIN:
-            app.command(each, context_settings=PLAIN[each])(command)
-        else:
-            app.command(each, cls=GroupedHelp)(command)
+        found = getattr(importlib.import_module(f"kvcap.{module}"), attribute)
+        made = (
+            found if isinstance(found, CommandGroup) else command(found, **SETTINGS.get(each, {}))
+        )
+        app.add_command(made, each)
     return app
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _kvcap(
+    context: click.Context,
+    version: bool = option(False, "Print the version."),
+    install_completion: bool = option(False, "Install completion for the current shell."),
+    show_completion: bool = option(False, "Print what completes words in the current shell."),
+) -> None:
+    """Run a language model's chat inside a fixed amount of KV memory."""
+    if version:
         from kvcap import __version__
 
         print(f"kvcap {__version__}")
-        raise typer.Exit()
+    elif install_completion or show_completion:
+        from kvcap.runtime.cli.completion import install, script
 
-
-def _kvcap(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Run a language model's chat inside a fixed amount of KV memory."""
-    if context.invoked_subcommand is None:
+        print(install() if install_completion else script())
+    elif context.invoked_subcommand is None:
         print(context.get_help())
+    if version or install_completion or show_completion:
+        context.exit()
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -99,10 +97,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         given = current_arguments(sys.argv[1:] if arguments is None else arguments)
         app = application(next(iter(given), None))
         code = app(given, prog_name="kvcap", standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except Exception as error:
-        if hasattr(error, "format_message"):  # typer's own, for wrong options
+        if hasattr(error, "format_message"):  # click's own, for wrong options
             complain(f"{_wrong_option(error)} (--help lists what there is)")
             return USAGE
         complain(error)
@@ -111,13 +109,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wrong_option(error: Any) -> str:
-    """Return typer's message on an option, and the environment variable that set it, if any."""
-    said = str(error.format_message()).replace("Value error, ", "")  # pydantic's, in newer typer
+    """Return click's message on an option, and the environment variable that set it, if any."""
+    said = str(error.format_message())
     where = getattr(error, "ctx", None)
     parameter = getattr(error, "param", None)
     if where is None or parameter is None:
         return said
-    found = variables(where, [parameter.name])
+    found = variables(where, [str(parameter.name)])
     return f"{said}; the environment says {found[0]}" if found else said
 
 

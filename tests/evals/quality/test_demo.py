@@ -8,28 +8,23 @@ from typing import Any
 
 import pytest
 import tiny_gguf
+from click.testing import CliRunner
 from conftest import tiny_model
 from llama_reference import needs_library
 from transformers import AutoTokenizer
-from typer import Typer
-from typer.testing import CliRunner
 
 from kvcap import pocket
+from kvcap.cli import application
 from kvcap.evals.commands import (
     _question_line,
     _summary,
-    bench_command,
-    demo_command,
-    eval_command,
 )
 from kvcap.evals.quality.demo import Demo
 from kvcap.pocket.corpus import Fact
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
-app = Typer()
-for name, command in {"eval": eval_command, "demo": demo_command, "bench": bench_command}.items():
-    app.command(name)(command)
+app = application()
 needs_pocket = pytest.mark.skipif(
     not (pocket.path() / "model.safetensors").exists(), reason="pocket's weights are not there"
 )

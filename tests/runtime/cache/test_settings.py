@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from conftest import tiny_config, tiny_model
 from torch import float32
 
@@ -97,7 +96,7 @@ def test_they_have_one_name_in_python_on_the_command_line_and_in_the_documents()
         assert new in NAMES
     for old in OLD_NAMES:
         assert f"`--{old.replace('_', '-')}`" in page
-    commands: Any = typer.main.get_command(application())
+    commands: Any = application()
     for command in ("chat", "generate", "serve"):
         options = {o: p.envvar for p in commands.commands[command].params for o in p.opts}
         for name in NAMES:

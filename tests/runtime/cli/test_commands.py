@@ -410,12 +410,12 @@ def test_the_shell_completes_names(kvcap: Any, monkeypatch: pytest.MonkeyPatch) 
         "finally:\n    print([m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     words = {"COMP_WORDS": "kvcap chat --policy pyr", "COMP_CWORD": "3"}
-    environment = {**os.environ, **words, "_KVCAP_COMPLETE": "complete_bash"}
+    environment = {**os.environ, **words, "_KVCAP_COMPLETE": "bash_complete"}
     environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
     out = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     ).stdout
-    assert out.split() == ["pyramidkv", "[]"]
+    assert out.split() == ["plain,pyramidkv", "[]"]
 
 
 @pytest.mark.parametrize("command", [*OPTIONS, "export scorer", "export decoder", "android plan"])

@@ -9,17 +9,15 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import click
 import pytest
-import typer
 
 from kvcap.cli import application
-from kvcap.runtime.cli.options import HEADINGS, GroupedHelp
+from kvcap.runtime.cli.declare import HEADINGS, MANY
 
 FRAGMENT = re.compile(  # beginnings of what is no sentence, or of one whose verb comes late
     r"(Of|Or|And|That|Those|The same|What|Which|Whether|For|By|Where|With commas|Names|Such as)\b"
 )
-MANY = 10
-"""Bounds the options that a help lists without headings."""
 
 
 def commands(command: Any, name: str = "kvcap") -> Iterator[tuple[str, Any]]:
@@ -29,12 +27,12 @@ def commands(command: Any, name: str = "kvcap") -> Iterator[tuple[str, Any]]:
         yield from commands(below, f"{name} {word}")
 
 
-COMMANDS = dict(commands(typer.main.get_command(application())))
+COMMANDS = dict(commands(application()))
 
 
 def parameters(command: Any) -> list[Any]:
     """Return the options and arguments of a command, --help among them."""
-    found: list[Any] = command.get_params(typer.Context(command))
+    found: list[Any] = command.get_params(click.Context(command))
     return found
 
 
@@ -73,9 +71,7 @@ def test_help_texts_are_sentences(name: str) -> None:
 def test_many_options_stand_under_headings(name: str) -> None:
     command = COMMANDS[name]
     options = [one for one in parameters(command) if one.param_type_name == "option"]
-    headings = {getattr(one, "rich_help_panel", None) for one in options} - {None}
+    headings = {getattr(one, "panel", None) for one in options} - {None}
     if len(options) > MANY:
-        assert isinstance(command, GroupedHelp)
         assert len(headings) > 1
-    if isinstance(command, GroupedHelp):
-        assert headings <= {*HEADINGS}
+    assert headings <= {*HEADINGS}

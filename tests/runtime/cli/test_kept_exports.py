@@ -10,7 +10,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-import typer
+from click.exceptions import Exit
 
 from kvcap import pocket
 from kvcap.cli import run
@@ -267,7 +267,7 @@ def test_an_export_that_fails_ends_with_its_code(model, made, monkeypatch):
     monkeypatch.setattr(
         kept_exports.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2)
     )
-    with pytest.raises(typer.Exit) as error:
+    with pytest.raises(Exit) as error:
         kept_export(str(model), "int4", Budget())
     assert error.value.exit_code == 2
 

@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_chat import save
-from typer.testing import CliRunner
 
 import kvcap
 from kvcap.cli import application

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from conftest import FAMILIES, tiny_config, tiny_model
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_chat import save
-from typer.testing import CliRunner
 
 from kvcap import KvcapError, Runtime
 from kvcap.cli import application, run

@@ -11,6 +11,7 @@ from typing import Any
 import models_page
 import pytest
 import torch
+from click.testing import CliRunner
 from conftest import as_cache, in_turn
 from families import (
     ALL,
@@ -30,7 +31,6 @@ from tools import runtime_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from typer.testing import CliRunner
 
 import kvcap
 from kvcap import pocket
