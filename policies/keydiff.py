@@ -30,7 +30,7 @@ class KeyDiff(Policy):
     observes: ClassVar = frozenset({"keys"})
     paper: ClassVar = "KeyDiff, arXiv 2504.15364, Eq. 7-8"
     formula: ClassVar = "-cos(k_j, mean of held keys)"
-    when: ClassVar = "to reproduce the paper, or with stock attention; to chat, take keydiff-window"
+    when: ClassVar = "to reproduce the paper; to chat, take keydiff-window"
     presets: ClassVar = {
         "keydiff-window": Preset(
             "keydiff",

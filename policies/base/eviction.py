@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcap.policies.base.companions import Corrector, HeadBudget, LayerBudget, Rescorer, Saliency
-from kvcap.policies.base.component import ATTENTION_VIEWS, Component, PolicyError
+from kvcap.policies.base.component import Component, PolicyError
 from kvcap.policies.base.observation import Observation
 from kvcap.policies.base.order import lowest
 from kvcap.policies.base.policy import Policy
@@ -108,21 +108,6 @@ class Eviction:
     def state(self) -> Mapping[str, torch.dtype]:
         """Return the per-slot memory of all components."""
         return {name: dtype for c in self.components for name, dtype in c.state.items()}
-
-    @property
-    def needs_attention(self) -> bool:
-        """Return whether it needs kvcap's attention, which shows more than stock functions do.
-
-        Stock functions show no queries, for instance. And transformers makes one mask for all
-        layers, so with stock attention every layer and head must hold equally many slots.
-        """
-        inside = ATTENTION_VIEWS | {"output_projection"}
-        return bool(
-            self.observes & inside
-            or self.head_budget is not None
-            or self.layer_budget is not None
-            or self.corrector
-        )
 
     @cached_property
     def heads_move(self) -> bool:

@@ -23,6 +23,11 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.types import ATTENTION
 
+OTHER_ATTENTION = (
+    "the model has attention {!r}, as after capped.remove(), and slots are read by kvcap's alone; "
+    "put the model under kvcap.cap(model), load it with attn_implementation='kvcap', or call "
+    "model.set_attn_implementation('kvcap')"
+)
 MaskRequest = Mapping[str, Any]  # what transformers gives to a function that makes a mask
 
 
@@ -49,8 +54,6 @@ class MaskNote:
     A cache shares one with its layers, which know nothing else of the cache.
     """
 
-    attends: bool = False
-    """Says whether the cache needs kvcap's attention."""
     length: int | None = None
     """Holds the tokens of that pass; None: no mask was checked since the pass before."""
 
@@ -65,15 +68,10 @@ class MaskNote:
         Raises:
             PaddingUnsupported, PositionMismatch: it hides tokens, or does not reach all.
             CacheMismatch: it is of another number of sequences. Nothing is changed.
-            UnsupportedModel: the cache needs kvcap's attention, and the model has another one.
+            UnsupportedModel: the model's attention is not kvcap's.
         """
-        stock = asked.get("attention")
-        if self.attends and stock is not None:
-            raise UnsupportedModel(
-                f"the cache was made for attn_implementation='kvcap', and the model has {stock!r}, "
-                "as after capped.remove(); make a BudgetCache of the model's own config, or call "
-                "model.set_attn_implementation('kvcap')"
-            )
+        if (other := asked.get("attention")) is not None:
+            raise UnsupportedModel(OTHER_ATTENTION.format(other))
         check(asked, seen)
         given = asked.get("batch_size")  # transformers 4.57 gives none
         if given is not None and batch is not None and given != batch:

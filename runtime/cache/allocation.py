@@ -26,14 +26,13 @@ class Allocation:
     Args:
         layout: sizes of the cache.
         evict_every: in generation, evict every so many tokens.
-        stock: attention is transformers' own, which reads slots by itself.
     """
 
-    def __init__(self, layout: CacheLayout, evict_every: int = 1, *, stock: bool = False) -> None:
+    def __init__(self, layout: CacheLayout, evict_every: int = 1) -> None:
         self.layout = layout
         self.by_rows = False
         """Says that layers have `RowSlots`; decided when the first one is allocated."""
-        self._evict_every, self._stock = evict_every, stock
+        self._evict_every = evict_every
         self.compact = layout.positions == "compact"
         """Says whether tokens count at compact positions; 'auto' positions switch it on later."""
         self.batch: int | None = None
@@ -158,7 +157,7 @@ class Allocation:
             slot_format=layout.slot_format,
         )
         self._register(f"pool.{number}", pool.named, like)
-        if layers[0] == 0 and not self._stock:
+        if layers[0] == 0:
             self.by_rows = covers(layout, self._evict_every, pool)
         found, start = [], 0
         for index in layers:

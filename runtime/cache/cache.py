@@ -11,14 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from kvcap.runtime.attention.masks import READY_MADE, MaskNote, MaskRequest, watch_stock
+from kvcap.runtime.attention.masks import (
+    OTHER_ATTENTION,
+    READY_MADE,
+    MaskNote,
+    MaskRequest,
+    watch_stock,
+)
 from kvcap.runtime.attention.uncompiled import run_uncompiled
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.checkpointing import watch_layers
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.layer import BudgetLayer, refuse_reordering
 from kvcap.runtime.cache.layer_balance import LayerBalance
-from kvcap.runtime.cache.layout import UNREAD, CacheLayout, usual_positions
+from kvcap.runtime.cache.layout import CacheLayout, usual_positions
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.row_table import RowPass, RowTable
@@ -37,7 +43,7 @@ from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.models.config import ModelShape
 from kvcap.runtime.models.rope import has_m_rope
-from kvcap.runtime.types import ATTENTION, KeptTokens, Positions, SlotUse, Span
+from kvcap.runtime.types import ATTENTION, KeptTokens, SlotUse, Span
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -75,12 +81,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
     It holds one conversation of equally long sequences. A second generate() continues it, as with
     any cache of transformers, which takes a longer prompt for the whole conversation. Call
     `reset()` before another one. No gradient flows through the cache. A mask cannot follow what it
-    keeps, so padded prompts and masks of your own are refused by name, whichever attention the
-    model was loaded with. `kvcap.cap` gives a model a new cache for every call.
+    keeps, so padded prompts and masks of your own are refused by name. `kvcap.cap` gives a model a
+    new cache for every call.
 
     Raises:
-        UnsupportedModel: the model or its positions cannot be capped, or the policy or the slots
-            need `attn_implementation='kvcap'`.
+        UnsupportedModel: the model or its positions cannot be capped, or its attention is not
+            kvcap's, which alone reads slots.
         PolicyError: the policy is unknown, or its pins do not fit the budget.
         PlanInfeasible: as `CacheSettings`, or for a budget in bytes, which needs a plan.
     """
@@ -100,13 +106,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.eviction = settings.eviction
         self.block_size, self.evict_every = block, settings.evict_every or 1
         shape = ModelShape.of(config, tokens + block)
-        stock = self._check_attention(config, shape, positions)
-        self._attends = getattr(config, "_attn_implementation", None) == ATTENTION
+        if (attention := getattr(config, "_attn_implementation", None)) not in (None, ATTENTION):
+            raise UnsupportedModel(OTHER_ATTENTION.format(attention))
         slot_format = SlotFormat.of(kv_dtype)
-        if stock and slot_format.quantised:
-            raise UnsupportedModel(UNREAD.format(kv_dtype))
         if positions is None:
-            moves = not stock and shape.can_be_compact(tokens + block)
+            moves = shape.can_be_compact(tokens + block)
             positions = usual_positions(kv_dtype == "int4") if moves else "true"
         self.layout = CacheLayout(shape, self.eviction, tokens, block, positions, slot_format)
         self.eviction = self.layout.eviction
@@ -124,7 +128,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self.guard: CapGuard | None = None
         """Holds the process to a memory cap; the block loop asks it before every block."""
         self._table: RowTable | None = None
-        self._mask = MaskNote(self._attends)  # of the pass that begins
+        self._mask = MaskNote()  # of the pass that begins
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
         watch_layers(BudgetCache)
@@ -138,7 +142,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             "get_recurrent_state",
             "update_recurrent_state",
         )
-        self.allocation = Allocation(self.layout, self.evict_every, stock=not self._attends)
+        self.allocation = Allocation(self.layout, self.evict_every)
         self._first = next(i for i, layer in enumerate(shape.layers) if layer.kind != "none")
         self.state_layers = {i: self._state_layer(i) for i in shape.recurrent}
         """Holds the recurrent layers, or halves of layers, by their index in the model."""
@@ -291,7 +295,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         Raises:
             PaddingUnsupported, PositionMismatch: the mask hides tokens, or does not reach all.
             CacheMismatch: it has another number of sequences. Nothing is changed.
-            UnsupportedModel: the cache needs kvcap's attention, and the model has another one.
+            UnsupportedModel: the model's attention is not kvcap's.
         """
         self._mask.check(self.seen, self.allocation.batch, asked)
 
@@ -493,9 +497,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
         for layer in self.capped_layers:  # asked before every token
             if layer.seen != seen or layer.half_read:
                 return False
-            # kvcap's attention leaves no block pending after a pass; stock attention always does.
-            if layer.pending is not None and self._attends:
-                return False
         states = self.state_layers.values()
         if any(layer.seen != seen or layer.half_read for layer in states):
             return False
@@ -676,7 +677,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         Raises:
             BlockTooLarge: nothing is changed.
         """
-        shares = any(x.readers > 1 and x.pending is None for x in self.capped_layers)
+        shares = any(x.readers > 1 for x in self.capped_layers)
         if shares and (room := self.room) < length <= self.block_size:
             raise BlockTooLarge(
                 f"a block of {length} tokens was given and {room} fit before the next eviction; "
@@ -708,25 +709,3 @@ class BudgetCache(Cache):  # type: ignore[misc]
                 f"{most:,} RoPE of type longrope takes other frequencies, by which keys do not "
                 "move exactly; use kvcap.Runtime, which counts what is held"
             )
-
-    def _check_attention(self, config: Any, shape: ModelShape, positions: Positions | None) -> bool:
-        """Return whether the model's attention is stock; refuse settings that need kvcap's."""
-        attention = getattr(config, "_attn_implementation", None)
-        stock = attention not in (None, ATTENTION)
-        if stock and shape.latent is not None:
-            raise UnsupportedModel(
-                f"slots of {shape.family} hold latents, which attention {attention!r} "
-                "cannot read; load the model with attn_implementation='kvcap'"
-            )
-        load = "load the model with attn_implementation='kvcap'"
-        if stock and self.eviction.needs_attention:
-            raise UnsupportedModel(
-                f"policy {self.eviction.name!r} works inside attention, which {attention!r} does "
-                f"not show, or divides slots unevenly; {load}"
-            )
-        if stock and positions in ("compact", "auto"):
-            raise UnsupportedModel(
-                f"positions={positions!r} are not possible with attention {attention!r}; {load}, "
-                "or use positions='true'"
-            )
-        return stock

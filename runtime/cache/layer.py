@@ -21,12 +21,10 @@ from kvcap.runtime.attention.latents import LatentBlock, rotated_first
 from kvcap.runtime.attention.masks import MaskNote, Slots
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
-from kvcap.runtime.cache.layout import UNREAD
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.cache.slots import EagerSlots, RowSlots
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
-from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
 from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.errors import (
@@ -153,7 +151,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return the visible slots of the next block, and the offset of the first, for a mask."""
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        held = self.held - self._overdue(length)
+        held = self.held
         check = partial(self._mask.check, self.seen, self._allocation.batch)
         return Slots.of(held + length, check), self.seen - held
 
@@ -181,18 +179,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, context: ForwardContext | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append a block [B, K, T, D] without its fillers; returns held keys and values (views).
+        """Append a block [B, K, T, D] without its fillers; return it with a reference to the layer.
 
         In latent attention the block is latents [B, 1, T, R] and rotated parts [B, 1, T, r], which
-        become slots `[k_rot, c]`; a `LatentBlock` of each is returned.
-
-        Where heads hold unequally many, slots are quantised or several blocks come in one pass,
-        the block itself is returned: only the registered attention function runs then, which does
-        not read what is returned. No gradient flows through either.
+        become slots `[k_rot, c]`; a `LatentBlock` of each is returned. The registered attention
+        function reads the slots, and nothing of what is returned. No gradient flows through it.
 
         Raises:
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
-            UnsupportedModel: the policy or the positions need the registered attention function.
         """
         context = context or ForwardContext()
         latents = key_states, value_states
@@ -216,10 +210,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self.pending = block
             if self.latent is not None:
                 return cast("tuple[Tensor, Tensor]", tuple(LatentBlock(x, self) for x in latents))
-            keys, values = arrived
-            if block.appended and self._in_one:
-                keys, values = self.segments[0].keys, self.segments[0].values
-            keys = keys.view_as(keys)  # it will carry the layer
+            keys, values = arrived[0].view_as(arrived[0]), arrived[1]
         keys = without_gradient(keys, key_states)
         keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
         return keys, without_gradient(values, value_states)
@@ -239,31 +230,22 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the lengths of the blocks in which so many tokens are appended, one by one.
 
         One pass of the block loop may have several. A block is read in two if tokens that wait for
-        their eviction take its room. With stock attention a block is never cut.
+        their eviction take its room.
         """
         size, room = self.layout.block_size, context.room
         if context.blocks > 1:
             return [min(size, length - start) for start in range(0, length, size)]
-        cuts = self.pending is None and self.layout.eviction.policy.evicts
-        if cuts and room is not None and room < length <= size:
+        if self.layout.eviction.policy.evicts and room is not None and room < length <= size:
             return [room, length - room]
         return [length]
 
     def _append(self, block: PendingBlock) -> None:
         """Make room for a block, and write it into the slots behind those in use."""
         assert self.engine is not None
-        self._make_room(block)
+        self._check(block.length)
+        block.begin(self.seen)
         self.engine.append(block)
         self.seen = block.total_tokens
-
-    def _make_room(self, block: PendingBlock) -> None:
-        """Check that a block fits, and evict slots that stock attention left over the budget."""
-        self._check(block.length)
-        if self.pending is not None and self._overdue(block.length):
-            assert isinstance(self.engine, EagerSlots)
-            held = [segment.keys for segment in self.segments]
-            self.engine.evict(AttentionStep(self.seen, self.pending.length, held), due=True)
-        block.begin(self.seen)
 
     def read_token(
         self,
@@ -293,14 +275,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises:
             BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
-            UnsupportedModel: the policy or the positions need the registered attention function.
         """
         if self.engine is None or (self.rope is not None and self.rope.interleaved):
             return None  # the kernel rotates halves
         self._check_like(key)
         context = context or ForwardContext()
         block = PendingBlock(context, 1, (key, value), [1])
-        self._make_room(block)
+        self._check(1)
+        block.begin(self.seen)
         out = self.engine.token(query, angles, block, AttentionCall(module, scaling, None))
         if out is not None:
             self.seen = block.total_tokens
@@ -376,28 +358,16 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def half_read(self) -> bool:
         """Return whether a pass through this layer ended half-way, which makes its slots useless.
 
-        Some but not all layers that read these slots attended to the pending block, or one of them
-        was interrupted, so that slots may be evicted or moved in part.
+        Not all layers that read these slots attended to the pending block, or one of them was
+        interrupted, so that slots may be evicted or moved in part.
         """
-        if self.pending is None:  # asked before every token
-            return self._attending
-        return self._attending or self.pending.readers < self.readers
-
-    def _overdue(self, length: int) -> int:
-        """Return how many slots stock attention left over the budget that must go first.
-
-        That is before a block of `length` is appended.
-        """
-        if self.pending is None or not isinstance(self.engine, EagerSlots):
-            return 0
-        due = self.engine.due(self.pending.length)
-        return self.excess if due or length > self.engine.storage.free else 0
+        return self._attending or self.pending is not None
 
     def check_block(self, length: int, context: ForwardContext) -> None:
         """Refuse a block that cannot be read rightly, before layers below have read it.
 
         Raises:
-            BlockTooLarge, MemoryCapExceeded, UnsupportedModel: as `update`.
+            BlockTooLarge, MemoryCapExceeded: as `update`.
         """
         if len(self._sizes(length, context)) == 1:  # else each part is checked as it is appended
             self._check(length)
@@ -405,21 +375,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def _check(self, length: int) -> None:
         """Refuse a block that cannot be read rightly, before anything has changed."""
         eviction, block_size = self.layout.eviction, self.layout.block_size
-        if self.pending is not None and eviction.needs_attention:
-            raise UnsupportedModel(
-                f"policy {eviction.name!r} works inside attention, which stock attention "
-                "does not show, or divides slots unevenly; load the model with "
-                "attn_implementation='kvcap'"
-            )
-        if self.pending is not None and self.layout.slot_format.quantised:
-            raise UnsupportedModel(UNREAD.format(self.layout.slot_format.name))
-        if self.pending is not None and self.rotates:
-            raise UnsupportedModel(
-                f"positions={self.layout.positions!r} need the registered attention function; load "
-                "the model with attn_implementation='kvcap', or use positions='true'"
-            )
         free = min(self.layout.allotments[self.index]) + block_size
-        room = (free if self.storage is None else self.storage.free) + self._overdue(length)
+        room = free if self.storage is None else self.storage.free
         if not eviction.policy.evicts and length > room - block_size:
             raise MemoryCapExceeded(
                 f"policy {eviction.name!r} never evicts: {self.held} tokens are held and "

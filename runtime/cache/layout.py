@@ -35,12 +35,6 @@ PARTS = (
 EVICTED = {"score": torch.float32, SHIFT: torch.int32}
 """Lists the auxiliary tensors of kept evicted tokens, by type: their score and their shift."""
 
-UNREAD = (
-    "kv_dtype={!r}: stock attention reads slots as the model's own numbers; load the model with "
-    "attn_implementation='kvcap', or leave kv_dtype out"
-)
-"""Refuses quantised slots with another attention function than kvcap's."""
-
 
 class BufferSpec(NamedTuple):
     """A buffer of a cache: its shape, its type and the part of a plan that it belongs to."""

@@ -209,8 +209,7 @@ class ForwardContext:
 class PendingBlock:
     """A block on its way through a layer: it arrives, is appended and attended to, then evicted.
 
-    A layer has at most one. With stock attention, which never says when it has attended, a block
-    stays pending until the next one arrives.
+    A layer has at most one.
     """
 
     context: ForwardContext

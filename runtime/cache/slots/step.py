@@ -20,7 +20,7 @@ class AttentionStep:
     keys: list[Tensor]
     """Holds the keys of every segment [b, k, held, D], at their present positions."""
     queries: list[Tensor] | None = None
-    """Holds the queries of every segment [b, h, T, D], likewise; None with stock attention."""
+    """Holds the queries of every segment [b, h, T, D], likewise; None: nothing attends to them."""
     values: list[Tensor] | None = None
     """Holds the values of every segment [b, k, held, D]; None: they are read from its slots."""
     call: AttentionCall = field(default_factory=AttentionCall)

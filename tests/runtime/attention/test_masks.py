@@ -41,9 +41,8 @@ def custom(length):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("attention", MODELS)
-def test_padding_is_refused_whatever_the_attention(attention, batch, tokens):
-    model = MODELS[attention]
+def test_padding_is_refused(batch, tokens):
+    model = MODELS["kvcap"]
     given = padded(tokens(16, batch=batch), 5)
     cache = cache_for(model)
     with pytest.raises(PaddingUnsupported, match="has zeros"):
@@ -59,9 +58,8 @@ def test_padding_is_refused_whatever_the_attention(attention, batch, tokens):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("attention", MODELS)
-def test_masks_of_ones_own_are_refused(attention, family, tokens):
-    model = MODELS[attention] if family == "llama" else tiny_model(family, attention)
+def test_masks_of_ones_own_are_refused(family, tokens):
+    model = tiny_model(family)
     cache = cache_for(model)
     mask = custom(10)
     additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
@@ -80,9 +78,8 @@ def test_packed_sequences_are_refused(tokens):
     model(tokens(10), position_ids=torch.arange(10)[None], **as_cache(cache))
 
 
-@pytest.mark.parametrize("attention", MODELS)
-def test_a_mask_that_knows_fewer_tokens_than_were_read(attention, tokens):
-    model = MODELS[attention]
+def test_a_mask_that_knows_fewer_tokens_than_were_read(tokens):
+    model = MODELS["kvcap"]
     cache = cache_for(model)
     model(tokens(10), **as_cache(cache))
     with pytest.raises(PositionMismatch, match="covers 10 tokens, but 10 were read and 10 more"):
@@ -91,9 +88,8 @@ def test_a_mask_that_knows_fewer_tokens_than_were_read(attention, tokens):
     assert cache.seen == 20
 
 
-@pytest.mark.parametrize("attention", MODELS)
-def test_models_that_see_ahead_are_refused(attention, tokens, monkeypatch):
-    model = MODELS[attention]
+def test_models_that_see_ahead_are_refused(tokens, monkeypatch):
+    model = MODELS["kvcap"]
     if not hasattr(masking_utils, "create_bidirectional_mask"):
         pytest.skip("transformers 4.57 makes causal masks only")
     monkeypatch.setattr(model.config, "is_causal", False, raising=False)
@@ -102,10 +98,10 @@ def test_models_that_see_ahead_are_refused(attention, tokens, monkeypatch):
 
 
 def test_masks_of_other_caches_stay_as_they_were(tokens):
-    """Watching stock attention for capped caches changes nothing for others."""
+    """Watching other attentions for capped caches changes nothing for other caches."""
     model, ids = MODELS["sdpa"], tokens(16, batch=2)
     given = padded(ids, 5)
-    cache_for(model)  # watches
+    cache_for(MODELS["kvcap"])  # watches
     with torch.no_grad():
         logits = model(**given, **as_cache(DynamicCache())).logits
         expected = MODELS["eager"](**given, **as_cache(DynamicCache())).logits

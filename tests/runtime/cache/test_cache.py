@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from conftest import as_cache, in_turn, small_policy, tiny_model
+from conftest import as_cache, in_turn, small_policy, tiny_config, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -165,23 +165,23 @@ def test_before_a_token_nobody_counts_what_is_free(tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("policy", ["snapkv", "keydiff+pyramidkv", "keydiff+adakv"])
-def test_stock_attention_cannot_look_inside_or_divide_unevenly(policy, attention):
-    config = tiny_model("llama", attention).config
-    with pytest.raises(UnsupportedModel, match="divides slots unevenly; load the model with"):
-        kvcap.BudgetCache(config, 24, 8, policy)
+def test_another_attention_is_refused_as_a_cache_is_made_or_first_used(attention, tokens):
+    model = tiny_model("llama", attention)
+    with pytest.raises(UnsupportedModel, match=rf"attention '{attention}'.*kvcap\.cap\(model\)"):
+        kvcap.BudgetCache(model.config, 24, 8)
+    cache = kvcap.BudgetCache(tiny_config("llama"), 24, 8)  # which does not tell its attention
+    with pytest.raises(UnsupportedModel, match=rf"attention '{attention}'.*kvcap\.cap\(model\)"):
+        model(tokens(8), **as_cache(cache))
+    assert (cache.seen, cache.consistent) == (0, True)
 
 
 # Outside torch.no_grad() --------------------------------------------------------------------------
 
 
 @pytest.mark.slow(keep=3)
-@pytest.mark.parametrize(
-    ("policy", "attention"),
-    [*((policy, "kvcap") for policy in EVICTING), ("keydiff", "sdpa"), ("streaming_llm", "sdpa")],
-)
-def test_no_graph_of_gradients_is_kept(policy, attention, tokens):
-    model = tiny_model("llama", attention)
+@pytest.mark.parametrize("policy", EVICTING)
+def test_no_graph_of_gradients_is_kept(policy, tokens):
+    model = tiny_model("llama")
     eviction = small_policy(policy, model.config)
     cache = kvcap.BudgetCache(model.config, 24, 8, eviction)
     ids, alive = tokens(72), []
@@ -197,9 +197,8 @@ def test_no_graph_of_gradients_is_kept(policy, attention, tokens):
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("attention", ["kvcap", "sdpa"])
-def test_a_gradient_is_refused_rather_than_wrong(attention, tokens):
-    model = tiny_model("llama", attention)
+def test_a_gradient_is_refused_rather_than_wrong(tokens):
+    model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 24, 8)
     loss = model(tokens(8), **as_cache(cache), labels=tokens(8)).loss
     with pytest.raises(UnsupportedModel, match="keeps no gradients"):
@@ -210,18 +209,13 @@ def test_a_gradient_is_refused_rather_than_wrong(attention, tokens):
 
 
 @pytest.mark.slow(keep=6)
-@pytest.mark.parametrize(("waiting", "family", "attention"), in_turn(
-    [(waiting, family) for waiting in (1, 2, 3, 4) for family in ("llama", "gemma3_text")],
-    ["kvcap", "sdpa", "eager"],
-))  # fmt: skip
-def test_a_block_finds_room_beside_them(waiting, attention, family, tokens):
+@pytest.mark.parametrize("waiting", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_block_finds_room_beside_them(waiting, family, tokens):
     """As in a second generate() under evict_every: the same as when the block is cut to fit."""
     ids = tokens(60)
-    model = tiny_model(family, attention)
-    positions = "true" if attention != "kvcap" else None
-    cache = kvcap.BudgetCache(
-        model.config, 16, 8, "streaming_llm", evict_every=4, positions=positions
-    )
+    model = tiny_model(family)
+    cache = kvcap.BudgetCache(model.config, 16, 8, "streaming_llm", evict_every=4)
     with torch.no_grad():
         for i in range(0, 32, 8):
             model(ids[:, i : i + 8], **as_cache(cache))
@@ -231,18 +225,13 @@ def test_a_block_finds_room_beside_them(waiting, attention, family, tokens):
         last = model(ids[:, 40 + waiting : 41 + waiting], **as_cache(cache)).logits[:, -1]
     assert (cache.seen, cache.consistent) == (41 + waiting, True)
     assert cache.held <= 16 + 3
-    ours = tiny_model(family)
-    other = kvcap.BudgetCache(
-        ours.config, 16, 8, "streaming_llm", evict_every=4, positions=positions
-    )
-    loop = BlockLoop(ours, other)
+    loop = BlockLoop(model, kvcap.BudgetCache(model.config, 16, 8, "streaming_llm", evict_every=4))
     loop.prefill(ids[:, :32])
     for i in range(32, 32 + waiting):
         loop.read(ids[:, i : i + 1])
     loop.prefill(ids[:, 32 + waiting : 40 + waiting])
     expected = loop.read(ids[:, 40 + waiting : 41 + waiting])
-    if attention == "kvcap":
-        torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(last, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow(keep=6)
@@ -275,9 +264,8 @@ def test_a_block_cut_in_two_is_read_as_the_block_loop_reads_it(policy, positions
             assert torch.equal(a.positions.sort(-1).values, b.positions.sort(-1).values)
 
 
-@pytest.mark.parametrize("attention", ["kvcap", "sdpa"])
-def test_a_second_generate_under_evict_every(attention, tokens):
-    model = tiny_model("llama", attention)
+def test_a_second_generate_under_evict_every(tokens):
+    model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 16, 8, evict_every=4)
     options = as_cache(cache) | {"do_sample": False, "pad_token_id": 2}
     said, asked = tokens(8), [8, 6, 8]  # the last token said before is read with what is new
@@ -330,19 +318,14 @@ def test_another_batch_size_or_type(tokens):
         )
 
 
-@pytest.mark.parametrize("attention", ["kvcap", "sdpa"])
 @pytest.mark.parametrize("prompt", [0, 1])
-def test_a_prompt_that_does_not_go_on(attention, prompt, tokens):
+def test_a_prompt_that_does_not_go_on(prompt, tokens):
     """The same again, or another: refused, unless transformers 4.57 fails before it asks."""
-    model = tiny_model("llama", attention)
+    model = tiny_model("llama")
     cache = kvcap.BudgetCache(model.config, 64, 40)
     ids = tokens(30)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 2}
     model.generate(ids, attention_mask=torch.ones_like(ids), **as_cache(cache), **options)
-    if attention == "sdpa":  # sees no places: told by a mask of its own length alone
-        with pytest.raises(PositionMismatch, match="read before"):
-            model(ids, attention_mask=torch.ones_like(ids), **as_cache(cache))
-        return
     other = tokens(30, seed=prompt)
     with pytest.raises((PositionMismatch, IndexError)):
         model.generate(other, attention_mask=torch.ones_like(other), **as_cache(cache), **options)

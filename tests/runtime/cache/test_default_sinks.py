@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import as_cache, tiny_model
+from conftest import tiny_model
 from torch import Tensor
 
 import kvcap
@@ -69,15 +69,6 @@ def test_a_capped_model_keeps_them(ids):
             assert capped.cache is not None
             assert capped.cache.sinks == kept
             assert kept_first(capped.cache, kept)
-
-
-def test_stock_attention_keeps_them(ids):
-    model = tiny_model("llama", "sdpa")
-    cache = kvcap.BudgetCache(model.config, 32, 8)
-    with torch.no_grad():
-        for part in ids.split(8, 1):
-            model(part, **as_cache(cache))
-    assert kept_first(cache, 4)
 
 
 def test_a_runtime_takes_the_number_and_smaller_budgets_keep_fewer():

@@ -114,14 +114,6 @@ def test_a_cache_is_freed_when_it_is_dropped(policy, alive, tokens):
         alive.none()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("policy", ["keydiff", "streaming_llm"])
-def test_with_stock_attention_too(policy, attention, alive, tokens):
-    model = tiny_model("llama", attention)
-    generate(model, BudgetCache(model.config, 24, 8, policy), tokens(60))
-    alive.none()
-
-
 @pytest.mark.parametrize("kv_dtype", ["int8", "int8-int4", "int4"])
 def test_with_slots_of_fewer_bits(kv_dtype, alive, tokens):
     model = tiny_model("llama")

@@ -426,18 +426,6 @@ def test_what_cannot_be_is_refused_by_name():
     layout = kvcap.BudgetCache(config, kv_dtype="int8-int4").layout
     with pytest.raises(UnsupportedModel, match="two numbers in a byte"):
         replace(layout, shape=replace(layout.shape, head_size=15))
-    with pytest.raises(UnsupportedModel, match="attn_implementation='kvcap'"):
-        kvcap.BudgetCache(tiny_model("llama", "sdpa").config, kv_dtype="int8")
-
-
-def test_an_attention_that_does_not_read_them_is_refused_at_its_second_block(tokens):
-    model = tiny_model("llama")
-    cache = kvcap.BudgetCache(model.config, 12, 5, positions="true", kv_dtype="int8")
-    keys = torch.randn(1, 2, 5, 16)
-    layer = cache.capped_layers[0]
-    layer.update(keys, keys)
-    with pytest.raises(UnsupportedModel, match="stock attention"):
-        layer.update(keys, keys)
 
 
 @pytest.mark.parametrize("kind", KINDS)

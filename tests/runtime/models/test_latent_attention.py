@@ -244,20 +244,6 @@ def test_a_session_of_before_an_option_goes_on_exactly(tmp_path, monkeypatch):
 # Refusals -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_stock_attention_is_refused(attention):
-    model, known = model_of("deepseek_v3", attention), config_of("deepseek_v3")
-    with pytest.raises(UnsupportedModel, match=r"latents.*attn_implementation='kvcap'"):
-        kvcap.BudgetCache(model.config, 14, 6)
-    # A config that does not tell its attention is found out at the first block.
-    cache = kvcap.BudgetCache(known, 14, 6)
-    with pytest.raises(UnsupportedModel, match=r"latents.*attn_implementation='kvcap'"):
-        model(text(6), **as_cache(cache))
-    assert cache.seen == 0
-    model_of("deepseek_v3")(text(6), **as_cache(cache))
-    assert cache.seen == 6
-
-
 def test_the_block_stands_in_for_no_other_tensor():
     class Layer:
         taken_back = 0

@@ -62,13 +62,13 @@ def flat(name: str, short: int, long: int, fault=None, slack=0.0, layers=1) -> N
 
 
 def kinds() -> list[str]:
-    """Every score and every companion once, those without attention first."""
+    """Every score and every companion once, in the order of their names."""
     evictions = {name: load_policy(name) for name in policies() if name != "full"}
     found: dict[type, str] = {}
     for name in sorted(evictions, key=lambda name: len(evictions[name].components)):
         for part in evictions[name].components:
             found.setdefault(type(part), name)
-    return sorted(set(found.values()), key=lambda name: (evictions[name].needs_attention, name))
+    return sorted(set(found.values()))
 
 
 # The allocator's peak is asked of each second one, of most that keep more than keys and values.

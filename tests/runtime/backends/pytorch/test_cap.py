@@ -197,11 +197,10 @@ def test_generate_takes_what_transformers_takes(name, chat, tokens):
         assert torch.equal(answer(), expected)
     if name == "negative_prompt_ids" or "num_return_sequences" in given:
         return  # these take a cache of more sequences, or two
-    for attention in ("kvcap", "sdpa"):
-        model.set_attn_implementation(attention)
-        cache = kvcap.BudgetCache(model.config, 64, 40, "streaming_llm")
-        assert torch.equal(answer(**as_cache(cache)), expected)
-        assert cache.seen >= 40
+    model.set_attn_implementation("kvcap")
+    cache = kvcap.BudgetCache(model.config, 64, 40, "streaming_llm")
+    assert torch.equal(answer(**as_cache(cache)), expected)
+    assert cache.seen >= 40
 
 
 def test_a_pipeline_that_stops_at_a_sequence(chat):
@@ -485,6 +484,7 @@ def test_a_compiled_model_with_a_capped_cache(tokens):
 @torch.no_grad()
 def test_one_graph_of_a_whole_model_is_refused(model, tokens):
     torch.compiler.reset()
+    model.set_attn_implementation("kvcap")
     whole = torch.compile(model, backend="eager", fullgraph=True)
     cache = kvcap.BudgetCache(model.config, 12, 8, "streaming_llm")
     with pytest.raises(RuntimeError, match=r"fullgraph|torch\.compiler\.disable"):
@@ -515,6 +515,7 @@ def test_what_cannot_be_capped_is_refused(error, message, options, length, model
         model.generate(ids, **given)
     if "cache_implementation" in given:
         return  # of which transformers says that a cache was given, too
+    model.set_attn_implementation("kvcap")
     cache = kvcap.BudgetCache(model.config, 24, 40, "streaming_llm")
     with pytest.raises(error, match=message):
         model.generate(ids, **given, **as_cache(cache))
@@ -549,11 +550,10 @@ def test_gradient_checkpointing_is_refused(length, family, reentrant, tokens):
     model(ids, labels=ids).loss.backward()
 
 
-@pytest.mark.parametrize("attention", ["kvcap", "sdpa", "eager"])
 @pytest.mark.parametrize(("family", "reentrant"), [("llama", True), ("gemma3_text", False)])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_gradient_checkpointing_beside_a_cache_is_refused(attention, family, reentrant, tokens):
-    model, ids = checkpointed(family, attention, reentrant=reentrant), tokens(6)
+def test_gradient_checkpointing_beside_a_cache_is_refused(family, reentrant, tokens):
+    model, ids = checkpointed(family, "kvcap", reentrant=reentrant), tokens(6)
     cache = kvcap.BudgetCache(model.config, 24, 8, "streaming_llm")
     with pytest.raises(UnsupportedModel, match="pass no BudgetCache"):
         model(ids, labels=ids, **as_cache(cache))
