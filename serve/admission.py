@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvcap.runtime.cli.commands import load, planned_serving
+from kvcap.runtime.cli.commands import load_for_chat, planned_serving
 from kvcap.runtime.cli.console import say
 from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.runtime.memory.cap_guard import CapGuard, check_enforce, limit_data
@@ -105,7 +105,7 @@ def open_conversations(
 
     def made() -> Opened:
         one_each = replace(budget, memory_cap=None, enforce="check")  # the watch enforces the cap
-        runtime: Any = load(model, backend, one_each, running, output)
+        runtime: Any = load_for_chat(model, backend, one_each, running, output)
         note = without_default(getattr(runtime.tokenizer, "chat_template", None))
         if note is not None and not output.quiet:
             say(note)

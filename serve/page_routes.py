@@ -71,7 +71,7 @@ async def _memory(request: Request) -> Response:
     conversations: Conversations = request.app.state.conversations
     found = conversations.figures()
     slots = found.budget_tokens  # `budget` is its old name, for one release
-    return JSONResponse({"policy": found.policy, "budget_tokens": slots, "budget": slots})
+    return JSONResponse({"policy": found.policy, "budget_tokens": slots})
 
 
 async def _strip(request: Request) -> Response:

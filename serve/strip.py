@@ -45,8 +45,6 @@ class Strip(BaseModel):
     policy: str
     budget_tokens: int
     """Counts the slots per KV head and layer."""
-    budget: int
-    """Counts them by the old name, for one release."""
     cap_bytes: int
     """Holds the cap of the conversation's cache."""
     bytes: int
@@ -86,7 +84,6 @@ def strip_of(session: Session, session_id: str) -> Strip:
         session_id=session_id,
         policy=figures.policy,
         budget_tokens=figures.budget_tokens,
-        budget=figures.budget_tokens,
         cap_bytes=figures.cap_bytes,
         bytes=figures.bytes,
         held=figures.held_tokens,

@@ -5,8 +5,7 @@ Names, defaults and checks of all of them are here; what a policy or a model ref
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypedDict, get_args
@@ -20,10 +19,6 @@ if TYPE_CHECKING:  # PyTorch stands behind them
 
 BUDGET_TOKENS, BLOCK_SIZE = 256, 128  # where neither is asked for and bytes are not few
 GPU_BLOCK = 512  # on CUDA, where it is at most half the slots: prompts are read much faster
-OLD_NAMES = {
-    "kv_budget_tokens": "budget_tokens", "budget": "budget_tokens", "block": "block_size",
-}  # fmt: skip
-"""Maps old names, which work with a warning for one release, to the names to use."""
 IN_BYTES = (
     "{}: use a whole number of tokens from 1, such as 1024; for a size in bytes give a Runtime or "
     "a plan kv_budget='64MiB', and a cache kvcap.MemoryPlan.of(model.config, kv_budget='64MiB')"
@@ -124,10 +119,7 @@ class CacheSettings:
             whole, *rest = given
         if len(rest) > len(order):
             raise TypeError(f"{rest[len(order)]!r}: give settings of a cache by their names")
-        by_name = {}
-        for name, value in named.items():
-            by_name[current_name(name)] = value
-        return replace(whole, **dict(zip(order, rest, strict=False)), **by_name)
+        return replace(whole, **dict(zip(order, rest, strict=False)), **named)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -168,21 +160,3 @@ def check_size(name: str, size: Any) -> None:
         raise PlanInfeasible(IN_BYTES.format(f"{name}={size!r}"))
     if type(size) is not int or size < 1:
         raise PlanInfeasible(f"{name}={size!r}: use a whole number of tokens from 1")
-
-
-def current_name(given: str, spelled: Callable[[str], str] = str) -> str:
-    """Return the name of a setting, with a warning where its old one was given.
-
-    Args:
-        given: any name; those of no setting stay.
-        spelled: how names are written where it was given.
-    """
-    for old, new in OLD_NAMES.items():
-        if given == spelled(old):
-            warnings.warn(
-                f"{given} is an old name, which the next release refuses; use {spelled(new)}",
-                DeprecationWarning,
-                stacklevel=4,
-            )
-            return spelled(new)
-    return given

@@ -23,7 +23,7 @@ from kvcap.runtime.cli.console import INFEASIBLE, complain, styled, visible
 from kvcap.runtime.cli.declare import argument, option
 from kvcap.runtime.cli.gguf import (
     USUAL_PLACES,
-    ends_of_gguf,
+    answers_of_gguf,
     library_of,
     load_gguf,
     planned_gguf,
@@ -105,7 +105,7 @@ def chat_command(
         raise ValueError("stdin is the conversation; give --json-schema a file")
     check_logprobs(sampling, output)
     recall = recalling.settings(budget.memory_cap)
-    runtime = load(model, backend, budget, running, output, recall.nbytes)
+    runtime = load_for_chat(model, backend, budget, running, output, recall.nbytes)
     session = start_session(runtime, running, sampling, recall)
     hello, options = {"role": "user", "content": "Hello!"}, template_options(session.generation)
     render_turn(runtime.tokenizer, None, [hello], options=options)  # can it chat?
@@ -178,7 +178,7 @@ def generate_command(
         raise ValueError("the prompt is empty; give at least one word")
     check_logprobs(sampling, output)
     recall = recalling.settings(budget.memory_cap)
-    runtime = load(model, backend, budget, running, output, recall.nbytes)
+    runtime = load_for_chat(model, backend, budget, running, output, recall.nbytes)
     session = start_session(runtime, running, sampling, recall)
     save_at_start(session, running.session)
 
@@ -244,7 +244,7 @@ def plan_command(
     tokens = length or plan.trained_length
     by_llamacpp = backend.by_llamacpp(model)
     stored = None if by_llamacpp or backend.exported(model) else _in_gguf(model)
-    ends = planned_ends(model, backend)
+    ends, drawing = planned_answers(model, backend)
     if by_llamacpp:
         evicts = plan.policy != FULL
     else:
@@ -256,7 +256,8 @@ def plan_command(
         file = {} if stored is None else {"file_bytes": stored.nbytes, "file_type": stored.numbers}
         file |= {"library": library_of(model)} if by_llamacpp else {}
         server = {} if serving is None else {"serve": serving.as_dict()}
-        said = {"end_tokens": [end._asdict() for end in ends], "recall_tokens": again}
+        said: dict[str, Any] = {"end_tokens": [end._asdict() for end in ends]}
+        said |= {"drawn_by": drawing, "recall_tokens": again}
         print(json.dumps({**plan.as_dict(), **said, **uncapped, **available, **file, **server}))
     else:
         library = library_of(model) if by_llamacpp else ""
@@ -267,6 +268,7 @@ def plan_command(
                 f"{plan.budget_tokens:,} slots until it is answered"
             )
         print(visible(f"answers end at {', '.join(map(str, ends)) or 'no token'}"))
+        print(f"a chat draws by {drawing}")
         if serving is not None:
             print(f"a server: {serving.summary}")
         if stored is not None:
@@ -407,6 +409,23 @@ def load(
     return runtime
 
 
+def load_for_chat(
+    model: str,
+    backend: Backend,
+    budget: Budget,
+    running: Running,
+    output: Output,
+    recall_store: int | None = None,
+) -> Engine:
+    """Load a model as `load` does; one that says nothing of drawing draws mildly, by its family."""
+    from kvcap.runtime.session.settings import mild_for, names_drawing
+
+    runtime = load(model, backend, budget, running, output, recall_store)
+    if model not in BUILT_IN and not names_drawing(runtime.generation):
+        runtime.generation.update(**mild_for(runtime.family))
+    return runtime
+
+
 def _load_model(
     model: str,
     budget: Budget,
@@ -508,8 +527,10 @@ def planned(
     )
 
 
-def planned_ends(model: str, backend: Backend) -> list[End]:
-    """Return the tokens that end an answer; those of a missing tokenizer are not known.
+def planned_answers(model: str, backend: Backend) -> tuple[list[End], str]:
+    """Return the tokens that end an answer, and how its tokens are drawn, in words.
+
+    The ends of a missing tokenizer are not known.
 
     Raises:
         ModelFilesBroken: settings of generation or the tokenizer cannot be used.
@@ -517,19 +538,37 @@ def planned_ends(model: str, backend: Backend) -> list[End]:
     from kvcap.runtime.session.ends import ends_of
 
     if backend.by_llamacpp(model):
-        return ends_of_gguf(model)
+        ends, generation, family = answers_of_gguf(model)
+        return ends, _drawing(model, generation, family)
     if backend.exported(model) and backend.kept(model) is None:
         from kvcap.runtime.backends.onnxruntime import manifest
         from kvcap.runtime.backends.onnxruntime.runtime import generation_of
         from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 
         found = manifest.read(_export_folder(model))
-        return ends_of(Tokenizer(found.folder, found.listed), generation_of(found))
+        generation = generation_of(found)
+        ends = ends_of(Tokenizer(found.folder, found.listed), generation)
+        return ends, _drawing(model, generation, "")
     from kvcap.runtime.models.files import find_tokenizer, load_config, load_generation
 
     where = resolve(model)
     config = load_config(where)
-    return ends_of(find_tokenizer(where), load_generation(where, config), config)
+    generation = load_generation(where, config)
+    ends = ends_of(find_tokenizer(where), generation, config)
+    return ends, _drawing(model, generation, config.model_type)
+
+
+def _drawing(model: str, generation: Any, family: str) -> str:
+    """Return how a chat draws tokens: by the model's own settings, or else by mild ones."""
+    from kvcap.runtime.session.settings import drawn, mild_for, names_drawing
+
+    own = model in BUILT_IN or names_drawing(generation)
+    found = drawn(generation) if own else {**mild_for(family)}
+    found.pop("do_sample", None)
+    listed = ", ".join(f"{name} {value:g}" for name, value in found.items())
+    return (
+        f"{listed} ({'its own' if own else 'it names none; --temperature 0 takes the likeliest'})"
+    )
 
 
 def planned_serving(

@@ -14,6 +14,7 @@ from kvcap.runtime.planning.plan import MemoryPlan, parse_cap
 if TYPE_CHECKING:
     from kvcap.runtime.backends.llamacpp.plan import LlamaPlanner
     from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
+    from kvcap.runtime.backends.numpy_sampler import Generation
     from kvcap.runtime.session.ends import End
 
 PYTORCH = "; leave it out, or give --backend torch"
@@ -68,15 +69,16 @@ def library_of(model: str) -> str:
     return f"{library.label} of {versions} ({library.file})"
 
 
-def ends_of_gguf(model: str) -> list[End]:
-    """Return the tokens that end an answer of the GGUF file `model`."""
+def answers_of_gguf(model: str) -> tuple[list[End], Generation, str]:
+    """Return what ends an answer of a GGUF file, its settings of generation, and its family."""
     from kvcap.runtime.backends.llamacpp.library import load_library
     from kvcap.runtime.backends.llamacpp.model import LlamaModel
     from kvcap.runtime.backends.llamacpp.runtime import generation_of
     from kvcap.runtime.session.ends import ends_of
 
     found = LlamaModel(load_library(), _file(model), planned=True)
-    return ends_of(found.tokenizer, generation_of(found))
+    generation = generation_of(found)
+    return ends_of(found.tokenizer, generation), generation, found.architecture
 
 
 def check_options(budget: Budget, running: Running | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_type_hin
 
 import click
 
-from kvcap.runtime.cache.settings import CacheSettings, SettingNames, current_name
-from kvcap.runtime.cli.declare import DECLARED, ENVIRONMENT, again, argument, setting
+from kvcap.runtime.cache.settings import CacheSettings, SettingNames
+from kvcap.runtime.cli.declare import DECLARED, again, argument, setting
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.formats import NAMES
@@ -33,20 +33,24 @@ if TYPE_CHECKING:  # PyTorch stands behind it
 
     from kvcap.policies import Eviction
 
+OLD_VARIABLES = {
+    "KVCAP_KV_BUDGET_TOKENS": "KVCAP_BUDGET_TOKENS",
+    "KVCAP_BUDGET": "KVCAP_BUDGET_TOKENS",
+    "KVCAP_BLOCK": "KVCAP_BLOCK_SIZE",
+}
+"""Maps names of 0.1 to those to use. Unread, they would leave a cap at its default in silence."""
 STDIN = "-"
 
 
-def current_arguments(arguments: Iterable[str]) -> list[str]:
-    """Return a command's arguments with old names of settings replaced, the environment's too."""
-    for name in [*os.environ]:
-        new = current_name(name, lambda setting: ENVIRONMENT + setting.upper())
-        os.environ.setdefault(new, os.environ[name])
-    found = []
-    for given in arguments:
-        name, equals, value = given.partition("=")
-        new = current_name(name, lambda setting: "--" + setting.replace("_", "-"))
-        found.append(f"{new}{equals}{value}")
-    return found
+def check_variables() -> None:
+    """Refuse variables of the environment by names that earlier versions took.
+
+    Raises:
+        ValueError: naming both.
+    """
+    for old, new in OLD_VARIABLES.items():
+        if old in os.environ:
+            raise ValueError(f"the environment sets {old}, which is called {new} now; rename it")
 
 
 def pairs(texts: list[str]) -> dict[str, Any]:

@@ -36,6 +36,10 @@ class Engine(Protocol):
         """Return the device and the type of numbers, as text for people."""
 
     @property
+    def family(self) -> str:
+        """Return the name of the model's family, or '' where it is not known."""
+
+    @property
     def trained_length(self) -> int:
         """Return the longest sequence, in tokens, that the model was trained on."""
 

@@ -77,6 +77,19 @@ NAMES = (
     *NUMBERS, "do_sample", "eos_token_id", "stop_strings", "logit_bias", "only_read", *FORMS,
     "template_options",
 )  # fmt: skip
+MILD: dict[str, dict[str, float]] = {
+    "qwen2": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
+    "qwen3": {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05},
+    "gemma": {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+    "": {"temperature": 0.7, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.05},
+}
+"""Holds by what chats draw where a model names no setting, by how its family's name begins.
+
+The makers of Qwen and Gemma name these numbers for their models. The others were measured
+(`scripts/measure-repeats`): a penalty of 1.1 had SmolLM2 miss numbers that it had been told.
+"""
+DRAWN = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Names the settings any of which says that a model brings its own."""
 GIVEN = ("messages", "tools", "add_generation_prompt")
 """Names what a chat template always gets, so that no option may be called so."""
 
@@ -180,6 +193,30 @@ def shapes(config: Any) -> dict[str, Any]:
 def forms(config: Any) -> dict[str, Any]:
     """Return what answers, or the calls in them, are held to, by the setting's name."""
     found = {name: getattr(config, name, None) for name in FORMS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def mild_for(family: str) -> dict[str, Any]:
+    """Return the settings by which chats of a family's models draw where none are named."""
+    found = next(x for start, x in MILD.items() if family.lower().startswith(start))
+    return {"do_sample": True, **found}
+
+
+def names_drawing(config: Any) -> bool:
+    """Return whether settings of generation say how tokens are drawn.
+
+    Transformers' have a value of everything; those count that differ from what it fills in.
+    """
+    differing = getattr(config, "to_diff_dict", None)
+    given = vars(config) if differing is None else differing()
+    return any(given.get(name) is not None for name in DRAWN)
+
+
+def drawn(config: Any) -> dict[str, Any]:
+    """Return the settings that say how tokens are drawn, for people; only `temperature` if 0."""
+    if greedy(config):
+        return {"temperature": 0}
+    found = {name: getattr(config, name, None) for name in DRAWN[1:]}
     return {name: value for name, value in found.items() if value is not None}
 
 

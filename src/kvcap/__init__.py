@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvcap.runtime.planning.plan import MemoryPlan
     from kvcap.runtime.session.session import Session
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "BudgetCache": "runtime.cache.cache",

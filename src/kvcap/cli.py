@@ -17,7 +17,7 @@ import click
 
 from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
 from kvcap.runtime.cli.declare import CommandGroup, command, option, variables
-from kvcap.runtime.cli.options import current_arguments
+from kvcap.runtime.cli.options import check_variables
 
 COMMANDS = {  # and groups of commands: the module of each, and its name there
     "chat": "runtime.cli.commands.chat_command",
@@ -94,7 +94,8 @@ def _kvcap(
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Errors are one line on stderr."""
     try:
-        given = current_arguments(sys.argv[1:] if arguments is None else arguments)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        check_variables()
         app = application(next(iter(given), None))
         code = app(given, prog_name="kvcap", standalone_mode=False)
     except (KeyboardInterrupt, click.Abort):

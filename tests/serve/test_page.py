@@ -73,7 +73,7 @@ class One:
         return self.found
 
     def figures(self) -> Figures:
-        return Figures(policy=self.found.policy, budget_tokens=self.found.budget)
+        return Figures(policy=self.found.policy, budget_tokens=self.found.budget_tokens)
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_a_strip_is_its_owners(client, runtime):
     assert client.get(strip).status_code == 404
     client.headers["Authorization"] = f"Bearer {KEYS[0]}"
     assert client.get(strip).json() == strip_of(runtime.session(), "ada").model_dump(mode="json")
-    said = {"policy": "keydiff-window", "budget_tokens": 128, "budget": 128}
+    said = {"policy": "keydiff-window", "budget_tokens": 128}
     assert client.get(memory).json() == said
 
 

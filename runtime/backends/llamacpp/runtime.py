@@ -151,6 +151,11 @@ class LlamaRuntime:
         return f"{self.gguf.library.label}, {self.gguf.description}"
 
     @property
+    def family(self) -> str:
+        """Return the name of the model's family."""
+        return self.gguf.architecture
+
+    @property
     def vocabulary(self) -> int:
         """Return how many different tokens the model knows."""
         return self.gguf.vocabulary

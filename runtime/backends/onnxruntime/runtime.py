@@ -160,6 +160,11 @@ class OrtRuntime:
         return int(self.manifest.model["vocabulary"])
 
     @property
+    def family(self) -> str:
+        """Return no name: an export does not say its model's family."""
+        return ""
+
+    @property
     def trained_length(self) -> int:
         """Return the longest sequence, in tokens, that the model was trained on."""
         return int(self.manifest.model["trained_length"])

@@ -111,6 +111,11 @@ class Runtime:
         """Return how many different tokens the model knows."""
         return ModelShape.of(self.model.config.get_text_config(decoder=True)).vocabulary
 
+    @property
+    def family(self) -> str:
+        """Return the name of the model's family."""
+        return str(self.model.config.model_type)
+
     @cached_property
     def generation(self) -> GenerationConfig:
         """Return the model's own settings of generation, with all tokens that end an answer."""

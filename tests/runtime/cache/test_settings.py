@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import tiny_config, tiny_model
-from torch import float32
 
 import kvcap
 from kvcap.cli import application, run
-from kvcap.runtime.cache.settings import OLD_NAMES, CacheSettings, SettingNames
-from kvcap.runtime.cli.options import CacheOptions, current_arguments
+from kvcap.runtime.cache.settings import CacheSettings, SettingNames
+from kvcap.runtime.cli.options import CacheOptions
 from kvcap.runtime.errors import PlanInfeasible
 
 NAMES = [field.name for field in fields(CacheSettings)]
@@ -91,11 +88,6 @@ def test_a_cache_takes_no_bytes_and_says_what_does():
 
 def test_they_have_one_name_in_python_on_the_command_line_and_in_the_documents():
     assert list(SettingNames.__annotations__) == NAMES
-    page = (Path(__file__).parents[3] / "docs" / "api" / "cache.md").read_text()
-    for new in OLD_NAMES.values():
-        assert new in NAMES
-    for old in OLD_NAMES:
-        assert f"`--{old.replace('_', '-')}`" in page
     commands: Any = application()
     for command in ("chat", "generate", "serve"):
         options = {o: p.envvar for p in commands.commands[command].params for o in p.opts}
@@ -113,36 +105,14 @@ def test_an_option_reaches_the_settings(name):
     assert CacheOptions(**given).settings() == CacheSettings(**given)
 
 
-def test_old_names_work_with_a_warning_of_the_new_one():
-    config: Any = tiny_config("llama")
-    old: Any = {"kv_budget_tokens": 24}
-    for make in (
-        lambda: kvcap.BudgetCache(config, **old).layout.budget_tokens,
-        lambda: kvcap.MemoryPlan.of(config, dtype=float32, **old).budget_tokens,
-        lambda: kvcap.Runtime.from_pretrained("pocket", **old).plan.budget_tokens,
-        lambda: kvcap.cap(tiny_model("llama"), **old)._make().layout.budget_tokens,
-    ):
-        with pytest.warns(DeprecationWarning, match="use budget_tokens") as caught:
-            assert make() == 24
-        assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
-def test_every_old_option_is_read_as_the_new_one(old, new):
-    old, new = (f"--{name.replace('_', '-')}" for name in (old, new))
-    with pytest.warns(DeprecationWarning, match=f"use {new}"):
-        assert current_arguments([old, "3", f"{old}=4"]) == [new, "3", f"{new}=4"]
-
-
-def test_old_options_and_variables_work_with_a_warning(capsys, monkeypatch):
-    for arguments in (["--kv-budget-tokens", "24"], ["--kv-budget-tokens=24"]):
-        with pytest.warns(DeprecationWarning, match="use --budget-tokens"):
-            assert run(["plan", "pocket", "--json", *arguments]) == 0
-        assert json.loads(capsys.readouterr().out)["budget_tokens"] == 24
+def test_names_of_earlier_versions_are_refused_by_name(capsys, monkeypatch):
+    with pytest.raises(TypeError, match="kv_budget_tokens"):
+        kvcap.BudgetCache(tiny_config("llama"), kv_budget_tokens=24)  # type: ignore[call-arg]
+    assert run(["plan", "pocket", "--kv-budget-tokens", "24"]) == 2
+    assert "--budget-tokens" in capsys.readouterr().err
     monkeypatch.setattr(os, "environ", {**os.environ, "KVCAP_KV_BUDGET_TOKENS": "40"})
-    with pytest.warns(DeprecationWarning, match="use KVCAP_BUDGET_TOKENS"):
-        assert run(["plan", "pocket", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["budget_tokens"] == 40
+    assert run(["plan", "pocket", "--json"]) == 2
+    assert "is called KVCAP_BUDGET_TOKENS now" in capsys.readouterr().err
 
 
 def test_evictions_further_apart_than_a_planned_block_are_refused_before_weights(monkeypatch):

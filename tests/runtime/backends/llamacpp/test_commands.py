@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_gguf
 from llama_reference import loaded, needs_library, runtime_of
 
 from kvcap import cli
@@ -123,3 +124,26 @@ def test_a_version_or_layout_that_was_not_tried_is_refused(
     monkeypatch.setattr(known, "layout", known.layout._replace(switches=known.layout.switches + 8))
     with pytest.raises(LibraryUnusable, match="swa_full"):
         known._check_defaults()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says", "first"),
+    [
+        (
+            {},
+            "temperature 0.7, top_k 40, top_p 0.95, repetition_penalty 1.05 (it names none;",
+            "0.7",
+        ),
+        ({"general.sampling.temp": 0.5}, "temperature 0.5 (its own)", "0.5"),
+        ({"general.sampling.temp": 0.0}, "temperature 0 (its own)", "0"),
+    ],
+)
+def test_a_chat_draws_mildly_where_a_file_names_no_setting(
+    fields: dict[str, float], says: str, first: str, kvcap: Run, tmp_path: Path
+) -> None:
+    file = str(tiny_gguf.written(tmp_path, fields=fields))
+    assert f"a chat draws by {says}" in kvcap("plan", file)[1]
+    for given, shown in (((), first), (("--temperature", "0"), "0")):
+        code, _, err = kvcap("chat", file, *given, stdin=b"/set\n")
+        assert code == 0
+        assert f"temperature = {shown}\n" in err
