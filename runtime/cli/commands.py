@@ -29,7 +29,6 @@ from kvcap.runtime.cli.gguf import (
     planned_gguf,
 )
 from kvcap.runtime.cli.importing import large_imports
-from kvcap.runtime.cli.kept_exports import foreseen_export, kept_export
 from kvcap.runtime.cli.options import (
     DEVICE,
     EVICT_EVERY,
@@ -379,6 +378,8 @@ def load(
     by_llamacpp = backend.by_llamacpp(model)
     exported = not by_llamacpp and backend.exported(model)
     if not by_llamacpp and (weights := backend.kept(model)) is not None:
+        from kvcap.runtime.cli.kept_exports import kept_export
+
         model = str(kept_export(model, weights, budget, output.quiet, calibrate=backend.calibrate))
     stored = None if exported or by_llamacpp or output.quiet else _in_gguf(model)
     note = not output.quiet and styled()
@@ -646,6 +647,7 @@ def planned_serving(
 def _manifest(model: str, backend: Backend, budget: Budget, export: bool) -> Manifest:
     """Return the manifest of the export that would run, whether it is made or not."""
     from kvcap.runtime.backends.onnxruntime import manifest
+    from kvcap.runtime.cli.kept_exports import foreseen_export, kept_export
 
     if (weights := backend.kept(model)) is None:
         return manifest.read(_export_folder(model))

