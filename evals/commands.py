@@ -736,6 +736,7 @@ def bench_command(
         ...,
         "Run this benchmark: prefill, decode, scoring, positions or ragged; cpu, beside "
         "llama.cpp and others; "
+        "equal-bytes, beside llama.cpp with as many bytes of cache; "
         "slots, of fewer bits beside floats; encoding, a text made into tokens; "
         "recall, evicted text found and read again; "
         "use, the first answers of machines, processes and sessions; "
@@ -853,7 +854,7 @@ def bench_command(
     vs: str | None = option(
         None,
         "Run these beside kvcap, separated by commas: llama.cpp, transformers or "
-        "kvpress; for cpu, and transformers for clients.",
+        "kvpress; for cpu, llama.cpp for equal-bytes, and transformers for clients.",
         metavar="NAMES",
         panel="Measure",
     ),
@@ -865,10 +866,16 @@ def bench_command(
     ),
     files: Path | None = option(
         None,
-        "Keep models and exports in this folder; for cpu, clients, serve, slots and use "
-        "(each has its own folder in out by default).",
+        "Keep models, exports and finished rows in this folder; for cpu, clients, equal-bytes, "
+        "serve, slots and use (each has its own folder in out by default).",
         metavar="DIR",
         panel="Output",
+    ),
+    text: Path | None = option(
+        None,
+        "Measure the perplexity of this text; for equal-bytes (generated prose by default).",
+        metavar="FILE",
+        panel="Texts",
     ),
     output: Literal["md", "json", "csv"] | None = option(
         None,
@@ -913,6 +920,7 @@ def bench_command(
         "vs": vs and _names(vs),
         "peer_pythons": peer_python and dict(_peer(text) for text in peer_python),
         "files": files,
+        "text": text,
     }
     run = load(name)
     result = run(options_for(name, {k: value for k, value in given.items() if value is not None}))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-import transformers
+from typing import TYPE_CHECKING, Any
 
 import kvcap
+
+if TYPE_CHECKING:  # imported where it is used, as some processes are measured without it
+    import torch
 
 
 def versions() -> dict[str, str]:
     """Return the versions of kvcap and of the libraries that compute."""
+    import torch
+    import transformers
+
     return {
         "kvcap": kvcap.__version__,
         "torch": torch.__version__,
@@ -25,6 +28,8 @@ def versions() -> dict[str, str]:
 
 def device_name(device: torch.device | str, threads: int | None = None) -> str:
     """Return the device's kind and product name, and for a CPU the threads: PyTorch's if None."""
+    import torch
+
     device = torch.device(device)
     if device.type == "cuda":
         return f"cuda, {torch.cuda.get_device_name(device)}"
@@ -35,6 +40,8 @@ def device_name(device: torch.device | str, threads: int | None = None) -> str:
 
 def environment(device: torch.device | str) -> dict[str, Any]:
     """Return device, versions and threads, for JSON."""
+    import torch
+
     return {
         "device": device_name(device),
         "versions": versions(),

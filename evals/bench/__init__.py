@@ -46,6 +46,7 @@ class BenchmarkOptions:
     vs: Sequence[str] = ()  # programs that run beside kvcap
     peer_pythons: Mapping[str, str] = field(default_factory=dict)  # interpreters by peer
     files: Path = Path("out/cpu")  # folder of models, exports and GGUF files
+    text: Path | None = None  # a file whose perplexity is measured
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Result:
 
 def benchmarks() -> list[str]:
     """Return names of all benchmarks."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
 
 
 def load(name: str) -> Callable[[BenchmarkOptions], Result]:
@@ -105,7 +106,7 @@ def options_for(name: str, given: Mapping[str, Any]) -> BenchmarkOptions:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
 
 
 def _cell(value: Any) -> str:

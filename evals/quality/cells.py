@@ -7,13 +7,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvcap.evals.quality.scores import UNITS, Unit
 from kvcap.evals.reports import versions
-from kvcap.runtime.cache.slot_format import KvDtype
 from kvcap.runtime.files import SETTINGS, check_plain
 from kvcap.runtime.types import Positions
+
+if TYPE_CHECKING:
+    from kvcap.runtime.cache.slot_format import KvDtype
 
 CELLS = "cells.jsonl"  # a file in a sweep's folder
 
