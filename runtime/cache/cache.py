@@ -34,6 +34,7 @@ from kvcap.runtime.cache.slots import RowSlots
 from kvcap.runtime.cache.step import ForwardContext
 from kvcap.runtime.errors import (
     BlockTooLarge,
+    MemoryCapExceeded,
     PaddingUnsupported,
     PlanInfeasible,
     SessionBroken,
@@ -223,7 +224,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
             SessionBroken: an earlier pass failed half-way; reset the cache.
         """
         if layer_idx == self._first:
-            self.capped_layers[0].check_block(self._begin(), self.context)
+            self._begin()
         layer = self.state_layers[layer_idx]
         layer.begin(self._reading)
         return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
@@ -248,31 +249,59 @@ class BudgetCache(Cache):  # type: ignore[misc]
         found: Tensor = layer.update_recurrent_state(recurrent_states, state_idx, **kwargs)
         return found
 
-    def _begin(self) -> int:
-        """Begin a pass whose mask was checked before; returns its number of tokens.
-
-        All layers cut its block in the same way.
-        """
+    def _begin(self) -> None:
+        """Begin a pass whose mask was checked before; its layers check nothing more."""
         if self._mask.length is None:
             raise PaddingUnsupported(READY_MADE)
         if not self.consistent:
             waits = any(x.readers > 1 and x.half_read for x in self.capped_layers)
             raise SessionBroken(HALF_READ if waits else BROKEN)
         self._reading, self._mask.length = self._mask.length, None
-        if self._reading > 1:
-            self.context.room = self.room
-            self._check_whole(self._reading)
         if self.context.start is None:
             self.check_factors(self._reading)
-            if self.leaves_window(self._reading):
-                self.capped_layers[0].check_block(self._reading, self.context)
-                self.become_compact()
+        self._admit(self.context.tokens or self._reading)
+        if self.context.start is None and self.leaves_window(self._reading):
+            self.become_compact()
         if self.reused and self.context.start is None:
             raise SessionBroken(REUSED)
         if self.by_rows and self.context.start is None:  # transformers makes a pass by itself
             rows = self.row_pass(self._reading, counts_on=True)
-            self.context = ForwardContext(room=self.context.room, rows=rows)
-        return self._reading
+            self.context = ForwardContext(sizes=self.context.sizes, rows=rows)
+
+    def _admit(self, tokens: int) -> None:
+        """Check that all layers can read so many tokens, and note in which blocks they do.
+
+        A block is read in two if tokens that wait for their eviction take its room.
+
+        Raises:
+            BlockTooLarge, MemoryCapExceeded: nothing is changed.
+        """
+        size, evicts = self.block_size, self.eviction.policy.evicts
+        if self.context.blocks > 1:
+            self.context.sizes = [min(size, tokens - at) for at in range(0, tokens, size)]
+            return
+        free = self.spare + size
+        if segments := self._segments:
+            free = min([segment.capacity - segment.held for segment in segments])
+        if not evicts and tokens > free - size:
+            raise MemoryCapExceeded(
+                f"policy {self.eviction.name!r} never evicts: {self.longest} tokens are held and "
+                f"{tokens} more were given, the budget is {self.layout.budget_tokens}; use a "
+                "larger budget or a policy that evicts"
+            )
+        if tokens > free and (not evicts or tokens > size):
+            raise BlockTooLarge(
+                f"a block of {tokens} tokens was given and {free} slots are free for it; "
+                f"pass prefill_chunk_size={size} to generate(), or build the cache "
+                f"with block_size={tokens}"
+            )
+        if tokens > free and any(layer.readers > 1 for layer in self.capped_layers):
+            raise BlockTooLarge(
+                f"a block of {tokens} tokens was given and {free} fit before the next eviction; "
+                "it is not read in two, as layers of this model read the slots of others ("
+                f"{self.layout.shape.shared}): give {free} tokens first, or use evict_every=1"
+            )
+        self.context.sizes = [tokens] if tokens <= free else [free, tokens - free]
 
     def read_token(
         self,
@@ -670,20 +699,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def buffers(self) -> list[Tensor]:
         """Return every tensor of capped and recurrent layers; they live as long as the cache."""
         return list(self.allocation.buffers.values())
-
-    def _check_whole(self, length: int) -> None:
-        """Refuse a block that would be read in two where layers read the slots of others.
-
-        Raises:
-            BlockTooLarge: nothing is changed.
-        """
-        shares = any(x.readers > 1 for x in self.capped_layers)
-        if shares and (room := self.room) < length <= self.block_size:
-            raise BlockTooLarge(
-                f"a block of {length} tokens was given and {room} fit before the next eviction; "
-                "it is not read in two, as layers of this model read the slots of others ("
-                f"{self.layout.shape.shared}): give {room} tokens first, or use evict_every=1"
-            )
 
     def check_factors(self, tokens: int) -> None:
         """Refuse a pass whose keys RoPE would rotate by other frequencies than the held ones.

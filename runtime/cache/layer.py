@@ -28,9 +28,7 @@ from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
 from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.errors import (
-    BlockTooLarge,
     CacheMismatch,
-    MemoryCapExceeded,
     PositionMismatch,
     UnsupportedModel,
 )
@@ -186,7 +184,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         function reads the slots, and nothing of what is returned. No gradient flows through it.
 
         Raises:
-            BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
+            CacheMismatch: before anything is changed.
         """
         context = context or ForwardContext()
         latents = key_states, value_states
@@ -196,10 +194,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         length = context.tokens or key_states.shape[2]
         if self.storage is None:
             self.lazy_initialization(key_states)
-        self._check_like(key_states)
+        if (like := (len(key_states), key_states.dtype, key_states.device)) != self._like:
+            self._refuse_unlike(like)
         if context.stream is not None:
             context.stream.next_layer()
-        sizes = self._sizes(length, context)
+        sizes = context.sizes or [length]
         with torch.no_grad():
             arrived = key_states, value_states
             if length < key_states.shape[2]:
@@ -215,34 +214,18 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
         return keys, without_gradient(values, value_states)
 
-    def _check_like(self, keys: Tensor) -> None:
+    def _refuse_unlike(self, like: tuple[int, torch.dtype, torch.device]) -> None:
         """Refuse keys of another batch size, type or device than the buffers have."""
-        like = keys.shape[0], keys.dtype, keys.device
-        if like != self._like:
-            assert self._like is not None
-            given, own = (f"{b} sequences of {t} on {d}" for b, t, d in (like, self._like))
-            raise CacheMismatch(
-                f"the cache is allocated for {own}, and keys of {given} were given; a cache is of "
-                "one batch size, type and device, also after reset(): make a new BudgetCache"
-            )
-
-    def _sizes(self, length: int, context: ForwardContext) -> list[int]:
-        """Return the lengths of the blocks in which so many tokens are appended, one by one.
-
-        One pass of the block loop may have several. A block is read in two if tokens that wait for
-        their eviction take its room.
-        """
-        size, room = self.layout.block_size, context.room
-        if context.blocks > 1:
-            return [min(size, length - start) for start in range(0, length, size)]
-        if self.layout.eviction.policy.evicts and room is not None and room < length <= size:
-            return [room, length - room]
-        return [length]
+        assert self._like is not None
+        given, own = (f"{b} sequences of {t} on {d}" for b, t, d in (like, self._like))
+        raise CacheMismatch(
+            f"the cache is allocated for {own}, and keys of {given} were given; a cache is of "
+            "one batch size, type and device, also after reset(): make a new BudgetCache"
+        )
 
     def _append(self, block: PendingBlock) -> None:
-        """Make room for a block, and write it into the slots behind those in use."""
+        """Write a block into the slots behind those in use."""
         assert self.engine is not None
-        self._check(block.length)
         block.begin(self.seen)
         self.engine.append(block)
         self.seen = block.total_tokens
@@ -274,14 +257,14 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             [B, H, 1, D]; None, and nothing is read: rotate it, and call `update` and `attend`.
 
         Raises:
-            BlockTooLarge, MemoryCapExceeded, CacheMismatch: before anything is changed.
+            CacheMismatch: before anything is changed.
         """
         if self.engine is None or (self.rope is not None and self.rope.interleaved):
             return None  # the kernel rotates halves
-        self._check_like(key)
+        if (like := (len(key), key.dtype, key.device)) != self._like:
+            self._refuse_unlike(like)
         context = context or ForwardContext()
         block = PendingBlock(context, 1, (key, value), [1])
-        self._check(1)
         block.begin(self.seen)
         out = self.engine.token(query, angles, block, AttentionCall(module, scaling, None))
         if out is not None:
@@ -362,33 +345,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         interrupted, so that slots may be evicted or moved in part.
         """
         return self._attending or self.pending is not None
-
-    def check_block(self, length: int, context: ForwardContext) -> None:
-        """Refuse a block that cannot be read rightly, before layers below have read it.
-
-        Raises:
-            BlockTooLarge, MemoryCapExceeded: as `update`.
-        """
-        if len(self._sizes(length, context)) == 1:  # else each part is checked as it is appended
-            self._check(length)
-
-    def _check(self, length: int) -> None:
-        """Refuse a block that cannot be read rightly, before anything has changed."""
-        eviction, block_size = self.layout.eviction, self.layout.block_size
-        free = min(self.layout.allotments[self.index]) + block_size
-        room = free if self.storage is None else self.storage.free
-        if not eviction.policy.evicts and length > room - block_size:
-            raise MemoryCapExceeded(
-                f"policy {eviction.name!r} never evicts: {self.held} tokens are held and "
-                f"{length} more were given, the budget is {self.layout.budget_tokens}; use a "
-                "larger budget or a policy that evicts"
-            )
-        if length > room:
-            raise BlockTooLarge(
-                f"a block of {length} tokens was given and {room} slots are free for it; "
-                f"pass prefill_chunk_size={block_size} to generate(), or build the cache "
-                f"with block_size={length}"
-            )
 
     def _check_positions(self, block: PendingBlock, position_ids: Tensor | None) -> None:
         if position_ids is None:

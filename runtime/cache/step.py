@@ -109,9 +109,10 @@ class ForwardContext:
     """Counts its blocks, which each layer takes one after the other."""
     block: int = 0
     """Holds the index of the block that a layer is reading."""
-    room: int | None = None
-    """Holds how many tokens fitted into the cache when it began; all layers read a longer block
-    in two; None: blocks are not cut."""
+    sizes: list[int] | None = None
+    """Lists the lengths of the blocks that each layer reads one by one; None: all tokens at once.
+
+    The cache notes them as it admits the pass."""
     stream: SideStream | None = None
     """Runs evictions beside other work while a CUDA graph is captured."""
     rows: RowPass | None = None

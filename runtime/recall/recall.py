@@ -88,7 +88,11 @@ class Recall:
         """Holds the passages read again for the last message, in the order of the text."""
         self._pins: list[Span] = []  # of the answer in hand
         self._tokenizer, self._encode = tokenizer, encode
-        self._pieces = TextPieces(tokenizer)
+
+    @cached_property
+    def _pieces(self) -> TextPieces:
+        """Return the texts of tokens, which conversations in token ids alone do not need."""
+        return TextPieces(self._tokenizer)
 
     def set(self, settings: RecallSettings) -> None:
         """Set how much is read again from now on; the index is built anew."""

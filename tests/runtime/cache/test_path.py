@@ -19,7 +19,7 @@ PACKAGE = f"{Path(kvcap.__file__).parent}/"
 STOPS = 15
 # They make a view, or say whether a kernel runs: a reader need not stop.
 ASIDE = {"Segment.rows_of", "Segment.view", "ready", "on_gpu", "without_gradient",
-         "BudgetLayer._check_like", "Rotation.back", "KeyDiff._score",
+         "Rotation.back", "KeyDiff._score",
          "KeyDiff._similarity", "_rotate_halves"}  # fmt: skip
 
 
