@@ -31,7 +31,7 @@ from kvcap.runtime.cli.options import (
 )
 from kvcap.runtime.errors import ExtraMissing, how_to_install
 from kvcap.runtime.files import as_text
-from kvcap.runtime.models.names import REPOSITORY
+from kvcap.runtime.models.hub import REPOSITORY
 from kvcap.runtime.planning.serving import usual_body
 from kvcap.runtime.units import parse_bytes
 

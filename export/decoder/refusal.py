@@ -9,8 +9,9 @@ from pathlib import Path
 
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.files import read_json
+from kvcap.runtime.models.hub import CONFIG
 from kvcap.runtime.models.kinds import not_exportable, of_text
-from kvcap.runtime.models.names import CONFIG, locate
+from kvcap.runtime.models.names import locate
 from kvcap.runtime.types import BUILT_IN
 
 

@@ -49,14 +49,8 @@ from kvcap.runtime.errors import ExtraMissing, NotExportable, PlanInfeasible
 from kvcap.runtime.files import as_text
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.models.gguf import AS_THEY_ARE, GgufFile, is_gguf, read_gguf
-from kvcap.runtime.models.names import (
-    CONFIG,
-    REPOSITORY,
-    check_here,
-    is_name,
-    locate,
-    resolve,
-)
+from kvcap.runtime.models.hub import CONFIG, REPOSITORY
+from kvcap.runtime.models.names import check_here, is_name, locate, resolve
 from kvcap.runtime.planning.plan import (
     AUTO,
     LOADING,
@@ -255,9 +249,9 @@ def plan_command(
         file = {} if stored is None else {"file_bytes": stored.nbytes, "file_type": stored.numbers}
         file |= {"library": library_of(model)} if by_llamacpp else {}
         server = {} if serving is None else {"serve": serving.as_dict()}
-        said: dict[str, Any] = {"end_tokens": [end._asdict() for end in ends]}
-        said |= {"drawn_by": drawing, "recall_tokens": again}
-        print(json.dumps({**plan.as_dict(), **said, **uncapped, **available, **file, **server}))
+        answers: dict[str, Any] = {"end_tokens": [end._asdict() for end in ends]}
+        answers |= {"drawn_by": drawing, "recall_tokens": again}
+        print(json.dumps({**plan.as_dict(), **answers, **uncapped, **available, **file, **server}))
     else:
         library = library_of(model) if by_llamacpp else ""
         print_plan(model, plan, free, tokens, evicts=evicts, library=library)

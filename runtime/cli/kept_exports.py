@@ -24,7 +24,8 @@ from kvcap.runtime.cli.console import dim
 from kvcap.runtime.cli.options import Budget, pairs
 from kvcap.runtime.errors import NotExportable, first_line
 from kvcap.runtime.files import KEPT_FROM, cache_home, locked, read_json, read_text
-from kvcap.runtime.models.names import CONFIG, is_export, locate, resolve
+from kvcap.runtime.models.hub import CONFIG
+from kvcap.runtime.models.names import is_export, locate, resolve
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, MANIFEST
 from kvcap.runtime.units import format_bytes
 
