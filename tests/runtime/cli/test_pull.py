@@ -81,7 +81,7 @@ def test_short_names_mean_gguf_files_and_are_those_of_the_page() -> None:
     names = {*SHORT, *PACKAGED}
     assert len(names) == len(SHORT) + len(PACKAGED)
     assert not names & {*BUILT_IN}
-    page = (ROOT / "docs" / "llamacpp.md").read_text()
+    page = (ROOT / "docs" / "names.md").read_text()
     rows = dict(re.findall(r"^\| `([\w.-]+)` \| `([\w./:-]+)` \|", page, re.MULTILINE))
     packages = {name: x.package for name, x in PACKAGED.items()}
     assert {x: meant for x, meant in rows.items() if x in names} == {**packages, **SHORT}
