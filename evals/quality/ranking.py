@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from kvcap.evals.quality.cells import Cell, Setting, label
 from kvcap.evals.quality.paired import compare
@@ -110,6 +111,32 @@ def mean_of(cells: Sequence[Cell]) -> Cell:
         ci_high=fmean(cell.ci_high for cell in cells),
         scores=None,
     )
+
+
+def mean_ranks(cells: Iterable[Cell]) -> dict[str, float]:
+    """Return the mean rank of each capped policy over models, tasks, lengths and budgets.
+
+    The best has rank 1, and equal scores share the mean of their ranks. Recall and types of slots
+    are no part of a policy's name here. Policies that lack a cell that others have are left out.
+    """
+    places: dict[Any, dict[str, float]] = {}
+    for cell in cells:
+        s = cell.setting
+        if s.budget is not None:
+            name = label(replace(s, recall=0, kv_dtype=None))
+            score = -cell.score if cell.of.higher_is_better else cell.score
+            place = places.setdefault((s.model, s.task, s.length, s.budget, s.positions), {})
+            place[name] = score
+    names = dict.fromkeys(name for place in places.values() for name in place)
+    whole = [name for name in names if all(name in place for place in places.values())]
+    ranks = {
+        name: fmean(
+            sum((place[o] < place[name]) + (place[o] == place[name]) / 2 for o in whole) + 0.5
+            for place in places.values()
+        )
+        for name in whole
+    }
+    return dict(sorted(ranks.items(), key=lambda found: found[1]))
 
 
 def tied_with_best(column: Sequence[Cell | None]) -> set[int]:

@@ -63,7 +63,13 @@ def test_all_rows_at_equal_bytes(
 
 
 def test_a_process_of_its_own(file: Path) -> None:
-    sizes = {"budget": 256, "kv_bytes": 1 << 20, "block_size": 32, "threads": 1, "length": 900}
+    sizes: dict[str, Any] = {
+        "budget": 256,
+        "kv_bytes": 1 << 20,
+        "block_size": 32,
+        "threads": 1,
+        "length": 900,
+    }
     work = SideWork(str(file), "time", "kvcap", "f16", policy=None, samples=1, **sizes)
     row = equal_bytes.measured(work)
     assert SideWork.of(row) == work

@@ -13,6 +13,7 @@ from kvcap.evals.quality.ranking import (
     check_same_samples,
     differ,
     mean_of,
+    mean_ranks,
     overview,
     ranked,
     tables,
@@ -132,3 +133,11 @@ def test_cells_of_other_samples_are_refused() -> None:
     for changed in ({"seed": 1}, {"samples": 10}):
         with pytest.raises(ValueError, match=r"20 samples of seed 0 and .* are different prompts"):
             check_same_samples([one, cell("b", 16, RIGHT, **changed)])
+
+
+def test_ranks_are_shared_by_equal_scores_and_averaged_over_tasks() -> None:
+    lost = (("a", 2.0), ("b", 1.0), ("c", 3.0))
+    cells = [cell(name, 8, (loss,) * 4, unit="perplexity", task="flow") for name, loss in lost]
+    cells += [cell("a", 8, RIGHT), cell("b", 8, RIGHT, recall=3), cell("c", 8, WRONG)]
+    cells += [cell("d", 8, RIGHT), cell("full", None, RIGHT)]  # one lacks a cell, one no cap
+    assert mean_ranks(cells) == {"b": 1.25, "a": 1.75, "c": 3.0}
