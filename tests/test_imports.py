@@ -175,15 +175,15 @@ HEAVY = {  # other packages whose import takes long, and rooms of kvcap that bri
     "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "numpy", "onnx", "onnxruntime",
     "onnxscript", "prompt_toolkit", "ray", "rich.console", "safetensors", "sqlite3", "starlette",
     "tokenizers", "torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "triton",
-    "uvicorn",
+    "pydantic", "typer", "uvicorn",
     *COMMANDS, "kvcap.android_bench.runner", "kvcap.evals.bench", "kvcap.evals.quality",
     "kvcap.export.decoder", "kvcap.policies", "kvcap.runtime.backends.onnxruntime",
-    "kvcap.runtime.backends.pytorch", "kvcap.runtime.session", "kvcap.serve.app",
+    "kvcap.runtime.backends.pytorch", "kvcap.runtime.session.session", "kvcap.serve.app",
 }  # fmt: skip
 MODELS = {  # of transformers, and what their code brings
     "huggingface_hub", "jinja2", "numpy", "safetensors", "tokenizers", "torch", "torch._dynamo",
     "transformers", "transformers.modeling_utils", "triton", "kvcap.policies",
-    "kvcap.runtime.session",
+    "kvcap.runtime.session.session",
 }  # fmt: skip
 MAY_LOAD: dict[str, set[str]] = {  # of the heavy ones, by what is run; DIR is an exported decoder
     "--help": COMMANDS,
@@ -196,7 +196,7 @@ MAY_LOAD: dict[str, set[str]] = {  # of the heavy ones, by what is run; DIR is a
     },
     "generate DIR Hello --backend onnxruntime --max-new-tokens 1 -q": {
         "jinja2", "numpy", "onnxruntime", "safetensors", "sqlite3", "tokenizers",
-        "kvcap.runtime.backends.onnxruntime", "kvcap.runtime.session",
+        "kvcap.runtime.backends.onnxruntime", "kvcap.runtime.session.session",
     },
     "export --help": {"kvcap.export.commands"},
     "serve --help": {"kvcap.serve.commands"},

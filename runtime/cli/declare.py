@@ -39,6 +39,7 @@ class Declared:
     metavar: str | None = None  # by default that of the type
     min: float | None = None
     max: float | None = None
+    above: bool = False  # `min` itself is refused
     panel: str | None = None  # a heading of the help; by default that of the group
     env: bool = False  # a variable sets it, too
     show: bool = True  # the help says its default
@@ -288,7 +289,7 @@ def _type(kind: Any, declared: Declared) -> Any:
     if get_origin(kind) is Literal:
         return click.Choice(get_args(kind))
     if kind in TYPES and (declared.min, declared.max) != (None, None):
-        return TYPES[kind](declared.min, declared.max)
+        return TYPES[kind](declared.min, declared.max, min_open=declared.above)
     return click.Path(path_type=Path) if kind is Path else kind
 
 

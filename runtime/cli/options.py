@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
 from kvcap.runtime.cache.settings import CacheSettings, SettingNames
-from kvcap.runtime.cli.declare import DECLARED, again, argument, setting
+from kvcap.runtime.cli.declare import again, argument, setting
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.files import as_text, parse_json, read_text
 from kvcap.runtime.models.formats import NAMES
@@ -25,6 +26,7 @@ from kvcap.runtime.models.gguf import AS_THEY_ARE, loadable
 from kvcap.runtime.models.names import is_export, names_gguf
 from kvcap.runtime.planning.plan import AUTO, parse_cap
 from kvcap.runtime.recall.settings import RecallSettings
+from kvcap.runtime.session.settings import NUMBERS
 from kvcap.runtime.types import BUILT_IN, DEFAULT_POLICY, PINS, POCKET
 from kvcap.runtime.units import parse_bytes
 
@@ -514,44 +516,47 @@ class Recalling:
         return RecallSettings.parse(self.recall, self.recall_store, served=True)
 
 
+def _number(name: str, help: str, *names: str, **more: Any) -> Any:
+    """Return the declaration of a setting of generation, in the bounds that Python holds it to."""
+    bounds = NUMBERS[name]
+    high = None if bounds.high == inf else bounds.high
+    limits = {"min": bounds.low, "max": high, "above": bounds.above}
+    return setting(None, help, *names, **limits, **more)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """A group of options that say how the next token is drawn; None: the model's own setting."""
 
     heading: ClassVar = "Sampling"
 
-    max_new_tokens: int | None = setting(
-        None, "Answer with at most N tokens (the model's limit, or 512, by default).", min=1
+    max_new_tokens: int | None = _number(
+        "max_new_tokens", "Answer with at most N tokens (the model's limit, or 512, by default)."
     )
-    thinking_budget: int | None = setting(
-        None,
+    thinking_budget: int | None = _number(
+        "thinking_budget",
         "Close the model's thoughts at N tokens, and have its answer begin; 0: it does "
         "not think. An answer is then of at most 512 + N tokens by default.",
-        min=0,
     )
-    temperature: float | None = setting(
-        None,
+    temperature: float | None = _number(
+        "temperature",
         "Divide logits by X before drawing; 0 always takes the likeliest token.",
         "--temperature",
         "--temp",
-        min=0,
     )
-    top_p: float | None = setting(
-        None,
+    top_p: float | None = _number(
+        "top_p",
         "Draw from the likeliest tokens that together have probability X; 0 takes the likeliest.",
-        min=0,
-        max=1,
     )
-    top_k: int | None = setting(None, "Draw from the N likeliest tokens; 0 draws from all.", min=0)
-    min_p: float | None = setting(
-        None, "Drop tokens that are less probable than X times the likeliest.", min=0, max=1
+    top_k: int | None = _number("top_k", "Draw from the N likeliest tokens; 0 draws from all.")
+    min_p: float | None = _number(
+        "min_p", "Drop tokens that are less probable than X times the likeliest."
     )
-    repetition_penalty: float | None = setting(
-        None,
+    repetition_penalty: float | None = _number(
+        "repetition_penalty",
         "Make tokens that occurred before less likely, by dividing by X; 1 changes nothing.",
         "--repetition-penalty",
         "--repeat-penalty",
-        min=0.01,
     )
     seed: int | None = setting(None, "Repeat the same draws with the same N.", min=0)
     stop: list[str] | None = setting(None, "End the answer before this text; repeatable.")
@@ -569,11 +574,9 @@ class Sampling:
         "repeatable.",
         metavar="KEY=VALUE",
     )
-    logprobs: int | None = setting(
-        None,
+    logprobs: int | None = _number(
+        "logprobs",
         "With --json, print how likely each token was, and the N likeliest in its place.",
-        min=0,
-        max=20,
         panel="Output",
     )
 
@@ -593,7 +596,7 @@ class Sampling:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Sampling:
-        """Read one setting from text, within the bounds of the command line.
+        """Read one setting from text, within its bounds.
 
         Raises:
             ValueError: it is no number, or out of bounds.
@@ -606,17 +609,13 @@ class Sampling:
             return cls(json_schema=text)
         if name == "regex":
             return cls(regex=text)
-        limits = next(f for f in fields(cls) if f.name == name).metadata[DECLARED]
-        number: type = get_args(get_type_hints(cls)[name])[0]
-        low, high = limits.min, limits.max
+        bounds = NUMBERS[name]
         try:
-            value = number(text)
+            value = bounds.kind(text)
         except ValueError:
-            value = float("nan")
-        if not low <= value <= (float("inf") if high is None else high):
-            bounds = f"{low} or more" if high is None else f"from {low} to {high}"
-            what = "a whole number" if number is int else "a number"
-            raise ValueError(f"{name} takes {what}, {bounds}; got {text!r}")
+            value = text
+        if not bounds.holds(value):
+            raise ValueError(f"{name} takes {bounds}; got {text!r}")
         return cls(**{name: value})
 
 

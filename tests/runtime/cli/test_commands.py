@@ -422,6 +422,25 @@ def test_the_shell_completes_names(kvcap: Any, monkeypatch: pytest.MonkeyPatch) 
     assert out.split() == ["plain,pyramidkv", "[]"]
 
 
+def test_completion_is_installed_once_for_the_shell_that_is_used(
+    kvcap: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for shell, file in {
+        "/bin/zsh": ".zshrc",
+        "fish": ".config/fish/completions/kvcap.fish",
+    }.items():
+        monkeypatch.setenv("SHELL", shell)
+        line = kvcap("--show-completion")[1]
+        assert "_KVCAP_COMPLETE" in line
+        for _ in range(2):
+            assert file in kvcap("--install-completion")[1]
+        assert (tmp_path / file).read_text().strip() == line.strip()
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    code, _, err = kvcap("--show-completion")
+    assert (code, "bash, zsh, fish" in err) == (2, True)
+
+
 @pytest.mark.parametrize("command", [*OPTIONS, "export scorer", "export decoder", "android plan"])
 def test_help_pages_read_well_at_80_columns(
     command: str, kvcap: Any, monkeypatch: pytest.MonkeyPatch
