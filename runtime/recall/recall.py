@@ -34,7 +34,8 @@ FEW_WORDS = 5  # of a question that may follow from the one before it, such as "
 HEADER = 4  # tokens of the name of who says a message
 USER = "user"
 ROLES = frozenset(("system", "developer", USER, "assistant", "model", "tool"))
-MOSTLY = 0.5  # a passage of whose slots more than this share is held is not read again
+MOSTLY = 0.5  # a passage of whose slots more than this share is held counts as held
+NEWEST = 128  # tokens that were just said, and are not read again
 BEFORE, BETWEEN, AFTER = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
 
 
@@ -155,8 +156,8 @@ class Recall:
         Args:
             question: a text, which stands behind what was read.
             ids: every token that was read; below 0 are unknown ones.
-            kept: what the cache holds; if that is most of all these passages, there are none. Where
-                some were evicted, all come, as an answer that begins with these ends with them.
+            kept: what the cache holds; where that is everything, or these passages are the newest
+                text, there are none; None: all count.
         """
         self.index(ids)
         asked, words = asks(question), len([*terms(question)])
@@ -166,10 +167,8 @@ class Recall:
         if asked and not found and words <= FEW_WORDS:
             before = self._asked_before(ids)
             found = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
-        if kept is not None and found:
-            held = held_shares(kept, len(ids))
-            if all(mostly_held(held, one.span) for one in found):
-                return []
+        if kept is not None and (holds_all(kept, len(ids)) or all_newest(found, len(ids))):
+            return []
         return found
 
     def _needed(
@@ -384,6 +383,20 @@ def needed(found: Sequence[Found], near: float = NEAR_BEST) -> list[Found]:
         covered.update(*(one.has for one in best))
         rest = [one for one in rest if one not in best]
     return chosen
+
+
+def holds_all(kept: Sequence[KeptTokens], seen: int) -> bool:
+    """Return whether the capped layers hold all of the `seen` tokens, in all heads.
+
+    >>> holds_all([KeptTokens(0, True, [np.arange(9)] * 2)], 9)
+    True
+    """
+    return all(len(row) >= seen for one in kept if one.capped for row in one.heads)
+
+
+def all_newest(found: Sequence[Passage], seen: int) -> bool:
+    """Return whether all passages are of the last tokens of `seen` ones."""
+    return all(one.span[0] >= seen - NEWEST for one in found)
 
 
 def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:

@@ -54,21 +54,24 @@ def test_the_examples():
 NOTHING = [KeptTokens(0, True, [np.zeros(0, int)])]
 
 
-def test_what_is_held_is_no_candidate(tokenizer, recall):
+@pytest.mark.parametrize(
+    ("share", "ends", "recalled"),
+    [(1, 0, False), (0.9, 0, True), (0, 0, True), (0, 1, False), (1, 1, False)],
+)
+def test_a_held_passage_is_read_again_unless_all_is_held_or_it_is_the_newest(
+    tokenizer, recall, share, ends, recalled
+):
     ids = read(tokenizer)
+    if ends:  # the text ends soon behind the passage
+        ids = ids[: next(i for i in range(len(ids)) if "Lisbon" in tokenizer.decode(ids[:i])) + 60]
     question = encode(tokenizer, "When does the train leave for Lisbon?")
-    assert recall.read_again(question, ids, NOTHING, len(ids))
-    (passage,) = recall.passages
-    assert "Lisbon" in passage.text
-    for share, recalled in ((0.9, False), (0.2, True)):
-        rng = np.random.default_rng(0)
-        heads = [np.flatnonzero(rng.random(len(ids)) < share) for _ in range(4)]
-        kept = [KeptTokens(0, True, heads[:2]), KeptTokens(5, True, heads[2:])]
-        tokens = recall.read_again(question, ids, kept, len(ids))
-        assert bool(tokens) is recalled
-        # A window of its own that a layer keeps is no part of what the cap leaves.
-        window = KeptTokens(1, False, [np.arange(len(ids))] * 4)
-        assert bool(recall.read_again(question, ids, [*kept, window], len(ids))) is recalled
+    rng = np.random.default_rng(0)
+    heads = [np.flatnonzero(rng.random(len(ids)) < share) for _ in range(4)]
+    kept = [KeptTokens(0, True, heads[:2]), KeptTokens(5, True, heads[2:])]
+    # A window of its own that a layer keeps is no part of what the cap leaves.
+    kept.append(KeptTokens(1, False, [np.arange(len(ids))] * 4))
+    assert bool(recall.read_again(question, ids, kept, len(ids))) is recalled
+    assert all("Lisbon" in one.text for one in recall.passages)
 
 
 def test_shares_that_are_held_are_means_over_heads():
@@ -152,6 +155,19 @@ def test_four_facts_come_together_and_whole_if_one_was_evicted(tokenizer, recall
     tokens = recall.read_again(question, ids, held, len(ids))
     assert [one.text.strip() for one in recall.passages] == facts  # in order, the newest last
     assert "\n...\n".join(facts) in tokenizer.decode(tokens)
+
+
+def test_of_facts_that_contradict_each_other_the_newest_come_first_and_stand_last(
+    tokenizer, recall
+):
+    facts = [f"The value of red-fox is: {number}." for number in (14, 25, 36, 47)]
+    rest = filler(Random(5))
+    ids = chat(tokenizer, *(f"{' '.join(islice(rest, 9))} {fact} {next(rest)}" for fact in facts))
+    recall.limit = 64
+    recall.read_again(encode(tokenizer, "What is the value of red-fox?"), ids, NOTHING, len(ids))
+    found = [one.text.strip() for one in recall.passages]
+    assert 0 < len(found) < len(facts)
+    assert found == facts[-len(found) :]
 
 
 @pytest.mark.parametrize(
