@@ -7,7 +7,7 @@ selection, never arithmetic on scores. Knows no cache and no model.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -22,6 +22,8 @@ from kvcap.policies.base.policy import Policy
 from kvcap.sinks import sinks_beside, usual_sinks
 
 LOWEST = torch.finfo(torch.float32).min
+TIERS = {-2: LOWEST, -1: LOWEST / 2, 1: -LOWEST / 2, 2: -LOWEST}
+"""Holds the finite scores of a region's slots, by its tier; others are between them."""
 MOST = 1 << 30  # slots of a head; above any budget
 Score = Callable[[Policy, Observation], Tensor]
 Update = Callable[[Component, Observation], Mapping[str, Tensor]]
@@ -30,6 +32,19 @@ Update = Callable[[Component, Observation], Mapping[str, Tensor]]
 def eager_score(policy: Policy, obs: Observation) -> Tensor:
     """Return scores computed by the policy's own PyTorch code."""
     return policy.score(obs)
+
+
+def by_tier(scores: Tensor, positions: Tensor, regions: Iterable[tuple[int, int, int]]) -> Tensor:
+    """Return scores [..., n] with those of regions below or above all others, by their tiers.
+
+    Within a tier the newer slots stay.
+    """
+    for start, stop, tier in regions:
+        inside = positions < stop
+        if start:
+            inside = inside & (positions >= start)
+        scores = scores.masked_fill(inside, TIERS[tier])
+    return scores
 
 
 def eager_update(component: Component, obs: Observation) -> Mapping[str, Tensor]:
@@ -261,16 +276,18 @@ class Eviction:
     def worth(self, scores: Tensor, pinned: Tensor | None, obs: Observation) -> Tensor:
         """Return the numbers to choose slots by: scores, rescored, +inf where pinned. [B, K, n].
 
-        `obs.budget` slots of each head stay. `pinned` may be None where none are.
+        `obs.budget` slots of each head stay. `pinned` may be None where none are. Slots of a region
+        are below or above those of all others, as its tier is.
         """
         if pinned is None:
             if self.rescorer is None:
-                return scores
+                return by_tier(scores, obs.positions, obs.regions)
             pinned = torch.zeros_like(scores, dtype=torch.bool)
         if self.rescorer is not None:
             scores = self.rescorer.rescore(scores, pinned, obs).float().nan_to_num(nan=LOWEST)
         # All scores are finite, so that a pinned slot's +inf is above every one of them.
-        return scores.masked_fill(pinned, float("inf"))
+        found = by_tier(scores, obs.positions, obs.regions)
+        return found.masked_fill(pinned, float("inf"))
 
     def choose(self, scores: Tensor, pinned: Tensor | None, obs: Observation, count: int) -> Tensor:
         """Return the `count` slots of each head to evict by their scores. [B, K, count], unordered.

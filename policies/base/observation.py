@@ -90,6 +90,8 @@ class Observation:
     [B, K, longest].
     """
     pinned_spans: tuple[tuple[int, int], ...] = ()  # [start, stop) positions that are never evicted
+    regions: tuple[tuple[int, int, int], ...] = ()
+    """Holds regions [start, stop) with their tiers; `Eviction` weighs them, no policy need look."""
 
     @property
     def groups(self) -> int:

@@ -27,6 +27,7 @@ from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout, usual_positions
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
+from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.cache.row_table import RowPass, RowTable
 from kvcap.runtime.cache.settings import IN_BYTES, CacheSettings, SettingNames
 from kvcap.runtime.cache.slot_format import SlotFormat
@@ -120,6 +121,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Describes the forward pass that is running."""
         self.pinned_spans: list[tuple[int, int]] = []
         """Holds the spans [start, stop) of tokens read that are never evicted; see `pin`."""
+        self.regions = Regions(tokens)
+        """Holds the parts of a conversation that leave before or after others."""
         self.unread: tuple[int, int] | None = None
         """Holds an answer's last token and the number of tokens before it, until it is read.
 
@@ -179,7 +182,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
             return DummyLayer()
         spans, place = self.pinned_spans, shape.capped.index(index)
-        return BudgetLayer(place, self.allocation, spans, self._mask)
+        return BudgetLayer(place, self.allocation, spans, self.regions, self._mask)
 
     def _state_layer(self, index: int) -> StateLayer:
         """Make a new state for the model's recurrent layer of that index."""

@@ -23,6 +23,7 @@ from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.query_window import QueryWindow
+from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.cache.slots import EagerSlots, RowSlots
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
@@ -64,6 +65,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         index: its index among the capped layers.
         allocation: allocates the cache's memory.
         pinned_spans: those of the cache, which changes them in place.
+        regions: those of the cache, which its session changes in place.
         mask: the cache's note of the mask that a pass asks transformers for.
     """
 
@@ -75,6 +77,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         index: int,
         allocation: Allocation,
         pinned_spans: Sequence[Span],
+        regions: Regions,
         mask: MaskNote,
     ) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.evicted_store: EvictedStore | None = None  # its evicted tokens, where they are kept
         self.engine: EagerSlots | RowSlots | None = None
         """Works on its slots, once they are allocated."""
-        self.policy = LayerPolicy(self.layout, index, pinned_spans)
+        self.policy = LayerPolicy(self.layout, index, pinned_spans, regions)
         self.pending: PendingBlock | None = None
         self._attending = False  # a block is attended to, and evicted after
         self._allocation = allocation

@@ -211,6 +211,7 @@ class Decoding:
     ) -> Generator[Step, Any, None]:
         """Read `ids` with an `insertion` behind a `prefix`, draw an answer, add it to `written`.
 
+        While the model thinks, the prompt leaves the cache last; thoughts that are closed go first.
         Fills in the figures of `turn`. The last token drawn is not read; the cache keeps it as
         `unread`. Yields pieces of text and blocks of the prompt, and in a `Batch` every token that
         is to be read.
@@ -233,7 +234,7 @@ class Decoding:
         turn.read_tokens = turn.prompt_tokens
         least = getattr(config, "min_tokens", None) or 0
         stream = TextStream(engine.tokenizer, stops, self.read_ids, least)
-        listeners = self._listeners(config, sampler, guide, stream, written)
+        listeners = self._listeners(config, sampler, guide, stream, written, turn.prompt_tokens)
         ends = dict.fromkeys(settings.end_tokens(config).union(*(one.ends for one in listeners)))
         ends |= special_tokens(engine.tokenizer, stops)  # streams of text leave these out
         if least:
@@ -279,8 +280,12 @@ class Decoding:
         guide: Guide | None,
         stream: TextStream,
         to: Written,
+        read: int,
     ) -> list[Listener]:
-        """Choose the listeners of an answer; of their reasons to end it the last one counts."""
+        """Choose the listeners of an answer; of their reasons to end it the last one counts.
+
+        `read` tokens of a prompt were read for it.
+        """
         found: list[Listener] = [AnswerLimits(answer_limit(config), self.loop), stream]
         if (top := getattr(config, "logprobs", None)) is not None:
             texts = TokenTexts(self.engine.tokenizer)
@@ -288,8 +293,18 @@ class Decoding:
         if guide is not None:
             guide.restart()
             found.append(guide)
-        if (budget := getattr(config, "thinking_budget", None)) is not None:
-            found.append(Thoughts(self.engine.tokenizer, to.prompt, budget))
+        budget = getattr(config, "thinking_budget", None)
+        regions, seen = self.loop.cache.regions, self.loop.cache.seen
+
+        found.append(
+            Thoughts(
+                self.engine.tokenizer,
+                to.prompt,
+                budget,
+                lambda first: regions.open_thoughts((seen - read, seen), seen + first),
+                lambda stop: regions.close_thoughts(seen + stop),
+            )
+        )
         return found
 
     def _blocks(

@@ -157,7 +157,8 @@ class Loop(ABC):
     Args:
         cache: holds keys and values. It has `seen`, `held` and `spare` (tokens), `nbytes`,
             `used_bytes`, `recomputed`, `consistent`, `unread`, `pinned_spans`,
-            `sinks`, and `reset()`, `pin(spans)`, `pinned_with(spans)` and `kept_tokens()`.
+            `regions`, `sinks`, and `reset()`, `pin(spans)`, `pinned_with(spans)` and
+            `kept_tokens()`.
         on_full: says whether tokens beyond the budget are evicted, or reading them is refused.
             'stop' means 'error' here, and ends an answer in a session.
         never: the policy's name, if it never evicts.

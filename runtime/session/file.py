@@ -241,8 +241,9 @@ def check_conversation(file: SessionFile, vocabulary: int) -> None:
     if any(token >= vocabulary for token in said.get("read_ids", ())):
         raise file.corrupt(f"a token was read that is none of the model's {vocabulary:,}")
     spans = [*file.facts["pinned_spans"], *said.get("recalled_spans", ())]
+    spans += [span for some in said.get("regions", {}).values() for span in some]
     if any(start >= stop for start, stop in spans):
-        raise file.corrupt("pinned or recalled tokens end before they begin")
+        raise file.corrupt("pinned or recalled tokens, or a region, end before they begin")
     try:
         described = [messages, said["system"], said.get("tools")]
         json.dumps(described, ensure_ascii=False).encode()

@@ -514,6 +514,44 @@ def message_spans(
     return found
 
 
+def result_spans(
+    encode: Callable[[str], list[int]], text: str, messages: Sequence[Message], start: int = 0
+) -> list[Span | None]:
+    """Return for each message where in the tokens of `text` its result of a tool lies, if it is.
+
+    To a token or two, as texts that are cut may have other tokens at the cut.
+
+    Args:
+        encode: gives the tokens of a text.
+        text: that the chat template wrote.
+        messages: that it wrote.
+        start: tokens in front of it.
+    """
+    found, place = list[Span | None](), 0
+    for one in messages:
+        said = one["content"].strip() if one["role"] == "tool" else ""
+        forms = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1])
+        at = max(((text.find(form, place), form) for form in forms if form), default=(-1, ""))
+        if at[0] < 0:
+            found.append(None)
+            continue
+        start += len(encode(text[place : at[0]]))
+        found.append((start, start + len(encode(at[1]))))
+        start, place = found[-1][1], at[0] + len(at[1])  # type: ignore[index]
+    return found
+
+
+def results_by_age(
+    messages: Sequence[Message], spans: Sequence[Span | None]
+) -> dict[str, list[Span]]:
+    """Return the spans of results of tools as regions: new ones are those nobody asked behind."""
+    asked = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=-1)
+    return {
+        "tool results": [span for span in spans[: asked + 1] if span],
+        "new tool results": [span for span in spans[asked + 1 :] if span],
+    }
+
+
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many tokens both begin with."""
     return next(

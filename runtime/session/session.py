@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +46,8 @@ from kvcap.runtime.session.messages import (
     message_spans,
     render,
     render_turn,
+    result_spans,
+    results_by_age,
     same_opening,
     system_message,
     system_span,
@@ -86,6 +88,8 @@ class PreparedPrompt:
     question: int | None = None  # index in `ids` in front of which evicted text is read again
     prefix: int = 0  # first tokens of `ids` that are looked for in `Session.prefixes`
     begin: str = ""  # text that the answer begins with, at the end of `ids`
+    regions: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    """Holds tokens that leave the cache before or after others, by their kind; see `Regions`."""
 
 
 @dataclass(frozen=True)
@@ -343,6 +347,7 @@ class Session:
             "read_ids": self.read_ids,
             "read_before_answer": 0 if asked is None or asked.begin else asked.tokens,
             "recalled_spans": self.recall.spans,
+            "regions": self.loop.cache.regions.facts,
         }
 
     def take_over(self, conversation: dict[str, Any], rng: Any) -> None:
@@ -361,6 +366,9 @@ class Session:
         self.recall.spans = [
             (start, stop) for start, stop in conversation.get("recalled_spans", ())
         ]
+        self.loop.cache.regions.cut(0)
+        regions = conversation.get("regions", {})
+        self.loop.cache.regions.add({kind: [(a, b) for a, b in regions[kind]] for kind in regions})
         self._asked = None
         if tokens := conversation.get("read_before_answer", 0):
             self._asked = Asked(self._unanswered, self._read_with, False, tokens)
@@ -596,8 +604,13 @@ class Session:
             ids = self._unread + self.encode(text, follows=True)
             spans = [(seen, seen + len(ids))] if pin else []
             question = self._question(ids, text, given[-1], seen)
+            regions = results_by_age(
+                given, result_spans(self._encoded, text, given, seen + len(self._unread))
+            )
             return self._checked(
-                PreparedPrompt(ids, after, spans, options, question=question, begin=begin)
+                PreparedPrompt(
+                    ids, after, spans, options, question=question, begin=begin, regions=regions
+                )
             )
         if seen and not before.messages:
             raise MessagesInvalid(
@@ -696,8 +709,24 @@ class Session:
             spans += message_spans(encode, first, whole.messages, whole.pinned, ids)
         asked = self._question(ids, text, whole.messages[-1], 0) if whole.messages else None
         prefix = self._prefix_of(ids[:asked], lambda: first_tokens(encode, first))
+        if read is None:
+            found = result_spans(self._encoded, text, whole.messages)
+            regions = results_by_age(whole.messages, found)
+            if first or whole.tools:
+                with suppress(ChatTemplateMissing):  # of a message that the user did not write
+                    opening = common_prefix(first_tokens(encode, first), ids)
+                    regions["system prompt and tools"] = [(0, opening)]
+        else:
+            regions = self.loop.cache.regions.facts
         return PreparedPrompt(
-            ids, whole, spans, options, question=asked, prefix=prefix, begin=begin
+            ids,
+            whole,
+            spans,
+            options,
+            question=asked,
+            prefix=prefix,
+            begin=begin,
+            regions=regions,
         )
 
     def _prefix_of(self, ids: Sequence[int], first: Callable[[], list[int]]) -> int:
@@ -837,6 +866,7 @@ class Session:
                     if prompt.emptied:
                         self.cache.reset()
                     self.cache.pin(prompt.spans)
+                    self._weigh(prompt)
                     if prompt.transcript is not None:
                         self._transcript, self._read_with = prompt.transcript, prompt.options
                     self.turn, self.notice, self._written = turn, None, written
@@ -870,6 +900,14 @@ class Session:
         finally:
             settle()  # a Ctrl-C can come before the first has begun
 
+    def _weigh(self, prompt: PreparedPrompt) -> None:
+        """Note which tokens of a prompt leave the cache before or after others."""
+        regions, after = self.loop.cache.regions, prompt.transcript
+        regions.cut(self.loop.cache.seen)
+        if after is not None and after.messages and after.messages[-1]["role"] != "tool":
+            regions.age()
+        regions.add(prompt.regions)
+
     def _shared_prefix(self, prompt: PreparedPrompt) -> SharedPrefix | None:
         """Return the first tokens of a prompt that other conversations may begin with as well."""
         if self.prefixes is None or not prompt.prefix:
@@ -893,6 +931,7 @@ class Session:
         assert turn is not None
         (seen, held), total = start, turn.prompt_tokens
         self.recall.release(cache)
+        cache.regions.cut(cache.seen)
         turn.read_tokens = turn.read_tokens or max(0, min(cache.seen - seen, total))
         turn.evicted_tokens = max(0, (cache.seen - cache.held) - (seen - held))
         failed = turn.finish_reason in ("cap", "error")

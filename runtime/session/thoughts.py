@@ -36,9 +36,8 @@ class Thoughts(Listener):
         tokenizer: of the model.
         prompt: the last tokens before the answer, which may open thoughts.
         budget: tokens of thoughts, at most; None: they have no bound.
-        opened: called when thoughts begin.
-        closed: called when they end, with the first token of the answer that belongs to them, and
-            the one behind them.
+        opened: called when thoughts begin, with their first token's place in the answer.
+        closed: called when they end, with the place behind them.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class Thoughts(Listener):
         tokenizer: Any,
         prompt: Sequence[int],
         budget: int | None = None,
-        opened: Callable[[], None] = lambda: None,
-        closed: Callable[[int, int], None] = lambda first, stop: None,
+        opened: Callable[[int], None] = lambda first: None,
+        closed: Callable[[int], None] = lambda stop: None,
     ) -> None:
         self.reads_logits = budget is not None
         self._tokenizer, self._budget = tokenizer, budget
@@ -100,11 +99,11 @@ class Thoughts(Listener):
         """Take open thoughts as closed, since no token of theirs follows."""
         if self._closing and not self._over:
             self._over = True
-            self._closed(self._first, self._tokens)
+            self._closed(self._tokens)
 
     def _open(self, mark: str) -> None:
         self._closing = THOUGHTS[mark]
-        self._opened()
+        self._opened(self._first)
         self._bound()
 
     def _bound(self) -> None:

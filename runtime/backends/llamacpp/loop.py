@@ -17,6 +17,7 @@ from kvcap.runtime.backends.llamacpp.context import Context, Floats
 from kvcap.runtime.backends.llamacpp.model import reason
 from kvcap.runtime.backends.llamacpp.rank import Indices, Ranking
 from kvcap.runtime.cache.pinned_slots import check_slots
+from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
@@ -63,6 +64,7 @@ class LlamaCache:
         self.places = NONE
         """Holds their positions."""
         self.pinned_spans: list[Span] = []
+        self.regions = Regions(budget)
         self.unread: tuple[int, int] | None = None  # as in `BudgetCache`
         self._compact = positions == "compact"
         self._moved = False  # True: keys are turned to their positions with the next pass
@@ -180,6 +182,7 @@ class LlamaCache:
                 self.budget,
                 self.pinned_spans,
                 lambda: self.context.layers(self.sequence, self.held),
+                self.regions.weighed,
             )
         )
 

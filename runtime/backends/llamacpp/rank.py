@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.runtime.backends.llamacpp.context import LayerCells
+from kvcap.runtime.cache.regions import Region, tiers_of
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.types import FULL, PINS, SINKS, Span
 from kvcap.sinks import sinks_beside
@@ -60,6 +61,7 @@ class Ranking(Protocol):
         budget: int,
         spans: Sequence[Span],
         layers: Callable[[], Sequence[LayerCells]],
+        regions: Sequence[Region] = (),
     ) -> Mask:
         """Return which of the held tokens stay, `budget` of them. Bool [n].
 
@@ -69,6 +71,7 @@ class Ranking(Protocol):
             budget: how many stay.
             spans: pinned tokens.
             layers: returns keys and values of the capped layers.
+            regions: parts of the conversation that leave before or after others.
         """
 
 
@@ -100,10 +103,14 @@ class NewestRanking:
         budget: int,
         spans: Sequence[Span],
         layers: Callable[[], Sequence[LayerCells]],
+        regions: Sequence[Region] = (),
     ) -> Mask:
         """Return which of the held tokens stay: pinned ones, and the newest of the others."""
         found = pinned(tokens, seen, self.pins(budget, spans), spans)
         others = np.flatnonzero(~found)
+        if regions:
+            tiers = tiers_of(tokens[others].tolist(), regions)
+            others = others[np.argsort(tiers, kind="stable")]
         found[others[max(0, len(others) - (budget - int(found.sum()))) :]] = True
         return found
 
@@ -166,11 +173,13 @@ class PolicyRanking:
         budget: int,
         spans: Sequence[Span],
         layers: Callable[[], Sequence[LayerCells]],
+        regions: Sequence[Region] = (),
     ) -> Mask:
         """Return which of the held tokens stay: pinned ones, and those of the highest score."""
         import torch
 
         from kvcap.policies import Observation
+        from kvcap.policies.base.eviction import by_tier
 
         found = pinned(tokens, seen, self.pins(budget, spans), spans)
         total, count = torch.zeros(len(tokens)), 0
@@ -191,7 +200,8 @@ class PolicyRanking:
             )
             total += self.eviction.score(seen_by_policy)[0].mean(0)
             count += 1
-        scores = (total / count).masked_fill(torch.from_numpy(found), float("inf"))
+        scores = by_tier(total / count, torch.from_numpy(tokens), regions)
+        scores = scores.masked_fill(torch.from_numpy(found), float("inf"))
         # A stable sort: of equal scores the newer stay, as everywhere.
         order = scores.argsort(stable=True).numpy()
         found[order[len(tokens) - budget :]] = True

@@ -23,6 +23,7 @@ from kvcap.runtime.backends.onnxruntime.slots import (
     WindowSlots,
     last_in,
 )
+from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.errors import ManifestError
 from kvcap.runtime.types import Span
 
@@ -177,6 +178,8 @@ class ExportedDecoder:
         pins = facts["policy"].get("pins") or {}
         self.sinks = int(pins.get("sinks", 0))
         self.recents = [int(n) for n in pins.get("recents", [0] * len(self.budgets))]
+        self.regions: Regions | None = None
+        """Holds the regions of the conversation, which its cache sets; None: all text is alike."""
         self.graph, self.evictors, self.version = graph, evictors, graph.version
         self.observed = facts["queries_observed"]  # last queries; None: all of a block
         self.specs, self.turns = buffers_of(manifest, block_size), turns_of(manifest, block_size)
@@ -298,12 +301,20 @@ class ExportedDecoder:
         made_by = [made for i, made in enumerate(run.made) if i not in self.windows]
         for layer, evictor, made in zip(self.capped, self.evictors, made_by, strict=True):
             due = layer.held - layer.budget >= least
-            if not due and not self._states:
+            if due:
+                self._evict_early(layer, seen, spans)
+            if (not due or layer.held == layer.budget) and not self._states:
                 continue
             stay = layer.budget if due else layer.held
             gone = self._gone(layer, evictor, made.get("queries"), seen, stay, spans)
-            if due:
+            if gone.size:
                 layer.give_up(gone[0])
+
+    def _evict_early(self, layer: LayerSlots, seen: int, spans: Sequence[Span]) -> None:
+        """Evict first what leaves before other text, down to the layer's budget."""
+        if self.regions is not None and self.regions.weighed:
+            pins = [(0, self.sinks), (seen - max(1, *self.recents), seen), *spans]
+            layer.give_up_early(self.regions, pins, layer.held - layer.budget)
 
     def _gone(
         self,

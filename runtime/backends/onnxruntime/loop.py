@@ -7,6 +7,7 @@ runs the graphs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder
 from kvcap.runtime.backends.onnxruntime.slots import Int32
 from kvcap.runtime.cache.pinned_slots import check_slots
-from kvcap.runtime.errors import MemoryCapExceeded
+from kvcap.runtime.cache.regions import Regions
+from kvcap.runtime.errors import MemoryCapExceeded, PinsTooLarge
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
 from kvcap.runtime.session.engine import CacheCopy, Loop, Room
@@ -35,6 +37,7 @@ class OrtCache:
         self.decoder, self.policy = decoder, policy
         self.seen = 0
         self.pinned_spans: list[Span] = []
+        self.regions = decoder.regions = Regions(self.budget)
         self.unread: tuple[int, int] | None = None  # as in `BudgetCache`
 
     @property
@@ -118,6 +121,16 @@ class OrtCache:
         self._check_pins(spans)
         self.pinned_spans = list(spans)
 
+    @property
+    def pins(self) -> list[Span]:
+        """Return the pinned spans, and the regions that leave last, if a head holds these too."""
+        late = self.regions.late
+        if late:
+            with suppress(PinsTooLarge):
+                self._check_pins([*self.pinned_spans, *late])
+                return [*self.pinned_spans, *late]
+        return self.pinned_spans
+
     def _check_pins(self, spans: Sequence[Span]) -> None:
         decoder = self.decoder
         layers = zip(decoder.budgets, decoder.recents, strict=True)
@@ -167,7 +180,7 @@ class OrtLoop(Loop):
             self.guard.check(tokens)
         try:
             with interrupts_deferred():
-                logits = cache.decoder.run(ids[0].tolist(), cache.seen, cache.pinned_spans)
+                logits = cache.decoder.run(ids[0].tolist(), cache.seen, cache.pins)
                 cache.seen += tokens
         except (MemoryCapExceeded, MemoryError) as error:
             cache.reset()

@@ -13,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.runtime.backends.onnxruntime.graph import Array
+from kvcap.runtime.cache.regions import Regions
+from kvcap.runtime.types import Span
 
 Int32 = NDArray[np.int32]
 FAR = 1 << 32  # beyond every position
+LAST = np.int32(2**31 - 1)
 LEAST, MOST = -128, 127  # numbers in 8 bits
 
 
@@ -58,6 +61,14 @@ def rotations(inv_freq: Sequence[float], span: int) -> NDArray[np.float32]:
     """Return the cosines and sines of all positions below `span`, [span, 2, R/2], from float64."""
     angles = np.arange(span, dtype=np.float64)[:, None] * np.array(inv_freq, np.float64)
     return np.stack((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
+
+
+def _within(positions: Array, spans: Sequence[Span]) -> Array:
+    """Return which positions lie in one of the spans. Bool of their shape."""
+    found = np.zeros(positions.shape, np.bool_)
+    for start, stop in spans:
+        found |= (positions >= start) & (positions < stop)
+    return found
 
 
 class LayerSlots:
@@ -153,6 +164,22 @@ class LayerSlots:
                 self.turns.back(key[:kept], by[:kept])
         if "queries" in self.buffers:  # newer than all that goes, or pinned with their tokens
             self.turns.back(self.buffers["queries"], np.array(count))
+
+    def give_up_early(self, regions: Regions, pins: Sequence[Span], most: int) -> None:
+        """Evict up to `most` slots of regions that leave before other text, from each head.
+
+        The oldest go first. `pins` are tokens that stay whatever region they are in.
+        """
+        for tier in (-2, -1):
+            if not (spans := regions.early(tier)):
+                continue
+            positions = self.buffers["positions"][0, :, : self.held]  # [K, held]
+            inside = _within(positions, spans) & ~_within(positions, pins)
+            count = min(most, int(inside.sum(axis=1).min()))
+            if count:
+                order = np.argsort(np.where(inside, positions, LAST), axis=1, kind="stable")
+                self.give_up(order[:, :count])
+                most -= count
 
     def _turn_again(self, shift: Array) -> None:
         """Turn keys [K, kept] back by `shift` more, starting from how they were written."""

@@ -59,7 +59,7 @@ class BlockGraphs:
         self._fills_up = cache.eviction.policy.queries_observed is not None
         self._read = set[PassKind]()  # kinds read once without a graph, which can be captured
         self._given_up = set[PassKind]()  # kinds whose capture failed
-        self._spans: tuple[tuple[int, int], ...] = ()  # pinned when the graphs were captured
+        self._spans: tuple[tuple[int, ...], ...] = ()  # pinned, or weighed, as graphs were captured
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +77,7 @@ class BlockGraphs:
         kind = self._kind(ids, need_logits)
         if kind is None:
             return None
-        if (spans := tuple(self.cache.pinned_spans)) != self._spans:
+        if (spans := (*self.cache.pinned_spans, *self.cache.regions.weighed)) != self._spans:
             self.captured, self._spans = {}, spans
         if kind not in self.captured and not self._capture(ids, kind):
             return None

@@ -17,6 +17,7 @@ from kvcap.policies.base import Expansion
 from kvcap.policies.base.component import ATTENTION_VIEWS
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pool import Segment
+from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.models.output_projection import output_projection
 from kvcap.runtime.types import Span
 
@@ -39,11 +40,14 @@ class LayerPolicy:
         layout: of the cache.
         index: of the layer among the capped ones.
         pinned_spans: tokens [start, stop) that are never evicted; the cache changes them in place.
+        regions: parts of the conversation that leave before or after others, changed likewise.
     """
 
-    def __init__(self, layout: CacheLayout, index: int, pinned_spans: Sequence[Span]) -> None:
+    def __init__(
+        self, layout: CacheLayout, index: int, pinned_spans: Sequence[Span], regions: Regions
+    ) -> None:
         self.eviction, self.layout, self.index = layout.eviction, layout, index
-        self.pinned_spans = pinned_spans
+        self.pinned_spans, self.regions = pinned_spans, regions
         eviction, policy = self.eviction, self.eviction.policy
         self.has_state = bool(eviction.state)
         """Says that numbers are kept of every slot, which each block changes."""
@@ -90,6 +94,7 @@ class LayerPolicy:
         """Return what every observation of the layer has, whatever slots it is of."""
         return {
             "layer": self.index,
+            "regions": self.regions.weighed,
             "scaling": call.scaling,
             "softcap": call.softcap,
             "expansion": call.expansion,

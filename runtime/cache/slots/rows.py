@@ -21,6 +21,7 @@ from kvcap.kernels.choice import ready
 from kvcap.kernels.division import Division
 from kvcap.policies import Observation, Policy
 from kvcap.policies.base import Rows
+from kvcap.policies.base.eviction import by_tier
 from kvcap.runtime.attention.functions import attend_rows, takes_token
 from kvcap.runtime.cache.layer_balance import LayerBalance, Shares
 from kvcap.runtime.cache.layout import CacheLayout
@@ -403,7 +404,8 @@ class RowSlots:
 
 
 def _pinned_beyond(scores: Tensor, obs: Observation) -> Tensor:
-    """Pin spans beyond those that kernels take, by their scores [B, K, longest]."""
+    """Weigh regions, and pin spans beyond those that kernels take, by scores [B, K, longest]."""
+    scores = by_tier(scores, obs.positions, obs.regions)
     for start, stop in obs.pinned_spans[MOST_SPANS:]:
         inside = (obs.positions >= start) & (obs.positions < stop)
         scores = scores.masked_fill(inside, float("inf"))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny_chat
 from chat_templates import THINKING, with_template
+from region_checks import BUDGET, check_regions
 from toy_engine import BACKENDS, ToyEngine, session_of, tiny
 
+from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.thoughts import Thoughts
@@ -74,15 +77,24 @@ def test_a_budget_must_leave_room_for_the_answer(runtime):
 )
 def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, said, found):
     tokenizer = ToyEngine(64).tokenizer
-    opened, spans = [], []
+    opened, closed = [], []
     before = encode_with(tokenizer, prompt, follows=True)
-    thoughts = Thoughts(
-        tokenizer, before, None, lambda: opened.append(1), lambda *span: spans.append(span)
-    )
+    thoughts = Thoughts(tokenizer, before, None, opened.append, closed.append)
     ids = encode_with(tokenizer, said, follows=True)
     for token in ids:
         thoughts.token(token, None)
-    closed = [tokenizer.backend_tokenizer.decode(ids[a:b]) for a, b in spans]
-    assert (len(opened), closed[0] if closed else None) == found
+    spans = zip(opened, closed, strict=False)
+    texts = [tokenizer.backend_tokenizer.decode(ids[a:b]) for a, b in spans]
+    assert (len(opened), texts[0] if texts else None) == found
     thoughts.finish()
-    assert len(spans) == len(opened)
+    assert len(closed) == len(opened)
+
+
+@pytest.mark.parametrize("policy", ["streaming_llm", "lagkv"])
+def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path, policy):
+    """The same over ONNX Runtime and llama.cpp stands beside their other tests."""
+    check_regions(
+        Runtime.from_pretrained(
+            tiny_chat.save(tmp_path), policy, budget_tokens=BUDGET, block_size=16, device="cpu"
+        )
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llama_reference import agree, needs_library, runtime_of, text_ids
+from region_checks import BUDGET, check_regions
 
 from kvcap.runtime.backends.llamacpp import saved
 from kvcap.runtime.errors import (
@@ -102,6 +103,13 @@ def test_pins_and_the_system_prompt_stay(gguf: Files) -> None:
         assert "".join(map(chr, said)) in "".join(map(chr, ids[start:stop]))
     with pytest.raises(PinsTooLarge):
         "".join(session.send("a long one " * 12, pin=True))
+
+
+@pytest.mark.parametrize("policy", ["streaming_llm", "lagkv"])
+def test_thoughts_and_results_leave_first_and_the_system_prompt_last(
+    gguf: Files, policy: str
+) -> None:
+    check_regions(runtime_of(gguf(), policy=policy, budget_tokens=2 * BUDGET))
 
 
 def test_nothing_is_evicted_where_that_is_forbidden(gguf: Files) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from region_checks import BUDGET, check_regions
 from tools import PATIENCE, made, operations, pocket_decoder, tiny_decoder  # noqa: F401
 
 from kvcap.cli import run
@@ -819,6 +820,10 @@ def test_pinned_messages_stay(exported):
         list(session.send(STORY, pin=True))
     session.clear()
     assert not session.cache.pinned_spans
+
+
+def test_thoughts_and_results_leave_first_and_the_system_prompt_last(exported):
+    check_regions(OrtRuntime.from_directory(exported("compact", BUDGET)))
 
 
 def test_when_the_budget_is_full(tiny):

@@ -1,0 +1,112 @@
+"""Says which parts of a conversation leave the cache before others, whatever a policy scores them.
+
+One object of each cache, which its session changes and its layers read. Needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvcap.runtime.cache.pinned_slots import merged
+from kvcap.runtime.types import Span
+
+FAR = 1 << 30  # beyond every token
+MOST = 16  # spans of a kind that are known, the newest; older ones count like any text
+
+
+class Weight(NamedTuple):
+    """A weight of a kind of region: below 0 it leaves before other text, above 0 after it."""
+
+    tier: int
+    share: float = 1.0  # of the budget that it has at most; the rest of it counts like any text
+    newest: bool = False  # its last tokens have the share, not its first
+
+
+WEIGHTS = {
+    "thoughts": Weight(-2),
+    "tool results": Weight(-1),
+    "new tool results": Weight(0),
+    "open thoughts": Weight(0),
+    "system prompt and tools": Weight(1, 1 / 2),
+    "prompt of open thoughts": Weight(2, 1 / 4, newest=True),
+}
+"""Holds the weight of each kind of region; other text has none. A table of docs/thoughts.md."""
+Region = tuple[int, int, int]
+"""Holds the tokens [start, stop) of a conversation, and their tier."""
+
+
+class Regions:
+    """A list of a conversation's regions, which are tokens [start, stop) of one kind each.
+
+    Args:
+        budget: slots of a KV head.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._spans: dict[str, list[Span]] = {}
+        self.weighed: tuple[Region, ...] = ()
+        """Holds the regions that leave earlier or later than other text."""
+
+    @property
+    def facts(self) -> dict[str, list[Span]]:
+        """Return all regions by their kinds, as a session's file keeps them."""
+        return {kind: list(spans) for kind, spans in self._spans.items()}
+
+    def early(self, tier: int) -> list[Span]:
+        """Return the regions of a tier."""
+        return [(start, stop) for start, stop, own in self.weighed if own == tier]
+
+    @property
+    def late(self) -> list[Span]:
+        """Return the regions that leave after all other text."""
+        return [(start, stop) for start, stop, tier in self.weighed if tier > 0]
+
+    def add(self, regions: Mapping[str, Iterable[Span]]) -> None:
+        """Add regions by their kinds."""
+        for kind, spans in regions.items():
+            self._spans[kind] = merged([*self._spans.get(kind, ()), *spans])[-MOST:]
+        self._weigh()
+
+    def age(self) -> None:
+        """Count new results of tools as results from now on, since something else is asked."""
+        self.add({"tool results": self._spans.pop("new tool results", [])})
+
+    def open_thoughts(self, prompt: Span, first: int) -> None:
+        """Have a prompt leave last while the thoughts are open that begin with token `first`."""
+        self.add({"prompt of open thoughts": [prompt], "open thoughts": [(first, FAR)]})
+
+    def close_thoughts(self, stop: int) -> None:
+        """Have open thoughts leave first, which end before token `stop`."""
+        self._spans.pop("prompt of open thoughts", None)
+        opened = self._spans.pop("open thoughts", [])
+        self.add({"thoughts": [(first, stop) for first, _ in opened]})
+
+    def cut(self, seen: int) -> None:
+        """Close thoughts, and remove everything behind the first `seen` tokens: it was not read."""
+        self.close_thoughts(seen)
+        known, self._spans = self._spans, {}
+        self.add({kind: [(a, min(b, seen)) for a, b in known[kind] if a < seen] for kind in known})
+
+    def _weigh(self) -> None:
+        found = list[Region]()
+        for kind, (tier, share, newest) in WEIGHTS.items():
+            most = max(1, int(self._budget * share))
+            for start, stop in self._spans.get(kind, ()) if tier else ():
+                if tier > 0 and newest:
+                    start = max(start, stop - most)
+                elif tier > 0:
+                    stop = min(stop, start + most)
+                found.append((start, stop, tier))
+        self.weighed = tuple(found)
+
+
+def tiers_of(tokens: Sequence[int], regions: Iterable[Region]) -> list[int]:
+    """Return the tier of each token.
+
+    >>> tiers_of([0, 5, 9], [(0, 4, 1), (8, 12, -2)])
+    [1, 0, -2]
+    """
+    known = [*regions]
+    return [next((tier for a, b, tier in known if a <= token < b), 0) for token in tokens]
