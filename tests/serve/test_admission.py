@@ -214,7 +214,7 @@ def test_a_server_whose_tokenizer_has_no_default_template_starts_and_says_so(
 def test_nothing_is_loaded_where_not_one_conversation_fits(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcap.serve.admission.load", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvcap.serve.admission.load_for_chat", lambda *_: 1 / 0)
     without = Budget(enforce="rlimit")
     with pytest.raises(ValueError, match="give one, such as --memory-cap 2GiB"):
         open_conversations(folder, Backend(), without, Running(device="cpu"), Output())

@@ -30,7 +30,7 @@ def test_its_error_comes_to_who_asked() -> None:
 def test_a_model_is_loaded_and_prompts_are_prepared_by_threads_that_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load, begin = admission.load, scheduler.begin
+    load, begin = admission.load_for_chat, scheduler.begin
     threads = list[threading.Thread]()
 
     def noted(work: Any) -> Any:
@@ -40,7 +40,7 @@ def test_a_model_is_loaded_and_prompts_are_prepared_by_threads_that_end(
 
         return noting
 
-    monkeypatch.setattr(admission, "load", noted(load))
+    monkeypatch.setattr(admission, "load_for_chat", noted(load))
     monkeypatch.setattr(scheduler, "begin", noted(begin))
     opened = admission.open_conversations(
         tiny_chat.save(tmp_path),
