@@ -27,7 +27,11 @@ from kvcap.runtime.models.gguf import AS_THEY_ARE
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.models.rounding import Rounding
 
-ROUNDINGS = {name: formats.matrix_of(name).rounding for name in formats.NAMES}
+ROUNDINGS = {
+    name: rounding
+    for name in formats.NAMES
+    if (rounding := formats.matrix_of(name).rounding) is not None
+}
 # The cache's type by that of the weights.
 CACHE = {"fp32": "fp32", "fp16": "fp16", **dict.fromkeys(ROUNDINGS, "fp32")}
 WITHIN = "model."  # prefix of the model's names within the module that is traced

@@ -35,7 +35,7 @@ class PackedMatrix(nn.Module):
     """
 
     few: ClassVar[int]  # tokens up to which packed numbers are multiplied as they are
-    rounding: ClassVar[Rounding]  # by which an export rounds to as many bits
+    rounding: ClassVar[Rounding | None] = None  # of exports of this type; None: there are none
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: Any = None) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Int4Matrix(PackedMatrix):
     """
 
     few = 16
-    rounding = Rounding(4, symmetric=False)
+    rounding: ClassVar = Rounding(4, symmetric=False)
 
     def _make(self, dtype: torch.dtype, device: Any) -> None:
         held, groups = self.rows + -self.rows % TILE, self.padded // GROUP

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Int8Matrix(PackedMatrix):
     few = 4
     # Twice as many numbers share a scale as in 4 bits: products of a token take a fifth less time,
     # and weights differ by 0.6 % of their size instead of 0.5 %.
-    rounding = Rounding(8, block=64)
+    rounding: ClassVar = Rounding(8, block=64)
 
     def _make(self, dtype: torch.dtype, device: Any) -> None:
         self.numbers = parameter((self.rows, self.padded), torch.int8, device)
