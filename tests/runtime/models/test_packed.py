@@ -273,7 +273,7 @@ def test_a_session_goes_on_under_the_same_weights_alone(chatty, tmp_path):
 
 
 def test_what_cannot_be_is_refused_by_name(chatty, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="int8 or int4"):
+    with pytest.raises(ValueError, match=" or ".join(NAMES)):
         Runtime.from_pretrained(chatty, weights="int3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on a CPU, and this is cuda"):
         packed.check_packing(load_config(chatty), torch.float32, "cuda", "int4")
