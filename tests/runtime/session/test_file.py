@@ -711,11 +711,12 @@ def test_the_command_line_goes_on(command, chatting, tmp_path):
     """Three answers in three processes are those of one."""
     model, file = chatting.name, str(tmp_path / "s")
     texts = ("Hello!", "How are you?", "And now?")
-    whole = command("chat", model, stdin="\n".join(texts).encode())[1]
+    likeliest = ("--temperature", "0")
+    whole = command("chat", model, *likeliest, stdin="\n".join(texts).encode())[1]
     parts = [
-        command("generate", model, texts[0], "--session", file),
-        command("chat", model, "--session", file, stdin=texts[1].encode()),
-        command("generate", model, texts[2], "--session", file),
+        command("generate", model, texts[0], "--session", file, *likeliest),
+        command("chat", model, "--session", file, *likeliest, stdin=texts[1].encode()),
+        command("generate", model, texts[2], "--session", file, *likeliest),
     ]
     assert [code for code, _, _ in parts] == [0, 0, 0]
     assert "".join(out for _, out, _ in parts) == whole
