@@ -7,17 +7,19 @@ as part of it, and are evicted again in time like any other tokens. The cache ne
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.recall.asking import asks
-from kvcap.runtime.recall.segments import TextPieces, cuts, question_start, segment_length
+from kvcap.runtime.recall.meaning import Meaning
+from kvcap.runtime.recall.segments import QUESTION, TextPieces, cuts, question_start, segment_length
 from kvcap.runtime.recall.settings import STORE_BYTES, RecallSettings
 from kvcap.runtime.recall.store import Found, PassageStore, terms
 from kvcap.runtime.types import KeptTokens, Span
@@ -27,10 +29,14 @@ KEYWORDS, MOST_KEYWORDS = (
     0.8,
     6,
 )  # the same of a few words that ask by no form, such as "cellar code"
+ENOUGH = 0.6  # share of a question's words; passages with less are joined by some near in meaning
 PART = 0.4  # what a passage must add to the words of others, relative to what the best one has
 NEAR_BEST = 0.8  # passages that add nearly as much as the best one come with it
 FOLLOWING = 0.3  # the same where a question follows from another, and asks more of its subject
 FEW_WORDS = 5  # of a question that may follow from the one before it, such as "and its colour?"
+NEAREST = 8  # passages, at most, where some are found by meaning
+FUSE = 10  # added to ranks before 1 / rank, so that the first few ranks are nearly equal
+MOST_TOLD = 512  # of the newest passages of short messages are compared
 HEADER = 4  # tokens of the name of who says a message
 USER = "user"
 ROLES = frozenset(("system", "developer", USER, "assistant", "model", "tool"))
@@ -72,6 +78,7 @@ class Recall:
         encode: gives the token ids of a text that follows another.
         budget: slots per KV head and layer.
         store: bytes that were planned for the index; 0: none were, and nothing is recalled.
+        meaning: says how near texts are in meaning; None: passages are found by words alone.
     """
 
     def __init__(
@@ -80,8 +87,9 @@ class Recall:
         encode: Callable[[str], list[int]],
         budget: int,
         store: int = STORE_BYTES,
+        meaning: Meaning | None = None,
     ) -> None:
-        self._budget = budget
+        self._budget, self._meaning = budget, meaning
         self.set(RecallSettings(None if store else 0, store))
         self.spans: list[Span] = []
         """Holds the spans of recalled text: where it was read again, not where it came from."""
@@ -167,8 +175,37 @@ class Recall:
         if asked and not found and words <= FEW_WORDS:
             before = self._asked_before(ids)
             found = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
-        if kept is not None and (holds_all(kept, len(ids)) or all_newest(found, len(ids))):
+        if kept is not None and (
+            holds_all(kept, len(ids)) or (all_newest(found, len(ids)) and found)
+        ):
             return []
+        if asked and self._meaning and (not found or found[0].score < ENOUGH):
+            found = fused(found, self._meant(self._meaning, question, ids))[:NEAREST]
+        return found
+
+    def _meant(self, meaning: Meaning, question: str, ids: Sequence[int]) -> list[Passage]:
+        """Return what the user told a while ago that is nearest in meaning to a question.
+
+        Only short messages count: a text that was pasted is asked about in its own words, and
+        would hide what was told.
+        """
+        told = [one for one in self._told(ids) if not all_newest([one], len(ids))]
+        near = meaning.likeness(question, [one.text for one in told])
+        best = np.argsort(-near, kind="stable")[:NEAREST]
+        return [told[i]._replace(score=float(near[i])) for i in best if near[i] > 0]
+
+    def _told(self, ids: Sequence[int]) -> list[Passage]:
+        """Return the newest passages of the user's short messages that ask nothing."""
+        found = list[Passage]()
+        for start, name in self._messages(ids, len(ids)):
+            stop = next((i for i in range(start, len(ids)) if not self._is_text(ids[i])), len(ids))
+            first = max([start, *(b for a, b in self.spans if start <= a and b <= stop)])
+            if name == USER and stop - first <= QUESTION and len(found) < MOST_TOLD:
+                pieces = [self._pieces(token) for token in ids[first:stop]]
+                for a, b in pairwise([0, *cuts(pieces, self._longest), len(pieces)]):
+                    text = "".join(pieces[a:b]).strip()
+                    if text and not asks(text):
+                        found.append(Passage((first + a, first + b), text, 0))
         return found
 
     def _needed(
@@ -397,6 +434,21 @@ def holds_all(kept: Sequence[KeptTokens], seen: int) -> bool:
 def all_newest(found: Sequence[Passage], seen: int) -> bool:
     """Return whether all passages are of the last tokens of `seen` ones."""
     return all(one.span[0] >= seen - NEWEST for one in found)
+
+
+def fused(*orders: Sequence[Passage]) -> list[Passage]:
+    """Return the passages of several orders in one, by the sum of their reciprocal ranks.
+
+    >>> a, b, c = (Passage((i, i + 1), "", 0) for i in range(3))
+    >>> [one.span[0] for one in fused([a, b], [c, b])]
+    [1, 0, 2]
+    """
+    sums, known = defaultdict[Span, float](float), dict[Span, Passage]()
+    for order in orders:
+        for place, one in enumerate(order):
+            sums[one.span] += 1 / (FUSE + place)
+            known.setdefault(one.span, one)
+    return sorted(known.values(), key=lambda one: -sums[one.span])
 
 
 def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:

@@ -374,7 +374,8 @@ class Library:
             raise self._unusable(f"cells are of ggml's type {kind}, which kvcap does not read")
         source = np.ascontiguousarray(rows)
         found = np.empty((len(rows), rows.shape[1] // unit * NUMBERS), np.float32)
-        self._symbol(name)(source.ctypes.data, found.ctypes.data, found.size)
+        convert = self.symbol(name, None, (c_void_p, c_void_p, ctypes.c_int64))
+        convert(source.ctypes.data, found.ctypes.data, found.size)
         return found
 
     def quantise(self, whole: Path, out: Path, kind: str) -> None:
@@ -395,12 +396,16 @@ class Library:
         if quantise(str(whole).encode(), str(out).encode(), ctypes.byref(settings)):
             raise self._unusable(f"it cannot quantise {whole.name} to {kind}")
 
-    def _symbol(self, name: str) -> Any:
-        """Return a function of ggml, which some builds have in a library of its own."""
+    def symbol(self, name: str, result: Any, arguments: tuple[Any, ...]) -> Any:
+        """Return a function of ggml, which some builds have in a library of its own.
+
+        Raises:
+            LibraryUnusable: it has none of that name.
+        """
         for library in (self.calls, *self._beside):
             function = getattr(library, name, None)
             if function is not None:
-                function.restype, function.argtypes = None, (c_void_p, c_void_p, ctypes.c_int64)
+                function.restype, function.argtypes = result, arguments
                 return function
         raise self._unusable(f"it has no {name}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,17 @@ from kvcap.runtime.backends.llamacpp.loop import LlamaCache, LlamaLoop, LlamaRow
 from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.plan import LOADING, LlamaPlanner, cell_type
 from kvcap.runtime.backends.llamacpp.rank import Ranking, ranking_of, usable_policies
+from kvcap.runtime.backends.llamacpp.rows import GgufRows
 from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
 from kvcap.runtime.cache.settings import CacheSettings, check_size
 from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, fitting, parse_cap, warn_if_short
+from kvcap.runtime.recall.meaning import Meaning
 from kvcap.runtime.recall.settings import index_bytes
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session.batch import Batch
+from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import EVICT_EVERY, PINS
@@ -144,6 +147,13 @@ class LlamaRuntime:
     def generation(self) -> Generation:
         """Return the file's own settings of generation, with the tokens that end an answer."""
         return generation_of(self.gguf)
+
+    @cached_property
+    def meaning(self) -> Meaning | None:
+        """Return what compares texts by the file's embedding table."""
+        rows = GgufRows(self.gguf.library, self.gguf.file, self.vocabulary)
+        encode = partial(encode_with, self.tokenizer, follows=True)
+        return Meaning(rows, encode, self.vocabulary) if rows.size else None
 
     @property
     def device_label(self) -> str:
