@@ -83,6 +83,7 @@ class ToyEngine:
     tokenizer: Any = field(default_factory=lambda: Tokenizer(Path(pocket.path())))
     generation: Generation = field(default_factory=Generation)
     memory_cap: int | None = None
+    meaning = None
 
     @property
     def plan(self) -> MemoryPlan:

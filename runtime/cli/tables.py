@@ -250,6 +250,8 @@ def print_plan(
     rows += [("logits of a token", plan.logits, "estimate")]
     if plan.recall_store:
         rows += [("index of evicted text", plan.recall_store, "at most")]
+        if plan.word_vectors:
+            rows += [("its search by meaning", plan.word_vectors, "at most")]
     exact = "" if plan.weights_from.endswith("estimated") else "exact, from "
     rows += [("weights", plan.weights, exact + plan.weights_from)]
     if plan.baseline:

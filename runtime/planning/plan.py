@@ -24,6 +24,7 @@ from kvcap.runtime.cache.settings import (
 )
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import FreeMemory, free_memory, process_bytes
+from kvcap.runtime.recall.settings import vectors_bytes
 from kvcap.runtime.types import Positions
 from kvcap.runtime.units import format_bytes, parse_bytes, with_margin
 
@@ -87,6 +88,7 @@ class MemoryPlan:
     weights_dtype: str | None = None  # of matrices; None: `dtype`, or the checkpoint's own
     evicted_in: str = ""  # 'device', 'host' or a directory with a file of them; '': none are kept
     recall_store: int = 0  # at most, beside the cache: the index of a conversation's text
+    word_vectors: int = 0  # at most, beside the index; by them it is searched by meaning
     block_why: str = ""  # why blocks have this size, in words; '': it was asked for, or is 128
 
     @property
@@ -118,7 +120,8 @@ class MemoryPlan:
     @property
     def run_bytes(self) -> int:
         """Return the bytes that the run adds: cache, index, workspace, logits and weights."""
-        beside = self.recall_store + self.workspace + self.logits + self.weights
+        index = self.recall_store + (self.word_vectors if self.recall_store else 0)
+        beside = index + self.workspace + self.logits + self.weights
         return self.cache_bytes + beside
 
     @property
@@ -332,6 +335,7 @@ class ModelPlanner:
             weights_dtype=self.packed,
             evicted_in="" if eviction.corrector is None else eviction.corrector.place,
             recall_store=self.recall_store,
+            word_vectors=vectors_bytes(shape.hidden_size),
         )
 
     def rehearsed(self, plan: MemoryPlan) -> MemoryPlan:
@@ -541,7 +545,9 @@ def fitting(plan: MemoryPlan, cap: int) -> MemoryPlan:
 def _needs(plan: MemoryPlan) -> str:
     """Say what a plan takes, in all and by its parts."""
     rest = plan.workspace + plan.logits
-    index = f"the index of recall {plan.recall_store:,}, " if plan.recall_store else ""
+    index = ""
+    if plan.recall_store:
+        index = f"the index of recall {plan.recall_store:,}, word vectors {plan.word_vectors:,}, "
     return (
         f"{plan.budget_tokens:,} slots and blocks of {plan.block_size:,} need "
         f"{plan.total_bytes:,} bytes (the process {plan.baseline:,}, weights {plan.weights:,}, "

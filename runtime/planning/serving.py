@@ -78,6 +78,7 @@ class ServingPlan:
     def fixed_bytes(self) -> int:
         """Return the bytes that are held however many conversations there are."""
         own = self.one.baseline + SERVING + self.one.weights + self.shared_prompt_bytes
+        own += self.one.word_vectors if self.index else 0
         return own + self.tokenising + self.passes + self.shared.rows + self.restoring
 
     @property

@@ -14,10 +14,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcap.runtime.recall.settings import WIDEST
 from kvcap.runtime.recall.store import EMPTY, rarity, terms
 
 Vectors = NDArray[np.float32]
-WIDEST = 640  # numbers of a row that are used, at most: the matrix of them takes 1.6 MB
 SAMPLED, FIRST, PIECE = 8192, 256, 512  # frequent tokens, behind bytes and special ones; at a time
 COMMON, TEXTS = 3, 8  # directions that all texts share, if there are so many texts for each
 
@@ -29,7 +29,6 @@ class Meaning:
         rows: gives the table's rows of some tokens, [n, d].
         encode: gives the tokens of a text.
         vocabulary: how many rows the table has; the first ones belong to frequent tokens.
-        nbytes: of the matrix, at most.
     """
 
     def __init__(
@@ -37,10 +36,8 @@ class Meaning:
         rows: Callable[[Sequence[int]], Vectors],
         encode: Callable[[str], list[int]],
         vocabulary: int,
-        nbytes: int = 4 * WIDEST**2,
     ) -> None:
         self._rows, self._encode, self._vocabulary = rows, encode, vocabulary
-        self._widest = min(WIDEST, int((nbytes / 4) ** 0.5))
 
     @cached_property
     def _plain(self) -> tuple[Vectors, Vectors]:
@@ -60,7 +57,7 @@ class Meaning:
         return mean.astype(np.float32), np.linalg.inv(root).T
 
     def _cut(self, ids: Sequence[int]) -> Vectors:
-        return self._rows(ids)[:, : self._widest]
+        return self._rows(ids)[:, :WIDEST]
 
     def _words(self, words: Sequence[str]) -> Vectors:
         """Return the vector of each word, [n, d] of length 1."""
@@ -98,4 +95,5 @@ def telling(text: str) -> list[str]:
 
 def unit(vectors: Vectors) -> Vectors:
     """Return vectors of length 1; zeros stay zeros."""
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-9)
+    found: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-9)
+    return found

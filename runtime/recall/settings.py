@@ -13,6 +13,7 @@ PAGE = 4096  # bytes of a page of SQLite
 PAGES = 64  # of an index, at least: an empty one has about 10
 LEAST_BYTES = PAGE * PAGES  # of an index
 SERVED_BYTES = 1 << 20  # of the index of each of a server's conversations: some 35,000 tokens
+WIDEST = 640  # numbers of a row of the embedding table that are used, at most
 CAP_SHARE = 32  # of a small cap of the process, this part is for the index
 
 
@@ -97,6 +98,17 @@ def index_bytes(
             f"{format_bytes(LEAST_BYTES)} or more, or turn recall off"
         )
     return nbytes
+
+
+def vectors_bytes(size: int) -> int:
+    """Return the most bytes by which texts are compared in meaning, at `size` numbers a row.
+
+    A matrix of float32, and two more while it is made.
+
+    >>> vectors_bytes(576), vectors_bytes(4096)
+    (3981312, 4915200)
+    """
+    return 3 * 4 * min(size, WIDEST) ** 2
 
 
 DEFAULT = RecallSettings()

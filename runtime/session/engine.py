@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.planning.plan import MemoryPlan
+from kvcap.runtime.recall.meaning import Meaning
 from kvcap.runtime.types import OnFull, SlotUse
 
 MOST = 1000  # times as many slots as are needed: the largest budget that is tried as advice
@@ -46,6 +47,10 @@ class Engine(Protocol):
     @property
     def vocabulary(self) -> int:
         """Return how many different tokens the model knows; its tokenizer may have more."""
+
+    @property
+    def meaning(self) -> Meaning | None:
+        """Return what compares texts by the model's embedding table; None: it cannot be read."""
 
     @property
     def cap_bytes(self) -> int:

@@ -125,11 +125,16 @@ class LlamaModel:
     @property
     def key_length(self) -> int:
         """Return the numbers of a key of one head."""
-        calls, said = self.library.calls, self.field(f"{self.architecture}.attention.key_length")
+        said = self.field(f"{self.architecture}.attention.key_length")
         if said is not None:
             return int(said)
-        heads = int(calls.llama_model_n_head(self.pointer))
-        return int(calls.llama_model_n_embd(self.pointer)) // max(1, heads)
+        heads = int(self.library.calls.llama_model_n_head(self.pointer))
+        return self.embedding_size // max(1, heads)
+
+    @property
+    def embedding_size(self) -> int:
+        """Return the numbers of a token's row in the embedding table."""
+        return int(self.library.calls.llama_model_n_embd(self.pointer))
 
     @property
     def fixed_keys(self) -> str | None:

@@ -18,6 +18,7 @@ from kvcap.runtime.cache.settings import BUDGET_TOKENS, CacheSettings
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import process_bytes
 from kvcap.runtime.planning.plan import MemoryPlan, fitting
+from kvcap.runtime.recall.settings import vectors_bytes
 from kvcap.runtime.types import Positions
 from kvcap.runtime.units import parse_bytes, with_margin
 
@@ -119,6 +120,7 @@ class LlamaPlanner:
             layers=self._layers,
             position_modes="compact, true or auto" if self.movable else "true",
             recall_store=self.recall_store,
+            word_vectors=vectors_bytes(model.embedding_size),
         )
 
     @property

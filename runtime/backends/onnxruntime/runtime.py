@@ -73,6 +73,7 @@ class OrtRuntime:
     name: str
     settings: CacheSettings  # as asked for
     memory_cap: int | None = None
+    meaning = None  # an export's embedding table is in its graph, which does not give it
 
     @cached_property
     def generation(self) -> Generation:

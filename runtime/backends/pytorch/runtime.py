@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
@@ -50,10 +51,12 @@ from kvcap.runtime.planning.plan import (
     parse_cap,
     warn_if_short,
 )
+from kvcap.runtime.recall.meaning import Meaning, Vectors
 from kvcap.runtime.recall.settings import index_bytes
 from kvcap.runtime.session import chat_template
 from kvcap.runtime.session import file as session_file
 from kvcap.runtime.session.batch import Batch
+from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
@@ -115,6 +118,19 @@ class Runtime:
     def family(self) -> str:
         """Return the name of the model's family."""
         return str(self.model.config.model_type)
+
+    @cached_property
+    def meaning(self) -> Meaning:
+        """Return what compares texts by the model's embedding table."""
+        table, device = self.model.get_input_embeddings(), self.model.device
+
+        def rows(ids: Sequence[int]) -> Vectors:
+            with torch.inference_mode():
+                found = table(torch.tensor(list(ids), dtype=torch.long, device=device))
+                return cast(Vectors, found.float().cpu().numpy())
+
+        encode = partial(encode_with, self.tokenizer, follows=True)
+        return Meaning(rows, encode, self.vocabulary)
 
     @cached_property
     def generation(self) -> GenerationConfig:

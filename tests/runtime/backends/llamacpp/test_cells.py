@@ -120,3 +120,12 @@ def test_under_a_cap_logits_are_those_of_kept_tokens(
     follow(loop, Follower(plain, positions), text_ids(1, sum(sizes)), sizes)
     assert loop.cache.held == BUDGET
     plain.close()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_rows_of_the_embedding_table_are_those_of_the_file(gguf: Files, architecture: str) -> None:
+    runtime = runtime_of(gguf(architecture))
+    table = tiny_gguf.tensors(architecture)["token_embd.weight"].astype(np.float32)
+    assert runtime.meaning is not None
+    assert np.array_equal(runtime.meaning._rows(range(3, 9)), table[3:9])
+    assert runtime.meaning.likeness("the wine", ["a wine", "it is", "the rain"]).argmax() == 0
