@@ -175,13 +175,11 @@ class Recall:
         if asked and not found and words <= FEW_WORDS:
             before = self._asked_before(ids)
             found = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
-        if kept is not None and (
-            holds_all(kept, len(ids)) or (all_newest(found, len(ids)) and found)
-        ):
+        if kept is not None and holds_all(kept, len(ids)):
             return []
         if asked and self._meaning and (not found or found[0].score < ENOUGH):
             found = fused(found, self._meant(self._meaning, question, ids))[:NEAREST]
-        return found
+        return [] if kept is not None and all_newest(found, len(ids)) else found
 
     def _meant(self, meaning: Meaning, question: str, ids: Sequence[int]) -> list[Passage]:
         """Return what the user told a while ago that is nearest in meaning to a question.
