@@ -205,11 +205,9 @@ def mild_for(family: str) -> dict[str, Any]:
 def names_drawing(config: Any) -> bool:
     """Return whether settings of generation say how tokens are drawn.
 
-    Transformers' have a value of everything; those count that differ from what it fills in.
+    Those of transformers 4.57 always do, which fills in that the likeliest is taken.
     """
-    differing = getattr(config, "to_diff_dict", None)
-    given = vars(config) if differing is None else differing()
-    return any(given.get(name) is not None for name in DRAWN)
+    return any(getattr(config, name, None) is not None for name in DRAWN)
 
 
 def drawn(config: Any) -> dict[str, Any]:
