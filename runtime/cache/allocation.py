@@ -13,6 +13,7 @@ from kvcap.runtime.cache.evicted_store import EvictedStore, MappedFile
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import BufferSpec, CacheLayout
 from kvcap.runtime.cache.pool import Segment, SlotPool
+from kvcap.runtime.cache.positions import CompactPositions, TruePositions
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.cache.slots import EagerSlots, QuantisedRowSlots, RowSlots, covers
 from kvcap.runtime.cache.slots.policy import LayerPolicy
@@ -71,6 +72,7 @@ class Allocation:
         rotation = self.rotation(like) if layout.rotates[index] else None
         later = rotation if layout.positions == "auto" else None
         rotation = rotation if self.compact else None
+        positions = TruePositions() if rotation is None else CompactPositions(rotation)
         if layout.window_length:
             ring = QueryWindow(like, heads, layout.window_length)
             self._register(f"window.{index}", ring.named, like)
@@ -81,7 +83,7 @@ class Allocation:
         if layout.centred(index):
             mean = like.new_zeros(*like.shape[:2], like.shape[3], dtype=torch.float32)
             self._register(f"mean.{index}", partial(dict, keys=mean), like)
-        return LayerStorage(segments, ring, store, rotation, later, mean)
+        return LayerStorage(segments, ring, store, positions, later, mean)
 
     def engine(self, storage: LayerStorage, policy: LayerPolicy) -> EagerSlots | RowSlots:
         """Make the engine that appends to, attends to and evicts from a layer's slots."""

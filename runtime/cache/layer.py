@@ -391,7 +391,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def enable_rotation(self) -> None:
         """Have keys rotated whenever they are read, by 0 as long as no token has moved."""
         assert self.storage is not None
-        self.storage.enable_rotation()
+        self.storage.positions.note_moved()
 
     def restore_counters(self, seen: int, held: list[int]) -> None:
         """Set the tokens read and each segment's slots in use, as before a block that failed."""

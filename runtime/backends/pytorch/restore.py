@@ -55,7 +55,7 @@ def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
         "held": [s.held for s in heads],
         "budgets": [s.budget for s in heads],
         "stays": [s.target_length for s in heads],
-        "moved": layer.storage is not None and layer.storage.needs_rotation,
+        "moved": layer.storage is not None and layer.storage.positions.moved,
         "ring": 0 if ring is None else ring.queries.shape[2],
         "evicted": None,
     }
@@ -358,8 +358,8 @@ class Refill:
         """Restore a layer: its slots, its window of queries and its evicted tokens."""
         index, saved = layer.index, self.saved.layers[layer.index]
         assert layer.storage is not None
-        layer.seen, layer.storage.rotated_in_place = self.seen, False
-        layer.storage.needs_rotation = bool(saved["moved"])
+        layer.seen = self.seen
+        layer.storage.positions.note_moved(bool(saved["moved"]))
         if layer.storage.key_mean is not None:
             layer.storage.key_mean.copy_(self.saved.tensor(index, "mean"))
         if layer.query_window is not None:

@@ -25,9 +25,9 @@ from kvcap.runtime.backends.pytorch.loop import BlockLoop, out_of_memory
 from kvcap.runtime.backends.pytorch.sampler import draw_each
 from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import BudgetLayer, refuse_moving, refuse_reordering
+from kvcap.runtime.cache.positions import RotatedKeys
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.step import ForwardContext
-from kvcap.runtime.cache.storage import RotatedKeys
 from kvcap.runtime.errors import MemoryCapExceeded
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.models.arguments import cache_argument
@@ -80,14 +80,14 @@ class SharedPass:
             row = self._free.pop()
             for layer, copy in zip(loop.cache.capped_layers, self._rotated_keys[row], strict=False):
                 assert layer.storage is not None
-                copy.count, layer.storage.rotated_keys = 0, copy
+                copy.count, layer.storage.positions.copy = 0, copy
             session.cache_away = partial(self._leave, loop.cache, row)
 
     def _leave(self, cache: BudgetCache, row: int) -> None:
         """Take back the memory for rotated keys."""
         for layer in cache.capped_layers:
             assert layer.storage is not None
-            layer.storage.rotated_keys = None
+            layer.storage.positions.copy = None
         self._free.append(row)
 
     asynchronous = False

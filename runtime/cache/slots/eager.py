@@ -27,7 +27,7 @@ from kvcap.runtime.attention.functions import adds_masks, attend, attend_weighin
 from kvcap.runtime.attention.latents import absorbed, attend_absorbed, attend_expanded
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.policy_guard import PolicyGuard, is_own
-from kvcap.runtime.cache.pool import SHIFT, Segment, resize
+from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.slots.policy import AttentionCall, LayerPolicy
 from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
@@ -92,12 +92,11 @@ class EagerSlots:
         plain = store is None and latent is None and not self._quantised
         # What the policy would work out by itself, where slots are read as they are by equal heads.
         self._shows_output = plain and policy.reads_all_output
-        self._offsets: tuple[tuple[int, ...], Tensor] | None = None  # the last, and their rotations
 
     @property
     def on_device(self) -> Any:
         """Return small tensors besides the buffers that a CUDA graph must keep alive."""
-        return self._offsets
+        return self.storage.positions.on_device
 
     def due(self, length: int) -> bool:
         """Return whether slots go after a block of `length`: at once, or every few tokens."""
@@ -109,29 +108,14 @@ class EagerSlots:
         """Write a block's keys and values [B, K, T, D] into the slots behind those in use."""
         keys, values = block.take()
         times = block.context.times_of(block.seen, block.length, keys.device)
-        if self.storage.rotation is not None:
-            block.offsets = tuple(block.read_at - segment.held for segment in self.segments)
+        positions = self.storage.positions
+        block.offsets = positions.offsets(block.read_at, self.segments)
         if self._quantised:
-            read_at = block.offsets[0] + self.segments[0].held
-            self.storage.append(keys, values, times, read_at, not block.seen)
+            self.storage.append(keys, values, times, block.read_at, not block.seen)
             return
-        keys = self._aligned(keys, block.offsets)
+        keys = positions.aligned(keys, block.offsets)
         for segment in self.segments:
             segment.append(segment.rows_of(keys), segment.rows_of(values), times)
-
-    def _aligned(self, x: Tensor, offsets: tuple[int, ...]) -> Tensor:
-        """Rotate queries or keys [B, H or K, T, D] to the positions behind what their heads hold.
-
-        Args:
-            x: as the model rotated them.
-            offsets: how far past those slots they were read, as in `PendingBlock`.
-        """
-        rotation = self.storage.rotation
-        if rotation is None or not any(offsets):
-            return x
-        if self._offsets is None or self._offsets[0] != offsets:
-            self._offsets = offsets, rotation.rows(offsets)
-        return rotation.back_by(x, self._offsets[1])
 
     # Attend
 
@@ -143,7 +127,7 @@ class EagerSlots:
         these slots, the block keeps what they are to attend to, and the last of them evicts.
         """
         context, length = block.context, block.length
-        query = asked = self._aligned(query[:, :, :length], block.offsets)
+        query = asked = self.storage.positions.aligned(query[:, :, :length], block.offsets)
         if call.expansion is not None:
             expands = self._expands(length)
             if not expands or self.policy.reads_queries:
@@ -183,7 +167,7 @@ class EagerSlots:
             block: whose own layer has attended.
             call: of the other layer.
         """
-        query = self._aligned(query, block.offsets)
+        query = self.storage.positions.aligned(query, block.offsets)
         out = self._over(query, block.shown.held, call, block.context)
         if not block.readers:
             self._evict_beside(block.shown.step, block.context)
@@ -198,13 +182,11 @@ class EagerSlots:
     def _held_keys(self, length: int) -> HeldKeys:
         """Return all keys, rotated to where they count, and all values."""
         storage, segments, pool = self.storage, self.segments, self.segments[0].pool
-        if length == 1 and storage.pending_rotation is not None and storage.can_rotate_in_place:
-            storage.rotate_in_place()
         # Quantised values are weighed where they lie by a CPU's single token, and never copied.
         weighs = self._quantised and length == 1 and not ready(pool.keys)
         values = None if weighs else [segment.read_values() for segment in segments]
-        if length == 1 and (rotated := storage.read_rotated(segments[0])) is not None:
-            return HeldKeys([rotated], values)
+        if length == 1 and not self._quantised:
+            return HeldKeys(storage.positions.keys_of_token(segments), values)
         return HeldKeys([storage.read_keys(segment) for segment in segments], values)
 
     def _over(
@@ -354,18 +336,10 @@ class EagerSlots:
         `take` is called when shifts have grown and nothing has moved yet.
         """
         storage = self.storage
-        if storage.rotation is not None:
-            # A survivor moves down by the number of evicted tokens older than itself.
-            gone, positions = segment.positions.gather(-1, evicted), segment.positions
-            if evicted.shape[-1] == 1:
-                older = positions > gone
-            else:
-                gone = gone.sort(dim=-1).values
-                older = torch.searchsorted(gone, positions.contiguous(), out_int32=True)
-            segment.aux(SHIFT).add_(older)
+        storage.positions.move_down(segment, evicted)
         if take is not None:
             take()
-        storage.enable_rotation()
+        storage.positions.note_moved()
         if storage.query_window is not None:
             storage.query_window.move_down(segment, evicted.shape[-1])
         segment.evict(evicted)
@@ -436,7 +410,9 @@ class EagerSlots:
         if self.storage.query_window is None:
             return step.queries[index][:, :, -count:]
         count = min(count, step.tokens)
-        return self.storage.query_window.last(segment, count, self.storage.window_rotation)
+        return self.storage.query_window.last(
+            segment, count, self.storage.positions.window_rotation
+        )
 
     def _values(self, segment: Segment) -> Tensor:
         """Return a segment's values [b, k, held, D]; none of quantised ones that nobody reads."""

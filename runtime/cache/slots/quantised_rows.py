@@ -22,7 +22,7 @@ class QuantisedRowSlots(RowSlots):
     """An engine that works on a layer's quantised slots, all of its rows at once."""
 
     def _write(self, keys: Tensor, values: Tensor, times: Tensor, block: PendingBlock) -> Tensor:
-        rotation, rows, turn = self.storage.rotation, block.rows, None
+        rotation, rows, turn = self.storage.positions.rotation, block.rows, None
         if rotation is not None and rows.read_at is not None:
             keys = self._at_read_at(keys, rows, rotation)
             turn = rows.read_at, rotation.table
@@ -48,7 +48,7 @@ class QuantisedRowSlots(RowSlots):
         return out.to(values.dtype)
 
     def _held_keys(self, rows: LayerRows, values: bool = True) -> tuple[Tensor, Tensor, Rows]:
-        pool, rotation, mean = self.pool, self.storage.rotation, self.storage.mean
+        pool, rotation, mean = self.pool, self.storage.positions.rotation, self.storage.mean
         # By themselves rows lie in the copy as in their pool.
         to, room = rows.shown.starts, pool.slots
         if rows.copies is not None:

@@ -124,7 +124,7 @@ class RowSlots:
 
     def _aligned(self, x: Tensor, block: PendingBlock) -> Tensor:
         """Rotate queries or keys [B, H or K, T, D] to the positions behind what their rows hold."""
-        rotation, rows = self.storage.rotation, block.rows
+        rotation, rows = self.storage.positions.rotation, block.rows
         if rotation is None or rows.read_at is None:
             return x
         x = self._at_read_at(x, rows, rotation)
@@ -178,9 +178,9 @@ class RowSlots:
 
         In the pool, or in a copy where other layers share it, then of values only if asked.
         """
-        pool, storage = self.pool, self.storage
+        pool, positions = self.pool, self.storage.positions
         # What is captured before any slot was given up serves after that, too.
-        rotation = storage.rotation if rows.whole.always else storage.pending_rotation
+        rotation = positions.rotation if rows.whole.always else positions.pending
         if rows.copies is None:
             keys = pool.keys
             if rotation is not None:
@@ -215,7 +215,7 @@ class RowSlots:
         if call.softcap is not None or call.sinks is not None:
             return None
         storage, policy, buffers = self.storage, self.policy, self.moving
-        rotation, rows = storage.rotation, self._rows_of(block)
+        rotation, rows = storage.positions.rotation, self._rows_of(block)
         turned = rotation is not None
         if not takes_token(query, key, value, buffers, rows.before, turned=turned):
             return None
@@ -308,7 +308,7 @@ class RowSlots:
         rescorer = self.eviction.rescorer
         scores = kernels.rescore(rescorer, scores, pins, obs, rows.targets, rows.pins)
         scores = _pinned_beyond(scores, obs)
-        shift = None if self.storage.rotation is None else self.pool.aux[SHIFT]
+        shift = None if self.storage.positions.rotation is None else self.pool.aux[SHIFT]
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
         moved = row_kernels.Pool(self.moving, shift, rows.after, rows.pins, rows.targets)
         if step.length == 1 and self.storage.excess <= 1 and division is None:
@@ -320,7 +320,7 @@ class RowSlots:
             segment.held = min(segment.held, segment.target_length)
         if division is not None:
             rows.whole.table.divide(self.policy.index, division.starts, division.budgets)
-        self.storage.enable_rotation()
+        self.storage.positions.note_moved()
 
     def _end(self, block: PendingBlock) -> None:
         """End the pass, after the last layer's last block."""
@@ -379,7 +379,8 @@ class RowSlots:
         always = rows.whole.always
         if count is not None and count > 1 and storage.query_window is not None:
             count = count if always else min(count, step.tokens)
-            rotation = storage.rotation if always else storage.window_rotation
+            positions = storage.positions
+            rotation = positions.rotation if always else positions.window_rotation
             queries = storage.query_window.last(None, count, rotation)
         elif count == 1:
             last = rows.whole.count  # fillers are behind the block's tokens
@@ -445,5 +446,5 @@ def evict_together(rows: RowPass) -> None:
     for engine, gone in zip(engines, (lengths - kept).int().unbind(), strict=True):
         if engine.storage.query_window is not None:
             engine.storage.query_window.shift.add_(gone)
-        engine.storage.enable_rotation()
+        engine.storage.positions.note_moved()
     table.share_out(starts, left, shares.targets, preferences)

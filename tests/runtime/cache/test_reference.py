@@ -18,7 +18,7 @@ from torch import Tensor
 import kvcap
 from kvcap.policies import policies
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache.storage import LayerStorage
+from kvcap.runtime.cache.positions import CompactPositions
 from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.models.config import ModelShape
 
@@ -285,7 +285,7 @@ def test_no_drift_in_bfloat16_after_ten_thousand_evictions():
     fresh = kvcap.BudgetCache(model.config, 16, 8)
     BlockLoop(model, fresh).read(3 + (torch.arange(8)[None] * 7) % 90)
     order = store.positions[0, 0].argsort()[:8]  # the sinks, read first and never rewritten
-    rotation = cache.layers[0].storage.rotation
+    rotation = cache.layers[0].storage.positions.rotation
     moved = rotation.back(store.keys, store.aux("shift"))[0, 0, order]
     assert torch.equal(moved, fresh.layers[0].segments[0].keys[0, 0])
     newest = store.positions[0, 0].argsort()[-8:]
@@ -305,13 +305,15 @@ def test_keys_rotated_in_place_are_those_rotated_at_attention(
     """As tokens are on a CPU, in float32; a key moves by no more than its rank."""
     model, ids = tiny_model("llama", dtype=dtype), tokens(300)
     eviction = kvcap.load_policy(policy, **options)
-    caches, logits, rotations, rotate = [], [], [], LayerStorage.rotate_in_place
+    caches, logits, rotations, rotate = [], [], [], CompactPositions.rotate_in_place
     monkeypatch.setattr(
-        LayerStorage, "rotate_in_place", lambda self: rotations.append(rotate(self))
+        CompactPositions,
+        "rotate_in_place",
+        lambda self, segment: rotations.append(rotate(self, segment)),
     )
     for in_place in (True, False):
         if not in_place:
-            monkeypatch.setattr(LayerStorage, "can_rotate_in_place", False)
+            monkeypatch.setattr(CompactPositions, "can_rotate_in_place", lambda *_: False)
         cache = kvcap.BudgetCache(model.config, 24, 8, eviction, evict_every=every)
         loop, found = BlockLoop(model, cache), []
         loop.prefill(ids[:, :40])

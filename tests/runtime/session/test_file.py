@@ -144,7 +144,7 @@ def test_a_smaller_budget_keeps_what_the_policy_would(tokens, tmp_path):
     loaded = Session.load(runtime_of(model, budget=12), tmp_path / "s")
     one, two = session.cache.capped_layers[0], loaded.cache.capped_layers[0]
     segment = one.segments[0]
-    keys = one.storage.rotation.back(segment.keys, segment.aux("shift"))
+    keys = one.storage.positions.rotation.back(segment.keys, segment.aux("shift"))
     obs = kvcap.Observation(keys, segment.values, segment.positions, num_tokens=60, budget=12)
     gone = session.cache.eviction.select(obs, 12)
     for head in range(2):

@@ -15,8 +15,8 @@ from torch import nn
 import kvcap
 from kvcap import kernels
 from kvcap.kernels import linear as matvec_kernel
+from kvcap.runtime.cache.positions import CompactPositions
 from kvcap.runtime.cache.step import ForwardContext
-from kvcap.runtime.cache.storage import LayerStorage
 from kvcap.runtime.models.arguments import cache_argument
 from kvcap.runtime.models.fused import decoder as fused
 from kvcap.runtime.models.fused import linear
@@ -62,7 +62,8 @@ def test_which_families_it_stands_for(family):
 @pytest.mark.parametrize("choice", ["triton", "eager"])
 @pytest.mark.parametrize("family", fused.FAMILIES)
 def test_it_answers_as_the_model_through_blocks_tokens_and_evictions(family, choice, monkeypatch):
-    monkeypatch.setattr(LayerStorage, "can_rotate_in_place", False)  # keys lie as on a GPU
+    # Keys lie as on a GPU.
+    monkeypatch.setattr(CompactPositions, "can_rotate_in_place", lambda *_: False)
     model, found = tiny_model(family).to(DEVICE), []
     with kernels.use("eager"):
         cache = cache_of(model)
