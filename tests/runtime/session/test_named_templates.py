@@ -11,7 +11,7 @@ from tiny_chat import save
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from kvcap.cli import run
-from kvcap.runtime.cli.options import ChatTemplate
+from kvcap.runtime.cli.options import CHAT_TEMPLATE
 from kvcap.runtime.errors import ChatTemplateMissing
 from kvcap.runtime.session.ends import closing_tokens
 from kvcap.runtime.session.messages import render
@@ -64,7 +64,7 @@ def tokenizer(*, opens: bool, marks: tuple[str, ...] = ("<|im_end|>", "</s>")) -
 
 def test_every_name_is_tested_and_in_the_help():
     assert names() == sorted(WRITTEN)
-    said = ChatTemplate.__metadata__[0].help  # type: ignore[attr-defined]
+    said = CHAT_TEMPLATE.metadata["declared"].help
     assert all(name in said for name in names())
 
 
