@@ -52,7 +52,7 @@ class Regions:
     @property
     def facts(self) -> dict[str, list[Span]]:
         """Return all regions by their kinds, as a session's file keeps them."""
-        return {kind: list(spans) for kind, spans in self._spans.items()}
+        return {kind: list(spans) for kind, spans in self._spans.items() if spans}
 
     def early(self, tier: int) -> list[Span]:
         """Return the regions of a tier."""

@@ -187,7 +187,8 @@ def pretend_full(cache: BudgetCache) -> None:
     for layer in cache.capped_layers:
         spare = 0 if cache.eviction.policy.evicts else block
         layer.restore_counters(read, [max(0, s.budget - spare) for s in layer.segments])
-        layer.enable_rotation()
+        if cache.eviction.policy.evicts:  # else keys stay where they were read
+            layer.enable_rotation()
     cache.count_stores_full()
     for state in cache.state_layers.values():
         state.seen, state.has_previous_state[0] = read, True

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, DynamicCache
 
-from kvcap import BudgetCache, Eviction, KvcapError, MemoryPlan, Policy, PolicyError, load_policy
+from kvcap import Eviction, KvcapError, MemoryPlan, Policy, PolicyError, load_policy
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
 from kvcap.runtime.memory.free_memory import FreeMemory
 from kvcap.runtime.models.config import ModelShape
@@ -65,7 +65,6 @@ def test_a_live_models_config_stays_as_it_is(family, options):
     before = values(config)
     dtype = torch.float32 if options.get("weights") else torch.bfloat16
     MemoryPlan.of(config, budget_tokens=24, block_size=8, dtype=dtype, **options)
-    BudgetCache(config, 24, 8)
     ModelShape.of(config.get_text_config(decoder=True))
     assert values(config) == before
 

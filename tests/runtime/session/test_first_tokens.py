@@ -136,7 +136,8 @@ def test_a_template_without_bos_keeps_its_opening(sinks, runtimes):
     runtime.tokenizer = with_template(
         runtime.tokenizer, PLAIN["text"].replace("{{ bos_token }}", "")
     )
-    session = say(session_of(runtime))
+    # A system prompt stays longer than other text, whatever the sinks.
+    session = say(session_of(runtime, SYSTEM if sinks is None else None))
     assert session.read_ids[0] != runtime.tokenizer.bos_token_id
     assert first_kept(session) == (sinks is None)
 
@@ -175,14 +176,13 @@ def test_commands_keep_them(command, tmp_path, monkeypatch):
         str(BUDGET),
         "--block-size",
         str(BLOCK),
-        "--system-prompt",
-        SYSTEM,
         "--max-new-tokens",
         "3",
         "-q",
     ]
     folder = tiny_chat.save(tmp_path)
-    for more, stay in (([], True), (["--sink-tokens", "0"], False)):
+    system = ["--system-prompt", SYSTEM]  # stays longer than other text, whatever the sinks
+    for more, stay in ((system, True), (["--sink-tokens", "0"], False)):
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"{LONG}\n"))
         assert run([command, folder, *prompt, *given, *more]) == 0
         assert first_kept(seen[-1]) == stay
