@@ -741,20 +741,20 @@ def test_evicted_text_is_recalled_as_in_pytorch_and_after_a_restart(exported, tm
         for text in (FACT, " ".join(bread)):
             list(session.send(text))
         assert session.recall.store.limit == runtime.plan.recall_store == 8 << 20
-        session.recall.limit = 64
+        session.recall.limit = 40  # beside the sinks of the export, too, a head holds it
         session.save(tmp_path / "s")
         loaded = Session.load(runtime, tmp_path / "s")
-        loaded.recall.limit = 64
+        loaded.recall.limit = 40
         for one in (session, loaded):
             list(one.send(QUESTION))
-            assert 0 < one.turn.recalled_tokens <= 64
+            assert 0 < one.turn.recalled_tokens <= 40
             assert "the code for the red door is 77" in one.recall.passages[0].text
             assert one.stats.held_tokens <= 48
             assert not one.cache.pinned_spans
             said.append((one.messages, one.recall.passages, one.recall.spans, one.read_ids))
         session.save(tmp_path / "s")
         loaded = Session.load(runtime, tmp_path / "s")
-        loaded.recall.limit = 64
+        loaded.recall.limit = 40
         assert loaded.recall.spans == session.recall.spans
         assert loaded.search("red door") == session.search("red door") != []
     assert said == [said[0]] * 4
