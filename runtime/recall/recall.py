@@ -25,10 +25,8 @@ from kvcap.runtime.recall.store import Found, PassageStore, terms
 from kvcap.runtime.types import KeptTokens, Span
 
 LEAST = 0.3  # share of a question's words that passages must have; below it they agree by chance
-KEYWORDS, MOST_KEYWORDS = (
-    0.8,
-    6,
-)  # the same of a few words that ask by no form, such as "cellar code"
+KEYWORDS = 0.8  # the same of a few words that ask by no form, such as "cellar code"
+MOST_KEYWORDS = 6
 ENOUGH = 0.6  # share of a question's words; passages with less are joined by some near in meaning
 PART = 0.4  # what a passage must add to the words of others, relative to what the best one has
 NEAR_BEST = 0.8  # passages that add nearly as much as the best one come with it
@@ -168,6 +166,8 @@ class Recall:
                 text, there are none; None: all count.
         """
         self.index(ids)
+        if kept is not None and holds_all(kept, len(ids)):
+            return []
         asked, words = asks(question), len([*terms(question)])
         if not asked and words > MOST_KEYWORDS:
             return []
@@ -175,8 +175,6 @@ class Recall:
         if asked and not found and words <= FEW_WORDS:
             before = self._asked_before(ids)
             found = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
-        if kept is not None and holds_all(kept, len(ids)):
-            return []
         if asked and self._meaning and (not found or found[0].score < ENOUGH):
             found = fused(found, self._meant(self._meaning, question, ids))[:NEAREST]
         return [] if kept is not None and all_newest(found, len(ids)) else found

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, get_args
 from weakref import ref
@@ -699,6 +699,10 @@ class Session:
         def encode(some: Sequence[Message]) -> list[int]:
             return self.encode(write(some))
 
+        @lru_cache
+        def opening() -> list[int]:
+            return first_tokens(encode, first)
+
         first = system_message(whole.system)
         check_written(tokenizer, first, whole.messages, whole.tools, options)
         text = write([*first, *whole.messages])
@@ -709,14 +713,13 @@ class Session:
             spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
             spans += message_spans(encode, first, whole.messages, whole.pinned, ids)
         asked = self._question(ids, text, whole.messages[-1], 0) if whole.messages else None
-        prefix = self._prefix_of(ids[:asked], lambda: first_tokens(encode, first))
+        prefix = self._prefix_of(ids[:asked], opening)
         if read is None:
             found = result_spans(self._encoded, text, whole.messages)
             regions = results_by_age(whole.messages, found)
             if first or whole.tools:
                 with suppress(ChatTemplateMissing):  # of a message that the user did not write
-                    opening = common_prefix(first_tokens(encode, first), ids)
-                    regions["system prompt and tools"] = [(0, opening)]
+                    regions["system prompt and tools"] = [(0, common_prefix(opening(), ids))]
         else:
             regions = self.loop.cache.regions.facts
         return PreparedPrompt(

@@ -12,7 +12,6 @@ from kvcap.runtime.backends.llamacpp.library import Library
 from kvcap.runtime.backends.llamacpp.tokenizer import NO_TOKENIZER, LlamaTokenizer
 from kvcap.runtime.errors import ModelFilesBroken, UnsupportedModel
 
-ALL_LAYERS = -1
 UNMOVABLE = frozenset({"step35"})  # layers of it turn keys by unlike numbers
 HADAMARD = 64  # numbers that the library rotates together before it quantises keys
 LONGEST = 1 << 12  # bytes of a value of the file's header that is asked for

@@ -131,7 +131,7 @@ FOUR = {**SIZES, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_valu
 @pytest.mark.parametrize("positions", ["compact", "true"])
 @pytest.mark.parametrize("policy", policies())
 def test_no_preset_takes_more_than_is_planned(policy, positions):
-    """To a thousandth; where slots move, at most what one layer or head would take that has all."""
+    """A plan is the peak to a thousandth, or at most that of one layer or head that has all."""
     config, budget, block = tiny_config("llama", **FOUR), 256, 64
     eviction = small_policy(policy, config)
     settings = CacheSettings(budget, block, eviction, positions)

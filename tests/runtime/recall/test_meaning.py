@@ -1,4 +1,4 @@
-"""What was told is found by meaning where a question has none of its words."""
+"""Tests that a question without a fact's words finds what was told by its meaning."""
 
 from __future__ import annotations
 

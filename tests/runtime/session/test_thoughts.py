@@ -92,7 +92,7 @@ def test_thoughts_are_found_at_the_begin_of_an_answer(prompt, said, found):
 
 @pytest.mark.parametrize("policy", ["streaming_llm", "lagkv"])
 def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path, policy):
-    """The same over ONNX Runtime and llama.cpp stands beside their other tests."""
+    """Regions order evictions in PyTorch; ONNX Runtime and llama.cpp test it beside their own."""
     check_regions(
         Runtime.from_pretrained(
             tiny_chat.save(tmp_path), policy, budget_tokens=BUDGET, block_size=16, device="cpu"
