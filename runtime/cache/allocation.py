@@ -39,8 +39,6 @@ class Allocation:
         self.batch: int | None = None
         """Holds the number of sequences; None: nothing is allocated yet."""
         self._named: dict[str, Callable[[], Mapping[str, Tensor]]] = {}  # what was made, by place
-        self.nbytes = 0
-        """Counts the exact bytes of all buffers, which never grow once they are made."""
         self.balance: LayerBalance | None = None  # of layers that share one pool
         self._file: MappedFile | None = None  # of evicted tokens
         self._specs: dict[tuple[int, torch.dtype], dict[str, BufferSpec]] = {}  # once worked out
@@ -59,6 +57,12 @@ class Allocation:
             for place, named in self._named.items()
             for name, buffer in named().items()
         }
+
+    @property
+    def nbytes(self) -> int:
+        """Return the exact bytes of all buffers, counted anew: a number kept could be wrong."""
+        held = (x for named in self._named.values() for x in named().values())
+        return sum(x.untyped_storage().nbytes() for x in held)
 
     @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
     def layer(self, index: int, like: Tensor) -> LayerStorage:
@@ -128,7 +132,6 @@ class Allocation:
         for name, buffer in named().items():
             made, planned = (tuple(buffer.shape), buffer.dtype), specs[f"{place}.{name}"][1:]
             assert made == planned, f"{place}.{name} is {made}, and the layout has {planned}"
-            self.nbytes += buffer.untyped_storage().nbytes()
         self._named[place], self.batch = named, like.shape[0]
 
     def _segments(self, index: int, like: Tensor) -> list[Segment]:

@@ -55,11 +55,12 @@ class Declared:
         variable = ENVIRONMENT + names[0].lstrip("-").replace("-", "_").upper()
         shared: dict[str, Any] = {
             "type": _type(kind, self),
-            "default": given,
             "required": required,
             "envvar": variable if self.env else None,
             "callback": lambda context, parameter, value: _taken(value, several, self.check),
         }
+        if not required:  # newer click takes None, too, as a value that was given
+            shared["default"] = given
         if self.complete is not None:
             complete = self.complete
             shared["shell_complete"] = lambda context, parameter, text: complete(text)
@@ -233,6 +234,8 @@ def command(call: Callable[..., None], **more: Any) -> DeclaredCommand:
         except (ValueError, OSError) as error:  # a user's mistake, or a model that is missing
             _name_variables(error, context, given)
             raise
+        except KeyboardInterrupt as error:  # for which click would write an empty line
+            raise click.Abort from error
 
     return DeclaredCommand(
         None, params=parameters, callback=callback, help=inspect.getdoc(call), **more

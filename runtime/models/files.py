@@ -291,6 +291,8 @@ def check_generation(where: str) -> None:
         settings = GenerationConfig.from_pretrained(where)
         for name in NEUTRAL:
             float(getattr(settings, name, None) or 0)
+        if not isinstance(settings.do_sample, (bool, type(None))):
+            raise ValueError(f"do_sample is {settings.do_sample!r}, neither true nor false")
         ends = settings.eos_token_id or 0
         [int(token) for token in (ends if isinstance(ends, list) else [ends])]
     except Exception as error:  # whatever transformers makes of values that it does not expect

@@ -258,7 +258,11 @@ def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
         heads = sum(group.heads for group in groups)
         held = [sum(counts) for counts in zip(*(group.held for group in groups), strict=True)]
         classes = spans.evaluate_all("all => all.map((one) => one.className)")
-        assert classes == [f"token s{-(-5 * count // heads)}" for count in held]
+        again = {i for span in expected.recalled for i in range(*span)}
+        assert classes == [
+            f"token s{-(-5 * count // heads)}{' recalled' * (i in again)}"
+            for i, count in enumerate(held)
+        ]
         assert len(set(held)) > 2
         told = f"{len(held) - held.count(0)} of {len(held)} tokens are held"
         summary = page.locator("#summary").inner_text()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,11 @@ from kvcap.runtime.backends.onnxruntime.slots import (
     WindowSlots,
     last_in,
 )
-from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.errors import ManifestError
 from kvcap.runtime.types import Span
+
+if TYPE_CHECKING:  # a phone's runner has no cache of kvcap's
+    from kvcap.runtime.cache.regions import Regions
 
 RUNS = 4  # lengths of blocks whose buffers are kept bound
 SCALED = "key", "value"  # these have scales where slots are int8, in this order

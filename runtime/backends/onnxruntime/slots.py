@@ -8,13 +8,16 @@ is turned back in place, by the model's frequencies. Knows arrays, no graph.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcap.runtime.backends.onnxruntime.graph import Array
-from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.types import Span
+
+if TYPE_CHECKING:  # a phone's runner has no cache of kvcap's
+    from kvcap.runtime.cache.regions import Regions
 
 Int32 = NDArray[np.int32]
 FAR = 1 << 32  # beyond every position

@@ -274,6 +274,7 @@ def test_a_capped_wrapper_generates_as_an_uncapped_one_below_the_budget(name, to
     }
     model = wrapper(name)
     expected = model.generate(ids, **options).tolist()
+    model.set_attn_implementation(TEXT_ALONE)
     cache = kvcap.BudgetCache(model.config, 64, 32)
     assert model.generate(ids, **as_cache(cache), **options).tolist() == expected
     with torch.no_grad():
@@ -329,6 +330,7 @@ def test_under_a_cap_only_text_is_read(tokens):
     encoded = {"mm_encoder_outputs": {"image": torch.zeros(1, 2)}}  # as generate hands them on
     with kvcap.cap(model, 24, 8), pytest.raises(UnsupportedModel, match=r"was given images; rem"):
         model(input_ids=tokens(12), **encoded)
+    model.set_attn_implementation(TEXT_ALONE)
     cache = kvcap.BudgetCache(model.config, 24, 16)
     types = torch.zeros(1, 12, dtype=torch.long)
     types[0, 3:7] = 1
