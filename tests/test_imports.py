@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -291,3 +292,22 @@ def test_every_public_name_can_be_had():
         assert getattr(kvcap, name) is not None
     with pytest.raises(AttributeError, match="Nothing"):
         kvcap.Nothing  # noqa: B018
+
+
+def named_by(script: Path) -> set[tuple[str, str]]:
+    """Return what a script imports of kvcap: modules, and a name of each."""
+    return {
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(script.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvcap")
+        for alias in node.names
+    }
+
+
+def test_scripts_import_what_there_is() -> None:
+    scripts = [x for x in (ROOT / "scripts").iterdir() if x.is_file()]
+    written = [x for x in scripts if "python" in x.read_text().partition("\n")[0]]
+    assert len(written) > 10
+    for module, name in sorted(set[tuple[str, str]]().union(*map(named_by, written))):
+        if not hasattr(importlib.import_module(module), name):
+            importlib.import_module(f"{module}.{name}")
