@@ -25,16 +25,17 @@ from statistics import median
 from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.peers.process import PEERS, STARTERS, Process, cores, first_piece, free_cores
+from kvcap.evals.peers.process import PEERS, STARTERS, Process, cores, first_piece
 from kvcap.evals.random_models import SHAPES, directory
 from kvcap.evals.reports import device_name, versions
 from kvcap.runtime.backends.llamacpp.rank import DEFAULT
+from kvcap.runtime.cores import usable_cores
 from kvcap.runtime.errors import PeerFailed
 from kvcap.runtime.models import formats
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import is_export, names_gguf, resolve
 
-DEFAULTS = {"lengths": (1024,), "depths": (0,), "repeats": 5, "threads": (len(free_cores()),)}
+DEFAULTS = {"lengths": (1024,), "depths": (0,), "repeats": 5, "threads": (len(usable_cores()),)}
 COLUMNS = (
     "work", "backend", "weights", "threads", "n", "budget", "tok_s", "p50_ms", "p90_ms",
     "peak_bytes", "peer", "peer_weights", "peer_tok_s", "ratio", "peer_peak_bytes",

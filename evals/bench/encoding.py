@@ -15,8 +15,8 @@ from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
-from kvcap.evals.peers.process import free_cores
 from kvcap.pocket.corpus import filler
+from kvcap.runtime.cores import usable_cores
 from kvcap.runtime.models.files import load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.session.encoding import encode
@@ -29,7 +29,7 @@ def run(options: BenchmarkOptions) -> Result:
     """Return a row per length."""
     tokenizer = load_tokenizer(resolve(options.model))
     rows = [_row(tokenizer, length, 10 * options.repeats) for length in options.lengths]
-    derived = {"model": options.model, "cores": len(free_cores())}
+    derived = {"model": options.model, "cores": len(usable_cores())}
     return Result("encoding", COLUMNS, rows, derived)
 
 

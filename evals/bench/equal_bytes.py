@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.evals.peers.process import cores, free_cores
+from kvcap.evals.peers.process import cores
 from kvcap.evals.quality.equal_bytes import (
     CHAT,
     KVCAP,
@@ -46,6 +46,7 @@ from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.plan import LlamaPlanner
 from kvcap.runtime.backends.llamacpp.rank import DEFAULT, ranking_of
 from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.cores import usable_cores
 from kvcap.runtime.models.gguf import is_gguf
 from kvcap.runtime.models.names import names_gguf, resolve
 from kvcap.runtime.units import format_bytes
@@ -63,7 +64,7 @@ ROWS = {
 TIMED = 3  # turns of times
 DEFAULTS = {
     "lengths": (4096, 8000), "budgets": (512,), "policies": (DEFAULT,), "repeats": 12,
-    "threads": (len(free_cores()),), "vs": (SHIFTED,), "model": "smollm2",
+    "threads": (len(usable_cores()),), "vs": (SHIFTED,), "model": "smollm2",
     "files": Path("out/equal-bytes"),
 }  # fmt: skip
 COLUMNS = ("row", *(f"{side} {kind}" for side, kind in product(SIDES, KINDS)))

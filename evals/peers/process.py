@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from kvcap.evals.peers.serve import peak
+from kvcap.runtime.cores import usable_cores
 from kvcap.runtime.errors import ExtraMissing, PeerFailed
 from kvcap.runtime.models import formats
 
@@ -217,20 +218,13 @@ def _ended(name: str, python: str, child: subprocess.Popen[Any], stderr: Any) ->
     return PeerFailed(f"{name}, run by {python}, ended with code {code}: {last}")
 
 
-def free_cores() -> list[int]:
-    """Return the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 def cores(threads: int) -> list[int]:
     """Return the cores for so many threads.
 
     Raises:
         ValueError: this process may not use as many.
     """
-    free = free_cores()
-    if not 1 <= threads <= len(free):
-        raise ValueError(f"{threads} threads, but this process may use 1 to {len(free)} cores")
-    return free[:threads]
+    usable = usable_cores()
+    if not 1 <= threads <= len(usable):
+        raise ValueError(f"{threads} threads, but this process may use 1 to {len(usable)} cores")
+    return usable[:threads]

@@ -15,13 +15,13 @@ from kvcap.evals.quality.llama_cells import answer, losses
 from kvcap.evals.quality.recommend import UNCAPPED
 from kvcap.evals.quality.tune import Side, TuningRequest
 from kvcap.evals.reports import device_name, versions
-from kvcap.runtime.backends.llamacpp.cores import usable_cores
 from kvcap.runtime.backends.llamacpp.library import load_library
 from kvcap.runtime.backends.llamacpp.loop import LlamaLoop
 from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.plan import LlamaPlanner
 from kvcap.runtime.backends.llamacpp.rank import ranking_of
 from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
+from kvcap.runtime.cores import usable_cores
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.recall.recall import Recall
@@ -110,7 +110,7 @@ class LlamaTuned:
     def environment(self) -> dict[str, Any]:
         """Return device, versions and threads, for JSON."""
         engine = self.engine
-        threads = engine.threads or usable_cores()
+        threads = engine.threads or len(usable_cores())
         return {
             "device": f"{engine.device_label}, {device_name('cpu', threads)}",
             "versions": versions() | {"llama.cpp": engine.gguf.library.version},

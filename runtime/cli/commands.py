@@ -413,12 +413,16 @@ def load_for_chat(
     recall_store: int | None = None,
 ) -> Engine:
     """Load a model as `load` does; one that says nothing of drawing draws mildly, by its family."""
+    runtime = load(model, backend, budget, running, output, recall_store)
+    runtime.generation.update(**_mild(model, runtime.generation, runtime.family))
+    return runtime
+
+
+def _mild(model: str, generation: Any, family: str) -> dict[str, Any]:
+    """Return the settings by which a chat draws mildly; none where the model names its own."""
     from kvcap.runtime.session.settings import mild_for, names_drawing
 
-    runtime = load(model, backend, budget, running, output, recall_store)
-    if model not in BUILT_IN and not names_drawing(runtime.generation):
-        runtime.generation.update(**mild_for(runtime.family))
-    return runtime
+    return {} if model in BUILT_IN or names_drawing(generation) else mild_for(family)
 
 
 def _load_model(
@@ -555,14 +559,14 @@ def planned_answers(model: str, backend: Backend) -> tuple[list[End], str]:
 
 def _drawing(model: str, generation: Any, family: str) -> str:
     """Return how a chat draws tokens: by the model's own settings, or else by mild ones."""
-    from kvcap.runtime.session.settings import drawn, mild_for, names_drawing
+    from kvcap.runtime.session.settings import drawn
 
-    own = model in BUILT_IN or names_drawing(generation)
-    found = drawn(generation) if own else {**mild_for(family)}
+    mild = _mild(model, generation, family)
+    found = mild or drawn(generation)
     found.pop("do_sample", None)
     listed = ", ".join(f"{name} {value:g}" for name, value in found.items())
     return (
-        f"{listed} ({'its own' if own else 'it names none; --temperature 0 takes the likeliest'})"
+        f"{listed} ({'it names none; --temperature 0 takes the likeliest' if mild else 'its own'})"
     )
 
 

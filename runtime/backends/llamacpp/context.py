@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.backends.llamacpp.cores import free_cores
 from kvcap.runtime.backends.llamacpp.library import (
     CELL_TYPES,
     PAGE,
@@ -28,6 +27,7 @@ from kvcap.runtime.backends.llamacpp.library import (
     LlamaBatch,
 )
 from kvcap.runtime.backends.llamacpp.model import LlamaModel, reason
+from kvcap.runtime.cores import free_core_count
 from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
 
 Floats = NDArray[np.float32]
@@ -178,7 +178,7 @@ class Context:
         settings.n_outputs_max_per_seq = max(1, outputs)
         settings.type_k = settings.type_v = CELL_TYPES[kv_dtype]
         self.threads = threads
-        settings.n_threads = settings.n_threads_batch = threads or free_cores()
+        settings.n_threads = settings.n_threads_batch = threads or free_core_count()
         model.library.said()
         self.pointer: int | None = self.calls.llama_init_from_model(model.pointer, settings)
         said = model.library.said()
@@ -226,7 +226,7 @@ class Context:
             MemoryCapExceeded: the library found no cells for them, or refused them.
         """
         if self.threads is None and len(tokens) > 1:
-            self.calls.llama_set_n_threads(self.pointer, free := free_cores(), free)
+            self.calls.llama_set_n_threads(self.pointer, free := free_core_count(), free)
         start = ctypes.addressof(self._sequence_ids)
         for place, (sequence, token, position) in enumerate(tokens):
             self._ids[place], self._positions[place] = token, position

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from llama_reference import needs_library, runtime_of
 
-from kvcap.runtime.backends.llamacpp import cores
-from kvcap.runtime.backends.llamacpp.cores import free_cores, usable_cores
+from kvcap.runtime import cores
+from kvcap.runtime.cores import free_core_count, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_threads_are_as_many_as_free_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: str | None, free: int
 ) -> None:
     monkeypatch.setattr(cores, "LOAD", tmp_path / "loadavg")
-    monkeypatch.setattr(cores, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cores, "usable_cores", lambda: [*range(8)])
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     if load is not None:
         cores.LOAD.write_text(load)
-    assert free_cores() == free
+    assert free_core_count() == free
 
 
 @needs_library
@@ -43,8 +43,8 @@ def test_a_block_counts_anew_unless_threads_are_given(
     asked = []
     session = runtime_of(gguf(), budget_tokens=64, block_size=16, threads=threads).session(seed=0)
     session.set_generation(max_new_tokens=4)
-    counting = "kvcap.runtime.backends.llamacpp.context.free_cores"
+    counting = "kvcap.runtime.backends.llamacpp.context.free_core_count"
     monkeypatch.setattr(counting, lambda: asked.append(1) or 1)
     "".join(session.send("a " * 40))
     assert bool(asked) == (threads is None)
-    assert usable_cores() >= 1
+    assert len(usable_cores()) >= 1
