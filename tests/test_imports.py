@@ -60,8 +60,8 @@ def modules(folder: str) -> list[Path]:
 
 # Rooms of runtime/ from the ground up: each may import those before it, at any place of a file.
 ROOMS = (
-    "types", "errors", "units", "interrupts", "files", "cluster", "memory", "attention", "models",
-    "cache", "recall", "planning", "session", "backends", "testing", "cli",
+    "types", "errors", "units", "cores", "interrupts", "files", "cluster", "memory", "attention",
+    "models", "cache", "recall", "planning", "session", "backends", "testing", "cli",
 )  # fmt: skip
 
 
