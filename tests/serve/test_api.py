@@ -43,8 +43,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def post(url: str, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
@@ -150,9 +151,9 @@ def test_only_the_right_keys_are_let_in_and_each_is_an_owner():
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
         owners = set()
         for key in KEYS:
-            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key)
-            client.chat.completions.create(model="pocket", messages=HELLO)
-            owners.add(talk.asked.owner)
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key=key) as client:
+                client.chat.completions.create(model="pocket", messages=HELLO)
+                owners.add(talk.asked.owner)
         assert len(owners) == 2
         assert not any(key in owner for key in KEYS for owner in owners)
     assert talk.saved

@@ -41,7 +41,8 @@ def scheduler() -> Scheduler:
 def client(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
     settings = Settings("pocket")
     with Server(application(scheduler, settings), bound("127.0.0.1", 0), RequestLimits()) as server:
-        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            yield client
 
 
 def test_a_conversation_goes_on_with_what_it_holds(client):
@@ -155,10 +156,10 @@ def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp
         address = re.search(r"serving small at (http://127\.0\.0\.1:\d+)/v1", said)
         assert address, said + process.stderr.read()
         assert httpx.get(f"{address[1]}/v1/models").status_code == 401
-        client = openai.OpenAI(base_url=f"{address[1]}/v1", api_key="two", timeout=PATIENCE)
-        client.chat.completions.create(model="small", messages=[user("Hello!")])  # type: ignore[list-item]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 0, process.stderr.read()
+        with openai.OpenAI(base_url=f"{address[1]}/v1", api_key="two", timeout=PATIENCE) as client:
+            client.chat.completions.create(model="small", messages=[user("Hello!")])  # type: ignore[list-item]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 0, process.stderr.read()
     assert len(list(keep.glob("*.kvcap"))) == 1
 
 
@@ -208,15 +209,17 @@ def test_a_model_without_a_chat_template_is_named_at_start_and_in_answers(tmp_pa
             said = capsys.readouterr().err
             assert ("warning: plain has no chat template" in said) is not chats
             assert ("/v1/completions" in said) is ("--chat-template FILE" in said) is not chats
-            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-            asked: Any = {"model": "plain", "max_tokens": 2}
-            assert client.completions.create(prompt="Once", **asked).choices[0].text
-            (listed,) = httpx.get(f"{server.url}/v1/models").json()["data"]
-            assert listed["chat_template"] is chats
-            if chats:
-                assert client.chat.completions.create(messages=[user("Hello!")], **asked)
-                continue
-            with pytest.raises(openai.BadRequestError, match="--chat-template FILE") as refused:
-                client.chat.completions.create(messages=[user("Hello!")], **asked)
-            assert refused.value.code == "no_chat_template"
-            assert "kvcap generate" not in str(refused.value)
+            with openai.OpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=0
+            ) as client:
+                asked: Any = {"model": "plain", "max_tokens": 2}
+                assert client.completions.create(prompt="Once", **asked).choices[0].text
+                (listed,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+                assert listed["chat_template"] is chats
+                if chats:
+                    assert client.chat.completions.create(messages=[user("Hello!")], **asked)
+                    continue
+                with pytest.raises(openai.BadRequestError, match="--chat-template FILE") as refused:
+                    client.chat.completions.create(messages=[user("Hello!")], **asked)
+                assert refused.value.code == "no_chat_template"
+                assert "kvcap generate" not in str(refused.value)

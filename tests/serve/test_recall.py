@@ -115,28 +115,28 @@ def test_a_conversation_recalls_nothing_of_anothers(url: str, ended: list[Recall
 
     def talk(number: int) -> None:
         key, name = TALKS[number]
-        client = openai.OpenAI(base_url=url, api_key=key, timeout=PATIENCE)
-        messages = list[Any]()
-        before = [filler(i, 20) for i in range(number % 3)]  # facts stand at unlike places
-        for text in (*before, FACT.format(7000 + number), *map(filler, range(2)), QUESTION):
-            messages.append(user(text))
-            parts = client.chat.completions.create(
-                model="tiny",
-                messages=messages,
-                stream=True,
-                max_tokens=4,
-                temperature=0,
-                stream_options={"include_usage": True},
-                extra_headers={} if name is None else {"X-Session-Id": name},
-            )
-            last, answer = None, ""
-            for last in parts:
-                answer += last.choices[0].delta.content or "" if last.choices else ""
-            messages.append(said(answer))
-        assert last is not None
-        assert last.usage is not None
-        assert last.usage.recalled > 0  # type: ignore[attr-defined]
-        assert last.usage.recalled_passages == 1  # type: ignore[attr-defined]
+        with openai.OpenAI(base_url=url, api_key=key, timeout=PATIENCE) as client:
+            messages = list[Any]()
+            before = [filler(i, 20) for i in range(number % 3)]  # facts stand at unlike places
+            for text in (*before, FACT.format(7000 + number), *map(filler, range(2)), QUESTION):
+                messages.append(user(text))
+                parts = client.chat.completions.create(
+                    model="tiny",
+                    messages=messages,
+                    stream=True,
+                    max_tokens=4,
+                    temperature=0,
+                    stream_options={"include_usage": True},
+                    extra_headers={} if name is None else {"X-Session-Id": name},
+                )
+                last, answer = None, ""
+                for last in parts:
+                    answer += last.choices[0].delta.content or "" if last.choices else ""
+                messages.append(said(answer))
+            assert last is not None
+            assert last.usage is not None
+            assert last.usage.recalled > 0  # type: ignore[attr-defined]
+            assert last.usage.recalled_passages == 1  # type: ignore[attr-defined]
 
     with ThreadPoolExecutor(len(TALKS)) as threads:
         list(threads.map(talk, range(len(TALKS))))

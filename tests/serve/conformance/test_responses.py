@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -21,8 +22,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_an_input_is_answered_with_its_usage(client, talk):
@@ -122,12 +124,12 @@ def test_a_response_goes_on_with_what_its_conversation_holds():
     scheduler = Scheduler(pocket(), Limits(places=2, together=1))
     app = application(scheduler, Settings("pocket"))
     with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        first = client.responses.create(model="pocket", input="Hello!", temperature=0)
-        second = client.responses.create(
-            model="pocket", input="Thanks.", previous_response_id=first.id, temperature=0
-        )
-        assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            first = client.responses.create(model="pocket", input="Hello!", temperature=0)
+            second = client.responses.create(
+                model="pocket", input="Thanks.", previous_response_id=first.id, temperature=0
+            )
+            assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
 
 
 def test_a_kept_response_is_served_and_its_items_can_be_referred_to(client, talk):
