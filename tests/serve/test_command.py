@@ -40,9 +40,12 @@ def scheduler() -> Scheduler:
 @pytest.fixture(scope="module")
 def client(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
     settings = Settings("pocket")
-    with Server(application(scheduler, settings), bound("127.0.0.1", 0), RequestLimits()) as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            yield client
+    app = application(scheduler, settings)
+    with (
+        Server(app, bound("127.0.0.1", 0), RequestLimits()) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 def test_a_conversation_goes_on_with_what_it_holds(client):

@@ -123,13 +123,15 @@ def test_what_is_wrong_is_named_where_it_stands_in_the_input(client, talk, wrong
 def test_a_response_goes_on_with_what_its_conversation_holds():
     scheduler = Scheduler(pocket(), Limits(places=2, together=1))
     app = application(scheduler, Settings("pocket"))
-    with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            first = client.responses.create(model="pocket", input="Hello!", temperature=0)
-            second = client.responses.create(
-                model="pocket", input="Thanks.", previous_response_id=first.id, temperature=0
-            )
-            assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
+    with (
+        Server(app, bound("127.0.0.1", 0), RequestLimits()) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        first = client.responses.create(model="pocket", input="Hello!", temperature=0)
+        second = client.responses.create(
+            model="pocket", input="Thanks.", previous_response_id=first.id, temperature=0
+        )
+        assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
 
 
 def test_a_kept_response_is_served_and_its_items_can_be_referred_to(client, talk):
