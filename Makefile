@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 DOCS := .docs
 # Two goals at once, each one's output whole where make can.
 PAIR := --no-print-directory --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
-FOLDERS := runtime policies kernels export android_bench evals serve pocket tests src/kvcap/*.py scripts/reference.py scripts/check-clients scripts/draw-chat scripts/list-models scripts/plant-faults
+FOLDERS := runtime policies kernels export android_bench evals serve pocket lab tests src/kvcap/*.py scripts/reference.py scripts/check-clients scripts/draw-chat scripts/list-models scripts/plant-faults
 
 .PHONY: setup chat test test-ci test-phones test-all test-quantised test-lm-eval test-servers check build-check docs docs-build docs-setup format clean
 

@@ -1,4 +1,4 @@
-"""Defines the commands that measure, such as `kvcap eval`, `tune`, `analyze` and `bench`.
+"""Defines the commands that measure, such as `kvcap eval`, `tune` and `bench`.
 
 Imports of torch wait until a command runs. Results go to stdout, everything else to stderr.
 """
@@ -7,26 +7,41 @@ from __future__ import annotations
 
 import json as jsonlib
 import shlex
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.exceptions import Exit
 
+from kvcap.evals.arguments import (
+    BLOCK_SIZE,
+    DEVICE,
+    DTYPE,
+    JSON,
+    MODEL,
+    POLICY_OPTION,
+    SEED,
+    SINK_TOKENS,
+    THREADS,
+    BenchOptions,
+    check_folder,
+    names_of,
+    note,
+    numbers_of,
+    policy_options,
+    progress_bar,
+    shares_of,
+)
 from kvcap.runtime.cli import options
 from kvcap.runtime.cli.console import styled
 from kvcap.runtime.cli.declare import CommandGroup, argument, option
 from kvcap.runtime.types import SlotUse
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from kvcap.evals.calibrate import Calibration
     from kvcap.evals.memory import Baseline, Matrix
     from kvcap.evals.quality.cells import Cell
@@ -36,30 +51,6 @@ if TYPE_CHECKING:
 
 ANSWER_SHOWN = 60  # letters of an answer in a table
 BASELINE = Path("memory-baseline.json")
-USED = (
-    "Use this model: a repository of the hub, a directory, a GGUF file, smollm2, a chat "
-    "model that is downloaded once, or pocket, pocket-plain or pocket-text, which are built in."
-)
-MODEL: Any = argument("pocket", USED)
-BLOCK_SIZE: Any = option(
-    128, "Read N tokens at once.", "--block-size", "--prefill-chunk-size", min=1, panel="Memory"
-)
-THREADS: Any = option(
-    None, "Compute with N threads of the CPU (all cores by default).", min=1, panel="Device"
-)
-SEED: Any = option(0, "Make the same texts and facts with the same N.", panel="Texts")
-DTYPE: Any = option(
-    None,
-    "Compute in float32, bfloat16 or float16, also written fp32, bf16, fp16, half (the "
-    "checkpoint's type by default).",
-    metavar="NAME",
-    panel="Model",
-)
-DEVICE: Any = option(
-    None, "Run on cpu, cuda or mps (the best there is by default).", metavar="NAME", panel="Device"
-)
-JSON: Any = option(False, "Print one JSON document.", panel="Output")
-
 memory = CommandGroup("Compare memory figures with a baseline.")
 
 BASELINE_FILE: Any = option(
@@ -84,18 +75,6 @@ BASELINE_LENGTHS: Any = option(
     "Read prompts of so many tokens: numbers separated by commas, such as 1024,2048 "
     "(the baseline's by default).",
     metavar="TOKENS",
-)
-POLICY_OPTION: Any = option(
-    None,
-    "Set an option of every policy that has it; repeatable.",
-    metavar="KEY=VALUE",
-    panel="Measure",
-)
-SINK_TOKENS: Any = option(
-    None,
-    "Never evict the first N tokens, whatever the policy (by default those that its paper pins).",
-    min=0,
-    panel="Memory",
 )
 
 
@@ -190,9 +169,6 @@ def eval_command(
         metavar="NAMES",
         panel="Output",
     ),
-    plot: bool = option(
-        False, "Draw results.png, pareto.png and, with --depths, needles.png.", panel="Output"
-    ),
     workers: int | None = option(
         None,
         "Share the cells among N processes (by default one per GPU, or one on a CPU).",
@@ -243,9 +219,6 @@ def eval_command(
     With --agreement the text of --file is read under each of them and without a cap, in passages of
     --lengths tokens, --samples at most; agreement.md and agreement.json go to the folder.
     """
-    from kvcap.evals.quality.cells import current_cells
-    from kvcap.evals.quality.plots import draw
-    from kvcap.evals.quality.plots.style import require_matplotlib
     from kvcap.evals.quality.sweep import Sweep, run
     from kvcap.evals.quality.table import describe, results
     from kvcap.evals.quality.tasks import spelled_out, with_data
@@ -255,17 +228,15 @@ def eval_command(
 
     quiet_libraries()
     use_threads(threads)
-    _check_folder("--out", out)
-    if plot:
-        require_matplotlib()
+    check_folder("--out", out)
     crew = Crew(engine, workers, threads, ray_address)  # type: ignore[arg-type]  # checked by run()
-    against, failed = _names(compare or ""), None
+    against, failed = names_of(compare or ""), None
     sweep = Sweep(
-        policies=_names(policies),
-        budgets=_numbers("budgets", budgets),
-        tasks=spelled_out(with_data(_names(tasks), data)),
-        lengths=_numbers("lengths", lengths),
-        positions=_names(positions),  # type: ignore[arg-type]  # run() refuses other names
+        policies=names_of(policies),
+        budgets=numbers_of("budgets", budgets),
+        tasks=spelled_out(with_data(names_of(tasks), data)),
+        lengths=numbers_of("lengths", lengths),
+        positions=names_of(positions),  # type: ignore[arg-type]  # run() refuses other names
         samples=samples,
         model=model,
         block_size=block_size,
@@ -273,19 +244,18 @@ def eval_command(
         dtype=dtype,
         device=device,
         batch_size=batch_size,
-        options=_policy_options(policy_option, sink_tokens),
+        options=policy_options(policy_option, sink_tokens),
         kv_dtype=kv_dtype,  # type: ignore[arg-type]  # the cache refuses other names
-        questions=_names(question.replace("both", "aware,after")),  # type: ignore[arg-type]
-        depths=(None,) if depths is None else _shares("depths", depths),
+        questions=names_of(question.replace("both", "aware,after")),  # type: ignore[arg-type]
+        depths=(None,) if depths is None else shares_of("depths", depths),
         max_new_tokens=max_new_tokens,
-        recalls=_names(recall),
+        recalls=names_of(recall),
         by_llamacpp=options.Backend(backend).by_llamacpp(model),  # type: ignore[arg-type]
     )
     if agreement != (file is not None):
         raise ValueError("--agreement and --file go together: --agreement -f FILE")
     if agreement:
         others = {
-            "--plot": plot,
             "--compare": compare,
             "--data": data,
             "--max-new-tokens": max_new_tokens,
@@ -299,11 +269,11 @@ def eval_command(
         try:
             _agreement(sweep, file, out, json)
         except KeyboardInterrupt:
-            _note("interrupted: nothing is kept, the same command begins again")
+            note("interrupted: nothing is kept, the same command begins again")
             raise
         return
     kept = f"nothing is kept in {out}"
-    with _meter("{task.completed}/{task.total} cells") as progress:
+    with progress_bar("{task.completed}/{task.total} cells") as progress:
         meter = progress.add_task("eval", total=None)
 
         def report(done: int, total: int, cell: Cell | None) -> None:
@@ -314,19 +284,16 @@ def eval_command(
                 line = f"{cell.score:.2f}  {describe(cell.setting)}  ({cell.seconds:.1f} s)"
                 progress.console.print(line, markup=False)
 
-        def note(text: str) -> None:
+        def say(text: str) -> None:
             progress.console.print(f"kvcap: {text}", markup=False)
 
         try:
-            cells = run(sweep, out, report, crew=crew, compared=against, note=note)
+            cells = run(sweep, out, report, crew=crew, compared=against, note=say)
         except CellsFailed as error:
             cells, failed = error.cells, error
         except KeyboardInterrupt:
-            note(f"interrupted: {kept}; the same command runs the rest")
+            say(f"interrupted: {kept}; the same command runs the rest")
             raise
-    if plot:
-        for picture in draw(current_cells(out / "cells.jsonl"), out):
-            _note(f"wrote {picture}")
     print(jsonlib.dumps([cell.as_dict() for cell in cells]) if json else results(cells, against))
     if failed is not None:
         raise failed
@@ -406,7 +373,7 @@ def tune_command(
         text,
         Sizes(cap.settings(), cap.memory_cap),
         cap.pins,
-        _names(policies or ""),
+        names_of(policies or ""),
         length,
         minutes,
         seed,
@@ -419,7 +386,7 @@ def tune_command(
         own = replace(budget, policy=policy)
         return load(model, backend, own, running, options.Output(quiet=True))
 
-    with _meter("{task.fields[doing]}") as progress:
+    with progress_bar("{task.fields[doing]}") as progress:
         meter = progress.add_task("tune", total=60 * minutes, doing="")
 
         def report(seconds: float, doing: str) -> None:
@@ -454,186 +421,6 @@ def tune_command(
         print(shlex.join(line))
 
 
-def analyze_command(
-    model: str = argument(..., USED),
-    what: list[str] = argument(
-        ...,
-        "Draw all analyses, or some of correlation, pca, volume (KeyDiff), perturbation "
-        "(CriticalKV), cone (DropKV), oracle (OBCache), queries (CaliDrop) and kept (which "
-        "tokens stay).",
-        metavar="WHAT...",
-    ),
-    file: list[str] | None = option(
-        None, "Read this text; - reads stdin; repeatable.", "--file", "-f", panel="Texts"
-    ),
-    kind: Literal["prose", "conversation"] = option(
-        "prose",
-        "Make prose or a conversation to read, where no --file is given.",
-        "--text",
-        panel="Texts",
-    ),
-    texts: int = option(4, "Make N texts, where no --file is given.", min=1, panel="Texts"),
-    tokens: int = option(
-        1024, "Read at most N tokens of a text, which bounds the memory.", min=64, panel="Texts"
-    ),
-    policies: str | None = option(
-        None,
-        "Analyse these policies, separated by commas (each analysis has its own by default).",
-        metavar="NAMES",
-        panel="Measure",
-    ),
-    policy_option: list[str] | None = POLICY_OPTION,
-    sink_tokens: int | None = SINK_TOKENS,
-    budgets: str | None = option(
-        None,
-        "Keep so many slots per KV head; numbers separated by commas (shares of the "
-        "text by default).",
-        metavar="SLOTS",
-        panel="Memory",
-    ),
-    positions: str | None = option(
-        None,
-        "Renumber kept tokens (compact), leave their positions (true), or renumber them "
-        "in long texts (auto), where policies evict (as chat does by default).",
-        metavar="NAME",
-        panel="Memory",
-    ),
-    block_size: int = BLOCK_SIZE,
-    layer: int | None = option(
-        None, "Draw layer N in pca and queries (the middle one by default).", panel="Measure"
-    ),
-    head: int | None = option(
-        None, "Draw KV head N in pca and queries (0 by default).", panel="Measure"
-    ),
-    seed: int = SEED,
-    out: Path = option(
-        Path("out/analyze"),
-        "Write a PNG and a JSON of every analysis into this folder.",
-        metavar="DIR",
-        panel="Output",
-    ),
-    dtype: str | None = DTYPE,
-    device: str | None = DEVICE,
-    threads: int | None = THREADS,
-    json: bool = JSON,
-) -> None:
-    """Draw the papers' diagnostics of a model's keys, queries and policies.
-
-    A text is read uncapped for its queries, keys and values, and under a cap for what policies
-    keep. Each analysis writes a picture and its figures, and says how to read them.
-    """
-    from kvcap.evals.analyze import AnalysisOptions, named, require_matplotlib, run
-    from kvcap.runtime.cli.commands import quiet_libraries, read_input, use_threads
-
-    require_matplotlib()
-    names = named(what)
-    given = AnalysisOptions(
-        policies=_names(policies or ""),
-        budgets=_numbers("budgets", budgets) if budgets else (),
-        block_size=block_size,
-        layer=layer,
-        head=head,
-        policy_options=_policy_options(policy_option, sink_tokens),
-    )
-    files = {name: read_input(name) for name in file or []}
-    _check_folder("--out", out)
-    quiet_libraries()
-    use_threads(threads)
-    from kvcap.evals.texts import texts as made
-    from kvcap.runtime.backends.pytorch.runtime import Runtime
-
-    runtime = Runtime.from_pretrained(
-        model, budget_tokens=tokens, block_size=block_size, dtype=dtype, device=device
-    )
-    readings = made(runtime, files, kind, texts, tokens, seed, positions)  # type: ignore[arg-type]
-    with _meter("{task.completed}/{task.total} measurements") as progress:
-        meter = progress.add_task("analyze", total=None)
-
-        def report(done: int, total: int) -> None:
-            progress.update(meter, completed=done, total=total)
-
-        documents = run(names, readings, given, out, report)
-    if json:
-        print(jsonlib.dumps(list(documents.values())))
-        return
-    for name, document in documents.items():
-        paper = f" ({document['paper']})" if document["paper"] else ""
-        print(f"{document['title']}{paper}: {out / name}.png, .json")
-        print(f"  {document['read']}")
-
-
-def report_command(
-    folders: list[Path] = argument(
-        ..., "Read what kvcap eval and analyze wrote here.", metavar="DIR..."
-    ),
-    out: Path | None = option(
-        None,
-        "Write the page here (report.html or leaderboard.md in the first DIR by default).",
-        "--out",
-        "-o",
-        metavar="FILE",
-        panel="Output",
-    ),
-    leaderboard: bool = option(
-        False, "Write a page of Markdown that ranks the policies.", panel="Output"
-    ),
-    plot: bool = option(
-        False, "Draw a PNG per model and task; needs --leaderboard.", panel="Output"
-    ),
-    compare: str | None = option(
-        None, "Print how two policies differ on the same samples.", metavar="A,B", panel="Output"
-    ),
-    json: bool = JSON,
-) -> None:
-    """Write one page of a folder's tables, plots and analyses, and of the tokens each policy kept.
-
-    It needs no server and asks for nothing else: pictures and data are in the file.
-
-    With --leaderboard, the cells of several folders make one page of Markdown, in which policies
-    are ranked; what stands between its marks <!-- text --> and <!-- /text --> stays when it is
-    written again. With --compare, two policies are compared sample by sample.
-    """
-    if leaderboard and compare is not None:
-        raise ValueError("--leaderboard and --compare are two reports; give one of them")
-    if plot and not leaderboard:
-        raise ValueError("--plot needs --leaderboard; for other plots, run kvcap eval --plot")
-    if json and compare is None:
-        raise ValueError("--json needs --compare; cells.jsonl has the cells themselves")
-    if compare is not None:
-        if out is not None:
-            raise ValueError("--compare prints; leave --out out")
-        _compare(folders, compare, json)
-        return
-    if leaderboard:
-        from kvcap.evals.report import leaderboard as board
-
-        for path in board.write(folders, out or folders[0] / "leaderboard.md", plot):
-            print(path)
-        return
-    from kvcap.evals.report import write
-
-    if len(folders) > 1:
-        raise ValueError("a page is of one folder; --leaderboard and --compare take several")
-    target = folders[0] / "report.html" if out is None else out
-    write(folders[0], target)
-    print(target)
-
-
-def _compare(folders: list[Path], compare: str, json: bool) -> None:
-    """Run `kvcap report --compare`."""
-    from kvcap.evals.quality.cells import cells_of
-    from kvcap.evals.quality.table import comparison, comparison_text
-
-    names = _names(compare)
-    if len(set(names)) != 2:
-        raise ValueError(f"--compare {compare!r}: give two policies, such as keydiff,snapkv")
-    cells = cells_of(folders)
-    if json:
-        print(jsonlib.dumps(comparison(cells, *names)))
-    else:
-        print(comparison_text(cells, *names))
-
-
 def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
     """Run `kvcap eval --agreement`."""
     from kvcap.evals.quality.agreement import measure, table
@@ -641,7 +428,7 @@ def _agreement(sweep: Sweep, file: str, out: Path, json: bool) -> None:
 
     if len(sweep.lengths) > 1:
         raise ValueError("--agreement: give one of --lengths, the most tokens of a passage")
-    with _meter("{task.completed:,}/{task.total:,} tokens") as progress:
+    with progress_bar("{task.completed:,}/{task.total:,} tokens") as progress:
         meter = progress.add_task("agreement", total=0)
 
         def report(done: int, total: int) -> None:
@@ -716,7 +503,7 @@ def demo_command(
         text=licences() if by_llamacpp else None,
         recall=by_llamacpp,
     )
-    with _meter("{task.fields[figures]}", "eta") as progress:
+    with progress_bar("{task.fields[figures]}", "eta") as progress:
         meter = progress.add_task("demo", total=demo.tokens, figures="")
 
         def report(state: Demo) -> None:
@@ -734,204 +521,14 @@ def demo_command(
 def bench_command(
     name: str = argument(
         ...,
-        "Run this benchmark: prefill, decode, scoring, positions or ragged; cpu, beside "
-        "llama.cpp and others; "
-        "equal-bytes, beside llama.cpp with as many bytes of cache; "
-        "slots, of fewer bits beside floats; encoding, a text made into tokens; "
-        "recall, evicted text found and read again; "
-        "use, the first answers of machines, processes and sessions; "
-        "serve, a server under load; clients, many long conversations at one; "
-        "on CUDA: kernels, token, parts, gpu, throughput; "
-        "on pocket: stream and turns (endurance), perturbation (CriticalKV), "
-        "proxy (DropKV), saliency (OBCache), weights.",
+        "Run this benchmark: prefill or decode, beside transformers; cpu, beside llama.cpp and "
+        "others; equal-bytes, beside llama.cpp with as many bytes of cache.",
     ),
-    lengths: str | None = option(
-        None,
-        "Read texts of so many tokens; numbers separated by commas, and in cpu 0 for "
-        "none (each benchmark has its own default).",
-        "--lengths",
-        "-p",
-        metavar="TOKENS",
-        panel="Texts",
-    ),
-    budgets: str | None = option(
-        None,
-        "Keep so many slots per KV head; numbers separated by commas (each benchmark "
-        "has its own default).",
-        metavar="SLOTS",
-        panel="Memory",
-    ),
-    policies: str | None = option(
-        None,
-        "Measure these policies, separated by commas, or all (each benchmark has its own default).",
-        metavar="NAMES",
-        panel="Measure",
-    ),
-    block_size: int | None = option(
-        None, "Read N tokens at once (each benchmark has its own default).", panel="Memory"
-    ),
-    repeats: int | None = option(
-        None,
-        "Measure every row N times, or on N texts (each benchmark has its own default).",
-        "--repeats",
-        "-r",
-        panel="Measure",
-    ),
-    steps: int | None = option(
-        None,
-        "Decode N tokens, or in turns have N turns (each benchmark has its own default).",
-        "--steps",
-        "-n",
-        panel="Measure",
-    ),
-    evictions: int | None = option(
-        None, "Evict N times before measuring; for positions (10000 by default).", panel="Measure"
-    ),
-    layers: int | None = option(
-        None, "Give the random model of prefill N layers (8 by default).", panel="Model"
-    ),
-    hidden: int | None = option(
-        None,
-        "Give the random model of prefill a hidden size of N, a multiple of 64 (512 by default).",
-        panel="Model",
-    ),
-    threads: str | None = option(
-        None,
-        "Compute with so many threads of the CPU (all cores by default); cpu takes "
-        "several numbers, separated by commas.",
-        "--threads",
-        "-t",
-        metavar="COUNTS",
-        panel="Device",
-    ),
-    depths: str | None = option(
-        None,
-        "Read so many tokens before decoding; numbers separated by commas, for cpu (0 by default).",
-        "--depths",
-        "-d",
-        metavar="TOKENS",
-        panel="Texts",
-    ),
-    clients: int | None = option(
-        None, "Ask by N clients at once; for clients (64 by default).", min=1, panel="Measure"
-    ),
-    conversations: int | None = option(
-        None, "Have N conversations; for serve (1000 by default).", min=1, panel="Measure"
-    ),
-    kills: int | None = option(
-        None, "Kill the server N times; for serve (100 by default).", min=1, panel="Measure"
-    ),
-    starts: str | None = option(
-        None,
-        "Time new processes until the first token after prompts of so many words; "
-        "numbers separated by commas, for cpu.",
-        metavar="NUMBERS",
-        panel="Texts",
-    ),
-    model: str | None = option(
-        None,
-        "Run a directory, pocket, or a model of random weights: random-3b "
-        "(Llama-3.2-3B's shape), random-360m (SmolLM2's) or random-tiny (each benchmark has "
-        "its own default).",
-        "--model",
-        "-m",
-        metavar="MODEL",
-        panel="Model",
-    ),
-    weights: str | None = option(
-        None,
-        "Hold weights in these types, separated by commas: bf16, int8 or another "
-        "--dtype of an export; for cpu and slots (int8 by default).",
-        metavar="NAMES",
-        panel="Model",
-    ),
-    backend: str | None = option(
-        None,
-        "Run on pytorch or onnxruntime; for cpu and slots (by default as suits the weights).",
-        metavar="NAME",
-        panel="Model",
-    ),
-    vs: str | None = option(
-        None,
-        "Run these beside kvcap, separated by commas: llama.cpp, transformers or "
-        "kvpress; for cpu, llama.cpp for equal-bytes, and transformers for clients.",
-        metavar="NAMES",
-        panel="Measure",
-    ),
-    peer_python: list[str] | None = option(
-        None,
-        "Run a peer of --vs by the Python at PATH; for cpu and clients; repeatable.",
-        metavar="NAME=PATH",
-        panel="Device",
-    ),
-    files: Path | None = option(
-        None,
-        "Keep models, exports and finished rows in this folder; for cpu, clients, equal-bytes, "
-        "serve, slots and use (each has its own folder in out by default).",
-        metavar="DIR",
-        panel="Output",
-    ),
-    text: Path | None = option(
-        None,
-        "Measure the perplexity of this text; for equal-bytes (generated prose by default).",
-        metavar="FILE",
-        panel="Texts",
-    ),
-    output: Literal["md", "json", "csv"] | None = option(
-        None,
-        "Print only a table (md), an object (json) or all rows (csv).",
-        "--output",
-        "-o",
-        panel="Output",
-    ),
-    rows: Path | None = option(
-        None, "Write the rows as a JSON list here, too.", metavar="FILE", panel="Output"
-    ),
+    *,
+    given: BenchOptions,
 ) -> None:
     """Measure time and memory; the last line of stdout is JSON."""
-    from kvcap.evals.bench import load, options_for
-    from kvcap.runtime.cli.commands import quiet_libraries, use_threads
-
-    quiet_libraries()
-    counts = _numbers("threads", threads) if threads else None
-    if counts and (min(counts) < 1 or (len(counts) > 1 and name != "cpu")):
-        raise ValueError(f"--threads {threads}: give one count, or to `bench cpu` several")
-    if name != "cpu":
-        use_threads(counts[0] if counts else None)
-    given: dict[str, Any] = {
-        "lengths": lengths and _numbers("lengths", lengths),
-        "budgets": budgets and _numbers("budgets", budgets),
-        "policies": policies and _names(policies),
-        "block_size": block_size,
-        "repeats": repeats,
-        "steps": steps,
-        "evictions": evictions,
-        "clients": clients,
-        "conversations": conversations,
-        "kills": kills,
-        "layers": layers,
-        "hidden": hidden,
-        "starts": starts and _numbers("starts", starts),
-        "depths": depths and _numbers("depths", depths),
-        "threads": counts,
-        "model": model,
-        "weights": weights and _names(weights),
-        "backend": backend,
-        "vs": vs and _names(vs),
-        "peer_pythons": peer_python and dict(_peer(text) for text in peer_python),
-        "files": files,
-        "text": text,
-    }
-    run = load(name)
-    result = run(options_for(name, {k: value for k, value in given.items() if value is not None}))
-    if rows is not None:
-        rows.write_text(jsonlib.dumps(list(result.rows), indent=1) + "\n")
-    if output in (None, "md"):
-        print(result.table())
-    if output == "csv":
-        print(result.csv())
-    if output in (None, "json"):
-        print(jsonlib.dumps(result.as_dict()))
+    given.run(name)
 
 
 def lm_eval_command(context: click.Context) -> None:
@@ -979,7 +576,9 @@ def calibrate_command(
         raise ValueError("the text is empty; give one of at least 32 tokens")
     if out.is_dir() or not out.parent.is_dir():
         raise ValueError(f"cannot write {str(out)!r}: no such folder, or it is one")
-    with _meter("{task.completed}/{task.total} tokens", off=quiet or not styled()) as progress:
+    with progress_bar(
+        "{task.completed}/{task.total} tokens", off=quiet or not styled()
+    ) as progress:
         meter = progress.add_task("calibrate", total=None)
 
         def report(done: int, total: int) -> None:
@@ -1027,9 +626,9 @@ def check_command(
         print(table(now.cells, before))
         print("\n".join(grown) or f"nothing grew in {len(now.cells)} cells")
     if unlike:
-        _note(f"peaks were not compared: {unlike}")
+        note(f"peaks were not compared: {unlike}")
     if grown:
-        _note(f"{len(grown)} figures grew; where that is meant, run kvcap memory update")
+        note(f"{len(grown)} figures grew; where that is meant, run kvcap memory update")
         raise Exit(1)
 
 
@@ -1055,74 +654,12 @@ def update_command(
     now = _measured(_matrix(known, model, policies, budgets, lengths))
     now.write(baseline)
     print(jsonlib.dumps(now.as_dict()) if json else table(now.cells))
-    _note(f"wrote {baseline}")
-
-
-@contextmanager
-def _meter(*columns: str, off: bool = False) -> Iterator[Progress]:
-    """Show a live line on stderr, if that is a terminal, and remove it after the work."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    shown = [BarColumn(bar_width=24), *(TextColumn(c) for c in columns), TimeRemainingColumn()]
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    shown.append(TimeElapsedColumn())
-    off = off or not console.is_interactive  # where it would print an empty line at every stop
-    with Progress(*shown, console=console, transient=True, disable=off) as progress:
-        yield progress
-
-
-def _policy_options(texts: list[str] | None, sink_tokens: int | None) -> dict[str, Any]:
-    """Return options for the policies that have them, from KEY=VALUE and --sink-tokens."""
-    pins = {} if sink_tokens is None else {"sink_tokens": sink_tokens}
-    return pins | options.pairs(texts or [])
+    note(f"wrote {baseline}")
 
 
 def _given(**values: Any) -> dict[str, Any]:
     """Return the options that have a value, by their names on the command line."""
     return {f"--{k.replace('_', '-')}": v for k, v in values.items() if v is not None}
-
-
-def _check_folder(option: str, path: Path) -> None:
-    """Refuse a path that cannot be a folder, before anything is measured.
-
-    Raises:
-        ValueError: the path is another kind of file.
-    """
-    above = next((part for part in (path, *path.parents) if part.exists()), path)
-    if not above.is_dir():
-        raise ValueError(f"{option} {str(path)!r}: {str(above)!r} is a file, not a folder")
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _peer(text: str) -> tuple[str, str]:
-    name, _, path = text.partition("=")
-    if not path:
-        raise ValueError(f"--peer-python {text!r}: give a peer and a Python, llama.cpp=PATH")
-    return name, path
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part.replace("_", "")) for part in _names(text))
-    except ValueError as error:
-        raise ValueError(f"--{option} {text!r}: give whole numbers, such as 128,256") from error
-
-
-def _shares(option: str, text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in _names(text))
-    except ValueError as error:
-        raise ValueError(f"--{option} {text!r}: give numbers, such as 0,0.5,1") from error
 
 
 def _figures(demo: Demo) -> str:
@@ -1196,9 +733,9 @@ def _matrix(
     """Return the matrix of the options, with `known` in place of those that are missing."""
     given: dict[str, Any] = {
         "model": model,
-        "policies": policies and _names(policies),
-        "budgets": budgets and _numbers("budgets", budgets),
-        "lengths": lengths and _numbers("lengths", lengths),
+        "policies": policies and names_of(policies),
+        "budgets": budgets and numbers_of("budgets", budgets),
+        "lengths": lengths and numbers_of("lengths", lengths),
     }
     return replace(known, **{name: value for name, value in given.items() if value})
 
@@ -1208,8 +745,4 @@ def _measured(matrix: Matrix) -> Baseline:
     from kvcap.runtime.cli.commands import quiet_libraries
 
     quiet_libraries()
-    return measure(matrix, lambda cell: _note(str(cell)))
-
-
-def _note(text: str) -> None:
-    print(f"kvcap: {text}", file=sys.stderr, flush=True)
+    return measure(matrix, lambda cell: note(str(cell)))

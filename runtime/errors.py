@@ -185,6 +185,10 @@ class ExtraMissing(KvcapError, ImportError):
     """A package is not installed; the message names the extra that brings it."""
 
 
+IN_A_CHECKOUT = "comes with kvcap's repository, not with its package; run it in a checkout"
+"""Says where commands and benchmarks of kvcap's makers are."""
+
+
 def how_to_install(extra: str) -> str:
     """Return how a user installs one of kvcap's extras, which no package index has."""
     return f"run in kvcap's checkout: pip install '.[{extra}]'"

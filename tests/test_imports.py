@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "pocket": set(),
     "evals": {"runtime", "policies", "kernels", "pocket"},
     "serve": {"runtime", "policies", "kernels", "pocket"},
+    "lab": {"runtime", "policies", "kernels", "pocket", "evals"},
 }
 ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "triton": {"kernels"},
@@ -33,7 +34,7 @@ ONLY_IN = {  # heavy or optional packages, and the one place each is imported
     "prometheus_client": {"serve"},
     "llguidance": {"runtime"},
     "adbutils": {"android_bench"},
-    "matplotlib": {"evals", "android_bench"},
+    "matplotlib": {"lab", "android_bench"},
     "ray": {"evals", "runtime", "serve"},
     "rouge_score": {"evals"},
     "rapidfuzz": {"evals"},
@@ -170,7 +171,7 @@ def test_importing_kvcap_loads_neither_torch_nor_transformers():
 
 
 COMMANDS = {  # which of kvcap's own commands a command need not import
-    f"kvcap.{folder}.commands" for folder in ("android_bench", "evals", "export", "serve")
+    f"kvcap.{folder}.commands" for folder in ("android_bench", "evals", "export", "lab", "serve")
 }
 HEAVY = {  # other packages whose import takes long, and rooms of kvcap that bring them or are large
     "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "numpy", "onnx", "onnxruntime",
@@ -178,8 +179,9 @@ HEAVY = {  # other packages whose import takes long, and rooms of kvcap that bri
     "tokenizers", "torch", "torch._dynamo", "transformers", "transformers.modeling_utils", "triton",
     "pydantic", "typer", "uvicorn",
     *COMMANDS, "kvcap.android_bench.runner", "kvcap.evals.bench", "kvcap.evals.quality",
-    "kvcap.export.decoder", "kvcap.policies", "kvcap.runtime.backends.onnxruntime",
-    "kvcap.runtime.backends.pytorch", "kvcap.runtime.session.session", "kvcap.serve.app",
+    "kvcap.export.decoder", "kvcap.lab.bench", "kvcap.policies",
+    "kvcap.runtime.backends.onnxruntime", "kvcap.runtime.backends.pytorch",
+    "kvcap.runtime.session.session", "kvcap.serve.app",
 }  # fmt: skip
 MODELS = {  # of transformers, and what their code brings
     "huggingface_hub", "jinja2", "numpy", "safetensors", "tokenizers", "torch", "torch._dynamo",
@@ -201,7 +203,7 @@ MAY_LOAD: dict[str, set[str]] = {  # of the heavy ones, by what is run; DIR is a
     },
     "export --help": {"kvcap.export.commands"},
     "serve --help": {"kvcap.serve.commands"},
-    "bench --help": {"kvcap.evals.commands"},
+    "bench --help": {"kvcap.lab.commands"},
     "eval --help": {"kvcap.evals.commands"},
 }  # fmt: skip
 COMMAND = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (
-    "runtime", "policies", "kernels", "export", "serve", "evals", "android_bench", "pocket",
+    "runtime", "policies", "kernels", "export", "serve", "evals", "android_bench", "pocket", "lab",
 )  # fmt: skip
 MIDDLE = re.compile(  # a first line that begins so is about something that only the code names
     "(What|Whether|Which|Who|Whose|Why|How|Where|When|Of|Or|And|But|As|By|For|From|In|On|With|Within"

@@ -8,17 +8,19 @@ same run. A benchmark asserts nothing; correctness is checked by the tests.
 from __future__ import annotations
 
 import csv
-import importlib
 import json
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from pkgutil import ModuleInfo, iter_modules
 from types import ModuleType
 from typing import Any
 
 from kvcap.evals.reports import environment, grid
+from kvcap.runtime.errors import IN_A_CHECKOUT
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,11 @@ class Result:
         }
 
 
-def benchmarks() -> list[str]:
-    """Return names of all benchmarks."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+def benchmarks() -> dict[str, ModuleInfo]:
+    """Return the modules of all benchmarks by name, with those of the lab where that is."""
+    packages = [__name__, *(["kvcap.lab.bench"] if find_spec("kvcap.lab") else [])]
+    modules = (m for p in packages for m in iter_modules(import_module(p).__path__, f"{p}."))
+    return {m.name.rpartition(".")[2].replace("_", "-"): m for m in modules}
 
 
 def load(name: str) -> Callable[[BenchmarkOptions], Result]:
@@ -95,7 +99,9 @@ def load(name: str) -> Callable[[BenchmarkOptions], Result]:
         ValueError: there is no such benchmark.
     """
     if name not in benchmarks():
-        raise ValueError(f"no benchmark is called {name!r}; known: {', '.join(benchmarks())}")
+        others = "" if find_spec("kvcap.lab") else f"; any other {IN_A_CHECKOUT}"
+        known = ", ".join(sorted(benchmarks()))
+        raise ValueError(f"no benchmark is called {name!r}; known: {known}{others}")
     run: Callable[[BenchmarkOptions], Result] = _module(name).run
     return run
 
@@ -106,7 +112,7 @@ def options_for(name: str, given: Mapping[str, Any]) -> BenchmarkOptions:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    return import_module(benchmarks()[name].name)
 
 
 def _cell(value: Any) -> str:

@@ -10,9 +10,8 @@ from dataclasses import asdict
 from itertools import groupby, product
 from typing import Any
 
-from kvcap.evals.quality.cells import Cell, Setting, label
+from kvcap.evals.quality.cells import Cell, Setting, check_same_samples, label
 from kvcap.evals.quality.paired import Comparison, compare
-from kvcap.evals.quality.ranking import check_same_samples
 from kvcap.evals.reports import grid
 from kvcap.runtime.units import format_bytes
 

@@ -11,6 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -18,6 +19,7 @@ import click
 from kvcap.runtime.cli.console import INTERRUPTED, USAGE, complain, exit_code
 from kvcap.runtime.cli.declare import CommandGroup, command, option, variables
 from kvcap.runtime.cli.options import check_variables
+from kvcap.runtime.errors import IN_A_CHECKOUT, ExtraMissing
 
 COMMANDS = {  # and groups of commands: the module of each, and its name there
     "chat": "runtime.cli.commands.chat_command",
@@ -35,10 +37,13 @@ COMMANDS = {  # and groups of commands: the module of each, and its name there
     "demo": "evals.commands.demo_command",
     "eval": "evals.commands.eval_command",
     "tune": "evals.commands.tune_command",
-    "analyze": "evals.commands.analyze_command",
-    "report": "evals.commands.report_command",
     "bench": "evals.commands.bench_command",
     "lm-eval": "evals.commands.lm_eval_command",
+}
+LAB = {  # those of kvcap's makers, which come with the repository alone
+    "analyze": "lab.commands.analyze_command",
+    "report": "lab.commands.report_command",
+    "bench": "lab.commands.bench_command",  # with more benchmarks
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # of click's commands
     "lm-eval": {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -50,7 +55,14 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
 def application(name: str | None = None) -> CommandGroup:
-    """Return the command line with the command `name` alone; with all, where it has none such."""
+    """Return the command line with the command `name` alone; with all, where it has none such.
+
+    Raises:
+        ExtraMissing: the command is one of the repository.
+    """
+    commands = COMMANDS | (LAB if find_spec("kvcap.lab") else {})
+    if name in LAB and name not in commands:
+        raise ExtraMissing(f"kvcap {name} {IN_A_CHECKOUT}")
     app = CommandGroup(
         call=_kvcap,
         name="kvcap",
@@ -60,8 +72,8 @@ def application(name: str | None = None) -> CommandGroup:
         "KVCAP_DEBUG=1 shows tracebacks. Exit codes: 0 done, 1 failed, 2 wrong input, 3 no plan "
         "fits, 4 cap reached, 130 interrupted.",
     )
-    for each in [name] if name in COMMANDS else COMMANDS:
-        module, _, attribute = COMMANDS[each].rpartition(".")
+    for each in [name] if name in commands else commands:
+        module, _, attribute = commands[each].rpartition(".")
         found = getattr(importlib.import_module(f"kvcap.{module}"), attribute)
         made = (
             found if isinstance(found, CommandGroup) else command(found, **SETTINGS.get(each, {}))

@@ -228,7 +228,7 @@ def test_the_command(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture
         (TEXT, ["--lengths", "256"], "an eviction shows only after 256; give a longer text"),
         (TEXT, ["--lengths", "512,1024"], "give one of --lengths"),
         (TEXT, ["--policies", "keydif"], "keydiff"),
-        (TEXT, ["--plot"], "--plot"),
+        (TEXT, ["--workers", "2"], "--workers"),
     ],
 )
 def test_refusals(

@@ -28,7 +28,7 @@ from kvcap.evals.quality.tasks import (
     with_data,
 )
 from kvcap.evals.quality.tasks.math import ASKS
-from kvcap.evals.report.leaderboard import page, sections
+from kvcap.lab.report.leaderboard import page, sections
 from kvcap.runtime.errors import ExtraMissing
 
 TOWN = "The mayor of Lowmere is Ann Ode. The river Alder runs through it."

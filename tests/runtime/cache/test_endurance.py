@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcap.evals.bench import BenchmarkOptions, load
-from kvcap.evals.bench.turns import Broken, Walk, check, interrupt_after
+from kvcap.lab.bench.turns import Broken, Walk, check, interrupt_after
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 
 SMALL = BenchmarkOptions(lengths=(3000,), budgets=(64,), block_size=32, steps=40)

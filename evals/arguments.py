@@ -1,0 +1,313 @@
+"""Declares the options that several measuring commands take, and reads what they are given."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from kvcap.runtime.cli import options
+from kvcap.runtime.cli.declare import argument, option
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+USED = (
+    "Use this model: a repository of the hub, a directory, a GGUF file, smollm2, a chat "
+    "model that is downloaded once, or pocket, pocket-plain or pocket-text, which are built in."
+)
+MODEL: Any = argument("pocket", USED)
+BLOCK_SIZE: Any = option(
+    128, "Read N tokens at once.", "--block-size", "--prefill-chunk-size", min=1, panel="Memory"
+)
+THREADS: Any = option(
+    None, "Compute with N threads of the CPU (all cores by default).", min=1, panel="Device"
+)
+SEED: Any = option(0, "Make the same texts and facts with the same N.", panel="Texts")
+DTYPE: Any = option(
+    None,
+    "Compute in float32, bfloat16 or float16, also written fp32, bf16, fp16, half (the "
+    "checkpoint's type by default).",
+    metavar="NAME",
+    panel="Model",
+)
+DEVICE: Any = option(
+    None, "Run on cpu, cuda or mps (the best there is by default).", metavar="NAME", panel="Device"
+)
+JSON: Any = option(False, "Print one JSON document.", panel="Output")
+
+POLICY_OPTION: Any = option(
+    None,
+    "Set an option of every policy that has it; repeatable.",
+    metavar="KEY=VALUE",
+    panel="Measure",
+)
+SINK_TOKENS: Any = option(
+    None,
+    "Never evict the first N tokens, whatever the policy (by default those that its paper pins).",
+    min=0,
+    panel="Memory",
+)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of `kvcap bench`, of which each benchmark reads those that its file names."""
+
+    heading: ClassVar = "Measure"
+
+    lengths: str | None = option(
+        None,
+        "Read texts of so many tokens; numbers separated by commas, and in cpu 0 for "
+        "none (each benchmark has its own default).",
+        "--lengths",
+        "-p",
+        metavar="TOKENS",
+        panel="Texts",
+    )
+    budgets: str | None = option(
+        None,
+        "Keep so many slots per KV head; numbers separated by commas (each benchmark "
+        "has its own default).",
+        metavar="SLOTS",
+        panel="Memory",
+    )
+    policies: str | None = option(
+        None,
+        "Measure these policies, separated by commas, or all (each benchmark has its own default).",
+        metavar="NAMES",
+        panel="Measure",
+    )
+    block_size: int | None = option(
+        None, "Read N tokens at once (each benchmark has its own default).", panel="Memory"
+    )
+    repeats: int | None = option(
+        None,
+        "Measure every row N times, or on N texts (each benchmark has its own default).",
+        "--repeats",
+        "-r",
+        panel="Measure",
+    )
+    steps: int | None = option(
+        None,
+        "Decode N tokens (each benchmark has its own default).",
+        "--steps",
+        "-n",
+        panel="Measure",
+    )
+    layers: int | None = option(
+        None, "Give the random model of prefill N layers (8 by default).", panel="Model"
+    )
+    hidden: int | None = option(
+        None,
+        "Give the random model of prefill a hidden size of N, a multiple of 64 (512 by default).",
+        panel="Model",
+    )
+    threads: str | None = option(
+        None,
+        "Compute with so many threads of the CPU (all cores by default); cpu takes "
+        "several numbers, separated by commas.",
+        "--threads",
+        "-t",
+        metavar="COUNTS",
+        panel="Device",
+    )
+    depths: str | None = option(
+        None,
+        "Read so many tokens before decoding; numbers separated by commas, for cpu (0 by default).",
+        "--depths",
+        "-d",
+        metavar="TOKENS",
+        panel="Texts",
+    )
+    starts: str | None = option(
+        None,
+        "Time new processes until the first token after prompts of so many words; "
+        "numbers separated by commas, for cpu.",
+        metavar="NUMBERS",
+        panel="Texts",
+    )
+    model: str | None = option(
+        None,
+        "Run a directory, pocket, or a model of random weights: random-3b "
+        "(Llama-3.2-3B's shape), random-360m (SmolLM2's) or random-tiny (each benchmark has "
+        "its own default).",
+        "--model",
+        "-m",
+        metavar="MODEL",
+        panel="Model",
+    )
+    weights: str | None = option(
+        None,
+        "Hold weights in these types, separated by commas: bf16, int8 or another "
+        "--dtype of an export (int8 by default).",
+        metavar="NAMES",
+        panel="Model",
+    )
+    backend: str | None = option(
+        None,
+        "Run on pytorch or onnxruntime (by default as suits the weights).",
+        metavar="NAME",
+        panel="Model",
+    )
+    vs: str | None = option(
+        None,
+        "Run these beside kvcap, separated by commas: llama.cpp, transformers or "
+        "kvpress, of which each benchmark takes some.",
+        metavar="NAMES",
+        panel="Measure",
+    )
+    peer_python: list[str] | None = option(
+        None,
+        "Run a peer of --vs by the Python at PATH; repeatable.",
+        metavar="NAME=PATH",
+        panel="Device",
+    )
+    files: Path | None = option(
+        None,
+        "Keep models, exports and finished rows in this folder (each benchmark has its own in "
+        "out by default).",
+        metavar="DIR",
+        panel="Output",
+    )
+    text: Path | None = option(
+        None,
+        "Measure the perplexity of this text; for equal-bytes (generated prose by default).",
+        metavar="FILE",
+        panel="Texts",
+    )
+    output: Literal["md", "json", "csv"] | None = option(
+        None,
+        "Print only a table (md), an object (json) or all rows (csv).",
+        "--output",
+        "-o",
+        panel="Output",
+    )
+    rows: Path | None = option(
+        None, "Write the rows as a JSON list here, too.", metavar="FILE", panel="Output"
+    )
+
+    def given(self) -> dict[str, Any]:
+        """Return what was given, as `BenchmarkOptions` has it.
+
+        Raises:
+            ValueError: an option cannot be read; the message names it.
+        """
+        found = {
+            name: READ[name](value) if name in READ else value
+            for name, value in vars(self).items()
+            if value is not None and name not in ("output", "rows")
+        }
+        return {"peer_pythons" if name == "peer_python" else name: x for name, x in found.items()}
+
+    def run(self, name: str) -> None:
+        """Run a benchmark, and print what it found.
+
+        Raises:
+            ValueError: there is none of this name, or an option is wrong.
+        """
+        from kvcap.evals.bench import load, options_for
+        from kvcap.runtime.cli.commands import quiet_libraries, use_threads
+
+        quiet_libraries()
+        given = self.given()
+        counts = given.get("threads")
+        if counts and (min(counts) < 1 or (len(counts) > 1 and name != "cpu")):
+            raise ValueError(f"--threads {self.threads}: give one count, or to `bench cpu` several")
+        if name != "cpu":
+            use_threads(counts[0] if counts else None)
+        result = load(name)(options_for(name, given))
+        if self.rows is not None:
+            self.rows.write_text(json.dumps(list(result.rows), indent=1) + "\n")
+        if self.output in (None, "md"):
+            print(result.table())
+        if self.output == "csv":
+            print(result.csv())
+        if self.output in (None, "json"):
+            print(json.dumps(result.as_dict()))
+
+
+@contextmanager
+def progress_bar(*columns: str, off: bool = False) -> Iterator[Progress]:
+    """Show a live line on stderr, if that is a terminal, and remove it after the work."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    shown = [BarColumn(bar_width=24), *(TextColumn(c) for c in columns), TimeRemainingColumn()]
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    shown.append(TimeElapsedColumn())
+    off = off or not console.is_interactive  # where it would print an empty line at every stop
+    with Progress(*shown, console=console, transient=True, disable=off) as progress:
+        yield progress
+
+
+def policy_options(texts: list[str] | None, sink_tokens: int | None) -> dict[str, Any]:
+    """Return options for the policies that have them, from KEY=VALUE and --sink-tokens."""
+    pins = {} if sink_tokens is None else {"sink_tokens": sink_tokens}
+    return pins | options.pairs(texts or [])
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Refuse a path that cannot be a folder, before anything is measured.
+
+    Raises:
+        ValueError: the path is another kind of file.
+    """
+    above = next((part for part in (path, *path.parents) if part.exists()), path)
+    if not above.is_dir():
+        raise ValueError(f"{option} {str(path)!r}: {str(above)!r} is a file, not a folder")
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Return the names that commas separate."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _peer(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not path:
+        raise ValueError(f"--peer-python {text!r}: give a peer and a Python, llama.cpp=PATH")
+    return name, path
+
+
+def numbers_of(option: str, text: str) -> tuple[int, ...]:
+    """Return the whole numbers that commas separate.
+
+    Raises:
+        ValueError: one is none; the message names the option.
+    """
+    try:
+        return tuple(int(part.replace("_", "")) for part in names_of(text))
+    except ValueError as error:
+        raise ValueError(f"--{option} {text!r}: give whole numbers, such as 128,256") from error
+
+
+def shares_of(option: str, text: str) -> tuple[float, ...]:
+    """Return the numbers that commas separate; raise as `numbers_of` does."""
+    try:
+        return tuple(float(part) for part in names_of(text))
+    except ValueError as error:
+        raise ValueError(f"--{option} {text!r}: give numbers, such as 0,0.5,1") from error
+
+
+def note(text: str) -> None:
+    """Write a line to stderr."""
+    print(f"kvcap: {text}", file=sys.stderr, flush=True)
+
+
+READ: dict[str, Any] = {  # how a benchmark's options are read, where they are no single value
+    **{x: partial(numbers_of, x) for x in ("lengths", "budgets", "starts", "depths", "threads")},
+    **dict.fromkeys(("policies", "weights", "vs"), names_of),
+    "peer_python": lambda texts: dict(map(_peer, texts)),
+}

@@ -1,0 +1,1 @@
+"""Runs other servers that benchmarks ask beside kvcap's."""

@@ -1,0 +1,25 @@
+"""Ways to attend over heads that hold unequally many tokens; by triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE, pytestmark  # noqa: F401
+
+from kvcap.lab.bench import ragged
+from kvcap.runtime.attention.functions import attend_rows
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_all_ways_attend_alike(length: int) -> None:
+    held = [5, 40, 9, 64, 30, 65, 12, 7]
+    segments = ragged._segments(held, length, DEVICE, torch.float32, 4)
+    query, pool = torch.randn(1, ragged.HEADS, length, ragged.SIZE).to(DEVICE), segments[0].pool
+    expected = ragged.heads(query, segments)
+    places = ragged.rows_of(segments)
+    assert places.starts[-1] == len(pool.keys)
+    for found in (
+        attend_rows(query, pool.keys, pool.values, places, ragged.SCALING),
+        ragged.padded(query, segments),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

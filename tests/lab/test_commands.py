@@ -1,0 +1,38 @@
+"""The lab's commands are there in a checkout, and named where kvcap is installed without it."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from kvcap import cli
+from kvcap.evals import bench
+
+
+@pytest.fixture
+def without_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def found(name: str, *more: Any) -> Any:
+        return None if name == "kvcap.lab" else find(name, *more)
+
+    for module in (cli, bench):
+        monkeypatch.setattr(module, "find_spec", found)
+
+
+def test_a_checkout_has_all_commands_and_benchmarks() -> None:
+    assert {*cli.COMMANDS, *cli.LAB} == {*cli.application().commands}
+    assert {"prefill", "kernels"} <= bench.benchmarks().keys()
+
+
+@pytest.mark.parametrize("line", ["analyze pocket all", "report out", "bench kernels"])
+@pytest.mark.usefixtures("without_lab")
+def test_without_it_they_are_named(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {*cli.application().commands} == {*cli.COMMANDS}
+    assert {*bench.benchmarks()} == {"cpu", "decode", "equal-bytes", "prefill"}
+    assert cli.run(line.split()) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "comes with kvcap's repository" in said
