@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.policies import Eviction, Observation, Policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime

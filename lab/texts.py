@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kvcap.evals.quality.sweep import options_of
 from kvcap.lab.captured import capture
-from kvcap.pocket.corpus import conversation, filler
+from kvcap.lab.pocket.corpus import conversation
+from kvcap.pocket.prose import filler
 from kvcap.policies import Observation, load_policy
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime

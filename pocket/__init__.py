@@ -1,8 +1,8 @@
 """Holds the built-in models: pocket, of 8 million parameters, which recalls facts, and two more.
 
-Pocket was trained on synthetic English alone (see :mod:`kvcap.pocket.corpus` and the README beside
-this file): tell it codes, numbers and names, let it read thousands of tokens, and ask. It knows
-nothing about the world, cannot calculate and cannot write; it says so when asked.
+Pocket was trained on synthetic English alone (see the README beside this file): tell it codes,
+numbers and names, let it read thousands of tokens, and ask. It knows nothing about the world,
+cannot calculate and cannot write; it says so when asked.
 pocket-plain, which recalls too, and pocket-text, which continues running text, have never met an
 eviction in training; their cards lie beside their weights.
 

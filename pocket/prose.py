@@ -38,6 +38,11 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def listing(items: list[str]) -> str:
+    """Join ``items`` as English does: ``"a, b and c"``."""
+    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
+
+
 def sentence(rng: Random, style: str) -> str:
     """Return one sentence of a familiar register such as ``"story"`` or ``"weather"``."""
     templates = _COMPILED[style]

@@ -1,7 +1,7 @@
 """Holds the word lists of the synthetic corpus: names, things, values, filler sentences.
 
 Lists are plain tuples split from text, so that one look shows what the pocket model can have
-seen. ``SLOTS`` and ``TEMPLATES`` drive :func:`kvcap.pocket.corpus.filler`.
+seen. ``SLOTS`` and ``TEMPLATES`` drive :func:`kvcap.pocket.prose.filler`.
 """
 
 from __future__ import annotations

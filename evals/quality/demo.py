@@ -20,7 +20,8 @@ from typing import Any
 
 from kvcap.evals.quality.text import has_word, names_no_other, number_facts
 from kvcap.evals.reports import environment
-from kvcap.pocket.corpus import Fact, filler
+from kvcap.pocket.facts import Fact
+from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
 from kvcap.runtime.recall.settings import DEFAULT
 from kvcap.runtime.session.engine import Engine

@@ -18,9 +18,7 @@ from kvcap.evals.quality.metrics import contains_all
 from kvcap.evals.quality.tasks import Sample, prompt_ids
 from kvcap.evals.quality.text import fit, fit_whole, scatter
 from kvcap.pocket import words
-from kvcap.pocket.corpus import filler
-from kvcap.pocket.prose import pick
-from kvcap.pocket.tasks import listing
+from kvcap.pocket.prose import filler, listing, pick
 
 Values = Literal["number", "word", "uuid"]
 NEEDLE = "One of the special magic {}s for {} is: {}."

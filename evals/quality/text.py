@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from kvcap.pocket import words
-from kvcap.pocket.corpus import Fact, facts
+from kvcap.pocket.facts import Fact, facts
 
 # Short words that fill up a length, one token each in most vocabularies.
 PADDING = ("so", "and", "it", "a", ".", ",")

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.cores import usable_cores
 from kvcap.runtime.models.files import load_tokenizer
 from kvcap.runtime.models.names import resolve

@@ -42,7 +42,7 @@ from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
 from kvcap.evals.quality.tasks import make_samples
 from kvcap.evals.quality.text import scatter
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.recall.recall import Passage, Recall
 from kvcap.runtime.recall.store import Found, PassageStore

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.session.session import Session

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.testing.process_peak import peak

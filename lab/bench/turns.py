@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvcap.evals.bench import BenchmarkOptions, Result
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.testing.process_peak import peak

@@ -22,7 +22,8 @@ from torch import Tensor
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.quality.agreement import compare
 from kvcap.evals.quality.tasks import load_task, make_samples
-from kvcap.pocket.corpus import facts, filler
+from kvcap.pocket.facts import facts
+from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.onnxruntime.runtime import OrtRuntime
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cli.kept_exports import kept_export

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvcap
 from kvcap import cli, pocket
 from kvcap.evals.calibrate import Calibration, RepetitionProbe, calibrate
-from kvcap.pocket.corpus import facts, filler
+from kvcap.pocket.facts import facts
+from kvcap.pocket.prose import filler
 from kvcap.policies.base.table import read_table
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.cache import BudgetCache

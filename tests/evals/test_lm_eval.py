@@ -24,7 +24,8 @@ import kvcap
 from kvcap import cli, pocket
 from kvcap.evals import lm_eval as ours
 from kvcap.evals.lm_eval import KvcapLM
-from kvcap.pocket.corpus import facts, filler
+from kvcap.pocket.facts import facts
+from kvcap.pocket.prose import filler
 from kvcap.policies import PolicyError
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.errors import ChatTemplateMissing, ExtraMissing, UnsupportedModel

@@ -19,7 +19,7 @@ from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.spec import layout_for, open_model
 from kvcap.export.gptq import DAMPING, gptq
 from kvcap.export.weights import pack, rounded_in, unpack
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.policies import load_policy
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable

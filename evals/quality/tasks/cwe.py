@@ -10,8 +10,7 @@ from kvcap.evals.quality.ruler import string_match_all
 from kvcap.evals.quality.tasks import Sample, prompt_ids
 from kvcap.evals.quality.text import fit_whole
 from kvcap.pocket import words
-from kvcap.pocket.corpus import filler
-from kvcap.pocket.prose import invented
+from kvcap.pocket.prose import filler, invented
 
 MAX_NEW_TOKENS = 120
 PLACED = False  # words are spread over the list

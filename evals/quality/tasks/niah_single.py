@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcap.evals.quality.tasks import Sample, prompt_ids
 from kvcap.evals.quality.text import fit, has_word, number_facts
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 
 MAX_NEW_TOKENS = 32
 

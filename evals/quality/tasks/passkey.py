@@ -12,7 +12,7 @@ from typing import Any
 from kvcap.evals.quality.ruler import distinct, string_match_all
 from kvcap.evals.quality.tasks import Sample, prompt_ids
 from kvcap.evals.quality.text import fit, scatter
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 
 MAX_NEW_TOKENS = 32
 score = string_match_all

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from kvcap.evals.quality.tasks import Sample, Task
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.files import read_plain
 
 MAX_NEW_TOKENS = 0

@@ -10,9 +10,8 @@ from typing import Any
 from kvcap.evals.quality.tasks import Sample, prompt_ids
 from kvcap.evals.quality.text import fit_whole, has_word, scatter
 from kvcap.pocket import words
-from kvcap.pocket.corpus import filler
 from kvcap.pocket.facts import Fact
-from kvcap.pocket.prose import pick
+from kvcap.pocket.prose import filler, pick
 
 MAX_NEW_TOKENS = 32
 

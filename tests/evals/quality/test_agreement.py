@@ -22,7 +22,8 @@ from kvcap import cli, pocket
 from kvcap.evals.quality.agreement import SettingAgreement, compare, measure, table
 from kvcap.evals.quality.scores import bootstrap
 from kvcap.evals.quality.sweep import Sweep
-from kvcap.pocket.corpus import facts, filler
+from kvcap.pocket.facts import facts
+from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.models.files import encode
 

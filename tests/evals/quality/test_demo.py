@@ -20,7 +20,7 @@ from kvcap.evals.commands import (
     _summary,
 )
 from kvcap.evals.quality.demo import Demo
-from kvcap.pocket.corpus import Fact
+from kvcap.pocket.facts import Fact
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 

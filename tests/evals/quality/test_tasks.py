@@ -40,7 +40,7 @@ from kvcap.evals.quality.tasks import (
     tokens_to_say,
 )
 from kvcap.evals.quality.text import fit_whole
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.policies import Eviction, Observation, Policy
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.cache import BudgetCache

@@ -24,7 +24,7 @@ from kvcap import cli, pocket
 from kvcap.evals.quality import recommend, tune
 from kvcap.evals.quality.tune import TuningRequest
 from kvcap.evals.quality.tune_torch import TorchTuned
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.policies import load_policy
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.cache.settings import CacheSettings

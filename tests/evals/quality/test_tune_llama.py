@@ -21,7 +21,7 @@ from kvcap.evals.quality import tune
 from kvcap.evals.quality.recommend import Recommendation
 from kvcap.evals.quality.tune import TuningRequest
 from kvcap.evals.quality.tune_llama import LlamaTuned
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.models.files import encode

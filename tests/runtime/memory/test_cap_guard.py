@@ -21,7 +21,7 @@ from tiny_chat import save
 
 import kvcap
 from kvcap.cli import application
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.errors import MemoryCapExceeded, PlanInfeasible
 from kvcap.runtime.memory import cap_guard
 from kvcap.runtime.memory.cap_guard import CapGuard

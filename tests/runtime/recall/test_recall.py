@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvcap import pocket
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.recall import recall as recall_module
 from kvcap.runtime.recall.recall import Recall, held_shares, with_gap
 from kvcap.runtime.types import KeptTokens

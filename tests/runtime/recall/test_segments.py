@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvcap import pocket
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.recall import segments
 from kvcap.runtime.recall.segments import LEAST, LONGEST, QUESTION, TextPieces, cuts, question_start
 

@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers as splits
 from tokenizers.processors import TemplateProcessing
 from tools import ROOT
 
-from kvcap.pocket.corpus import filler
+from kvcap.pocket.prose import filler
 from kvcap.runtime.models.files import load_tokenizer
 from kvcap.runtime.models.names import resolve
 from kvcap.runtime.session import encoding

@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset, get_worker_info
 
-from kvcap.pocket.corpus import conversation, facts
-from kvcap.pocket.tasks import chat_about, paste_about
-from kvcap.pocket.vocabulary import ASSISTANT, render
+from kvcap.lab.pocket.corpus import conversation, facts
+from kvcap.lab.pocket.tasks import chat_about, paste_about
+from kvcap.lab.pocket.vocabulary import ASSISTANT, render
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 

@@ -8,7 +8,7 @@ from random import Random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from kvcap.pocket import corpus
+from kvcap.lab.pocket import corpus
 
 BOS, PAD, END = "<|bos|>", "<|pad|>", "<|end|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"

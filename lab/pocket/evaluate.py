@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokens
 
+from kvcap.lab.pocket.corpus import TASKS, Message, facts, passage
+from kvcap.lab.pocket.vocabulary import ASSISTANT, END, render
 from kvcap.pocket import path
-from kvcap.pocket.corpus import TASKS, Message, facts, passage
-from kvcap.pocket.vocabulary import ASSISTANT, END, render
 
 Talk = tuple[list[Message], list[int]]  # a conversation and which of its messages are scored
 _ASKED = 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from kvcap.lab.pocket.dialogue import Turn, acknowledge, small_talk, unknown
 from kvcap.pocket import words
-from kvcap.pocket.dialogue import Turn, acknowledge, small_talk, unknown
 from kvcap.pocket.facts import Fact, ask, digits, facts, similar, state
-from kvcap.pocket.prose import capital, passage, pick
+from kvcap.pocket.prose import capital, listing, passage, pick
 
 Message = dict[str, str]
 Task = Callable[[Random, int], list[Message]]
@@ -28,11 +28,6 @@ def messages(turns: list[Turn]) -> list[Message]:
         for turn in turns
         for role, content in zip(("user", "assistant"), turn, strict=True)
     ]
-
-
-def listing(items: list[str]) -> str:
-    """Join ``items`` as English does: ``"a, b and c"``."""
-    return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
 
 def _oddness(rng: Random) -> float:

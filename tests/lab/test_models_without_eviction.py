@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvcap import cli, pocket
-from kvcap.pocket import evaluate, rows, running_text, vocabulary
+from kvcap.lab.pocket import evaluate, rows, running_text, vocabulary
 from kvcap.runtime.types import BUILT_IN, POCKET
 
 NAMES = [name for name in BUILT_IN if name != POCKET]

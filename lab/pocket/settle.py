@@ -1,4 +1,4 @@
-"""The last training run: answers from an evicted cache. ``python -m kvcap.pocket.settle DIR``.
+"""The last training run: answers from an evicted cache. ``python -m kvcap.lab.pocket.settle DIR``.
 
 Each step learns from two batches: ordinary rows, as before, so that nothing is forgotten, and
 conversations read block by block through a cache of few slots, graded on their last questions.
@@ -18,14 +18,14 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import AutoTokenizer
 
-from kvcap.pocket import vocabulary
-from kvcap.pocket.corpus import facts
-from kvcap.pocket.evicted import read_evicted
-from kvcap.pocket.rows import Ids, encode, marked_row, row, weights
-from kvcap.pocket.survival import BLOCK
-from kvcap.pocket.tasks import chat_about, paste_about
-from kvcap.pocket.train import SETTLE, Trainer, begin, save, weighted_loss
-from kvcap.pocket.vocabulary import render
+from kvcap.lab.pocket import vocabulary
+from kvcap.lab.pocket.corpus import facts
+from kvcap.lab.pocket.evicted import read_evicted
+from kvcap.lab.pocket.rows import Ids, encode, marked_row, row, weights
+from kvcap.lab.pocket.survival import BLOCK
+from kvcap.lab.pocket.tasks import chat_about, paste_about
+from kvcap.lab.pocket.train import SETTLE, Trainer, begin, save, weighted_loss
+from kvcap.lab.pocket.vocabulary import render
 
 GRADED = 3 * BLOCK  # tokens at the end of a row: its questions and answers
 SHAPES = (  # of quiz rows: tokens, and slots of the cache they are read with

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from kvcap import pocket
-from kvcap.pocket import corpus, evaluate, evicted, rows, settle, survival, train, vocabulary
+from kvcap.lab.pocket import corpus, evaluate, evicted, rows, settle, survival, train, vocabulary
 
 MIB = 2**20
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from random import Random
 
-from kvcap.pocket import short_tasks as _short_tasks  # registers its tasks
-from kvcap.pocket.dialogue import SYSTEM, small_talk
+from kvcap.lab.pocket import short_tasks as _short_tasks  # registers its tasks
+from kvcap.lab.pocket.dialogue import SYSTEM, small_talk
+from kvcap.lab.pocket.tasks import TASKS, Message, Task
 from kvcap.pocket.facts import Fact, ask, facts, similar, state
 from kvcap.pocket.prose import estimate, filler, passage, pick, sentence
-from kvcap.pocket.tasks import TASKS, Message, Task
 
 __all__ = [
     "TASKS",

@@ -1,4 +1,4 @@
-"""Train a built-in model on one GPU: ``python -m kvcap.pocket.train --out DIR``.
+"""Train a built-in model on one GPU: ``python -m kvcap.lab.pocket.train --out DIR``.
 
 ``--plain`` trains ``pocket-plain``, and ``--text FOLDER`` trains ``pocket-text`` on the files of a
 folder. ``--smoke`` trains a tiny model on the CPU in about two minutes and shows that the loss
@@ -29,10 +29,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvcap.pocket import running_text, vocabulary
-from kvcap.pocket.evaluate import recall
-from kvcap.pocket.rows import Batches, Stage, assistant_id, digit_table, weights
-from kvcap.pocket.survival import BLOCK, hidden_states, survival_loss
+from kvcap.lab.pocket import running_text, vocabulary
+from kvcap.lab.pocket.evaluate import recall
+from kvcap.lab.pocket.rows import Batches, Stage, assistant_id, digit_table, weights
+from kvcap.lab.pocket.survival import BLOCK, hidden_states, survival_loss
 
 M = 1_000_000
 ROPE_THETA = 500_000.0

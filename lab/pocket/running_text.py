@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from torch.utils.data import IterableDataset
 
-from kvcap.pocket.rows import Stage
-from kvcap.pocket.vocabulary import BOS
+from kvcap.lab.pocket.rows import Stage
+from kvcap.lab.pocket.vocabulary import BOS
 
 Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 SUFFIXES = (".md", ".txt")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
+from kvcap.lab.pocket.dialogue import Turn, acknowledge, small_talk, unknown
+from kvcap.lab.pocket.tasks import Message, messages, quiz, task
 from kvcap.pocket import words
-from kvcap.pocket.dialogue import Turn, acknowledge, small_talk, unknown
 from kvcap.pocket.facts import Fact, ask, digits, facts, state
-from kvcap.pocket.prose import FAMILIAR, capital, invented, passage, pick, sentence
-from kvcap.pocket.tasks import Message, listing, messages, quiz, task
+from kvcap.pocket.prose import FAMILIAR, capital, invented, listing, passage, pick, sentence
 
 
 @task

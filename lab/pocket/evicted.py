@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from transformers import LlamaForCausalLM
 
-from kvcap.pocket.survival import BLOCK, rotate, similarity, take
+from kvcap.lab.pocket.survival import BLOCK, rotate, similarity, take
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]  # per layer: unrotated keys and values (B, K, n, D)
 
