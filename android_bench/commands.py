@@ -10,11 +10,10 @@ import os
 import queue
 import socket
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvcap.android_bench.errors import NoNetwork, ServerMissing
 from kvcap.android_bench.plan.presets import PRESETS, narrowed
@@ -213,7 +212,7 @@ def host_command(
     profile: bool = PROFILE,
     json: bool = JSON,
 ) -> None:
-    """Measure a plan on this machine, with the runner that a device gets."""
+    """Measure a plan on this machine."""
     from kvcap.android_bench.devices.host import run_here
     from kvcap.android_bench.documents import parent_of, write_json
     from kvcap.android_bench.results.table import markdown
@@ -302,21 +301,10 @@ def adb_command(
         metavar="SERIAL",
         panel="Device",
     ),
-    runner: Literal["c", "python"] = option(
-        "c",
-        "Measure by the runner in C that CMake built, or by the device's own Python.",
-        panel="Measure",
-    ),
     runner_dir: Path | None = option(
         None,
         "Find the C runner in this folder, where CMake built it.",
         metavar="DIR",
-        panel="Measure",
-    ),
-    python: str = option(
-        "python3",
-        "Run this Python of the device, which must have onnxruntime.",
-        metavar="PATH",
         panel="Measure",
     ),
     browser: bool = option(
@@ -338,7 +326,7 @@ def adb_command(
 ) -> None:
     """Measure a plan on a device over adb; nothing is installed or left there."""
     from kvcap.android_bench.devices.adb import chosen
-    from kvcap.android_bench.devices.run import DeviceRunSettings
+    from kvcap.android_bench.devices.run import DeviceRunSettings, c_runner, run_on
     from kvcap.android_bench.documents import read_plan, write_json
     from kvcap.android_bench.errors import ResultBroken
     from kvcap.android_bench.results.judge import judged
@@ -361,7 +349,7 @@ def adb_command(
 
         raw = run_in_browser(device, folder, settings)
     else:
-        raw = _on_device(device, folder, runner, runner_dir, python, settings)
+        raw = run_on(device, folder, c_runner(runner_dir), settings)
     result = judged(raw)
     write_json(result, out)
     print(markdown([result]), end="")
@@ -369,22 +357,6 @@ def adb_command(
 
 def _runner_options(cores: str, provider: str, profile: bool) -> list[str]:
     return ["--cores", cores, "--provider", provider, *["--profile"] * profile]
-
-
-def _on_device(
-    device: Any,
-    folder: Path,
-    program: Literal["c", "python"],
-    built: Path | None,
-    python: str,
-    settings: Any,
-) -> dict[str, Any]:
-    from kvcap.android_bench.devices.run import c_runner, python_runner, run_on
-
-    if program == "c":
-        return run_on(device, folder, c_runner(built), settings)
-    with tempfile.TemporaryDirectory(prefix="kvcap-") as scratch:
-        return run_on(device, folder, python_runner(device, python, Path(scratch)), settings)
 
 
 @android.adds("serve")

@@ -19,7 +19,7 @@ AndroidError
     ├── SeveralDevices      more than one is connected, and none was chosen
     ├── DeviceUnauthorised  the device has not allowed this computer
     ├── DeviceFull          files or the result do not fit
-    ├── RunnerMissing       no C runner was built, or the device has no Python with onnxruntime
+    ├── RunnerMissing       no C runner was built, or it does not start on the device
     ├── DeviceLost          the device or its adb daemon went away
     └── RunTimeout          the run took longer than was allowed; it was ended
 ```
@@ -108,7 +108,7 @@ class DeviceFull(DeviceError):
 
 
 class RunnerMissing(DeviceError, ValueError):
-    """There is no C runner built, or the device has no Python with onnxruntime."""
+    """There is no C runner built, or it does not start on the device."""
 
 
 class DeviceLost(DeviceError):

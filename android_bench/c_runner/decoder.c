@@ -72,7 +72,7 @@ static bool make_layers(Decoder *made, const cJSON *facts, Fault *fault) {
     Layer *layer = &made->layers[(int)number_of(entry, "layer")];
     Tensor *into = !strcmp(name, "keys") ? &layer->keys : !strcmp(name, "values") ? &layer->values
                  : !strcmp(name, "positions") ? &layer->positions : NULL;
-    if (!into) return fail(fault, "the C runner runs no policy that keeps %s; --runner python and --browser do", name);
+    if (!into) return fail(fault, "the C runner runs no policy that keeps %s; --browser does", name);
     int64_t dims[MAX_RANK] = {0};
     int rank = 0;
     const cJSON *size;
@@ -111,7 +111,7 @@ static bool load_graphs(Decoder *made, const cJSON *facts, const char *folder, i
   cJSON_ArrayForEach(port, list_of(facts, "outputs")) {
     const char *name = text_of(port, "name");
     if (strncmp(name, "present_", 8) && strcmp(name, "logits"))
-      return fail(fault, "the C runner runs no policy that looks at %s; --runner python and --browser do", name);
+      return fail(fault, "the C runner runs no policy that looks at %s; --browser does", name);
   }
   made->evictors = calloc((size_t)cJSON_GetArraySize(list_of(facts, "evictors")), sizeof *made->evictors);
   cJSON_ArrayForEach(entry, list_of(facts, "evictors")) {
@@ -262,7 +262,7 @@ static bool evict(Decoder *made, Layer *layer, Fault *fault) {
     size_t i = 0;
     while (i < sizeof given / sizeof *given && strcmp(given[i].name, text_of(port, "name"))) i++;
     if (i == sizeof given / sizeof *given || ins == MAX_PORTS)
-      return fail(fault, "the C runner runs no policy that reads %s; --runner python and --browser do", text_of(port, "name"));
+      return fail(fault, "the C runner runs no policy that reads %s; --browser does", text_of(port, "name"));
     inputs[ins++] = given[i];
   }
   if (!bind_tensors(layer->evictor, inputs, ins, &gone, 1, fault) || !run_session(layer->evictor, fault)) return false;

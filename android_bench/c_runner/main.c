@@ -3,9 +3,8 @@
  *   kvcap-bench DIR/plan.json -o result.json [--csv cells.csv] [--threads 1,2] [--cores auto|none|7|4-7]
  *     [--provider cpu|xnnpack|nnapi|qnn] [--profile] [--lib ./libonnxruntime.so]
  *
- * The twin of the Python runner, for devices without Python: same plan, same rules, same result. It does not judge:
- * flags are made of its samples later. Exit codes: 0 done, 1 no
- * cell could be run, 2 wrong input. */
+ * The twin of the Python runner, for phones: same plan, same rules, same result. It does not judge: flags are made of
+ * its samples later. Exit codes: 0 done, 1 no cell could be run, 2 wrong input. */
 #include "bench.h"
 
 #include <errno.h>

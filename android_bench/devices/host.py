@@ -1,4 +1,4 @@
-"""Runs a plan on this machine, with the Python runner that a device gets."""
+"""Runs a plan on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcap.android_bench.archive import RUNNER_FILE, write_runner
 from kvcap.android_bench.documents import PLAN_FILE, read_plan, read_result
 from kvcap.android_bench.errors import RunFailed
 from kvcap.android_bench.results.judge import judged
@@ -33,9 +32,9 @@ def run_here(folder: Path, options: Sequence[str] = ()) -> dict[str, Any]:
     """
     read_plan(folder)
     with tempfile.TemporaryDirectory(prefix="kvcap-") as name:
-        runner, out = write_runner(Path(name) / RUNNER_FILE), Path(name) / "result.json"
-        command = [sys.executable, str(runner), str(folder / PLAN_FILE), "-o", str(out)]
-        done = subprocess.run([*command, "--source", "host", *options], check=False)
+        out = Path(name) / "result.json"
+        runner = [sys.executable, "-m", "kvcap.android_bench.runner"]
+        done = subprocess.run([*runner, folder / PLAN_FILE, "-o", out, *options], check=False)
         if done.returncode == INTERRUPTED:
             raise KeyboardInterrupt
         if not out.is_file():

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcap.android_bench.archive import write_runner
 from kvcap.android_bench.devices.adb import Device, quoted
 from kvcap.android_bench.documents import PLAN_FILE, read_plan, read_result
 from kvcap.android_bench.errors import (
@@ -72,29 +71,6 @@ def c_runner(folder: Path | None) -> Runner:
     assert folder is not None
     command = (f"./{C_PROGRAM}", "--lib", f"./{C_LIBRARY}")
     return Runner((folder / C_PROGRAM, folder / C_LIBRARY), command)
-
-
-def python_runner(device: Device, python: str, scratch: Path) -> Runner:
-    """Return the Python runner, for the device's own Python.
-
-    Args:
-        device: the device, whose Python is tried.
-        python: the path of its Python.
-        scratch: a folder of this computer for the runner's file.
-
-    Raises:
-        RunnerMissing: the device has no such Python, or no numpy and onnxruntime for it.
-    """
-    output, code = device.shell(
-        f"ORT_DISABLE_TELEMETRY=1 {quoted(python)} -c 'import numpy, onnxruntime' 2>&1", 120
-    )
-    if code:
-        line = (output.strip().splitlines() or ["it says nothing"])[-1]
-        raise RunnerMissing(
-            f"{python} of {device.serial} cannot run the Python runner ({line}); name another by "
-            "--python, or use --runner c or --browser"
-        )
-    return Runner((write_runner(scratch / "runner.pyz"),), (python, "runner.pyz"))
 
 
 def run_on(

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from kvcap.android_bench.archive import RUNNER_FILE, write_runner
 from kvcap.android_bench.documents import PLAN, PLAN_FILE, plan_id, port_bytes, validate
 from kvcap.android_bench.errors import PlanBroken, PlanExists
 from kvcap.android_bench.plan.decoder import DecoderWork, decoder_entry
@@ -41,7 +40,7 @@ class Wanted:
 
 
 def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
-    """Write plan.json, its files and the Python runner into a new or empty folder.
+    """Write plan.json and its files into a new or empty folder.
 
     Returns:
         The plan.
@@ -59,7 +58,6 @@ def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
         plan = _planned(wanted, Folder(whole))
         text = json.dumps(plan, indent=1)
         (whole / PLAN_FILE).write_text(text + "\n", encoding="utf-8")
-        write_runner(whole / RUNNER_FILE)
         whole.rename(folder)
     return plan
 

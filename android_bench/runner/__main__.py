@@ -2,6 +2,6 @@
 
 import sys
 
-from .cli import main
+from kvcap.android_bench.runner.cli import main
 
 sys.exit(main())

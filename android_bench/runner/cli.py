@@ -7,10 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from .device import Refused, cores_for
-from .inputs import Cell, hash11
-from .measure import Run
-from .statistics import csv_text
+from kvcap.android_bench.runner.device import Refused, cores_for
+from kvcap.android_bench.runner.inputs import Cell, hash11
+from kvcap.android_bench.runner.measure import Run
 
 PLAN = "kvcap.android_plan/1"
 
@@ -41,7 +40,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure a plan of kvcap android plan.")
     parser.add_argument("plan", type=Path, help="plan.json, its files beside it")
     parser.add_argument("-o", "--out", type=Path, required=True, help="where the result goes")
-    parser.add_argument("--csv", type=Path, help="where a table goes, a row per cell")
     parser.add_argument("--threads", type=_counts, help="such as 1,2; the plan's otherwise")
     parser.add_argument("--cores", default="auto", help="auto (the fastest), none, 7 or 4-7")
     parser.add_argument(
@@ -50,28 +48,19 @@ def main(arguments: list[str] | None = None) -> int:
         help="cpu, xnnpack, nnapi, qnn or another execution provider of this ONNX Runtime",
     )
     parser.add_argument("--profile", action="store_true", help="add each cell's operators")
-    parser.add_argument(
-        "--source",
-        choices=("auto", "host", "emulated"),
-        default="auto",
-        help="what this is; that it is a real device is only found, not said",
-    )
     asked = parser.parse_args(arguments)
     try:
         cores_for(asked.cores, 1)
         run = Run(load_plan(asked.plan), asked.plan.parent, asked)
-        for path in filter(None, (asked.out, asked.csv)):
-            if not path.parent.is_dir():
-                raise Refused(f"no folder {str(path.parent)!r} for {path.name}")
-        result = run.document(asked.source)
+        if not asked.out.parent.is_dir():
+            raise Refused(f"no folder {str(asked.out.parent)!r} for {asked.out.name}")
+        result = run.document()
     except Refused as error:
         print(f"runner: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     _write(asked.out, json.dumps(result, allow_nan=False) + "\n")
-    if asked.csv:
-        _write(asked.csv, csv_text([result], run.plan["csv"]))
     return 0 if any(row["status"] == "ok" for row in run.rows) else 1
 
 

@@ -1,6 +1,6 @@
 """Times a whole decoder: the first token, an answer, a long prompt, and a sustained run.
 
-The loop over its graphs is kvcap's own, which lies in the archive, too.
+The loop over its graphs is that of `kvcap chat`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .inputs import Array, Cell, hash11
+from kvcap.android_bench.runner.inputs import Array, Cell, hash11
 
 if TYPE_CHECKING:
     from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder

@@ -1,18 +1,16 @@
-"""Reads a device's name and what may slow it down from Android's properties, sysfs and dumpsys.
+"""Reads a machine's name and what may slow it down, from /proc and sysfs.
 
-A value that cannot be read is null, never guessed. A device is real only by Android's properties.
+A value that cannot be read is null, never guessed.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from .inputs import Cell
+from kvcap.android_bench.runner.inputs import Cell
 
 
 class Refused(Exception):
@@ -40,17 +38,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _output_of(*command: str) -> str:
-    """Return a command's output, '' if there is no such command or it fails."""
-    if shutil.which(command[0]) is None:
-        return ""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def _or_none(ask: Callable[[], float]) -> float | None:
     """Return the result of `ask`, None if the system has no such call or it fails."""
     try:
@@ -63,66 +50,22 @@ def _int(text: str) -> int | None:
     return int(text) if text.lstrip("-").isdigit() else None
 
 
-def device(source: str) -> Cell:
-    """Describe the device, and decide by Android's own properties whether it is a real one."""
-    android = _output_of("getprop", "ro.build.version.release")
-    cpu = _read(Path("/proc/cpuinfo"))
+def device() -> Cell:
+    """Describe this machine, which is no phone."""
     names = [
         line.partition(":")[2].strip()
-        for line in cpu.splitlines()
+        for line in _read(Path("/proc/cpuinfo")).splitlines()
         if line.startswith(("model name", "Hardware"))
     ]
-    model = " ".join(
-        filter(
-            None, (_output_of("getprop", f"ro.product.{key}") for key in ("manufacturer", "model"))
-        )
-    )
-    decided, why = ("host", "no Android here")
-    if source != "auto":
-        decided, why = source, f"--source {source}"
-    elif under_qemu():
-        decided, why = "emulated", "qemu runs the runner"
-    elif android and (mark := emulator_mark(_output_of("getprop"))):
-        decided, why = "emulated", f"Android says {mark}"
-    elif android and not platform.machine().startswith(("aarch64", "arm")):
-        decided, why = "emulated", f"Android on {platform.machine()} is no phone"
-    elif android:
-        decided, why = "real", "Android's properties name a device and no emulator"
     return {
-        "source": decided,
-        "source_reason": why,
-        "model": model or (names or [platform.machine()])[0],
-        "soc": _output_of("getprop", "ro.soc.model")
-        or _output_of("getprop", "ro.board.platform")
-        or None,
-        "abi": _output_of("getprop", "ro.product.cpu.abi") or platform.machine(),
+        "source": "host",
+        "source_reason": "kvcap android host ran here",
+        "model": (names or [platform.machine()])[0],
+        "abi": platform.machine(),
         "cores": os.cpu_count(),
         "core_khz": core_khz(),
-        "android": android or None,
         "ram_bytes": _or_none(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
     }
-
-
-def under_qemu() -> bool:
-    """Return whether qemu runs this program; it fakes `/proc/self`, but not `/proc/thread-self`."""
-    try:
-        return "qemu" in os.readlink("/proc/thread-self/exe")
-    except OSError:
-        return False
-
-
-def emulator_mark(properties: str) -> str | None:
-    """Return the first property in `getprop`'s output that only an emulator has, else None."""
-    for line in properties.splitlines():
-        key, _, value = line.replace("[", "").replace("]", "").partition(": ")
-        if key in ("ro.kernel.qemu", "ro.boot.qemu") and value == "1":
-            return f"{key}={value}"
-        if key in ("ro.hardware", "ro.product.device", "ro.product.model") and any(
-            word in value.lower()
-            for word in ("goldfish", "ranchu", "cutf", "vsoc", "sdk_gphone", "emulator")
-        ):
-            return f"{key}={value}"
-    return None
 
 
 def core_khz() -> list[int | None]:
@@ -138,11 +81,8 @@ def conditions() -> Cell:
         sysfs("class/thermal/thermal_zone*/temp"),
         strict=False,
     )
-    battery = _output_of("dumpsys", "battery")
-    level = next((line.split(":")[1] for line in battery.splitlines() if " level:" in line), "")
-    level = level or "".join(sysfs("class/power_supply/battery/capacity"))
-    status = "".join(sysfs("class/power_supply/battery/status"))
-    wake = _output_of("dumpsys", "power")
+    level = "".join(sysfs("class/power_supply/BAT0/capacity"))
+    status = "".join(sysfs("class/power_supply/BAT0/status"))
     return {
         "governor": sysfs(f"{cpus}/scaling_governor") or None,
         "khz": [_int(text) for text in sysfs(f"{cpus}/scaling_cur_freq")] or None,
@@ -152,13 +92,8 @@ def conditions() -> Cell:
             if _int(value) is not None
         }
         or None,
-        "battery_percent": _int(level.strip()),
-        "charging": "powered: true" in battery
-        if battery
-        else status in ("Charging", "Full")
-        if status
-        else None,
-        "screen_on": "mWakefulness=Awake" in wake if wake else None,
+        "battery_percent": _int(level),
+        "charging": status in ("Charging", "Full") if status else None,
         "load": _or_none(lambda: os.getloadavg()[0]),
     }
 

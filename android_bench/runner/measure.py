@@ -25,11 +25,11 @@ from types import ModuleType
 
 import numpy as np
 
-from . import decoder
-from .device import Refused, conditions, cores_for, device, peak_memory
-from .inputs import DTYPES, Array, Cell, inputs_of
-from .parity import parity
-from .statistics import percentiles_line, statistics
+from kvcap.android_bench.runner import decoder
+from kvcap.android_bench.runner.device import Refused, conditions, cores_for, device, peak_memory
+from kvcap.android_bench.runner.inputs import DTYPES, Array, Cell, inputs_of
+from kvcap.android_bench.runner.parity import parity
+from kvcap.android_bench.runner.statistics import percentiles_line, statistics
 
 VERSION = "1"
 BENCH = "kvcap.android_bench/1"
@@ -352,7 +352,7 @@ class Run:
             f"{threads} threads need as many cores, here are {count}" if count < threads else None
         )
 
-    def document(self, source: str) -> Cell:
+    def document(self) -> Cell:
         """Measure everything; return the whole result."""
         started, before, step = _now(), conditions(), timer_us()
         repeat = self.measure()
@@ -381,7 +381,7 @@ class Run:
                 "complete": True,
                 "interrupted": [],
             },
-            "device": device(source),
+            "device": device(),
             "runtime": {
                 "name": "onnxruntime",
                 "version": library().__version__,

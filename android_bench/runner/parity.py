@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .inputs import DTYPES, Array, Cell
+from kvcap.android_bench.runner.inputs import DTYPES, Array, Cell
 
 MARK = 1e30  # larger numbers are marks of a policy, not values
 

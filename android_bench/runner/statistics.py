@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .inputs import Cell
+from kvcap.android_bench.runner.inputs import Cell
 
 PERCENTILES = (50, 90, 95, 99)
 # Every runner reads these names from the plan: fields of a cell's row, or else of the run.

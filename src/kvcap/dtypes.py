@@ -1,8 +1,4 @@
-"""Names the types of numbers: as PyTorch and NumPy call them, for short, and in files.
-
-The one table of these names. What runs on devices without kvcap (`android_bench/runner`) has its
-own.
-"""
+"""Names the types of numbers: as PyTorch and NumPy call them, for short, and in files."""
 
 from __future__ import annotations
 

@@ -16,11 +16,6 @@ import pytest
 import torch
 from tools import PATIENCE, arm_environment, arm_python, installed
 
-from kvcap.android_bench.archive import write_runner
-from kvcap.android_bench.documents import read_result
-from kvcap.android_bench.results.judge import judged
-from kvcap.android_bench.results.source import title
-from kvcap.cli import run
 from kvcap.export.graphs import compare
 from kvcap.export.graphs.cases import Case, cases, inputs
 from kvcap.export.graphs.check import SEED
@@ -133,67 +128,3 @@ def test_a_wrong_graph_is_seen_on_arm_too(tmp_path):
     wrong = [label for label, row in found.items() if not row.ok]
     assert any("random" in label for label in wrong)
     assert any("outliers" in label for label in wrong)
-
-
-@pytest.mark.slow
-def test_the_python_runner_on_arm_is_emulated_whatever_getprop_says(tmp_path):
-    """Inputs and parity as on every processor; a phone's properties do not make qemu a phone."""
-    plan, out = tmp_path / "plan", tmp_path / "result.json"
-    assert (
-        run(
-            [
-                "android",
-                "plan",
-                "-o",
-                str(plan),
-                "--policies",
-                "knorm",
-                "--preset",
-                "full",
-                "--stages",
-                "score",
-                "--dtypes",
-                "fp16",
-                "--sizes",
-                "48",
-                "--kv-heads",
-                "2",
-                "--heads",
-                "4",
-                "--head-dim",
-                "16",
-                "--block-size",
-                "16",
-                "--threads",
-                "1",
-                "--min-runs",
-                "3",
-                "--min-seconds",
-                "0",
-                "--warmup-seconds",
-                "0",
-            ]
-        )
-        == 0
-    )
-    getprop = tmp_path / "bin" / "getprop"
-    getprop.parent.mkdir()
-    getprop.write_text("#!/bin/sh\n[ $# -eq 0 ] || echo 16\n")
-    getprop.chmod(0o755)
-    env = arm_environment()
-    env["PATH"] = f"{getprop.parent}:{env['PATH']}"
-    runner = write_runner(tmp_path / "runner.pyz")
-    done = subprocess.run(
-        arm_python(runner, plan / "plan.json", "-o", out),
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = judged(read_result(out))
-    assert result["device"]["android"] == "16"
-    assert result["device"]["source_reason"] == "qemu runs the runner"
-    assert title(result).startswith("EMULATED")
-    assert all(cell["parity"]["passed"] for cell in result["cells"])

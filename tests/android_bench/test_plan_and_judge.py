@@ -19,7 +19,6 @@ import onnx
 import pytest
 from tools import PATIENCE
 
-from kvcap.android_bench.archive import write_runner
 from kvcap.android_bench.documents import (
     BENCH,
     plan_id,
@@ -116,23 +115,19 @@ def edited(folder: Path, target: Path, change: Any) -> Path:
     return target
 
 
-def runner(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The runner's one file, where nothing of kvcap can be imported."""
-    archive = write_runner(cwd / "runner.pyz")
+RUNNER = (sys.executable, "-m", "kvcap.android_bench.runner")
+
+
+def runner(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """A run in a process of its own, with more variables in its environment."""
     return subprocess.run(
-        [sys.executable, "-S", str(archive), *arguments],
+        [*RUNNER, *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
         check=False,
-        env=alone(),
-        **options,
+        env={**os.environ, **env},
     )
-
-
-def alone() -> dict[str, str]:
-    """An environment of numpy and onnxruntime without kvcap, which is installed by a .pth file."""
-    return {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(np.__file__).parents[1])}
 
 
 # Plans
@@ -141,9 +136,9 @@ def alone() -> dict[str, str]:
 def test_a_plan_lists_its_files_and_they_are_whole(folder):
     plan = read_plan(folder)
     on_disk = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
-    assert on_disk - {"plan.json", "runner.pyz"} == {entry["file"] for entry in plan["files"]}
+    assert on_disk - {"plan.json"} == {entry["file"] for entry in plan["files"]}
     named = set(re.findall(r'"(?:file|model)": "([^"]+)"', (folder / "plan.json").read_text()))
-    assert named == on_disk - {"plan.json", "runner.pyz"}
+    assert named == on_disk - {"plan.json"}
     ids = [cell["id"] for cell in plan["cells"]]
     assert len(set(ids)) == len(ids) == 10
     assert plan["reference"] == "keydiff.stateless.score.fp32.n40"
@@ -319,41 +314,23 @@ def test_every_cell_ran_by_the_rules_and_equals_eager(folder, result):
     validate(result, BENCH, "result", ResultBroken)
 
 
-def test_the_runner_alone_needs_nothing_of_kvcap(folder, tmp_path):
+def test_the_runner_gives_samples_of_this_machine(folder, tmp_path):
     out = tmp_path / "r.json"
-    table_file = tmp_path / "cells.csv"
-    done = runner(str(folder / "plan.json"), "-o", str(out), "--csv", str(table_file), cwd=tmp_path)
+    done = runner(str(folder / "plan.json"), "-o", str(out), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = read_result(out)
     assert judge.judged(found)["device"]["source"] == "host"
-    assert table_file.read_text() == csv_text([found], COLUMNS)
     for row in found["cells"]:
         assert row.items() >= statistics(row["samples_us"]).items()
         assert f"{row['id']} (cpu, {row['threads']}): p50 {row['p50_us']:.1f}, p90 " in done.stderr
-    missing = runner("-c", cwd=tmp_path)  # the environment of the runner really has no kvcap
-    assert missing.returncode == 2
-    code = "import importlib.util as u; assert u.find_spec('numpy') and not u.find_spec('kvcap')"
-    subprocess.run([sys.executable, "-S", "-c", code], check=True, env=alone(), cwd=tmp_path)
 
 
 def test_the_runner_leaves_no_telemetry(folder, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
-    archive = write_runner(tmp_path / "runner.pyz")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-S",
-            str(archive),
-            str(folder / "plan.json"),
-            "-o",
-            str(tmp_path / "r.json"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**alone(), "HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")},
-    )
+    env = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+    asked = (str(folder / "plan.json"), "-o", str(tmp_path / "r.json"))
+    done = runner(*asked, cwd=tmp_path, **env)
     assert done.returncode == 0, done.stderr
     assert not list(home.rglob("*"))
 
@@ -365,9 +342,7 @@ def test_the_runner_leaves_no_telemetry(folder, tmp_path):
         (["PLAN", "--cores", "big"], 2, "--cores 'big' is not auto, none, 7 or 4-7"),
         (["PLAN", "--cores", "9999"], 2, "core 9999 is not to be had"),
         (["PLAN", "--threads", "0"], 2, "invalid _counts value"),
-        (["PLAN", "--source", "real"], 2, "invalid choice: 'real'"),
         (["PLAN", "-o", "nowhere/r.json"], 2, "no folder"),
-        (["PLAN", "--csv", "nowhere/r.csv"], 2, "no folder"),
         (["PLAN", "--provider", "nnapi"], 2, "has no provider nnapi; it has azure, cpu"),
     ],
 )
@@ -377,7 +352,7 @@ def test_the_runner_refuses_by_name(folder, tmp_path, options, code, said):
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["runner.pyz"]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_graph_that_cannot_run_fails_alone(folder, tmp_path):
@@ -456,7 +431,7 @@ def test_a_profile_names_the_graphs_operators(folder, tmp_path):
         sum(n for name, n in counts.items() if "MatMul" in name or name in ("Gemm", "Einsum"))
         == matmuls
     )
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan", "r.json", "runner.pyz"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan", "r.json"]
     text = table.markdown([found])
     assert "| cell | on | threads | operators by their share, each with its µs |" in text
     assert re.search(rf"{row['id']} \| cpu \| 1 \| \w+ \(cpu\) \d+%, ", text)
@@ -497,13 +472,9 @@ def test_a_changed_graph_ends_the_run(folder, tmp_path):
 
 def test_an_interrupted_run_leaves_nothing(folder, tmp_path):
     path = edited(folder, tmp_path / "plan", lambda plan: plan["rules"].update(min_seconds=2))
-    archive = write_runner(tmp_path / "runner.pyz")
     out = tmp_path / "r.json"
     process = subprocess.Popen(
-        [sys.executable, "-S", str(archive), str(path / "plan.json"), "-o", str(out)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=alone(),
+        [*RUNNER, str(path / "plan.json"), "-o", str(out)], stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stderr is not None
@@ -513,7 +484,7 @@ def test_an_interrupted_run_leaves_nothing(folder, tmp_path):
     finally:
         process.kill()
         process.communicate()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan", "runner.pyz"]
+    assert [p.name for p in tmp_path.iterdir()] == ["plan"]
 
 
 # Parity
@@ -610,75 +581,6 @@ def test_the_fastest_cores_are_chosen(monkeypatch):
     assert device.cores_for("none", 1) is None
     monkeypatch.setattr(device, "core_khz", lambda: [])
     assert device.big_cores(1) == [7]
-
-
-@pytest.mark.parametrize(
-    ("line", "mark"),
-    [
-        ("[ro.kernel.qemu]: [1]", "ro.kernel.qemu=1"),
-        ("[ro.boot.qemu]: [0]", None),
-        ("[ro.hardware]: [ranchu]", "ro.hardware=ranchu"),
-        ("[ro.product.model]: [sdk_gphone64_arm64]", "ro.product.model=sdk_gphone64_arm64"),
-        ("[ro.product.model]: [Pixel 9]", None),
-    ],
-)
-def test_emulators_give_themselves_away(line, mark):
-    assert device.emulator_mark(f"[ro.a]: [b]\n{line}\n") == mark
-
-
-@pytest.fixture
-def pretend(tmp_path, monkeypatch):
-    """Puts programs that print something on the path."""
-
-    def put(**programs: str) -> None:
-        for name, script in programs.items():
-            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-            (tmp_path / name).chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    return put
-
-
-GETPROP = """case "$1" in
-ro.build.version.release) echo 16;; ro.product.manufacturer) echo Google;;
-ro.product.model) echo Pixel 9;; ro.soc.model) echo Tensor G4;;
-ro.product.cpu.abi) echo arm64-v8a;; "") echo "[ro.hardware]: [%s]";; esac"""
-
-
-@pytest.mark.parametrize(
-    ("machine", "hardware", "asked", "found"),
-    [
-        ("aarch64", "zumapro", "auto", "real"),
-        ("aarch64", "ranchu", "auto", "emulated"),
-        ("x86_64", "zumapro", "auto", "emulated"),
-        ("aarch64", "zumapro", "host", "host"),
-        ("aarch64", "zumapro", "emulated", "emulated"),
-    ],
-)
-def test_what_android_says_decides(pretend, monkeypatch, machine, hardware, asked, found):
-    pretend(getprop=GETPROP % hardware)
-    monkeypatch.setattr(device.platform, "machine", lambda: machine)
-    said = device.device(asked)
-    assert said["source"] == found
-    assert (said["model"], said["android"], said["soc"]) == ("Google Pixel 9", "16", "Tensor G4")
-    assert source.believed(said)[0] == found
-
-
-def test_without_android_there_is_no_device():
-    assert device.device("auto")["source"] == "host"
-
-
-def test_battery_and_screen_are_read(pretend):
-    pretend(
-        dumpsys="""case "$1" in
-    battery) echo "  AC powered: false"; echo "  USB powered: true"; echo "  level: 83";;
-    power) echo "  mWakefulness=Asleep";; esac"""
-    )
-    found = device.conditions()
-    assert (found["battery_percent"], found["charging"], found["screen_on"]) == (83, True, False)
-    pretend(dumpsys="exit 1")
-    found = device.conditions()
-    assert found["screen_on"] is None
 
 
 def test_peak_memory_is_the_systems_or_null_with_its_reason(tmp_path, result, clean):

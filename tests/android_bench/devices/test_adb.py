@@ -34,7 +34,7 @@ from tools import (
 from kvcap.android_bench.devices import adb as devices
 from kvcap.android_bench.devices import run as run_module
 from kvcap.android_bench.devices.browser import run_in_browser
-from kvcap.android_bench.devices.run import DeviceRunSettings, c_runner, python_runner, run_on
+from kvcap.android_bench.devices.run import DeviceRunSettings, c_runner, run_on
 from kvcap.android_bench.documents import plan_id
 from kvcap.android_bench.errors import (
     DeviceError,
@@ -239,34 +239,6 @@ def cells_are_right(result: dict, plan: Path) -> None:
 
 
 # --- full runs
-
-
-@pytest.mark.slow
-@installed
-def test_a_run_with_the_devices_python(phone, plan, tmp_path, capsys):
-    out = tmp_path / "result.json"
-    asked = [
-        "android",
-        "adb",
-        str(plan),
-        "-o",
-        str(out),
-        "--serial",
-        phone.serial,
-        "--runner",
-        "python",
-        "--python",
-        sys.executable,
-        "--device-dir",
-        str(phone.data),
-    ]
-    assert run(asked) == 0
-    result = json.loads(out.read_text())
-    cells_are_right(result, plan)
-    assert result["run"]["runner"] == "python"
-    assert "HOST, not a phone" in capsys.readouterr().out
-    assert phone.clean()
-    assert not [path for path in (phone.root / "home").rglob("*") if path.is_file()]  # telemetry
 
 
 @pytest.mark.slow
@@ -539,34 +511,6 @@ def test_a_disk_that_becomes_full_during_the_run(phone, plan, here, tmp_path):
 
 
 # --- runners that are missing, or wrong
-
-
-@installed
-def test_a_python_without_onnxruntime(phone, plan, tmp_path):
-    device = devices.chosen(phone.serial)
-    with pytest.raises(RunnerMissing, match=r"no-python.*--runner c"):
-        python_runner(device, "/no-python", tmp_path)
-    bare = script(tmp_path / "python", f'exec {sys.executable} -I -S "$@"')
-    with pytest.raises(RunnerMissing, match="No module named"):
-        python_runner(device, str(bare), tmp_path)
-    assert (
-        run(
-            [
-                "android",
-                "adb",
-                str(plan),
-                "-o",
-                str(tmp_path / "r.json"),
-                "--serial",
-                phone.serial,
-                "--runner",
-                "python",
-                "--python",
-                "/no-python",
-            ]
-        )
-        == 2
-    )
 
 
 @pytest.mark.slow(keep=2)
