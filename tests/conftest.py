@@ -24,7 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Set before numpy and torch are imported, as tests run in three processes on two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_frozen() -> Iterator[None]:
+    """Freeze what a file's tests leave behind, so that later collections need not examine it.
+
+    Exporters and models that are imported by then took a second of every collection.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:
