@@ -22,9 +22,7 @@ USED = (
     "model that is downloaded once, or pocket, pocket-plain or pocket-text, which are built in."
 )
 MODEL: Any = argument("pocket", USED)
-BLOCK_SIZE: Any = option(
-    128, "Read N tokens at once.", "--block-size", "--prefill-chunk-size", min=1, panel="Memory"
-)
+BLOCK_SIZE: Any = option(128, "Read N tokens at once.", min=1, panel="Memory")
 THREADS: Any = option(
     None, "Compute with N threads of the CPU (all cores by default).", min=1, panel="Device"
 )

@@ -171,16 +171,12 @@ def decoder_command(
     budget_tokens: int = option(
         256,
         "Keep N slots per KV head and layer.",
-        "--budget-tokens",
-        "--max-kv-size",
         min=1,
         panel="Memory",
     ),
     block_size: int = option(
         128,
         "Read at most N tokens at once.",
-        "--block-size",
-        "--prefill-chunk-size",
         min=1,
         panel="Memory",
     ),

@@ -241,8 +241,6 @@ class CacheOptions:
         None,
         "Keep at most N slots per KV head and layer (256 by default; under --policy full "
         "the model's context, or what memory holds of it); instead of --kv-budget.",
-        "--budget-tokens",
-        "--max-kv-size",
         min=1,
     )
     memory_cap: str | None = setting(
@@ -256,8 +254,6 @@ class CacheOptions:
         None,
         "Read N tokens at once (by default 128, on CUDA 512 from 1,024 slots on, fewer "
         "where --kv-budget is small).",
-        "--block-size",
-        "--prefill-chunk-size",
         min=1,
     )
     sink_tokens: int | None = setting(
@@ -541,8 +537,6 @@ class Sampling:
     temperature: float | None = _number(
         "temperature",
         "Divide logits by X before drawing; 0 always takes the likeliest token.",
-        "--temperature",
-        "--temp",
     )
     top_p: float | None = _number(
         "top_p",
@@ -555,8 +549,6 @@ class Sampling:
     repetition_penalty: float | None = _number(
         "repetition_penalty",
         "Make tokens that occurred before less likely, by dividing by X; 1 changes nothing.",
-        "--repetition-penalty",
-        "--repeat-penalty",
     )
     seed: int | None = setting(None, "Repeat the same draws with the same N.", min=0)
     stop: list[str] | None = setting(None, "End the answer before this text; repeatable.")

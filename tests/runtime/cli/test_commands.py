@@ -21,16 +21,16 @@ from kvcap.runtime.cli import commands
 from kvcap.runtime.cli.options import policy_names
 
 BUDGET = {
-    *("--policy", "--policy-option", "--kv-budget", "--budget-tokens", "--max-kv-size"),
-    *("--block-size", "--prefill-chunk-size", "--sink-tokens", "--recent-tokens"),
+    *("--policy", "--policy-option", "--kv-budget", "--budget-tokens"),
+    *("--block-size", "--sink-tokens", "--recent-tokens"),
     *("--positions", "--dtype", "--json", "--memory-cap", "--enforce", "--backend"),
     "--kv-dtype",
 }
 ANSWER = {
-    *("--evict-every", "--system-prompt", "--device", "--max-new-tokens", "--temp"),
+    *("--evict-every", "--system-prompt", "--device", "--max-new-tokens"),
     *("--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--stop", "--quiet", "-q"),
     *("--session", "--pin-system", "--on-full", "--threads"),
-    *("--repetition-penalty", "--repeat-penalty", "--json-schema", "--regex", "--logprobs"),
+    *("--repetition-penalty", "--json-schema", "--regex", "--logprobs"),
     *("--template-option", "--recall", "--recall-store"),
 }
 OPTIONS = {
@@ -39,8 +39,8 @@ OPTIONS = {
     "plan": BUDGET | {"--context", "--serve", "--shared-prompts", "--recall", "--recall-store"},
     "warm": (BUDGET - {"--json", "--backend"}) | {"--device", "--evict-every"},
     "policies": {"--json"},
-    "eval": {"--json", "--threads", "--prefill-chunk-size", "--kv-dtype"},
-    "demo": {"--json", "--threads", "--prefill-chunk-size", "--max-kv-size"},
+    "eval": {"--json", "--threads", "--block-size", "--kv-dtype"},
+    "demo": {"--json", "--threads", "--block-size", "--budget-tokens"},
     "bench": {"--block-size", "--threads"},
 }
 
@@ -291,7 +291,7 @@ def test_a_chat_that_cannot_begin_leaves_no_session(tmp_path: Path, kvcap: Any) 
 @pytest.mark.slow
 def test_sampling_is_repeatable(model: str, kvcap: Any) -> None:
     def draw(seed: str) -> str:
-        out: str = kvcap("generate", model, "Hi", "--temp", "1.5", "--seed", seed, "-q")[1]
+        out: str = kvcap("generate", model, "Hi", "--temperature", "1.5", "--seed", seed, "-q")[1]
         return out
 
     assert draw("1") == draw("1") != draw("2")
@@ -390,9 +390,9 @@ def test_threads_are_those_that_compute(model: str, kvcap: Any) -> None:
 
 
 def test_a_repetition_penalty_changes_what_is_said(model: str, kvcap: Any) -> None:
-    rest = ("--raw", "-q", "--temp", "0", "--max-new-tokens", "30")
+    rest = ("--raw", "-q", "--temperature", "0", "--max-new-tokens", "30")
     plain = kvcap("generate", model, "word word word", *rest)
-    assert kvcap("generate", model, "word word word", *rest, "--repeat-penalty", "1") == plain
+    assert kvcap("generate", model, "word word word", *rest, "--repetition-penalty", "1") == plain
     below = kvcap("generate", model, "word word word", *rest, "--repetition-penalty", "0.01")
     assert below[0] == 0
     assert below[1] != plain[1]  # says again what was said
@@ -559,7 +559,7 @@ def test_policies(kvcap: Any) -> None:
         (["--repetition-penalty", "0"], 2, "--repetition-penalty"),
         (["--evict-every", "1000"], 3, "evict_every=1000"),
         (["--top-p", "1.5"], 2, "--top-p"),
-        (["--temp", "-1"], 2, "--temp"),
+        (["--temperature", "-1"], 2, "--temperature"),
         (["--max-new-tokens", "0"], 2, "--max-new-tokens"),
         (["--raw", "--system-prompt", "Be kind."], 2, "--raw"),
         (["--policy", "full", "--budget-tokens", "4"], 4, "0 of 4 slots are in use"),

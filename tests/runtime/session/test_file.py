@@ -700,7 +700,7 @@ def command(chatting, capsys, monkeypatch):
 
     def run(*arguments, stdin=b""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        rest = ("--max-kv-size", "32", "--block-size", "16", "--max-new-tokens", "6", "-q")
+        rest = ("--budget-tokens", "32", "--block-size", "16", "--max-new-tokens", "6", "-q")
         code = cli.run([arguments[0], *arguments[1:], *rest])
         return code, *capsys.readouterr()
 
