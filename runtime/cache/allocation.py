@@ -39,6 +39,8 @@ class Allocation:
         self.batch: int | None = None
         """Holds the number of sequences; None: nothing is allocated yet."""
         self._named: dict[str, Callable[[], Mapping[str, Tensor]]] = {}  # what was made, by place
+        self.segments: list[Segment] = []
+        """Holds the segments of all capped layers that are allocated."""
         self.balance: LayerBalance | None = None  # of layers that share one pool
         self._file: MappedFile | None = None  # of evicted tokens
         self._specs: dict[tuple[int, torch.dtype], dict[str, BufferSpec]] = {}  # once worked out
@@ -61,8 +63,8 @@ class Allocation:
     @property
     def nbytes(self) -> int:
         """Return the exact bytes of all buffers, counted anew: a number kept could be wrong."""
-        held = (x for named in self._named.values() for x in named().values())
-        return sum(x.untyped_storage().nbytes() for x in held)
+        held = [x for named in self._named.values() for x in named().values()]
+        return sum([x.untyped_storage().nbytes() for x in held])
 
     @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
     def layer(self, index: int, like: Tensor) -> LayerStorage:
@@ -73,6 +75,7 @@ class Allocation:
         """
         layout, heads = self.layout, self.layout.shape.heads
         segments, ring, store, mean = self._segments(index, like), None, None, None
+        self.segments += segments
         rotation = self.rotation(like) if layout.rotates[index] else None
         later = rotation if layout.positions == "auto" else None
         rotation = rotation if self.compact else None

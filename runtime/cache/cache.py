@@ -159,7 +159,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def __repr__(self) -> str:
         """Return a line for people: the model, the settings, and how full the cache is."""
         shape, layout = self.layout.shape, self.layout
-        allocated = f"{self.nbytes:,} bytes" if self._segments else "not allocated yet"
+        allocated = f"{self.nbytes:,} bytes" if self.allocation.segments else "not allocated yet"
         return (
             f"BudgetCache({shape.family}, {len(self.capped_layers)} of {len(shape.layers)} layers "
             f"capped, {shape.kv_heads} KV heads of {shape.head_size}; policy "
@@ -256,19 +256,23 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Begin a pass whose mask was checked before; its layers check nothing more."""
         if self._mask.length is None:
             raise PaddingUnsupported(READY_MADE)
+        tokens = self._mask.length
+        if self.context.start is not None:  # the block loop has checked what transformers has not
+            self._reading, self._mask.length = tokens, None
+            self._admit(self.context.tokens or tokens)
+            return
+        if self.reused:
+            raise SessionBroken(REUSED)
         if not self.consistent:
             waits = any(x.readers > 1 and x.half_read for x in self.capped_layers)
             raise SessionBroken(HALF_READ if waits else BROKEN)
-        self._reading, self._mask.length = self._mask.length, None
-        if self.context.start is None:
-            self.check_factors(self._reading)
-        self._admit(self.context.tokens or self._reading)
-        if self.context.start is None and self.leaves_window(self._reading):
+        self._reading, self._mask.length = tokens, None
+        self.check_factors(tokens)
+        self._admit(tokens)
+        if self.leaves_window(tokens):
             self.become_compact()
-        if self.reused and self.context.start is None:
-            raise SessionBroken(REUSED)
-        if self.by_rows and self.context.start is None:  # transformers makes a pass by itself
-            rows = self.row_pass(self._reading, counts_on=True)
+        if self.by_rows:
+            rows = self.row_pass(tokens, counts_on=True)
             self.context = ForwardContext(sizes=self.context.sizes, rows=rows)
 
     def _admit(self, tokens: int) -> None:
@@ -283,9 +287,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         if self.context.blocks > 1:
             self.context.sizes = [min(size, tokens - at) for at in range(0, tokens, size)]
             return
-        free = self.spare + size
-        if segments := self._segments:
-            free = min([segment.capacity - segment.held for segment in segments])
+        free = self._unused + size
         if not evicts and tokens > free - size:
             raise MemoryCapExceeded(
                 f"policy {self.eviction.name!r} never evicts: {self.longest} tokens are held and "
@@ -365,14 +367,15 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
         Until the next eviction they may be more than the budget; see `SlotUse`.
         """
-        heads = [s.batch * s.heads for s in self._segments]
-        held = sum(n * s.held for n, s in zip(heads, self._segments, strict=True))
+        segments = self.allocation.segments
+        heads = [s.batch * s.heads for s in segments]
+        held = sum(n * s.held for n, s in zip(heads, segments, strict=True))
         return -(-held // sum(heads)) if heads else 0
 
     @property
     def longest(self) -> int:
         """Return the most slots in use by any head of any layer."""
-        return max(layer.held for layer in self.capped_layers)
+        return max([segment.held for segment in self.allocation.segments], default=0)
 
     @property
     def next_position(self) -> int:
@@ -444,6 +447,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Divide segments by sequence, so that sequences may hold unequally many tokens."""
         for layer in self.capped_layers:
             layer.segments[:] = [part for s in layer.segments for part in s.by_sequence()]
+        self.allocation.segments = [s for layer in self.capped_layers for s in layer.segments]
         self.changed_by_host()
 
     def changed_by_host(self) -> None:
@@ -510,28 +514,29 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def room(self) -> int:
         """Return how many tokens the next block may have."""
-        free = [segment.budget - segment.held for segment in self._segments]
         if not self.eviction.policy.evicts:
-            return min(self.block_size, self.layout.budget_tokens, *free)
-        return self.block_size + min(0, 0, *free)
+            return min(self.block_size, self._unused)
+        return self.block_size + min(0, self._unused)
 
     @property
     def spare(self) -> int:
         """Return how many tokens fit before any head must evict."""
-        if not self._segments:
+        return max(0, self._unused)
+
+    @property
+    def _unused(self) -> int:
+        """Return the slots of its budget that the fullest head has free; below 0 if it is over."""
+        if not self.allocation.segments:
             return min(min(kept) for kept in self.layout.allotments)
-        return max(0, min(segment.budget - segment.held for segment in self._segments))
+        return min([segment.budget - segment.held for segment in self.allocation.segments])
 
     @property
     def consistent(self) -> bool:
         """Return whether all layers have read the same tokens; not so if a pass failed half-way."""
         seen = self.seen
-        for layer in self.capped_layers:  # asked before every token
+        for layer in (*self.capped_layers, *self.state_layers.values()):
             if layer.seen != seen or layer.half_read:
                 return False
-        states = self.state_layers.values()
-        if any(layer.seen != seen or layer.half_read for layer in states):
-            return False
         return all(layer.get_seq_length() == seen for layer in self.sliding_layers.values())
 
     @property
@@ -546,7 +551,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Return the bytes of all storage but free slots."""
         free = sum(
             s.pool.slot_bytes * s.batch * s.heads * (s.capacity - s.held)
-            for s in (*self._segments, *self._evicted)
+            for s in (*self.allocation.segments, *self._evicted)
         )
         return self.nbytes - free
 
@@ -570,10 +575,6 @@ class BudgetCache(Cache):  # type: ignore[misc]
             row = torch.arange(self.seen - held, self.seen)
             found.append(KeptTokens(number, False, [row] * count))
         return sorted(found)
-
-    @property
-    def _segments(self) -> list[Segment]:
-        return [segment for layer in self.capped_layers for segment in layer.segments]
 
     @property
     def _evicted(self) -> list[Segment]:
@@ -645,7 +646,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         seen = 0 if emptied else self.seen
         found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
         budgets = fresh = self.layout.allotments
-        if self._segments:
+        if self.allocation.segments:
             budgets = [
                 [fresh[c.index][s.head] if emptied else s.budget for s in c.segments]
                 for c in self.capped_layers
@@ -694,7 +695,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         self._mask.length = None
         self.allocation.compact = self.layout.positions == "compact"
         self.changed_by_host()
-        for pool in {id(s.pool): s.pool for s in self._segments}.values():
+        for pool in {id(s.pool): s.pool for s in self.allocation.segments}.values():
             mine = [(c.index, s) for c in self.capped_layers for s in c.segments if s.pool is pool]
             kept = [self.layout.allotments[index][segment.head] for index, segment in mine]
             resize([segment for _, segment in mine], kept)

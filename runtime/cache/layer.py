@@ -98,7 +98,11 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Works on its slots, once they are allocated."""
         self.policy = LayerPolicy(self.layout, index, pinned_spans, regions)
         self.pending: PendingBlock | None = None
-        self._attending = False  # a block is attended to, and evicted after
+        self.half_read = False
+        """Says that a pass through this layer ended half-way, which makes its slots useless.
+
+        Not all layers that read these slots attended to the pending block, or one of them was
+        interrupted, so that slots may be evicted or moved in part."""
         self._allocation = allocation
         self._mask = mask
         self._like: tuple[int, torch.dtype, torch.device] | None = None  # what it is allocated for
@@ -138,7 +142,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def held(self) -> int:
         """Return the most slots in use by a head."""
-        return max((segment.held for segment in self.segments), default=0)
+        return max([segment.held for segment in self.segments], default=0)
 
     @property
     def excess(self) -> int:
@@ -209,7 +213,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             block = PendingBlock(context, length, arrived, sizes, readers=self.readers)
             if len(sizes) == 1:
                 self._append(block)
-            self.pending = block
+            self.pending, self.half_read = block, True
             if self.latent is not None:
                 return cast("tuple[Tensor, Tensor]", tuple(LatentBlock(x, self) for x in latents))
             keys, values = arrived[0].view_as(arrived[0]), arrived[1]
@@ -320,9 +324,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if not block.readers:
             self.pending = None
         call = AttentionCall(module, scaling, softcap, sinks, expansion)
-        self._attending = True
         out = self._attend(query, block, call, own)
-        self._attending = False
+        self.half_read = self.pending is not None
         return out
 
     def _attend(self, query: Tensor, block: PendingBlock, call: AttentionCall, own: bool) -> Tensor:
@@ -339,15 +342,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self._append(part)
             out.append(engine.attend(queries, part, call).transpose(1, 2))
         return torch.cat(out, dim=1).transpose(1, 2)
-
-    @property
-    def half_read(self) -> bool:
-        """Return whether a pass through this layer ended half-way, which makes its slots useless.
-
-        Not all layers that read these slots attended to the pending block, or one of them was
-        interrupted, so that slots may be evicted or moved in part.
-        """
-        return self._attending or self.pending is not None
 
     def _check_positions(self, block: PendingBlock, position_ids: Tensor | None) -> None:
         if position_ids is None:
@@ -368,7 +362,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def take_back(self) -> None:
         """Forget the pending block, as it is refused."""
-        block, self.pending = self.pending, None
+        block, self.pending, self.half_read = self.pending, None, False
         if block is not None and block.appended:
             self.seen -= block.length
             for segment in self.segments:
@@ -384,9 +378,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def become_compact(self) -> None:
         """Move all held keys to compact positions; if that fails, the layer is `half_read`."""
         if self.storage is not None:
-            self._attending = True
+            self.half_read = True
             self.storage.become_compact(self.seen)
-            self._attending = False
+            self.half_read = False
 
     def enable_rotation(self) -> None:
         """Have keys rotated whenever they are read, by 0 as long as no token has moved."""
@@ -395,7 +389,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def restore_counters(self, seen: int, held: list[int]) -> None:
         """Set the tokens read and each segment's slots in use, as before a block that failed."""
-        self.seen, self.pending, self._attending = seen, None, False
+        self.seen, self.pending, self.half_read = seen, None, False
         for segment, slots in zip(self.segments, held, strict=True):
             segment.held = slots
         if self.evicted_store is not None:
@@ -405,7 +399,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """Forget all tokens; the buffers stay allocated."""
         if self.storage is not None:
             self.storage.reset()
-        self.seen, self.pending, self._attending = 0, None, False
+        self.seen, self.pending, self.half_read = 0, None, False
 
     offload = prefetch = refuse_moving
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse_reordering
