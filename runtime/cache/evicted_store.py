@@ -240,8 +240,8 @@ class EvictedStore:
 
     def _copy(self, place: Segment, segment: Segment, slots: Tensor, scores: Tensor) -> None:
         """Copy a segment's slots [b, k, e] and their scores behind the store's slots in use."""
-        source = {**segment.named(0, segment.held), "score": scores}
-        for name, target in place.behind(slots.shape[-1]).items():
+        source = {**segment.held_views(), "score": scores}
+        for name, target in place.free_views(slots.shape[-1]).items():
             if name in source:  # where positions stay true there is no shift
                 target.copy_(_of_slots(source[name], slots))
                 if name == "score":

@@ -233,9 +233,12 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def _append(self, block: PendingBlock) -> None:
         """Write a block into the slots behind those in use."""
         assert self.engine is not None
-        block.begin(self.seen)
-        self.engine.append(block)
-        self.seen = block.total_tokens
+        assert self._like is not None
+        assert block.arrived is not None
+        block.place = block.context.place_of(self.seen, block.length, self._like[2])
+        (keys, values), block.arrived = block.arrived, None
+        self.engine.append(block, keys, values)
+        self.seen = block.place.total_tokens
 
     def read_token(
         self,
@@ -272,10 +275,10 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             self._refuse_unlike(like)
         context = context or ForwardContext()
         block = PendingBlock(context, 1, (key, value), [1])
-        block.begin(self.seen)
+        block.place = context.place_of(self.seen, 1, key.device)
         out = self.engine.token(query, angles, block, AttentionCall(module, scaling, None))
         if out is not None:
-            self.seen = block.total_tokens
+            self.seen = block.place.total_tokens
         return out
 
     def attend(
@@ -335,7 +338,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         if not own:
             assert isinstance(engine, EagerSlots), "layers that share slots have no rows"
             return engine.again(query, block, call)
-        if block.appended:
+        if block.arrived is None:
             return engine.attend(query, block, call)
         out = []
         for part, queries in block.parts(query):
@@ -346,7 +349,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def _check_positions(self, block: PendingBlock, position_ids: Tensor | None) -> None:
         if position_ids is None:
             return
-        first = self.seen - (block.length if block.appended else 0)
+        first = self.seen - (block.length if block.arrived is None else 0)
         length = position_ids.shape[-1]
         if bool(
             (position_ids == torch.arange(first, first + length, device=position_ids.device)).all()
@@ -363,7 +366,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def take_back(self) -> None:
         """Forget the pending block, as it is refused."""
         block, self.pending, self.half_read = self.pending, None, False
-        if block is not None and block.appended:
+        if block is not None and block.arrived is None:
             self.seen -= block.length
             for segment in self.segments:
                 segment.held -= block.length

@@ -81,7 +81,7 @@ class SlotPool:
     @property
     def nbytes(self) -> int:
         """Return the exact bytes of storage, used or not; constant for the life of the pool."""
-        return sum(x.untyped_storage().nbytes() for x in self.buffers())
+        return sum(x.untyped_storage().nbytes() for x in self._named.values())
 
     @property
     def slot_bytes(self) -> int:
@@ -152,8 +152,7 @@ class Segment:
         """Holds how many first tokens of a session's row are pinned besides the cache's pins."""
         device = pool.positions.device
         self._rows = torch.arange(batch * heads, device=device).view(batch, heads, 1)
-        self._wholes: tuple[tuple[int, int], dict[str, Tensor]] | None = None  # all slots, by name
-        self._viewed: tuple[tuple[int, ...], dict[str, Tensor]] | None = None  # held ones, likewise
+        self._views: dict[tuple[int, ...], dict[str, Tensor]] = {}  # the last two made, by slots
 
     @property
     def capacity(self) -> int:
@@ -168,23 +167,23 @@ class Segment:
     @property
     def keys(self) -> Tensor:
         """Return the held keys as they are stored, a view [b, k, held, D]."""
-        return self._held("keys")
+        return self.held_views()["keys"]
 
     @property
     def values(self) -> Tensor:
         """Return the held values as they are stored, a view [b, k, held, D]."""
         if self.pool.values_from is not None:
-            return self.view(self.pool.values)
-        return self._held("values")
+            return self.keys[..., self.pool.values_from :]
+        return self.held_views()["values"]
 
     @property
     def positions(self) -> Tensor:
         """Return the held tokens' places in the conversation, a view [b, k, held] int32."""
-        return self._held("positions")
+        return self.held_views()["positions"]
 
     def aux(self, name: str) -> Tensor:
         """Return an auxiliary tensor's held part, a view [b, k, held]."""
-        return self._held(name)
+        return self.held_views()[name]
 
     def read_values(self) -> Tensor:
         """Return the held values [b, k, held, D]: a view, or a copy of quantised ones.
@@ -194,7 +193,7 @@ class Segment:
         pool, slots = self.pool, self.held
         if not pool.format.quantised:
             return self.values
-        parts = pool.format.parts("value", self.named(0, slots))
+        parts = pool.format.parts("value", self.held_views())
         out, numbers = self.empty(slots), pool.format.values
         assert numbers is not None, "all formats of fewer bits quantise values"
         for piece in self.pieces(slots):
@@ -206,7 +205,7 @@ class Segment:
 
         It goes piece by piece, so that there is never a copy of all values.
         """
-        parts = self.pool.format.parts("value", self.named(0, self.held))
+        parts = self.pool.format.parts("value", self.held_views())
         out, numbers = (
             weights.new_zeros(*weights.shape[:3], self.pool.size),
             self.pool.format.values,
@@ -263,35 +262,29 @@ class Segment:
             b, k = divmod(i, self.heads)
             yield slice(b, b + 1), slice(k, k + 1), slice(start, min(start + step, slots))
 
-    def named(self, start: int, stop: int) -> Mapping[str, Tensor]:
-        """Return slots [start, stop) of every row of every buffer, views by name."""
-        return {name: x[:, :, start:stop] for name, x in self._all_slots().items()}
+    def held_views(self) -> dict[str, Tensor]:
+        """Return the slots in use of every buffer, views [b, k, held, ...] by name.
 
-    def _held(self, name: str) -> Tensor:
-        """Return the held part of a buffer, a view [b, k, held, ...].
-
-        The view is kept until it changes: every token needs it several times, and making it takes
-        a CPU as long as using it.
+        They are kept until they change: every token needs them several times, and making them takes
+        a CPU as long as using them.
         """
-        place = self.start, self.budget, self.held
-        if self._viewed is None or self._viewed[0] != place:
-            self._viewed = place, {}
-        kept = self._viewed[1]
-        if name not in kept:
-            kept[name] = self._all_slots()[name][:, :, : self.held]
-        return kept[name]
+        return self._viewed(0, self.held)
 
-    def _all_slots(self) -> dict[str, Tensor]:
-        """Return all slots of every buffer, in use or not, views [b, k, capacity, ...] by name."""
-        place = self.start, self.budget
-        if self._wholes is None or self._wholes[0] != place:
+    def free_views(self, length: int) -> dict[str, Tensor]:
+        """Return so many slots of every row behind those in use, views as in `held_views`."""
+        stop = self.held + length
+        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
+        return self._viewed(self.held, stop)
+
+    def _viewed(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return slots [start, stop) of every row of every buffer, by name."""
+        place = self.start, self.budget, start, stop
+        if place not in self._views:
+            if len(self._views) == 2:  # a full cache has the same for every token: free and held
+                self._views.clear()
             pool = self.pool.named()
-            self._wholes = place, {name: self.whole(x) for name, x in pool.items()}
-        return self._wholes[1]
-
-    def buffers(self) -> list[Tensor]:
-        """Return the held parts of all the pool's buffers, as views."""
-        return list(self.named(0, self.held).values())
+            self._views[place] = {name: self._view(x, start, stop) for name, x in pool.items()}
+        return self._views[place]
 
     def view(self, buffer: Tensor) -> Tensor:
         """View the held part [b, k, held, ...] of one of the pool's buffers, or of a copy of it."""
@@ -316,12 +309,6 @@ class Segment:
         group = len(x) // self.layer_heads
         return x[self.head * group : (self.head + self.heads) * group]
 
-    def behind(self, length: int) -> Mapping[str, Tensor]:
-        """Return so many slots of every row behind those in use, views by name."""
-        stop = self.held + length
-        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
-        return self.named(self.held, stop)
-
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Write a block [b, k, T, D] behind the slots in use; auxiliary tensors become 0 there.
 
@@ -333,7 +320,7 @@ class Segment:
             blocks |= self.pool.format.written(keys, values)
             count = torch.arange(length, dtype=torch.int32, device=keys.device)
             blocks[SHIFT] = -(count + start)  # minus the ranks
-        for name, target in self.behind(length).items():
+        for name, target in self.free_views(length).items():
             target.copy_(blocks[name]) if name in blocks else target.zero_()
         self.held = start + length
 
@@ -349,7 +336,7 @@ class Segment:
         target = evicted.sort(dim=-1).values if count > 1 else evicted  # [b, k, e]
         source = _survivors(target, kept) if count > 1 else kept
         rows_to, rows_from = (rows + target).flatten(), (rows + source).flatten()
-        for buffer in self.pool.buffers():
+        for buffer in self.pool.named().values():
             buffer.index_copy_(0, rows_to, buffer.index_select(0, rows_from))
         self.held = kept
 
@@ -414,5 +401,5 @@ def resize(segments: Sequence[Segment], budgets: Sequence[int]) -> None:
 
 def _move(pool: SlotPool, source: int, target: int, count: int) -> None:
     if count:
-        for buffer in pool.buffers():
+        for buffer in pool.named().values():
             buffer[target : target + count] = buffer[source : source + count]

@@ -113,9 +113,10 @@ class CompactPositions(TruePositions):
 
     def keys(self, segment: Segment) -> Tensor:
         """Return a segment's keys [b, k, held, D] at their present positions: a view or a copy."""
+        views = segment.held_views()
         if self.pending is None:
-            return segment.keys
-        return self.rotation.back(segment.keys, segment.aux(SHIFT))
+            return views["keys"]
+        return self.rotation.back(views["keys"], views[SHIFT])
 
     def keys_of_token(self, segments: Sequence[Segment]) -> list[Tensor]:
         """Return the keys of every segment, kept rotated until the next eviction where they can.
@@ -166,13 +167,15 @@ class CompactPositions(TruePositions):
 
     def move_down(self, segment: Segment, evicted: Tensor) -> None:
         """Raise the shifts of a segment's slots by the number of older ones among those evicted."""
-        gone, positions = segment.positions.gather(-1, evicted), segment.positions
+        views = segment.held_views()
+        positions, shift = views["positions"], views[SHIFT]
+        gone = positions.gather(-1, evicted)
         if evicted.shape[-1] == 1:
             older = positions > gone
         else:
             gone = gone.sort(dim=-1).values
             older = torch.searchsorted(gone, positions.contiguous(), out_int32=True)
-        segment.aux(SHIFT).add_(older)
+        shift.add_(older)
 
     def note_moved(self, moved: bool = True) -> None:
         """Have keys rotated whenever they are read, by 0 as long as no token has moved."""

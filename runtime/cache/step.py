@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,21 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
     return tuple(torch.cuda.Stream(device) for _ in range(LAYERS))
 
 
+class BlockPlace(NamedTuple):
+    """A record of where a block lies in the conversation, one of which all layers share."""
+
+    seen: int
+    """Counts the tokens read before it."""
+    total_tokens: int
+    """Counts the tokens read, its own included."""
+    read_at: int
+    """Holds the position of its first token, as transformers or the block loop counted."""
+    times: Tensor
+    """Holds the places of its tokens in the conversation, [T] int32."""
+    total_counter: Tensor | None
+    """Holds `total_tokens` as a tensor [] on the device, inside a CUDA graph."""
+
+
 @dataclass
 class ForwardContext:
     """Describes one forward pass; the default is a pass that transformers makes by itself."""
@@ -118,8 +133,7 @@ class ForwardContext:
     rows: RowPass | None = None
     """Holds the rows of unequal heads, if kernels read them; see `BudgetCache.by_rows`."""
     _counters: list[Tensor] = field(default_factory=list)
-    _times: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict)
-    _after: dict[int, Tensor] = field(default_factory=dict)
+    _places: dict[tuple[int, int, int, torch.device], BlockPlace] = field(default_factory=dict)
     _mask: Tensor | None = None
 
     def bind_token_counter(self, token_counter: Tensor, block_size: int) -> None:
@@ -175,25 +189,23 @@ class ForwardContext:
         """
         return self._counters[self.block] if self._counters else None
 
-    def token_counter_after(self, length: int) -> Tensor | None:
-        """Return the counter after a block of `length`, a tensor [] that layers share, or None."""
-        if self.token_counter is not None and self.block not in self._after:
-            count = None if self.rows is None else self.rows.count
-            self._after[self.block] = self.token_counter + (length if count is None else count)
-        return self._after.get(self.block)
+    def place_of(self, seen: int, length: int, device: torch.device) -> BlockPlace:
+        """Return where the block in hand lies, which has `length` tokens after `seen` others.
 
-    def times_of(self, seen: int, length: int, device: torch.device) -> Tensor:
-        """Return the places of a block's tokens in the conversation, [T] int32.
-
-        All layers share one tensor.
+        It is computed for the first layer of a device.
         """
-        asked = (seen, length, device)
-        if asked not in self._times:
-            if len(self._times) >= self.blocks:
-                self._times.clear()
-            first = seen if self.token_counter is None else self.token_counter
-            self._times[asked] = first + torch.arange(length, dtype=torch.int32, device=device)
-        return self._times[asked]
+        asked = (self.block, seen, length, device)
+        if asked not in self._places:
+            if len(self._places) >= self.blocks:
+                self._places.clear()
+            first, after = seen, None
+            if (counter := self.token_counter) is not None:
+                count = None if self.rows is None else self.rows.count
+                first, after = counter, counter + (length if count is None else count)
+            times = first + torch.arange(length, dtype=torch.int32, device=device)
+            read_at = seen if self.start is None else self.start
+            self._places[asked] = BlockPlace(seen, seen + length, read_at, times, after)
+        return self._places[asked]
 
     def causal_bias(self, length: int, slots: int, like: Tensor) -> Tensor:
         """Return a block's causal mask as it is added to logits, [1, 1, T, n].
@@ -219,12 +231,8 @@ class PendingBlock:
     """Holds keys and values [B, K, T, D] until they are appended; None: they are in slots."""
     sizes: list[int]
     """Holds the lengths of the blocks in which it is appended one by one; mostly it is one."""
-    seen: int = 0
-    """Counts the tokens read before it, once there is room for it."""
-    total_tokens: int = 0
-    """Counts the tokens read, its own included."""
-    read_at: int = 0
-    """Holds the position of its first token, as transformers or the block loop counted."""
+    place: BlockPlace = field(init=False)
+    """Says where it lies in the conversation, once it is appended."""
     readers: int = 0
     """Counts the layers that are yet to attend to it: its own, and others that read its slots."""
     offsets: tuple[int, ...] = (0,)
@@ -237,23 +245,6 @@ class PendingBlock:
     """Says by how far each row rotates it back, [B, K] int32; `RowSlots` uses it."""
     new_values: Tensor | None = None
     """Holds its values [B, K, T, D]; `RowSlots` uses them."""
-
-    def begin(self, seen: int) -> None:
-        """Note that so many tokens were read before it."""
-        start = self.context.start
-        self.seen, self.total_tokens = seen, seen + self.length
-        self.read_at = seen if start is None else start
-
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Take its keys and values [B, K, T, D] to append them; it counts as appended then."""
-        assert self.arrived is not None
-        arrived, self.arrived = self.arrived, None
-        return arrived
-
-    @property
-    def appended(self) -> bool:
-        """Return whether its keys and values are in their slots."""
-        return self.arrived is None
 
     def parts(self, query: Tensor) -> Iterator[tuple[PendingBlock, Tensor]]:
         """Yield its blocks one by one, each with its queries [B, H, t, D]."""

@@ -79,7 +79,7 @@ class LayerStorage:
         pool, slots, rotation = segment.pool, segment.held, self.positions.rotation
         if not pool.format.quantised:
             return self.positions.keys(segment)
-        whole = segment.named(0, slots)
+        whole = segment.held_views()
         parts = pool.format.parts("key", whole)
         mean = None if self.mean is None else segment.rows_of(self.mean)
         assert pool.format.keys is not None, "all formats of fewer bits quantise keys"
@@ -121,7 +121,7 @@ class LayerStorage:
 
     def _unrotate(self, segment: Segment, rotation: Rotation) -> None:
         """Quantise keys anew, from true positions to unrotated ones without their mean."""
-        whole, found = segment.named(0, segment.held), self.read_keys(segment)
+        whole, found = segment.held_views(), self.read_keys(segment)
         numbers = segment.pool.format.keys
         assert numbers is not None, "all formats of fewer bits quantise keys"
         assert self.key_mean is not None, "and those that are unrotated have a mean"

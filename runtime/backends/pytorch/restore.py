@@ -461,7 +461,7 @@ class Refill:
             keys = one.empty(held)
             mean = None if layer.storage is None else layer.storage.mean
             own = None if mean is None else mean[:1, one.head : one.head + 1]
-            numbers.dequantise(pool.format.parts("key", one.named(0, held)), keys, own)
+            numbers.dequantise(pool.format.parts("key", one.held_views()), keys, own)
         if self.saved.moved(layer):
             keys = self._back(keys, one.aux(SHIFT))
         assert layer.storage is not None

@@ -104,18 +104,16 @@ class EagerSlots:
 
     # Append
 
-    def append(self, block: PendingBlock) -> None:
+    def append(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
         """Write a block's keys and values [B, K, T, D] into the slots behind those in use."""
-        keys, values = block.take()
-        times = block.context.times_of(block.seen, block.length, keys.device)
-        positions = self.storage.positions
-        block.offsets = positions.offsets(block.read_at, self.segments)
+        place, positions = block.place, self.storage.positions
+        block.offsets = positions.offsets(place.read_at, self.segments)
         if self._quantised:
-            self.storage.append(keys, values, times, block.read_at, not block.seen)
+            self.storage.append(keys, values, place.times, place.read_at, not place.seen)
             return
         keys = positions.aligned(keys, block.offsets)
         for segment in self.segments:
-            segment.append(segment.rows_of(keys), segment.rows_of(values), times)
+            segment.append(segment.rows_of(keys), segment.rows_of(values), place.times)
 
     # Attend
 
@@ -139,13 +137,13 @@ class EagerSlots:
         context.make_room()  # for a copy of all keys
         held = self._held_keys(length)
         step = AttentionStep(
-            block.total_tokens,
+            block.place.total_tokens,
             length,
             held.keys,
             [s.rows_of(query) for s in self.segments],
             held.values,
             call,
-            context.token_counter_after(length),
+            block.place.total_counter,
         )
         out = self._over(asked, held, call, context)
         if self._shows_output and length > 1 and len(self.segments) == 1:

@@ -21,7 +21,7 @@ from kvcap.runtime.cache.step import PendingBlock
 class QuantisedRowSlots(RowSlots):
     """An engine that works on a layer's quantised slots, all of its rows at once."""
 
-    def _write(self, keys: Tensor, values: Tensor, times: Tensor, block: PendingBlock) -> Tensor:
+    def _write(self, keys: Tensor, values: Tensor, block: PendingBlock) -> Tensor:
         rotation, rows, turn = self.storage.positions.rotation, block.rows, None
         if rotation is not None and rows.read_at is not None:
             keys = self._at_read_at(keys, rows, rotation)
@@ -29,7 +29,7 @@ class QuantisedRowSlots(RowSlots):
         quantise.append(
             keys,
             values,
-            times,
+            block.place.times,
             self.pool.named(),
             rows.before,
             self.storage.mean,

@@ -100,18 +100,17 @@ class RowSlots:
 
     # Append
 
-    def append(self, block: PendingBlock) -> None:
+    def append(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
         """Write a block's keys and values [B, K, T, D] into the slots behind those in use."""
-        keys, values = block.take()
         self._rows_of(block)
-        times = block.context.times_of(block.seen, block.length, keys.device)
-        block.new_values = self._write(keys, values, times, block)
+        block.new_values = self._write(keys, values, block)
         for segment in self.segments:
             segment.held += block.length
 
-    def _write(self, keys: Tensor, values: Tensor, times: Tensor, block: PendingBlock) -> Tensor:
-        """Write a block that counts as `times` [T]; return its values as slots hold them."""
-        append.append(self._aligned(keys, block), values, times, self.moving, block.rows.before)
+    def _write(self, keys: Tensor, values: Tensor, block: PendingBlock) -> Tensor:
+        """Write a block; return its values as slots hold them."""
+        keys, times = self._aligned(keys, block), block.place.times
+        append.append(keys, values, times, self.moving, block.rows.before)
         return values
 
     def _rows_of(self, block: PendingBlock) -> LayerRows:
@@ -157,7 +156,7 @@ class RowSlots:
             out = attend_rows(query, keys, values, shown, call.scaling, call.softcap, call.sinks)
         assert block.new_values is not None
         step = RowStep(
-            block.total_tokens,
+            block.place.total_tokens,
             block.length,
             rows,
             query,
@@ -166,7 +165,7 @@ class RowSlots:
             shown,
             block.new_values,
             call,
-            context.token_counter_after(block.length),
+            block.place.total_counter,
         )
         with context.run_async_if_last(step):
             self.evict(step)
@@ -229,7 +228,7 @@ class RowSlots:
             key,
             value,
             angles,
-            context.times_of(block.seen, 1, key.device),
+            block.place.times,
             buffers,
             call.scaling,
             turn,
@@ -248,7 +247,7 @@ class RowSlots:
                 keys, values, shown = self._held_keys(rows, policy.reads_values)
             self.evict(
                 RowStep(
-                    block.total_tokens,
+                    block.place.total_tokens,
                     1,
                     rows,
                     query,
@@ -257,7 +256,7 @@ class RowSlots:
                     shown,
                     value,
                     call,
-                    context.token_counter_after(1),
+                    block.place.total_counter,
                     stored,
                 )
             )
@@ -331,7 +330,7 @@ class RowSlots:
                 block.context.join()
                 evict_together(rows)
             if block.context.token_counter is None:  # of a graph the host counts what is replayed
-                rows.finish(block.total_tokens, block.length)
+                rows.finish(block.place.total_tokens, block.length)
 
     def _policies_of_heads(self) -> list[tuple[Policy, Tensor]]:
         """Upload which heads have which policy [K], where they have budgets of their own."""
