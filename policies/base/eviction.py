@@ -252,17 +252,16 @@ class Eviction:
             )
         return scores.nan_to_num(nan=LOWEST) if finite else scores
 
-    def pinned(self, obs: Observation) -> Tensor:
-        """Return which slots are never evicted. Bool [B, K, n]."""
-        sinks, recents = self.pins_of(obs)
+    def pinned(self, obs: Observation, pins: tuple[int, int] | None = None) -> Tensor:
+        """Return which slots are never evicted. Bool [B, K, n].
+
+        `pins` are those of `pins_of`, if they are known.
+        """
+        sinks, recents = pins or self.pins_of(obs)
         mask = (obs.positions < sinks) | (obs.positions >= obs.num_tokens - recents)
         for start, stop in obs.pinned_spans:
             mask = mask | ((obs.positions >= start) & (obs.positions < stop))
         return mask
-
-    def pins_any(self, obs: Observation) -> bool:
-        """Return whether `pinned` would show any slot that is never evicted."""
-        return bool(obs.pinned_spans) or self.pins_of(obs) != (0, 0)
 
     def pins_of(self, obs: Observation) -> tuple[int, int]:
         """Return how many first and how many newest tokens stay in the heads that are observed."""

@@ -53,6 +53,7 @@ def attend(
     softcap: float | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Callable[[int, int, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return attention of the newest T tokens over n slots, the last T of them their own.
 
@@ -66,6 +67,8 @@ def attend(
         softcap: logits = softcap · tanh(logits / softcap), in Gemma 2.
         mask: [B, 1, T, n], boolean (True: visible) or additive.
         sinks: [H], the sink logit of every query head, in gpt-oss; see `with_sinks`.
+        bias: makes a CPU's mask of T tokens over n slots for a query, to be added to logits; by
+            default it is made here.
 
     Returns:
         [B, H, T, D]
@@ -78,9 +81,10 @@ def attend(
         out, lse = attend_with_lse(query, keys, values, scaling, softcap, mask, own=True)
         return out if sinks is None else with_sinks(out, lse, sinks)
     if mask is None and length > 1:
-        # On a CPU this bias would be turned into the same mask.
-        in_order = bottom_right if query.is_cuda else causal
-        mask = in_order(length, slots, query.device)
+        if query.is_cuda:  # on a CPU this bias would be turned into the same mask
+            mask = bottom_right(length, slots)
+        else:
+            mask = (bias or causal)(length, slots, query)
     if mask is None and query.device.type == "cpu":
         # The group's queries as rows of one head: no repeated keys, and the fastest on a CPU
         # (0.044 ms against 0.066 grouped and 0.144 repeated, 8/2 heads, 1,152 slots; bf16 0.05
@@ -128,12 +132,6 @@ def attend_weighing(
         own = sinks.to(z.dtype).view(keys.shape[1], -1, 1)  # [K, G, 1]
         weights = (z - torch.logaddexp(z.logsumexp(-1, keepdim=True), own)).exp()
     return weigh(weights).reshape(query.shape)
-
-
-def adds_masks(query: Tensor, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Return whether `attend` adds a block's mask to its logits, and would build it each time."""
-    plain = softcap is None and sinks is None
-    return plain and query.shape[2] > 1 and query.device.type == "cpu" and not ready(query)
 
 
 def takes_token(
@@ -206,7 +204,7 @@ def attend_with_lse(
     if mask is None and ready(query) and decode.covers(query, keys, values):
         return decode.attend_with_lse(query, keys, values, scaling, softcap, own)
     if mask is None and own and query.shape[2] > 1:
-        mask = causal(query.shape[2], keys.shape[2], query.device)
+        mask = causal(query.shape[2], keys.shape[2], query)
     if softcap is None and _tells_lse(query, keys, values):
         return _attend_with_lse_on_cpu(query, keys, values, scaling, mask)
     group, length = query.shape[1] // keys.shape[1], query.shape[2]
@@ -271,13 +269,13 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * share).to(out.dtype)
 
 
-def causal(length: int, slots: int, device: torch.device) -> Tensor:
+def causal(length: int, slots: int, like: Tensor) -> Tensor:
     """Return the mask [1, 1, T, n] of a block whose own tokens are the last slots, as bool."""
-    mask = torch.ones(length, slots, dtype=torch.bool, device=device).tril(slots - length)
+    mask = like.new_ones(length, slots, dtype=torch.bool).tril(slots - length)
     return mask[None, None]
 
 
-def bottom_right(length: int, slots: int, _: torch.device) -> Tensor:
+def bottom_right(length: int, slots: int) -> Tensor:
     """Return the mask of `causal` as a bias that `scaled_dot_product_attention` knows as causal."""
     from torch.nn.attention.bias import causal_lower_right  # takes a second to import
 
@@ -338,7 +336,7 @@ def attention_forward(
             )
         with torch.no_grad():
             out = layer.attend(module, query, scaling, softcap, position_ids, s_aux)
-        out = without_gradient(out, query, *getattr(key, "sources", ()))
+        out = without_gradient(out, query, *getattr(key, "sources", (key, value)))
     else:
         if attention_mask is None and not getattr(module, "is_causal", True):
             attention_mask = query.new_ones(1, 1, 1, key.shape[2], dtype=torch.bool)

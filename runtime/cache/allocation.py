@@ -15,9 +15,9 @@ from kvcap.runtime.cache.layout import BufferSpec, CacheLayout
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.positions import CompactPositions, TruePositions
 from kvcap.runtime.cache.query_window import QueryWindow
-from kvcap.runtime.cache.slots import EagerSlots, QuantisedRowSlots, RowSlots, covers
+from kvcap.runtime.cache.slots import EagerSlots, QuantisedRowSlots, RowSlots, covers, eager_of
 from kvcap.runtime.cache.slots.policy import LayerPolicy
-from kvcap.runtime.cache.storage import LayerStorage
+from kvcap.runtime.cache.storage import CorrectedStorage, LayerStorage, QuantisedStorage
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
 
@@ -90,12 +90,14 @@ class Allocation:
         if layout.centred(index):
             mean = like.new_zeros(*like.shape[:2], like.shape[3], dtype=torch.float32)
             self._register(f"mean.{index}", partial(dict, keys=mean), like)
-        return LayerStorage(segments, ring, store, positions, later, mean)
+        kind: type[LayerStorage] = LayerStorage if store is None else CorrectedStorage
+        kind = QuantisedStorage if layout.slot_format.quantised else kind
+        return kind(segments, ring, store, positions, later, mean)
 
     def engine(self, storage: LayerStorage, policy: LayerPolicy) -> EagerSlots | RowSlots:
         """Make the engine that appends to, attends to and evicts from a layer's slots."""
         if not self.by_rows:
-            return EagerSlots(storage, policy, self._evict_every, self.balance)
+            return eager_of(self.layout)(storage, policy, self._evict_every, self.balance)
         rows = QuantisedRowSlots if self.layout.slot_format.quantised else RowSlots
         return rows(storage, policy, self.balance)
 

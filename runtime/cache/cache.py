@@ -22,7 +22,7 @@ from kvcap.runtime.attention.uncompiled import run_uncompiled
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.checkpointing import watch_layers
 from kvcap.runtime.cache.evicted_store import EvictedStore
-from kvcap.runtime.cache.layer import BudgetLayer, refuse_reordering
+from kvcap.runtime.cache.layer import BudgetLayer, LatentLayer, refuse_reordering
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout, usual_positions
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
@@ -182,7 +182,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
             return DummyLayer()
         spans, place = self.pinned_spans, shape.capped.index(index)
-        return BudgetLayer(place, self.allocation, spans, self.regions, self._mask)
+        given = place, self.allocation, spans, self.regions, self._mask
+        return BudgetLayer(*given) if shape.latent is None else LatentLayer(shape.latent, *given)
 
     def _state_layer(self, index: int) -> StateLayer:
         """Make a new state for the model's recurrent layer of that index."""

@@ -201,8 +201,7 @@ class EvictedStore:
 
         Args:
             index: index of the segment.
-            segment: still with these slots; at compact positions its shifts have grown already, by
-                the number of older slots that go.
+            segment: still with these slots, and with shifts that have not grown yet.
             slots: indices of the slots that go.
             scores: [b, k, n], those of all slots.
             obs: observation of the segment, with keys [b, k, n, D] as attention saw them.
@@ -215,7 +214,7 @@ class EvictedStore:
         self._grow_older(place, segment.positions.gather(2, slots))
         for first in range(0, count, place.block):
             stop = min(first + place.block, count)
-            self._copy(place, segment, slots[..., first:stop], scores)
+            self._copy(place, segment, slots[..., first:stop], scores, first)
             place.held += stop - first
             if (excess := place.held - place.budget) > 0:  # those of the lowest scores go
                 place.evict(lowest(place.aux("score"), place.positions, excess))
@@ -238,14 +237,22 @@ class EvictedStore:
             gone, positions = gone.to(place.positions.device), place.positions.contiguous()
             place.aux(SHIFT).add_(torch.searchsorted(gone, positions, out_int32=True))
 
-    def _copy(self, place: Segment, segment: Segment, slots: Tensor, scores: Tensor) -> None:
-        """Copy a segment's slots [b, k, e] and their scores behind the store's slots in use."""
+    def _copy(
+        self, place: Segment, segment: Segment, slots: Tensor, scores: Tensor, older: int
+    ) -> None:
+        """Copy a segment's slots [b, k, e] and their scores behind the store's slots in use.
+
+        So many `older` slots go with them, and each of them is older than the next.
+        """
         source = {**segment.held_views(), "score": scores}
         for name, target in place.free_views(slots.shape[-1]).items():
             if name in source:  # where positions stay true there is no shift
                 target.copy_(_of_slots(source[name], slots))
                 if name == "score":
                     target.nan_to_num_(nan=LOWEST)
+                elif name == SHIFT and self.rotation is not None:
+                    count = torch.arange(older, older + target.shape[-1], dtype=torch.int32)
+                    target.add_(count.to(target.device))
 
     def made_at(self, segments: Sequence[Segment]) -> list[Tensor]:
         """Return the positions that keys are rotated to, [b, k, held] of each segment.

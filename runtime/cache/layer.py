@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvcap.runtime.attention.functions import without_gradient
+from kvcap.policies.base import Expansion
 from kvcap.runtime.attention.latents import LatentBlock, rotated_first
 from kvcap.runtime.attention.masks import MaskNote, Slots
 from kvcap.runtime.cache.allocation import Allocation
@@ -33,7 +33,7 @@ from kvcap.runtime.errors import (
     PositionMismatch,
     UnsupportedModel,
 )
-from kvcap.runtime.models.latents import expansion_of
+from kvcap.runtime.models.latents import Latent, expansion_of
 from kvcap.runtime.types import Span
 
 
@@ -85,7 +85,6 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rotates = self.layout.rotates[index]  # its keys are moved, at once or later
         shape = self.layout.shape
         self.rope = shape.layers[shape.capped[index]].rope
-        self.latent = shape.latent
         self.readers = shape.readers(shape.capped[index])  # layers that attend to its slots
         self.seen = 0  # tokens read
         self.storage: LayerStorage | None = None
@@ -186,18 +185,13 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Append a block [B, K, T, D] without its fillers; return it with a reference to the layer.
 
-        In latent attention the block is latents [B, 1, T, R] and rotated parts [B, 1, T, r], which
-        become slots `[k_rot, c]`; a `LatentBlock` of each is returned. The registered attention
-        function reads the slots, and nothing of what is returned. No gradient flows through it.
+        The registered attention function reads the slots, and nothing of what is returned. No
+        gradient flows through them.
 
         Raises:
             CacheMismatch: before anything is changed.
         """
         context = context or ForwardContext()
-        latents = key_states, value_states
-        if self.latent is not None:
-            key_states = torch.cat((value_states.detach(), key_states.detach()), dim=-1)
-            value_states = key_states[..., self.latent.rotated :]
         length = context.tokens or key_states.shape[2]
         if self.storage is None:
             self.lazy_initialization(key_states)
@@ -214,12 +208,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             if len(sizes) == 1:
                 self._append(block)
             self.pending, self.half_read = block, True
-            if self.latent is not None:
-                return cast("tuple[Tensor, Tensor]", tuple(LatentBlock(x, self) for x in latents))
-            keys, values = arrived[0].view_as(arrived[0]), arrived[1]
-        keys = without_gradient(keys, key_states)
+        keys = key_states.view_as(key_states)
         keys.kvcap_layer = self  # type: ignore[attr-defined]  # attention_forward finds it here
-        return keys, without_gradient(values, value_states)
+        return keys, value_states
 
     def _refuse_unlike(self, like: tuple[int, torch.dtype, torch.device]) -> None:
         """Refuse keys of another batch size, type or device than the buffers have."""
@@ -289,11 +280,9 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         softcap: float | None,
         position_ids: Tensor | None,
         sinks: Tensor | None = None,
+        expansion: Expansion | None = None,
     ) -> Tensor:
         """Attend with the pending block's queries [B, H, T, D], then evict; returns [B, H, T, D].
-
-        In latent attention queries are `[q_nope, q_rot]` [B, H, T, nope + r], and outputs are of
-        the heads' own values [B, H, T, v].
 
         It is called once for every layer that reads these slots, first for the layer that owns
         them. All see the same keys, and the last call evicts.
@@ -306,7 +295,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
             UnsupportedModel: the policy reads the output projection, which cannot be read; or more
                 layers read these slots than the config says.
         """
-        block = self.pending
+        block, engine = self.pending, self.engine
         if block is None:
             raise UnsupportedModel(
                 f"more layers attend to a block than the {self.readers} that are known to read it, "
@@ -315,36 +304,24 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         own = block.readers == self.readers
         if own and block.context.start is None and self.index == 0:
             self._check_positions(block, position_ids)
-        expansion = None
-        if self.latent is not None:
-            try:
-                expansion = expansion_of(module, self.latent)
-            except UnsupportedModel:
-                self.take_back()
-                raise
-            query = rotated_first(query, self.latent.rotated)
         block.readers -= 1
         if not block.readers:
             self.pending = None
         call = AttentionCall(module, scaling, softcap, sinks, expansion)
-        out = self._attend(query, block, call, own)
-        self.half_read = self.pending is not None
-        return out
-
-    def _attend(self, query: Tensor, block: PendingBlock, call: AttentionCall, own: bool) -> Tensor:
-        """Attend with a block or with its parts one by one, and evict where that is due."""
-        engine = self.engine
         assert engine is not None
         if not own:
             assert isinstance(engine, EagerSlots), "layers that share slots have no rows"
-            return engine.again(query, block, call)
-        if block.arrived is None:
-            return engine.attend(query, block, call)
-        out = []
-        for part, queries in block.parts(query):
-            self._append(part)
-            out.append(engine.attend(queries, part, call).transpose(1, 2))
-        return torch.cat(out, dim=1).transpose(1, 2)
+            out = engine.again(query, block, call)
+        elif block.arrived is None:
+            out = engine.attend(query, block, call)
+        else:
+            found = []
+            for part, queries in block.parts(query):
+                self._append(part)
+                found.append(engine.attend(queries, part, call).transpose(1, 2))
+            out = torch.cat(found, dim=1).transpose(1, 2)
+        self.half_read = self.pending is not None
+        return out
 
     def _check_positions(self, block: PendingBlock, position_ids: Tensor | None) -> None:
         if position_ids is None:
@@ -393,10 +370,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     def restore_counters(self, seen: int, held: list[int]) -> None:
         """Set the tokens read and each segment's slots in use, as before a block that failed."""
         self.seen, self.pending, self.half_read = seen, None, False
-        for segment, slots in zip(self.segments, held, strict=True):
-            segment.held = slots
-        if self.evicted_store is not None:
-            self.evicted_store.forget_excess()
+        if self.storage is not None:
+            self.storage.restore(held)
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay allocated."""
@@ -406,3 +381,48 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     offload = prefetch = refuse_moving
     crop = reorder_cache = batch_repeat_interleave = batch_select_indices = refuse_reordering
+
+
+class LatentLayer(BudgetLayer):
+    """A capped layer whose slots hold latents, of multi-head latent attention.
+
+    Args:
+        latent: sizes of a latent.
+        given: as `BudgetLayer`.
+    """
+
+    def __init__(self, latent: Latent, *given: Any) -> None:
+        super().__init__(*given)
+        self.latent = latent
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, context: ForwardContext | None = None
+    ) -> Any:
+        """Append latents [B, 1, T, R] and rotated parts [B, 1, T, r] as slots `[k_rot, c]`.
+
+        Returns:
+            A `LatentBlock` of each.
+
+        Raises:
+            CacheMismatch: before anything is changed.
+        """
+        slots = torch.cat((value_states.detach(), key_states.detach()), dim=-1)
+        super().update(slots, slots[..., self.latent.rotated :], context)
+        return LatentBlock(key_states, self), LatentBlock(value_states, self)
+
+    def attend(self, module: nn.Module, query: Tensor, *given: Any) -> Tensor:
+        """Attend with queries `[q_nope, q_rot]` [B, H, T, nope + r]; see `BudgetLayer.attend`.
+
+        Returns:
+            Outputs of the heads' own values [B, H, T, v].
+
+        Raises:
+            UnsupportedModel: the weights that expand latents cannot be read.
+        """
+        try:
+            expansion = expansion_of(module, self.latent)
+        except UnsupportedModel:
+            self.take_back()
+            raise
+        query = rotated_first(query, self.latent.rotated)
+        return super().attend(module, query, *given, expansion=expansion)

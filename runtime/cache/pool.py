@@ -185,38 +185,6 @@ class Segment:
         """Return an auxiliary tensor's held part, a view [b, k, held]."""
         return self.held_views()[name]
 
-    def read_values(self) -> Tensor:
-        """Return the held values [b, k, held, D]: a view, or a copy of quantised ones.
-
-        A copy is in float32 on a CPU, which computes with that, else in the model's type.
-        """
-        pool, slots = self.pool, self.held
-        if not pool.format.quantised:
-            return self.values
-        parts = pool.format.parts("value", self.held_views())
-        out, numbers = self.empty(slots), pool.format.values
-        assert numbers is not None, "all formats of fewer bits quantise values"
-        for piece in self.pieces(slots):
-            numbers.dequantise({name: x[piece] for name, x in parts.items()}, out[piece], None)
-        return out.to(pool.read_dtype)
-
-    def weigh_values(self, weights: Tensor) -> Tensor:
-        """Sum the held quantised values by weights [b, k, r, held] to [b, k, r, D] float32.
-
-        It goes piece by piece, so that there is never a copy of all values.
-        """
-        parts = self.pool.format.parts("value", self.held_views())
-        out, numbers = (
-            weights.new_zeros(*weights.shape[:3], self.pool.size),
-            self.pool.format.values,
-        )
-        assert numbers is not None
-        for piece in self.pieces(self.held):
-            b, k, n = piece
-            those = {name: x[piece] for name, x in parts.items()}
-            out[b, k] += numbers.weigh(those, weights[b, k, :, n])
-        return out
-
     def by_sequence(self) -> list[Segment]:
         """Return a segment of each sequence over the same slots; they may hold unequally many."""
         if self.batch == 1:
@@ -309,20 +277,17 @@ class Segment:
         group = len(x) // self.layer_heads
         return x[self.head * group : (self.head + self.heads) * group]
 
-    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Write a block [b, k, T, D] behind the slots in use; auxiliary tensors become 0 there.
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor, **others: Tensor) -> None:
+        """Write a block [b, k, T, D] behind the slots in use.
 
-        `positions` [T] int32 are the tokens' places in the conversation.
+        `positions` [T] int32 are the tokens' places in the conversation. Buffers that are not among
+        the `others`, which are given by name, become 0 there.
         """
-        start, length = self.held, keys.shape[2]
-        blocks = {"keys": keys, "values": values, "positions": positions}
-        if self.pool.format.quantised:
-            blocks |= self.pool.format.written(keys, values)
-            count = torch.arange(length, dtype=torch.int32, device=keys.device)
-            blocks[SHIFT] = -(count + start)  # minus the ranks
+        length = len(positions)
+        blocks = {"keys": keys, "values": values, "positions": positions, **others}
         for name, target in self.free_views(length).items():
             target.copy_(blocks[name]) if name in blocks else target.zero_()
-        self.held = start + length
+        self.held += length
 
     def evict(self, evicted: Tensor) -> None:
         """Evict the slots [b, k, e] of each head, so that `held` falls by `e`.

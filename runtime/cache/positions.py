@@ -69,12 +69,11 @@ class TruePositions:
         """
         return x
 
-    def keys(self, segment: Segment) -> Tensor:
-        """Return a segment's keys [b, k, held, D] at their present positions: a view or a copy."""
-        return segment.keys
+    def keys(self, segments: Sequence[Segment], queries: int = 0) -> list[Tensor]:
+        """Return the keys [b, k, held, D] of segments at their present positions: views or copies.
 
-    def keys_of_token(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """Return the keys of every segment, for a single token that attends to them."""
+        So many `queries` attend to them.
+        """
         return [segment.keys for segment in segments]
 
     def move_down(self, segment: Segment, evicted: Tensor) -> None:
@@ -111,24 +110,21 @@ class CompactPositions(TruePositions):
             self.on_device = offsets, self.rotation.rows(offsets)
         return self.rotation.back_by(x, self.on_device[1])
 
-    def keys(self, segment: Segment) -> Tensor:
-        """Return a segment's keys [b, k, held, D] at their present positions: a view or a copy."""
-        views = segment.held_views()
-        if self.pending is None:
-            return views["keys"]
-        return self.rotation.back(views["keys"], views[SHIFT])
+    def keys(self, segments: Sequence[Segment], queries: int = 0) -> list[Tensor]:
+        """Return the keys [b, k, held, D] of segments at their present positions: views or copies.
 
-    def keys_of_token(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """Return the keys of every segment, kept rotated until the next eviction where they can.
-
-        On a CPU they are rotated in their slots in float32, else into a session's copy.
+        For a single token that attends to them they are kept rotated until the next eviction, where
+        they can: on a CPU in their slots in float32, else in a session's copy.
         """
-        if self.pending is not None:
+        if self.pending is not None and queries == 1:
             if self.can_rotate_in_place(segments):
                 self.rotate_in_place(segments[0])
             elif self.copy is not None and segments[0].held <= self.copy.keys.shape[2]:
                 return [self._from_copy(segments[0], self.copy)]
-        return [self.keys(segment) for segment in segments]
+        found = [segment.held_views() for segment in segments]
+        if self.pending is None:
+            return [views["keys"] for views in found]
+        return [self.pending.back(views["keys"], views[SHIFT]) for views in found]
 
     def _from_copy(self, segment: Segment, copy: RotatedKeys) -> Tensor:
         """Bring the copy of rotated keys up to date, and return its part in use."""
@@ -166,7 +162,11 @@ class CompactPositions(TruePositions):
         self.pending = None
 
     def move_down(self, segment: Segment, evicted: Tensor) -> None:
-        """Raise the shifts of a segment's slots by the number of older ones among those evicted."""
+        """Raise the shifts of a segment's slots by the number of older ones among those evicted.
+
+        From then on keys are rotated whenever they are read.
+        """
+        self.note_moved()
         views = segment.held_views()
         positions, shift = views["positions"], views[SHIFT]
         gone = positions.gather(-1, evicted)

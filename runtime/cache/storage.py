@@ -45,26 +45,66 @@ class LayerStorage:
         rotated = self.rotation_later is not None and self.positions.rotation is None
         return None if rotated else self.key_mean
 
-    def append(
-        self, keys: Tensor, values: Tensor, positions: Tensor, start: int, first: bool
-    ) -> None:
-        """Write a block into quantised slots, behind those in use.
+    def read_keys(self, segment: Segment) -> Tensor:
+        """Return a segment's keys [b, k, held, D] at their present positions: a view or a copy."""
+        return self.positions.keys([segment])[0]
 
-        Keys are held unrotated and without their mean; where they are never moved, rotated.
+    def become_compact(self, seen: int) -> None:
+        """Move all that is held from true positions to compact ones; `seen` tokens were read.
+
+        Every key is rotated once, by the difference, to its rank in its head. That is done head by
+        head, so that it takes less memory than a block does.
+        """
+        rotation = self.rotation_later
+        if rotation is None:
+            return
+        for segment in self.segments:
+            self._move(segment, rotation)
+            if self.query_window is not None:
+                self.query_window.become_compact(segment, seen - segment.held, rotation)
+        self.positions = CompactPositions(rotation, self.positions.copy)
+
+    def _move(self, segment: Segment, rotation: Rotation) -> None:
+        """Move a segment's keys from true positions to their ranks."""
+        for row in segment.each_row():
+            keys, positions = segment.keys[row], segment.positions[row]
+            keys.copy_(rotation.moved(keys, ranks(positions) - positions))
+        segment.aux(SHIFT).zero_()
+
+    def restore(self, held: list[int]) -> None:
+        """Set each segment's slots in use, as before a block that failed."""
+        for segment, slots in zip(self.segments, held, strict=True):
+            segment.held = slots
+
+    def reset(self) -> None:
+        """Forget all tokens; the buffers stay allocated.
+
+        All that a session's file saves besides slots is as in a new cache then.
+        """
+        for segment in self.segments:
+            segment.held = 0
+        if self.query_window is not None:
+            self.query_window.reset()
+        self.positions.note_moved(False)
+        if self.rotation_later is not None:
+            self.positions = TruePositions(self.positions.copy)
+
+
+@dataclass
+class QuantisedStorage(LayerStorage):
+    """A record of what a layer of quantised slots has allocated.
+
+    Keys are held unrotated and without their mean; where they are never moved, rotated.
+    """
+
+    def quantisable(self, keys: Tensor, start: int, first: bool) -> Tensor:
+        """Return a block's keys [B, K, T, D] as they are quantised, in float32.
 
         Args:
-            keys: [B, K, T, D] as the model rotated them, at the positions from `start` on.
-            values: [B, K, T, D].
-            positions: [T] int32, the tokens' places in the conversation.
+            keys: as the model rotated them, at the positions from `start` on.
             start: the position of the first token.
             first: whether the layer has read nothing before; their mean is kept then.
         """
-        keys = self._quantisable(keys, start, first)
-        for segment in self.segments:
-            segment.append(segment.rows_of(keys), segment.rows_of(values), positions)
-
-    def _quantisable(self, keys: Tensor, start: int, first: bool) -> Tensor:
-        """Return keys [B, K, T, D] as they are quantised, in float32; see `append`."""
         keys = keys.float()
         if self.positions.rotation is not None:
             keys = self.positions.rotation.unrotated(keys, start)
@@ -75,10 +115,8 @@ class LayerStorage:
         return keys
 
     def read_keys(self, segment: Segment) -> Tensor:
-        """Return a segment's keys [b, k, held, D] at their present positions: a view or a copy."""
+        """Return a copy of a segment's keys [b, k, held, D] at their present positions."""
         pool, slots, rotation = segment.pool, segment.held, self.positions.rotation
-        if not pool.format.quantised:
-            return self.positions.keys(segment)
         whole = segment.held_views()
         parts = pool.format.parts("key", whole)
         mean = None if self.mean is None else segment.rows_of(self.mean)
@@ -93,33 +131,7 @@ class LayerStorage:
                 rotation.on(keys, ranks[piece], out)
         return found.to(pool.read_dtype)
 
-    def become_compact(self, seen: int) -> None:
-        """Move all that is held from true positions to compact ones.
-
-        Every key is rotated once, by the difference, to its rank in its head. That is done head by
-        head, so that it takes less memory than a block does. Quantised keys are quantised anew.
-
-        Args:
-            seen: tokens read.
-        """
-        rotation = self.rotation_later
-        if rotation is None:
-            return
-        for segment in self.segments:
-            if segment.pool.format.quantised:
-                self._unrotate(segment, rotation)
-            else:
-                for row in segment.each_row():
-                    keys, positions = segment.keys[row], segment.positions[row]
-                    keys.copy_(rotation.moved(keys, ranks(positions) - positions))
-                segment.aux(SHIFT).zero_()
-            if self.query_window is not None:
-                self.query_window.become_compact(segment, seen - segment.held, rotation)
-        if self.evicted_store is not None:
-            self.evicted_store.become_compact(self.segments, rotation)
-        self.positions = CompactPositions(rotation, self.positions.copy)
-
-    def _unrotate(self, segment: Segment, rotation: Rotation) -> None:
+    def _move(self, segment: Segment, rotation: Rotation) -> None:
         """Quantise keys anew, from true positions to unrotated ones without their mean."""
         whole, found = segment.held_views(), self.read_keys(segment)
         numbers = segment.pool.format.keys
@@ -135,23 +147,35 @@ class LayerStorage:
             whole[SHIFT][row].copy_(-ranks(positions))
 
     def reset(self) -> None:
-        """Forget all tokens; the buffers stay allocated.
-
-        All that a session's file saves besides slots is as in a new cache then.
-        """
-        for segment in self.segments:
-            segment.held = 0
-        if self.query_window is not None:
-            self.query_window.reset()
+        """Forget all tokens and their mean; the buffers stay allocated."""
+        super().reset()
         if self.key_mean is not None:
             self.key_mean.zero_()
-        if self.evicted_store is not None:
-            self.evicted_store.reset()
-        self.positions.note_moved(False)
+
+
+@dataclass
+class CorrectedStorage(LayerStorage):
+    """A record of what a layer has allocated whose evicted tokens are kept."""
+
+    evicted_store: EvictedStore
+
+    def become_compact(self, seen: int) -> None:
+        """Move all that is held, and what is kept of evicted tokens, to compact positions."""
+        super().become_compact(seen)
         if self.rotation_later is not None:
-            self.positions = TruePositions(self.positions.copy)
-            if self.evicted_store is not None:
-                self.evicted_store.rotation = None
+            self.evicted_store.become_compact(self.segments, self.rotation_later)
+
+    def restore(self, held: list[int]) -> None:
+        """Set each segment's slots in use, and forget what a block that failed evicted."""
+        super().restore(held)
+        self.evicted_store.forget_excess()
+
+    def reset(self) -> None:
+        """Forget all tokens, evicted ones too; the buffers stay allocated."""
+        super().reset()
+        self.evicted_store.reset()
+        if self.rotation_later is not None:
+            self.evicted_store.rotation = None
 
 
 def ranks(positions: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def test_without_a_run_a_policy_is_as_its_paper_has_it():
     keys = torch.randn(1, 2, 12, 4)
     positions = torch.arange(12).expand(1, 2, 12)
     obs = Observation(keys=keys, values=keys, positions=positions, num_tokens=12, budget=8)
-    assert not eviction.pins_any(obs)
+    assert eviction.pins_of(obs) == (0, 0)
     assert eviction.pinned(obs).sum() == 0
     assert eviction.with_sinks(64).pinned(obs).sum() == 2 * 4
 

@@ -17,7 +17,7 @@ from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.layer import BudgetLayer
 from kvcap.runtime.cache.pinned_slots import check_pins, merged
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool, resize
-from kvcap.runtime.cache.slots import EagerSlots
+from kvcap.runtime.cache.slots import eager_of
 from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.models.rope import moved_by
 from kvcap.runtime.session.file import SessionFile
@@ -465,7 +465,7 @@ class Refill:
         if self.saved.moved(layer):
             keys = self._back(keys, one.aux(SHIFT))
         assert layer.storage is not None
-        engine = EagerSlots(layer.storage, layer.policy)
+        engine = eager_of(layer.layout)(layer.storage, layer.policy)
         engine.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}
 

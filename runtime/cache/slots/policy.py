@@ -58,18 +58,9 @@ class LayerPolicy:
             kernels.uses_stored_keys(policy) and len(eviction.components) == 1
         )
         """Says that its kernel rotates keys as it reads them, and nothing else looks at any."""
+        self._reads_projection = "output_projection" in eviction.observes
         self.reads_all_output = policy.queries_observed is None and "output" in eviction.observes
         """Says that it looks at attention's output for all queries of a block."""
-
-    def projection(self, module: nn.Module | None) -> Tensor | None:
-        """Return the output projection of an attention module by head, where the policy reads it.
-
-        Raises:
-            UnsupportedModel: its weights cannot be read.
-        """
-        if module is None or "output_projection" not in self.eviction.observes:
-            return None
-        return output_projection(module, self.layout.shape)
 
     def pins(self, segment: Segment) -> tuple[int, int]:
         """Return how many first and how many newest tokens of a segment are never evicted."""
@@ -91,8 +82,16 @@ class LayerPolicy:
         )
 
     def common(self, call: AttentionCall) -> dict[str, Any]:
-        """Return what every observation of the layer has, whatever slots it is of."""
+        """Return what every observation of the layer has, whatever slots it is of.
+
+        Raises:
+            UnsupportedModel: the policy reads the output projection, whose weights cannot be read.
+        """
+        projection = None
+        if call.module is not None and self._reads_projection:
+            projection = output_projection(call.module, self.layout.shape)
         return {
+            "output_projection": projection,
             "layer": self.index,
             "regions": self.regions.weighed,
             "scaling": call.scaling,

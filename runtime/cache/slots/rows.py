@@ -396,7 +396,6 @@ class RowSlots:
             queries=queries,
             sinks=step.call.sinks,
             state={name: self.pool.aux[name] for name in self.eviction.state},
-            output_projection=policy.projection(step.call.module),
             pinned_spans=tuple(policy.pinned_spans),
             rows=rows.after._replace(starts=step.shown.starts),
             **policy.common(step.call),

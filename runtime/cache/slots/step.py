@@ -19,8 +19,8 @@ class AttentionStep:
     """Counts the tokens of the block."""
     keys: list[Tensor]
     """Holds the keys of every segment [b, k, held, D], at their present positions."""
-    queries: list[Tensor] | None = None
-    """Holds the queries of every segment [b, h, T, D], likewise; None: nothing attends to them."""
+    queries: Tensor | None = None
+    """Holds the queries of the layer [B, H, T, D], likewise; None: the policy reads none."""
     values: list[Tensor] | None = None
     """Holds the values of every segment [b, k, held, D]; None: they are read from its slots."""
     call: AttentionCall = field(default_factory=AttentionCall)

@@ -112,7 +112,7 @@ def test_attention_with_sinks(sizes, masked, dtype):
     pool = torch.randn(2, batch, kv_heads, slots + 3, 16, dtype=dtype)
     k, v = pool[:, :, :, :slots]
     sinks = torch.linspace(-2, 3, kv_heads * group).to(dtype)
-    seen = causal(length, slots, q.device)
+    seen = causal(length, slots, q)
     given = None if masked is None else seen
     if masked == "additive":
         given = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
@@ -138,7 +138,7 @@ def test_gradients_reach_sinks_and_keys():
     q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16, requires_grad=True)
     sinks = torch.randn(4, requires_grad=True)
     out, _ = attention_forward(torch.nn.Module(), q, k, k, None, 0.3, s_aux=sinks)
-    exact = plain(q, k, k, sinks, causal(5, 5, q.device)).transpose(1, 2)
+    exact = plain(q, k, k, sinks, causal(5, 5, q)).transpose(1, 2)
     own = torch.autograd.grad(out.square().sum(), (k, sinks))
     for got, expected in zip(
         own, torch.autograd.grad(exact.square().sum(), (k, sinks)), strict=True
@@ -148,7 +148,7 @@ def test_gradients_reach_sinks_and_keys():
 
 def test_the_log_sum_exp_is_the_same_either_way():
     q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 11, 16)
-    mask = causal(5, 11, q.device)
+    mask = causal(5, 11, q)
     fused, slow = (attend_with_lse(x, k, k, 0.3, None, mask) for x in (q, q.requires_grad_()))
     close(fused[0], slow[0].detach(), 1e-5)
     close(fused[1], slow[1].detach(), 1e-5)

@@ -49,7 +49,7 @@ def test_merge_is_attention_over_both():
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_log_sum_exp_of_a_causal_block(softcap):
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
-    out, lse = attend_with_lse(q, k, v, 0.3, softcap, causal(3, 7, q.device))
+    out, lse = attend_with_lse(q, k, v, 0.3, softcap, causal(3, 7, q))
     for h in range(4):
         for t in range(3):
             z = (k[0, h // 2, : 5 + t] @ q[0, h, t]) * 0.3

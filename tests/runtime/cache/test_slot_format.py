@@ -28,6 +28,7 @@ from kvcap.runtime.cache.pool import SHIFT, Segment
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cache.slot_format import NUMBERS, SlotFormat
 from kvcap.runtime.cache.slots import EagerSlots
+from kvcap.runtime.cache.slots.quantised import read_values, weigh_values
 from kvcap.runtime.errors import PlanInfeasible, SessionFileForeign, UnsupportedModel
 from kvcap.runtime.planning.dry_run import rehearse_block
 from kvcap.runtime.session.session import Session
@@ -296,7 +297,7 @@ def test_large_rows_are_read_in_pieces(kind, tokens, monkeypatch):
         weights = torch.rand(2, 2, 3, segment.held, generator=torch.Generator().manual_seed(0))
         assert len(list(segment.pieces(segment.held))) == (1 if piece > 1 else 8)
         keys = layer.storage.read_keys(segment)
-        found.append((keys, segment.read_values(), segment.weigh_values(weights)))
+        found.append((keys, read_values(segment), weigh_values(segment, weights)))
     for whole, pieces in zip(*found, strict=True):
         torch.testing.assert_close(whole, pieces)
 

@@ -1,0 +1,89 @@
+"""Holds one layer's slots of 8 or 4 bits, and reads a copy of them in plain PyTorch.
+
+A copy is in float32 on a CPU, which computes with that, else in the model's type.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvcap.kernels.choice import ready
+from kvcap.runtime.attention.functions import attend_weighing
+from kvcap.runtime.cache.pool import SHIFT, Segment
+from kvcap.runtime.cache.slots.eager import EagerSlots, HeldKeys
+from kvcap.runtime.cache.slots.policy import AttentionCall
+from kvcap.runtime.cache.step import ForwardContext, PendingBlock
+from kvcap.runtime.cache.storage import QuantisedStorage
+
+
+class QuantisedSlots(EagerSlots):
+    """An engine that works on a layer's quantised slots, one segment after the other."""
+
+    SHOWS_OUTPUT = False
+    storage: QuantisedStorage
+
+    def append(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
+        """Quantise a block's keys and values [B, K, T, D] into the slots behind those in use."""
+        place, storage = block.place, self.storage
+        block.offsets = storage.positions.offsets(place.read_at, self.segments)
+        keys = storage.quantisable(keys, place.read_at, not place.seen)
+        count = torch.arange(block.length, dtype=torch.int32, device=keys.device)
+        for segment in self.segments:
+            numbers = segment.pool.format.written(segment.rows_of(keys), segment.rows_of(values))
+            ranks = count + segment.held
+            segment.append(**numbers, positions=place.times, **{SHIFT: -ranks})
+
+    def _held_keys(self, length: int) -> HeldKeys:
+        keys = [self.storage.read_keys(segment) for segment in self.segments]
+        # Values are weighed where they lie by a CPU's single token, and never copied.
+        weighs = length == 1 and not ready(self.segments[0].pool.keys)
+        return HeldKeys(keys, None if weighs else [read_values(x) for x in self.segments])
+
+    def _over_segment(
+        self,
+        index: int,
+        query: Tensor,
+        held: HeldKeys,
+        call: AttentionCall,
+        context: ForwardContext,
+    ) -> Tensor:
+        asked = query.to(held.keys[index].dtype)
+        if held.values is not None:
+            return super()._over_segment(index, asked, held, call, context).to(query.dtype)
+        segment = self.segments[index]
+        sinks, weigh = segment.query_heads_of(call.sinks), partial(weigh_values, segment)
+        out = attend_weighing(asked, held.keys[index], weigh, call.scaling, call.softcap, sinks)
+        return out.to(query.dtype)
+
+    def _values(self, segment: Segment) -> Tensor:
+        """Return a copy of a segment's values; an empty one of those that nobody reads."""
+        return read_values(segment) if self.policy.reads_values else segment.empty(0)
+
+
+def read_values(segment: Segment) -> Tensor:
+    """Return a copy of a segment's quantised values [b, k, held, D]."""
+    pool, slots = segment.pool, segment.held
+    parts = pool.format.parts("value", segment.held_views())
+    out, numbers = segment.empty(slots), pool.format.values
+    assert numbers is not None, "all formats of fewer bits quantise values"
+    for piece in segment.pieces(slots):
+        numbers.dequantise({name: x[piece] for name, x in parts.items()}, out[piece], None)
+    return out.to(pool.read_dtype)
+
+
+def weigh_values(segment: Segment, weights: Tensor) -> Tensor:
+    """Sum a segment's quantised values by weights [b, k, r, held] to [b, k, r, D] float32.
+
+    It goes piece by piece, so that there is never a copy of all values.
+    """
+    parts = segment.pool.format.parts("value", segment.held_views())
+    out, numbers = weights.new_zeros(*weights.shape[:3], segment.pool.size), segment.pool.format
+    assert numbers.values is not None, "all formats of fewer bits quantise values"
+    for piece in segment.pieces(segment.held):
+        b, k, n = piece
+        those = {name: x[piece] for name, x in parts.items()}
+        out[b, k] += numbers.values.weigh(those, weights[b, k, :, n])
+    return out
