@@ -535,7 +535,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def consistent(self) -> bool:
         """Return whether all layers have read the same tokens; not so if a pass failed half-way."""
         seen = self.seen
-        for layer in (*self.capped_layers, *self.state_layers.values()):
+        layers: tuple[BudgetLayer | StateLayer, ...] = (
+            *self.capped_layers,
+            *self.state_layers.values(),
+        )
+        for layer in layers:
             if layer.seen != seen or layer.half_read:
                 return False
         return all(layer.get_seq_length() == seen for layer in self.sliding_layers.values())

@@ -410,7 +410,7 @@ class LatentLayer(BudgetLayer):
         super().update(slots, slots[..., self.latent.rotated :], context)
         return LatentBlock(key_states, self), LatentBlock(value_states, self)
 
-    def attend(self, module: nn.Module, query: Tensor, *given: Any) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, *given: Any, **_: Any) -> Tensor:
         """Attend with queries `[q_nope, q_rot]` [B, H, T, nope + r]; see `BudgetLayer.attend`.
 
         Returns:
@@ -425,4 +425,5 @@ class LatentLayer(BudgetLayer):
             self.take_back()
             raise
         query = rotated_first(query, self.latent.rotated)
-        return super().attend(module, query, *given, expansion=expansion)
+        scaling, softcap, position_ids, *sinks = given
+        return super().attend(module, query, scaling, softcap, position_ids, sinks[0], expansion)

@@ -198,7 +198,8 @@ class ForwardContext:
         if asked not in self._places:
             if len(self._places) >= self.blocks:
                 self._places.clear()
-            first, after = seen, None
+            first: int | Tensor = seen
+            after = None
             if (counter := self.token_counter) is not None:
                 count = None if self.rows is None else self.rows.count
                 first, after = counter, counter + (length if count is None else count)
