@@ -202,7 +202,7 @@ def report_command(
 def _compare(folders: list[Path], compare: str, json: bool) -> None:
     """Run `kvcap report --compare`."""
     from kvcap.evals.quality.cells import cells_of
-    from kvcap.evals.quality.table import comparison, comparison_text
+    from kvcap.lab.report.comparison import comparison, comparison_text
 
     names = names_of(compare)
     if len(set(names)) != 2:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -217,33 +217,6 @@ def current_cells(path: Path) -> list[Cell]:
     """
     current = versions()["kvcap"]
     return [cell for cell in read_cells(path) if cell.versions["kvcap"] == current]
-
-
-def check_same_samples(cells: Iterable[Cell]) -> None:
-    """Refuse cells of one table that were measured on different samples.
-
-    Raises:
-        ValueError: naming two such cells.
-    """
-    seen: dict[Setting, Setting] = {}
-    for s in (cell.setting for cell in cells):
-        asked = replace(
-            s,
-            policy="",
-            positions="true",
-            budget=None,
-            options=(),
-            kv_dtype=None,
-            samples=0,
-            seed=0,
-        )
-        other = seen.setdefault(asked, s)
-        if (other.samples, other.seed) != (s.samples, s.seed):
-            raise ValueError(
-                f"{s.model}, {s.task}, {s.length:,} tokens: {other.samples} samples of seed "
-                f"{other.seed} and {s.samples} of seed {s.seed} are different prompts, on which "
-                "policies cannot be compared; give sweeps of the same --samples and --seed"
-            )
 
 
 def _cell(line: str, where: str) -> Cell:

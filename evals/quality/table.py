@@ -6,11 +6,9 @@ A table has policies down and budgets across.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from itertools import groupby, product
-from typing import Any
 
-from kvcap.evals.quality.cells import Cell, Setting, check_same_samples, label
+from kvcap.evals.quality.cells import Cell, Setting, label
 from kvcap.evals.quality.paired import Comparison, compare
 from kvcap.evals.reports import grid
 from kvcap.runtime.units import format_bytes
@@ -30,23 +28,6 @@ PAIRED = (
     "with the first, and with the second."
 )
 
-# Settings that the two cells of a comparison have in common.
-BOTH = (
-    "model",
-    "dtype",
-    "task",
-    "data",
-    "length",
-    "question",
-    "depth",
-    "block_size",
-    "max_new_tokens",
-    "seed",
-    "positions",
-    "budget",
-    "kv_dtype",
-)
-
 
 def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
     """Write all `cells` as one Markdown text.
@@ -64,7 +45,7 @@ def results(cells: Iterable[Cell], compared: Sequence[str] = ()) -> str:
         for other in compared[1:]:
             if rows := pairs(found, compared[0], other):
                 heading = f"### {compared[0]} against {other}, on the same samples"
-                parts += [heading, "", *_paired(rows), ""]
+                parts += [heading, "", *paired_rows(rows), ""]
     return "\n".join(parts)
 
 
@@ -118,65 +99,7 @@ def pairs(cells: Iterable[Cell], first: str, second: str) -> list[tuple[Cell, Ce
     ]
 
 
-def comparison(cells: Sequence[Cell], first: str, second: str) -> list[dict[str, Any]]:
-    """Compare two policies on the same samples; return an object for each pair of cells, for JSON.
-
-    Raises:
-        ValueError: a policy has no cells, no pair has the same samples, budget and positions, or a
-            table's cells were measured on different samples.
-    """
-    compared = _require_pairs(cells, first, second)
-    return [
-        {
-            **{name: value for name, value in asdict(_capped(a, b)).items() if name in BOTH},
-            "first": label(a.setting),
-            "second": label(b.setting),
-            "unit": a.unit,
-            "compared": a.of.compared,
-            **asdict(result),
-        }
-        for a, b, result in compared
-    ]
-
-
-def comparison_text(cells: Sequence[Cell], first: str, second: str) -> str:
-    """Write `comparison` as Markdown: a table per model, task, length, way of asking and depth.
-
-    Raises:
-        ValueError: see `comparison`.
-    """
-    compared = _require_pairs(cells, first, second)
-    parts = [f"# {first} against {second}", "", PAIRED, ""]
-    for _, part in groupby(compared, key=lambda pair: group(pair[0].setting)):
-        rows = list(part)
-        a = rows[0][0]
-        parts += [f"## {title(a.setting)}", "", f"{measured([a])}.", "", *_paired(rows), ""]
-    return "\n".join(parts)
-
-
-def _require_pairs(
-    cells: Sequence[Cell], first: str, second: str
-) -> list[tuple[Cell, Cell, Comparison]]:
-    known = sorted({cell.setting.policy for cell in cells})
-    for policy in (first, second):
-        if policy not in known:
-            raise ValueError(f"--compare: there are no cells of {policy!r}; of {', '.join(known)}")
-    check_same_samples(cell for cell in cells if cell.setting.policy in (first, second))
-    compared = pairs(cells, first, second)
-    if not compared:
-        raise ValueError(
-            f"--compare: no cells of {first} and {second} have the same model, task, budget and "
-            "positions, and the scores of their samples; run one kvcap eval with both"
-        )
-
-    def place(pair: tuple[Cell, Cell, Comparison]) -> tuple[Any, ...]:
-        capped = _capped(*pair[:2])
-        return group(capped), capped.positions, capped.budget or 0
-
-    return sorted(compared, key=place)
-
-
-def _paired(compared: Sequence[tuple[Cell, Cell, Comparison]]) -> list[str]:
+def paired_rows(compared: Sequence[tuple[Cell, Cell, Comparison]]) -> list[str]:
     """Return the table of compared pairs of cells, which all have one unit."""
     unit = compared[0][0].of
     header = ["first", "second", "positions", "slots"]
@@ -191,19 +114,19 @@ def _alike(a: Setting, b: Setting) -> bool:
     return same or a.budget is None or b.budget is None
 
 
-def _capped(a: Cell, b: Cell) -> Setting:
+def capped(a: Cell, b: Cell) -> Setting:
     """Return the setting of the cell of a pair that has a budget, if one has."""
     return b.setting if a.setting.budget is None else a.setting
 
 
 def _comparison(a: Cell, b: Cell, compared: Comparison) -> list[str]:
-    capped = _capped(a, b)
+    setting = capped(a, b)
     sign = "+" if a.of.share else ""
     return [
         label(a.setting),
         label(b.setting),
-        capped.positions,
-        UNCAPPED if capped.budget is None else f"{capped.budget:,}",
+        setting.positions,
+        UNCAPPED if setting.budget is None else f"{setting.budget:,}",
         f"{compared.difference:{sign}.2f} "
         f"({compared.ci_low:{sign}.2f} to {compared.ci_high:{sign}.2f})",
         "" if compared.p_value is None else f"{compared.p_value:.2g}",

@@ -13,12 +13,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kvcap.evals.quality.cells import Cell, Setting, cells_of, check_same_samples
+from kvcap.evals.quality.cells import Cell, Setting, cells_of
 from kvcap.evals.quality.table import measured
 from kvcap.evals.reports import grid
 from kvcap.lab.plots.groups import pooled
 from kvcap.lab.report.ranking import (
     RankingTable,
+    check_same_samples,
     overview,
     tables,
     tied_with_best,
@@ -251,7 +252,8 @@ def measured_by(cells: Sequence[Cell], target: Path, plot: bool) -> str:
         "",
         "```sh",
         *commands(cells),
-        f"kvcap report {OUT} --leaderboard{plots} -o {shlex.quote(_shown(str(target)))}",
+        f"kvcap report {OUT} --leaderboard{plots} -o {shlex.quote(_shown(str(target)))}"
+        "    # in a checkout",
         "```",
         "",
         "Measured with:",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from kvcap.evals.quality.cells import Cell, label
+from kvcap.evals.quality.cells import Cell, Setting, label
 from kvcap.evals.quality.paired import compare
 from kvcap.evals.quality.scores import cell_score, interval
 
@@ -161,3 +161,30 @@ def differ(a: Cell, b: Cell) -> bool:
     if comparison.p_value is not None:
         return comparison.p_value < LEVEL
     return not comparison.ci_low <= a.of.of_mean(0.0) <= comparison.ci_high
+
+
+def check_same_samples(cells: Iterable[Cell]) -> None:
+    """Refuse cells of one table that were measured on different samples.
+
+    Raises:
+        ValueError: naming two such cells.
+    """
+    seen: dict[Setting, Setting] = {}
+    for s in (cell.setting for cell in cells):
+        asked = replace(
+            s,
+            policy="",
+            positions="true",
+            budget=None,
+            options=(),
+            kv_dtype=None,
+            samples=0,
+            seed=0,
+        )
+        other = seen.setdefault(asked, s)
+        if (other.samples, other.seed) != (s.samples, s.seed):
+            raise ValueError(
+                f"{s.model}, {s.task}, {s.length:,} tokens: {other.samples} samples of seed "
+                f"{other.seed} and {s.samples} of seed {s.seed} are different prompts, on which "
+                "policies cannot be compared; give sweeps of the same --samples and --seed"
+            )

@@ -84,7 +84,7 @@ def test_a_page_ranks_policies_below_the_uncapped_model(folder: Path, tmp_path: 
     ]
     assert rows(page, "### Means over budgets")[0] == ["policy", "64 compact", "64 true"]
     assert "kvcap 0.1.0, torch 2.9; cpu, x" in page
-    assert "kvcap report out/leaderboard --leaderboard -o board.md\n" in page
+    assert "kvcap report out/leaderboard --leaderboard -o board.md    # in a checkout\n" in page
 
 
 def test_sections_of_several_folders_and_tasks(folder: Path, tmp_path: Path) -> None:

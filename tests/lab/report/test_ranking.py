@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvcap.evals.quality.cells import Cell, Setting, check_same_samples
+from kvcap.evals.quality.cells import Cell, Setting
 from kvcap.evals.quality.scores import UNITS, cell_score, interval
 from kvcap.lab.report.ranking import (
+    check_same_samples,
     differ,
     mean_of,
     mean_ranks,
