@@ -339,7 +339,7 @@ def generation_of(model: LlamaModel) -> Generation:
     found = Generation.of(model.sampling)
     if found.temperature is not None:
         found.do_sample = found.temperature > 0
-    found.eos_token_id = model.tokenizer.ends or None
+    found.eos_token_id = model.ends or None
     ended: Generation = with_ends(model.tokenizer, found)
     return ended
 
