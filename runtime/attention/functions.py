@@ -45,7 +45,7 @@ class CappedLayer(Protocol):
         ...
 
 
-def attend(
+def attend_plainly(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -55,9 +55,7 @@ def attend(
     sinks: Tensor | None = None,
     bias: Callable[[int, int, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return attention of the newest T tokens over n slots, the last T of them their own.
-
-    Without a mask every older slot is visible and the block is causal (bottom-right).
+    """Return attention as `attend` does, where no kernel runs it.
 
     Args:
         query: [B, H, T, D].
@@ -69,13 +67,8 @@ def attend(
         sinks: [H], the sink logit of every query head, in gpt-oss; see `with_sinks`.
         bias: makes a CPU's mask of T tokens over n slots for a query, to be added to logits; by
             default it is made here.
-
-    Returns:
-        [B, H, T, D]
     """
     length, slots = query.shape[2], keys.shape[2]
-    if mask is None and takes_slots(query, keys, values, sinks):
-        return decode.attend(query, keys, values, scaling, softcap, sinks=sinks)
     if softcap is not None or sinks is not None:
         # `scaled_dot_product_attention` takes neither.
         out, lse = attend_with_lse(query, keys, values, scaling, softcap, mask, own=True)
@@ -96,6 +89,29 @@ def attend(
     return scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
     )
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    bias: Callable[[int, int, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return attention of the newest T tokens over n slots, the last T of them their own.
+
+    Without a mask every older slot is visible and the block is causal (bottom-right). Arguments as
+    in `attend_plainly`.
+
+    Returns:
+        [B, H, T, D]
+    """
+    if mask is None and takes_slots(query, keys, values, sinks):
+        return decode.attend(query, keys, values, scaling, softcap, sinks=sinks)
+    return attend_plainly(query, keys, values, scaling, softcap, mask, sinks, bias)
 
 
 def takes_slots(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> bool:
@@ -336,7 +352,8 @@ def attention_forward(
             )
         with torch.no_grad():
             out = layer.attend(module, query, scaling, softcap, position_ids, s_aux)
-        out = without_gradient(out, query, *getattr(key, "sources", (key, value)))
+        if torch.is_grad_enabled():
+            out = without_gradient(out, query, *getattr(key, "sources", (key, value)))
     else:
         if attention_mask is None and not getattr(module, "is_causal", True):
             attention_mask = query.new_ones(1, 1, 1, key.shape[2], dtype=torch.bool)
@@ -381,8 +398,7 @@ def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
 
 def without_gradient(out: Tensor, *sources: Tensor) -> Tensor:
     """Return `out`, which `sources` made under `no_grad`, and refuse a gradient through it."""
-    needed = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
-    if not needed:
+    if not any(x.requires_grad for x in sources):
         return out
     return cast(Tensor, _WithoutGradient.apply(out, *sources))  # type: ignore[no-untyped-call]
 

@@ -547,9 +547,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Return the exact bytes of all storage, native sliding layers and states included."""
-        native = [layer for layer in self.sliding_layers.values() if layer.is_initialized]
-        sliding = [x for layer in native for x in (layer.keys, layer.values)]
-        return self.allocation.nbytes + sum(int(x.untyped_storage().nbytes()) for x in sliding)
+        total = self.allocation.nbytes
+        for layer in self.sliding_layers.values():
+            if layer.is_initialized:
+                total += sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values))
+        return total
 
     @property
     def used_bytes(self) -> int:

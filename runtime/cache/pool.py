@@ -236,23 +236,23 @@ class Segment:
         They are kept until they change: every token needs them several times, and making them takes
         a CPU as long as using them.
         """
-        return self._viewed(0, self.held)
+        place = self.start, self.budget, 0, self.held
+        return self._views.get(place) or self._view_slots(place)
 
     def free_views(self, length: int) -> dict[str, Tensor]:
         """Return so many slots of every row behind those in use, views as in `held_views`."""
-        stop = self.held + length
-        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
-        return self._viewed(self.held, stop)
+        place = self.start, self.budget, self.held, self.held + length
+        return self._views.get(place) or self._view_slots(place)
 
-    def _viewed(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return slots [start, stop) of every row of every buffer, by name."""
-        place = self.start, self.budget, start, stop
-        if place not in self._views:
-            if len(self._views) == 2:  # a full cache has the same for every token: free and held
-                self._views.clear()
-            pool = self.pool.named()
-            self._views[place] = {name: self._view(x, start, stop) for name, x in pool.items()}
-        return self._views[place]
+    def _view_slots(self, place: tuple[int, int, int, int]) -> dict[str, Tensor]:
+        """Make views of every row's slots, from the third number of `place` to the fourth."""
+        start, stop = place[2:]
+        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
+        if len(self._views) == 2:  # a full cache has the same for every token: free and held
+            self._views.clear()
+        pool = self.pool.named()
+        found = self._views[place] = {name: self._view(x, start, stop) for name, x in pool.items()}
+        return found
 
     def view(self, buffer: Tensor) -> Tensor:
         """View the held part [b, k, held, ...] of one of the pool's buffers, or of a copy of it."""
@@ -297,7 +297,7 @@ class Segment:
         """
         count = evicted.shape[-1]
         kept = self.held - count
-        rows = self._rows * self.capacity + self.start
+        rows = self._rows * (self.budget + self.block) + self.start
         target = evicted.sort(dim=-1).values if count > 1 else evicted  # [b, k, e]
         source = _survivors(target, kept) if count > 1 else kept
         rows_to, rows_from = (rows + target).flatten(), (rows + source).flatten()

@@ -28,7 +28,7 @@ class QuantisedSlots(EagerSlots):
     def append(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
         """Quantise a block's keys and values [B, K, T, D] into the slots behind those in use."""
         place, storage = block.place, self.storage
-        block.offsets = storage.positions.offsets(place.read_at, self.segments)
+        block.offsets = tuple([place.read_at - segment.held for segment in self.segments])
         keys = storage.quantisable(keys, place.read_at, not place.seen)
         count = torch.arange(block.length, dtype=torch.int32, device=keys.device)
         for segment in self.segments:
