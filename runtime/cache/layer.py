@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcap.policies.base import Expansion
+from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.attention.latents import LatentBlock, rotated_first
 from kvcap.runtime.attention.masks import MaskNote, Slots
 from kvcap.runtime.cache.allocation import Allocation
@@ -267,7 +268,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         context = context or ForwardContext()
         block = PendingBlock(context, 1, (key, value), [1])
         block.place = context.place_of(self.seen, 1, key.device)
-        out = self.engine.token(query, angles, block, AttentionCall(module, scaling, None))
+        out = self.engine.token(query, angles, block, AttentionCall(module, Logits(scaling)))
         if out is not None:
             self.seen = block.place.total_tokens
         return out
@@ -276,10 +277,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self,
         module: nn.Module,
         query: Tensor,
-        scaling: float,
-        softcap: float | None,
+        logits: Logits,
         position_ids: Tensor | None,
-        sinks: Tensor | None = None,
         expansion: Expansion | None = None,
     ) -> Tensor:
         """Attend with the pending block's queries [B, H, T, D], then evict; returns [B, H, T, D].
@@ -307,7 +306,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         block.readers -= 1
         if not block.readers:
             self.pending = None
-        call = AttentionCall(module, scaling, softcap, sinks, expansion)
+        call = AttentionCall(module, logits, expansion)
         assert engine is not None
         if not own:
             assert isinstance(engine, EagerSlots), "layers that share slots have no rows"
@@ -410,7 +409,14 @@ class LatentLayer(BudgetLayer):
         super().update(slots, slots[..., self.latent.rotated :], context)
         return LatentBlock(key_states, self), LatentBlock(value_states, self)
 
-    def attend(self, module: nn.Module, query: Tensor, *given: Any, **_: Any) -> Tensor:
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        logits: Logits,
+        position_ids: Tensor | None,
+        expansion: Expansion | None = None,
+    ) -> Tensor:
         """Attend with queries `[q_nope, q_rot]` [B, H, T, nope + r]; see `BudgetLayer.attend`.
 
         Returns:
@@ -425,5 +431,4 @@ class LatentLayer(BudgetLayer):
             self.take_back()
             raise
         query = rotated_first(query, self.latent.rotated)
-        scaling, softcap, position_ids, *sinks = given
-        return super().attend(module, query, scaling, softcap, position_ids, sinks[0], expansion)
+        return super().attend(module, query, logits, position_ids, expansion)

@@ -15,6 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.cache.slot_format import SlotFormat
 
 PIECE = 1 << 19  # bytes of float32 numbers that are dequantised at once on a CPU
@@ -270,12 +271,13 @@ class Segment:
         first = self.head * group
         return x[self.row : self.row + self.batch, first : first + self.heads * group]
 
-    def query_heads_of(self, x: Tensor | None) -> Tensor | None:
-        """Return this segment's part of numbers [H] of a layer's query heads, a view [h]."""
-        if x is None:
-            return None
-        group = len(x) // self.layer_heads
-        return x[self.head * group : (self.head + self.heads) * group]
+    def logits_of(self, logits: Logits) -> Logits:
+        """Return a layer's logits with the sinks of this segment's query heads."""
+        if logits.sinks is None:
+            return logits
+        group = len(logits.sinks) // self.layer_heads
+        mine = slice(self.head * group, (self.head + self.heads) * group)
+        return logits._replace(sinks=logits.sinks[mine])
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, **others: Tensor) -> None:
         """Write a block [b, k, T, D] behind the slots in use.

@@ -180,7 +180,8 @@ class EagerSlots:
             return self._over_segment(0, query, held, call, context)
         out = None
         for i, segment in enumerate(self.segments):
-            part = self._over_segment(i, segment.rows_of(query), held, call, context)
+            mine = call._replace(logits=segment.logits_of(call.logits))
+            part = self._over_segment(i, segment.rows_of(query), held, mine, context)
             out = query.new_empty(*query.shape[:3], part.shape[3]) if out is None else out
             segment.rows_of(out).copy_(part)
         assert out is not None, "a layer has segments"
@@ -194,11 +195,10 @@ class EagerSlots:
         call: AttentionCall,
         context: ForwardContext,
     ) -> Tensor:
-        """Attend to one segment with its queries. [b, h, T, D]."""
+        """Attend to one segment with its queries and logits. [b, h, T, D]."""
         assert held.values is not None
-        sinks = self.segments[index].query_heads_of(call.sinks)
-        keys, values, bias = held.keys[index], held.values[index], context.causal_bias
-        return self._attend(query, keys, values, call.scaling, call.softcap, None, sinks, bias)
+        keys, values = held.keys[index], held.values[index]
+        return self._attend(query, keys, values, call.logits, None, context.causal_bias)
 
     # A single token
 
@@ -344,7 +344,7 @@ class EagerSlots:
             new=step.length,
             first_head=segment.head,
             queries=None if step.queries is None else self._window(segment, step),
-            sinks=segment.query_heads_of(step.call.sinks),
+            sinks=segment.logits_of(step.call.logits).sinks,
             attended=step.attended,
             state={name: views[name] for name in self.eviction.state} if policy.has_state else {},
             pinned_spans=spans,

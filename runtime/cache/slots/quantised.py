@@ -54,9 +54,8 @@ class QuantisedSlots(EagerSlots):
         if held.values is not None:
             return super()._over_segment(index, asked, held, call, context).to(query.dtype)
         segment = self.segments[index]
-        sinks, weigh = segment.query_heads_of(call.sinks), partial(weigh_values, segment)
-        out = attend_weighing(asked, held.keys[index], weigh, call.scaling, call.softcap, sinks)
-        return out.to(query.dtype)
+        weigh = partial(weigh_values, segment)
+        return attend_weighing(asked, held.keys[index], weigh, call.logits).to(query.dtype)
 
     def _values(self, segment: Segment) -> Tensor:
         """Return a copy of a segment's values; an empty one of those that nobody reads."""
