@@ -400,9 +400,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
         False once positions are compact, where nothing leaves it.
         """
-        if self.layout.positions != "auto" or self.allocation.compact:
-            return False
-        return self.seen + tokens > self.layout.shape.trained_window
+        true_yet = self.layout.positions == "auto" and not self.allocation.compact
+        return true_yet and self.seen + tokens > self.layout.shape.trained_window
 
     def become_compact(self) -> None:
         """Switch 'auto' positions from true to compact ones; do nothing in other modes.

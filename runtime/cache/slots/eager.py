@@ -331,7 +331,7 @@ class EagerSlots:
         policy, views, spans = self.policy, segment.held_views(), tuple(self.policy.pinned_spans)
         if segment.first_pinned:
             spans = (*spans, (0, segment.first_pinned))
-        common = policy.common(step.call)
+        common, sinks = policy.common(step.call), step.call.logits.sinks
         if (projection := common["output_projection"]) is not None:
             mine = slice(segment.head, segment.head + segment.heads)
             common["output_projection"] = projection[mine]
@@ -344,7 +344,7 @@ class EagerSlots:
             new=step.length,
             first_head=segment.head,
             queries=None if step.queries is None else self._window(segment, step),
-            sinks=segment.logits_of(step.call.logits).sinks,
+            sinks=sinks if sinks is None else segment.logits_of(step.call.logits).sinks,
             attended=step.attended,
             state={name: views[name] for name in self.eviction.state} if policy.has_state else {},
             pinned_spans=spans,
