@@ -23,6 +23,7 @@ from kvcap.runtime.attention.masks import MaskNote, Slots
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.pool import Segment
+from kvcap.runtime.cache.positions import TruePositions
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.cache.slots import EagerSlots, RowSlots
@@ -88,7 +89,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rope = shape.layers[shape.capped[index]].rope
         self.readers = shape.readers(shape.capped[index])  # layers that attend to its slots
         self.seen = 0  # tokens read
-        self.storage: LayerStorage | None = None
+        self.storage = LayerStorage([], None, None, TruePositions())  # none until it is allocated
         self.segments: list[Segment] = []  # its slots: one, or one for every head
         self.query_window: QueryWindow | None = (
             None  # its last queries, where the policy observes them
@@ -147,7 +148,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def excess(self) -> int:
         """Return by how many slots the fullest head exceeds the number that an eviction leaves."""
-        return 0 if self.storage is None else self.storage.excess
+        return self.storage.excess
 
     def get_seq_length(self) -> int:
         """Return the number of tokens read so far, by which positions and masks count."""
@@ -194,7 +195,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         context = context or ForwardContext()
         length = context.tokens or key_states.shape[2]
-        if self.storage is None:
+        if not self.is_initialized:
             self.lazy_initialization(key_states)
         if (like := (len(key_states), key_states.dtype, key_states.device)) != self._like:
             self._refuse_unlike(like)
@@ -356,26 +357,22 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def become_compact(self) -> None:
         """Move all held keys to compact positions; if that fails, the layer is `half_read`."""
-        if self.storage is not None:
-            self.half_read = True
-            self.storage.become_compact(self.seen)
-            self.half_read = False
+        self.half_read = True
+        self.storage.become_compact(self.seen)
+        self.half_read = False
 
     def enable_rotation(self) -> None:
         """Have keys rotated whenever they are read, by 0 as long as no token has moved."""
-        assert self.storage is not None
         self.storage.positions.note_moved()
 
     def restore_counters(self, seen: int, held: list[int]) -> None:
         """Set the tokens read and each segment's slots in use, as before a block that failed."""
         self.seen, self.pending, self.half_read = seen, None, False
-        if self.storage is not None:
-            self.storage.restore(held)
+        self.storage.restore(held)
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay allocated."""
-        if self.storage is not None:
-            self.storage.reset()
+        self.storage.reset()
         self.seen, self.pending, self.half_read = 0, None, False
 
     offload = prefetch = refuse_moving

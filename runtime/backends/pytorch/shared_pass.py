@@ -80,14 +80,12 @@ class SharedPass:
         if session.cache_away is None:
             row = self._free.pop()
             for layer, copy in zip(loop.cache.capped_layers, self._rotated_keys[row], strict=False):
-                assert layer.storage is not None
                 copy.count, layer.storage.positions.copy = 0, copy
             session.cache_away = partial(self._leave, loop.cache, row)
 
     def _leave(self, cache: BudgetCache, row: int) -> None:
         """Take back the memory for rotated keys."""
         for layer in cache.capped_layers:
-            assert layer.storage is not None
             layer.storage.positions.copy = None
         self._free.append(row)
 
