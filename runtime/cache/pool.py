@@ -173,8 +173,6 @@ class Segment:
     @property
     def values(self) -> Tensor:
         """Return the held values as they are stored, a view [b, k, held, D]."""
-        if self.pool.values_from is not None:
-            return self.keys[..., self.pool.values_from :]
         return self.held_views()["values"]
 
     @property
@@ -251,7 +249,7 @@ class Segment:
         assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
         if len(self._views) == 2:  # a full cache has the same for every token: free and held
             self._views.clear()
-        pool = self.pool.named()
+        pool = {"values": self.pool.values, **self.pool.named()}  # which may be a part of keys
         found = self._views[place] = {name: self._view(x, start, stop) for name, x in pool.items()}
         return found
 

@@ -36,7 +36,7 @@ class HeldKeys(NamedTuple):
     """A record of a layer's keys, rotated to their present positions, and of its values."""
 
     keys: list[Tensor]  # [b, k, held, D] of every segment
-    values: list[Tensor] | None  # likewise; None: they are weighed where they lie, see `quantised`
+    values: list[Tensor] | None = None  # copies of them, where they are read; None: as slots lie
 
 
 class Shown(NamedTuple):
@@ -168,9 +168,8 @@ class EagerSlots:
         return out
 
     def _held_keys(self, length: int) -> HeldKeys:
-        """Return all keys, rotated to where they count, and all values, for so many queries."""
-        values = [segment.values for segment in self.segments]
-        return HeldKeys(self.storage.positions.keys(self.segments, length), values)
+        """Return all keys, rotated to where they count, for so many queries."""
+        return HeldKeys(self.storage.positions.keys(self.segments, length))
 
     def _over(
         self, query: Tensor, held: HeldKeys, call: AttentionCall, context: ForwardContext
@@ -196,8 +195,7 @@ class EagerSlots:
         context: ForwardContext,
     ) -> Tensor:
         """Attend to one segment with its queries and logits. [b, h, T, D]."""
-        assert held.values is not None
-        keys, values = held.keys[index], held.values[index]
+        keys, values = held.keys[index], self.segments[index].held_views()["values"]
         return self._attend(query, keys, values, call.logits, None, context.causal_bias)
 
     # A single token
@@ -326,18 +324,22 @@ class EagerSlots:
             found += [slots + evenly(spare, heads, i) for i, slots in enumerate(mine)]
         return found
 
-    def _observe(self, index: int, segment: Segment, step: AttentionStep) -> Observation:
-        """Show the policy one segment."""
+    def _observe(
+        self, index: int, segment: Segment, step: AttentionStep, values: Tensor | None = None
+    ) -> Observation:
+        """Show the policy one segment, with `values` other than those that attention read."""
         policy, views, spans = self.policy, segment.held_views(), tuple(self.policy.pinned_spans)
         if segment.first_pinned:
             spans = (*spans, (0, segment.first_pinned))
         common, sinks = policy.common(step.call), step.call.logits.sinks
+        if values is None:
+            values = views["values"] if step.values is None else step.values[index]
         if (projection := common["output_projection"]) is not None:
             mine = slice(segment.head, segment.head + segment.heads)
             common["output_projection"] = projection[mine]
         return Observation(
             keys=step.keys[index],
-            values=self._values(segment) if step.values is None else step.values[index],
+            values=values,
             positions=views["positions"],
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=segment.target_length,
@@ -359,10 +361,6 @@ class EagerSlots:
             return segment.rows_of(step.queries)[:, :, -(count or 0) :]
         rotation = self.storage.positions.window_rotation
         return window.last(segment, min(count, step.tokens), rotation)
-
-    def _values(self, segment: Segment) -> Tensor:
-        """Return a segment's values [b, k, held, D], where attention saw no copy of them."""
-        return segment.values
 
 
 def _has_no_data(x: Tensor) -> bool:
