@@ -28,6 +28,7 @@ from transformers import (
 from transformers.utils import logging
 
 from kvcap.runtime.errors import (
+    ExtraMissing,
     ModelFilesBroken,
     ModelNotFound,
     PlanInfeasible,
@@ -227,6 +228,7 @@ def load_tokenizer(where: str) -> Any:
     """Return the model's tokenizer, which was tried on a word.
 
     Raises:
+        ExtraMissing: a package that reads a GGUF file is not installed.
         ModelFilesBroken: its files are missing or broken, or need code of their own.
         UnsupportedModel: a GGUF file splits text in a way that is not known.
     """
@@ -248,7 +250,7 @@ def load_tokenizer(where: str) -> Any:
             raise ValueError("its vocabulary has no letters")
         if not tokenizer.is_fast:
             raise ValueError("it has no tokenizer.json")
-    except UnsupportedModel:
+    except (ExtraMissing, UnsupportedModel):
         raise
     except Exception as error:  # the library's own are of no kind of their own
         raise _broken(where, "the tokenizer", error) from error

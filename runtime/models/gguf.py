@@ -310,9 +310,11 @@ def header(where: str | Path) -> Header:
     """Return the header of a file, which is read anew only once the file has changed.
 
     Raises:
+        ExtraMissing: a package that reads it is not installed.
         ModelFilesBroken: it is damaged or cut short.
         UnsupportedModel: it is big-endian.
     """
+    _need_packages(where)
     path = Path(where).resolve()
     state = path.stat()
     try:
@@ -340,6 +342,15 @@ def _missing() -> list[str]:
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
+def _need_packages(where: str | Path) -> None:
+    """Raise an error that names the command which installs what is missing."""
+    if missing := _missing():
+        raise ExtraMissing(
+            f"{str(where)!r} is a GGUF file, and reading it needs {' and '.join(missing)}, not "
+            f"installed here; {how_to_install('gguf')}"
+        )
+
+
 def read_gguf(where: str) -> GgufFile:
     """Read what a GGUF file says of itself; no weight is read.
 
@@ -348,11 +359,6 @@ def read_gguf(where: str) -> GgufFile:
         ModelFilesBroken: it is damaged or cut short.
         UnsupportedModel: it is big-endian, one of several parts, or holds no language model.
     """
-    if missing := _missing():
-        raise ExtraMissing(
-            f"{where!r} is a GGUF file, and reading it needs {' and '.join(missing)}, not "
-            f"installed here; {how_to_install('gguf')}"
-        )
     found = header(where)
     architecture = found.value("general.architecture")
     if (parts := found.value("split.count", 0)) > 1:
@@ -383,10 +389,14 @@ def reading(where: str, *, vocabulary: bool = False) -> Iterator[None]:
     Args:
         where: of a model.
         vocabulary: a tokenizer is made, so that lists of tokens are needed, too.
+
+    Raises:
+        ExtraMissing: a package that reads it is not installed.
     """
     if not is_gguf(where):
         yield
         return
+    _need_packages(where)
     package: Any = importlib.import_module("gguf")
     package.GGUFReader = lambda path: Reader(header(path), vocabulary)
     # Its bar is tqdm's own, and would be shown where those of transformers are switched off.

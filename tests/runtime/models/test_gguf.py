@@ -546,13 +546,16 @@ def test_what_is_damaged_or_foreign_is_named(file, tmp_path, capsys):
         Runtime.from_pretrained(path, budget_tokens=32, device="cpu")
 
 
-def test_the_missing_package_is_named_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("read", [load_config, load_tokenizer, gguf_files.header])
+def test_the_missing_package_is_named_before_anything_is_loaded(
+    read, tmp_path, monkeypatch, capsys
+):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF and more")
     monkeypatch.setattr(gguf_files, "NEEDED", ("gguf_that_is_not_there", "accelerate"))
     with pytest.raises(
         ExtraMissing, match=r"needs gguf_that_is_not_there.* not installed here.*'\.\[gguf\]'"
     ):
-        load_config(str(path))
+        read(str(path))
     assert run(["chat", str(path), "--backend", "torch"]) == 1
     assert "'.[gguf]'" in capsys.readouterr().err
