@@ -46,6 +46,13 @@ DEFAULT_POSITIONS: Positions = "compact"
 """Says how positions are kept where nobody says how, if keys can be moved exactly."""
 
 
+class ModelKind(NamedTuple):
+    """A model's family and size, by which chats draw where it names no settings of its own."""
+
+    family: str  # '' where it is not known
+    hidden_size: int  # numbers of a token's row in the embedding table
+
+
 class SlotUse(NamedTuple):
     """A count of the slots of a KV head in use, which is an average over heads and layers.
 

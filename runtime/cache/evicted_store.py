@@ -28,7 +28,7 @@ from kvcap.policies import Observation
 from kvcap.policies.base import Corrector
 from kvcap.policies.base.eviction import LOWEST
 from kvcap.policies.base.order import lowest
-from kvcap.runtime.attention.functions import Logits, attend_with_lse, merge, with_sinks
+from kvcap.runtime.attention.functions import attend_with_lse, merge, with_sinks
 from kvcap.runtime.cache.layout import EVICTED
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.errors import StoreFailed
@@ -125,7 +125,9 @@ class EvictedStore:
         segment: Segment,
         query: Tensor,
         keys: Tensor,
-        logits: Logits,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend to a segment's held tokens, and add the share of its evicted ones.
 
@@ -137,10 +139,12 @@ class EvictedStore:
             segment: held tokens, the block that is being read included.
             query: [b, h, T, D], at the positions of the segment.
             keys: [b, k, n, D] of held tokens, likewise.
-            logits: of these heads; sinks take their share once, of held and evicted tokens.
+            scaling: factor of the logits.
+            softcap: logits = softcap · tanh(logits / softcap); None: as they are.
+            sinks: [h], sink logits; they take their share once, of held and evicted tokens.
         """
-        out, lse = attend_with_lse(query, keys, segment.values, logits, own=True)
-        evicted, sinks = self.evicted[index], logits.sinks
+        out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, own=True)
+        evicted = self.evicted[index]
         if not evicted.held:
             return (out if sinks is None else with_sinks(out, lse, sinks)), lse
         known, counts = self._known(segment), segment.rows_of(self._counts)
@@ -149,7 +153,7 @@ class EvictedStore:
         anew, corrected = anew | unknown, corrected | unknown
         other, other_lse = known[1].expand(out.shape), known[2].expand(lse.shape)
         if not self._looks_first(query) or bool(anew.any()):
-            fresh, fresh_lse = self._recompute(evicted, query, logits)
+            fresh, fresh_lse = self._recompute(evicted, query, scaling, softcap)
             other = torch.where(anew[..., None], fresh.float(), other)
             other_lse = torch.where(anew, fresh_lse, other_lse)
             _remember_last(known, anew, (query, fresh.float(), fresh_lse))
@@ -180,13 +184,15 @@ class EvictedStore:
         elsewhere = self.pool.keys.device != query.device
         return elsewhere or (query.device.type == "cpu" and not ready(query))
 
-    def _recompute(self, evicted: Segment, query: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
+    def _recompute(
+        self, evicted: Segment, query: Tensor, scaling: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
         """Attend with `query` to the evicted tokens; all are older, so there is no mask."""
         keys, values = evicted.keys.to(query.device), evicted.values.to(query.device)
         if self.rotation is not None:
             # An evicted token counts behind the held ones that are older than it.
             keys = self.rotation.back(keys, evicted.aux(SHIFT).to(query.device))
-        return attend_with_lse(query, keys, values, logits)
+        return attend_with_lse(query, keys, values, scaling, softcap)
 
     def take(
         self, index: int, segment: Segment, slots: Tensor, scores: Tensor, obs: Observation
@@ -219,8 +225,7 @@ class EvictedStore:
         """Merge tokens that are evicted into what is remembered, where something is."""
         query, out, lse = known
         keys, values = _of_slots(obs.keys, slots), _of_slots(segment.values, slots)
-        logits = Logits(obs.scaling, obs.softcap)
-        added, added_lse = attend_with_lse(query, keys, values, logits)
+        added, added_lse = attend_with_lse(query, keys, values, obs.scaling, obs.softcap)
         some = ~lse.isneginf()
         merged, merged_lse = merge(out, lse, added, added_lse)
         out.copy_(torch.where(some[..., None], merged, out))

@@ -61,7 +61,7 @@ from kvcap.runtime.planning.plan import (
 )
 from kvcap.runtime.planning.serving import ServingPlan, Shared
 from kvcap.runtime.recall.settings import DEFAULT, RecallSettings
-from kvcap.runtime.types import BUILT_IN, FULL, MANIFEST, POCKET
+from kvcap.runtime.types import BUILT_IN, FULL, MANIFEST, POCKET, ModelKind
 
 if TYPE_CHECKING:  # NumPy, tokenizers and more stand behind these
     from kvcap.runtime.backends.onnxruntime.manifest import Manifest
@@ -412,17 +412,17 @@ def load_for_chat(
     output: Output,
     recall_store: int | None = None,
 ) -> Engine:
-    """Load a model as `load` does; one that says nothing of drawing draws mildly, by its family."""
+    """Load a model as `load` does; one that names no drawing draws mildly, by its kind."""
     runtime = load(model, backend, budget, running, output, recall_store)
-    runtime.generation.update(**_mild(model, runtime.generation, runtime.family))
+    runtime.generation.update(**_mild(model, runtime.generation, runtime.kind))
     return runtime
 
 
-def _mild(model: str, generation: Any, family: str) -> dict[str, Any]:
+def _mild(model: str, generation: Any, kind: ModelKind) -> dict[str, Any]:
     """Return the settings by which a chat draws mildly; none where the model names its own."""
     from kvcap.runtime.session.settings import mild_for, names_drawing
 
-    return {} if model in BUILT_IN or names_drawing(generation) else mild_for(family)
+    return {} if model in BUILT_IN or names_drawing(generation) else mild_for(kind)
 
 
 def _load_model(
@@ -537,8 +537,8 @@ def planned_answers(model: str, backend: Backend) -> tuple[list[End], str]:
     from kvcap.runtime.session.ends import ends_of
 
     if backend.by_llamacpp(model):
-        ends, generation, family = answers_of_gguf(model)
-        return ends, _drawing(model, generation, family)
+        ends, generation, kind = answers_of_gguf(model)
+        return ends, _drawing(model, generation, kind)
     if backend.exported(model) and backend.kept(model) is None:
         from kvcap.runtime.backends.onnxruntime import manifest
         from kvcap.runtime.backends.onnxruntime.runtime import generation_of
@@ -547,21 +547,21 @@ def planned_answers(model: str, backend: Backend) -> tuple[list[End], str]:
         found = manifest.read(_export_folder(model))
         generation = generation_of(found)
         ends = ends_of(Tokenizer(found.folder, found.listed), generation)
-        return ends, _drawing(model, generation, "")
+        return ends, _drawing(model, generation, found.kind)
     from kvcap.runtime.models.files import find_tokenizer, load_config, load_generation
 
     where = resolve(model)
     config = load_config(where)
     generation = load_generation(where, config)
     ends = ends_of(find_tokenizer(where), generation, config)
-    return ends, _drawing(model, generation, config.model_type)
+    return ends, _drawing(model, generation, ModelKind(config.model_type, config.hidden_size))
 
 
-def _drawing(model: str, generation: Any, family: str) -> str:
+def _drawing(model: str, generation: Any, kind: ModelKind) -> str:
     """Return how a chat draws tokens: by the model's own settings, or else by mild ones."""
     from kvcap.runtime.session.settings import drawn
 
-    mild = _mild(model, generation, family)
+    mild = _mild(model, generation, kind)
     found = mild or drawn(generation)
     found.pop("do_sample", None)
     listed = ", ".join(f"{name} {value:g}" for name, value in found.items())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
     from kvcap.runtime.backends.numpy_sampler import Generation
     from kvcap.runtime.session.ends import End
+    from kvcap.runtime.types import ModelKind
 
 PYTORCH = "; leave it out, or give --backend torch"
 USUAL_PLACES = 16  # conversations of a server without a cap: their cells are allocated at once
@@ -69,8 +70,8 @@ def library_of(model: str) -> str:
     return f"{library.label} of {versions} ({library.file})"
 
 
-def answers_of_gguf(model: str) -> tuple[list[End], Generation, str]:
-    """Return what ends an answer of a GGUF file, its settings of generation, and its family."""
+def answers_of_gguf(model: str) -> tuple[list[End], Generation, ModelKind]:
+    """Return what ends an answer of a GGUF file, its settings of generation, and its kind."""
     from kvcap.runtime.backends.llamacpp.library import load_library
     from kvcap.runtime.backends.llamacpp.model import LlamaModel
     from kvcap.runtime.backends.llamacpp.runtime import generation_of
@@ -78,7 +79,7 @@ def answers_of_gguf(model: str) -> tuple[list[End], Generation, str]:
 
     found = LlamaModel(load_library(), _file(model), planned=True)
     generation = generation_of(found)
-    return ends_of(found.tokenizer, generation), generation, found.architecture
+    return ends_of(found.tokenizer, generation), generation, found.kind
 
 
 def check_options(budget: Budget, running: Running | None = None) -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvcap.runtime.errors import MemoryCapExceeded, SessionBroken
 from kvcap.runtime.planning.plan import MemoryPlan
 from kvcap.runtime.recall.meaning import Meaning
-from kvcap.runtime.types import OnFull, SlotUse
+from kvcap.runtime.types import ModelKind, OnFull, SlotUse
 
 MOST = 1000  # times as many slots as are needed: the largest budget that is tried as advice
 
@@ -37,8 +37,8 @@ class Engine(Protocol):
         """Return the device and the type of numbers, as text for people."""
 
     @property
-    def family(self) -> str:
-        """Return the name of the model's family, or '' where it is not known."""
+    def kind(self) -> ModelKind:
+        """Return the model's family and size."""
 
     @property
     def trained_length(self) -> int:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvcap.runtime.types import ModelKind
+
 
 class Bounds(NamedTuple):
     """A range that says which numbers a setting takes, and of which kind."""
@@ -85,8 +87,15 @@ MILD: dict[str, dict[str, float]] = {
 }
 """Holds by what chats draw where a model names no setting, by how its family's name begins.
 
-The makers of Qwen and Gemma name these numbers for their models. The others were measured
-(`scripts/measure-repeats`): a penalty of 1.1 had SmolLM2 miss numbers that it had been told.
+The makers of Qwen and Gemma name these numbers for their models; '' is every other large one.
+"""
+SMALL = 1024
+"""Bounds the hidden size of a small model, which has some 400 million weights at most."""
+MILD_SMALL: dict[str, float] = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+"""Holds by what a small model of no such family draws.
+
+Temperature and `top_p` are those that SmolLM2's makers name. Without a penalty its answers repeat
+each other (`scripts/measure-repeats`).
 """
 DRAWN = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Names the settings any of which says that a model brings its own."""
@@ -196,9 +205,14 @@ def forms(config: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def mild_for(family: str) -> dict[str, Any]:
-    """Return the settings by which chats of a family's models draw where none are named."""
-    found = next(x for start, x in MILD.items() if family.lower().startswith(start))
+def mild_for(kind: ModelKind) -> dict[str, Any]:
+    """Return the settings by which chats draw with a model of this kind that names none.
+
+    >>> [mild_for(ModelKind(*kind))["temperature"] for kind in (("llama", 576), ("llama", 4096))]
+    [0.2, 0.7]
+    """
+    family = next(start for start in MILD if kind.family.lower().startswith(start))
+    found = MILD[family] if family or kind.hidden_size >= SMALL else MILD_SMALL
     return {"do_sample": True, **found}
 
 

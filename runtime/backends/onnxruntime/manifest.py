@@ -21,7 +21,7 @@ from kvcap.runtime.errors import (
     NotExportable,
 )
 from kvcap.runtime.files import check_plain, read_json
-from kvcap.runtime.types import MANIFEST
+from kvcap.runtime.types import MANIFEST, ModelKind
 from kvcap.schema import fault
 
 SCHEMA = "kvcap.decoder/2"
@@ -57,6 +57,11 @@ class Manifest:
         """Return the model's name, family and sizes."""
         found: Mapping[str, Any] = self.facts["model"]
         return found
+
+    @property
+    def kind(self) -> ModelKind:
+        """Return the model's size; chats take the settings of no family."""
+        return ModelKind("", self.model["hidden_size"])
 
     @property
     def decoder(self) -> Path:

@@ -60,7 +60,7 @@ from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.ends import with_ends
 from kvcap.runtime.session.file import SessionFile
 from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import BUILT_IN, EVICT_EVERY, POCKET
+from kvcap.runtime.types import BUILT_IN, EVICT_EVERY, POCKET, ModelKind
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -115,9 +115,10 @@ class Runtime:
         return ModelShape.of(self.model.config.get_text_config(decoder=True)).vocabulary
 
     @property
-    def family(self) -> str:
-        """Return the name of the model's family."""
-        return str(self.model.config.model_type)
+    def kind(self) -> ModelKind:
+        """Return the model's family and size."""
+        config = self.model.config
+        return ModelKind(config.model_type, config.get_text_config(decoder=True).hidden_size)
 
     @cached_property
     def meaning(self) -> Meaning:
