@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 import runpy
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import tiny_gguf
 from test_imports import MAY_IMPORT, ROOMS
 from tools import PATIENCE
 
@@ -157,6 +159,55 @@ def test_every_command_shown_can_be_given():
                 command = command.commands[name]
             else:
                 assert command.name != "kvcap" or name == "--help", f"{line!r}: there is no {name}"
+
+
+NOT_RUN = {
+    r"kvcap serve": "runs until it is stopped; tests/serve",
+    r"kvcap pull|smollm2|-GGUF": "downloads; scripts/check-door, tests/runtime/cli/test_pull.py",
+    r"kvcap tune": "takes minutes; tests/evals/quality/test_tune.py",
+    r"kvcap bench equal-bytes": "takes hours; tests/evals/bench/test_equal_bytes.py",
+    r"kvcap memory": "takes minutes; tests/runtime/testing",
+    r"kvcap demo": "takes a minute; tests/evals",
+    r"--thinking-budget": "needs a model that thinks; tests/runtime/session/test_thoughts.py",
+    r"--enforce rlimit": "caps this process; tests/runtime/cli/test_commands.py",
+}
+"""Says by pattern which commands of the pages for users are not run below, and why."""
+FOR_USERS = (
+    "README index chat chat-page names plan recall llamacpp equal-bytes thoughts serve "
+    "serve-agents serve-operate shared-prompts tutorial memory tune"
+)
+
+
+def commands_in_blocks() -> list[str]:
+    """Return the `kvcap ...` lines in blocks of sh of the pages for users."""
+    pages = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in FOR_USERS.split()[1:])]
+    blocks = (x for path in pages for x in re.findall(r"```sh\n(.*?)```", path.read_text(), re.S))
+    lines = (x.strip() for block in blocks for x in re.findall(r"\bkvcap [^#\n&|)]*", block))
+    return list(dict.fromkeys(lines))
+
+
+@pytest.mark.slow(ci=4)
+@pytest.mark.parametrize("line", commands_in_blocks())
+def test_commands_of_the_pages_run(line, tmp_path, monkeypatch):
+    """Each is given as it is shown, with a message on stdin, and a small model for any other."""
+    for pattern, reason in NOT_RUN.items():
+        if re.search(pattern, line):
+            pytest.skip(reason)
+    monkeypatch.chdir(tmp_path)
+    Path("long.txt").write_text("The fox ran to the river. " * 40)
+    if "model.gguf" in line:
+        tiny_gguf.written(tmp_path).rename("model.gguf")
+    for name in ("Qwen/Qwen3-0.6B", '"$MODEL"', "MODEL"):
+        line = line.replace(name, str(pocket.path()))
+    ran = subprocess.run(
+        [sys.executable, "-m", *shlex.split(line)],
+        input="Hello!",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout
 
 
 LONG = {"leaderboard", "models", "benchmarks", "tasks", "quality-figures"}
