@@ -83,7 +83,8 @@ class KeyDiff(Policy):
             return -distance
         # Lengths divide the products: no copies of all keys at length 1, and operations that every
         # exporter has.
-        length_a, length_b = (torch.linalg.vector_norm(x, dim=-1).clamp_min(1e-8) for x in (a, b))
+        length_a = torch.linalg.vector_norm(a, dim=-1).clamp_min(1e-8)
+        length_b = torch.linalg.vector_norm(b, dim=-1).clamp_min(1e-8)
         if self.anchor == "pairwise":
             products = (a * b).sum(-1)
         else:

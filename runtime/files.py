@@ -12,7 +12,6 @@ import json
 import os
 import re
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,8 +210,10 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 def _new_part(target: Path) -> tuple[int, str]:
     """Return the descriptor and path of a new, locked file beside `target`."""
+    from tempfile import mkstemp  # which starts do without
+
     while True:
-        descriptor, part = tempfile.mkstemp(PART, f".{target.name}.", target.parent)
+        descriptor, part = mkstemp(PART, f".{target.name}.", target.parent)
         _lock(descriptor, wait=True)
         if os.path.exists(part):  # else another process took it for abandoned before it was locked
             return descriptor, part

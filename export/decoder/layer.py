@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvcap.export.decoder.attention import group_attention
 from kvcap.export.graphs.forms import form_of, graph_part
 from kvcap.export.graphs.shape import Shape
+from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.models.output_projection import output_projection
@@ -157,25 +158,23 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         self,
         module: nn.Module,
         query: Tensor,
-        scaling: float,
-        softcap: float | None,
+        logits: Logits,
         position_ids: Tensor | None,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend by the block to all slots and itself. [1, H, T, D] -> [1, H, T, D]."""
         block, (keys, values), query = self.block, self.arrived, self._aligned(query)
-        last, self.scales = block.last(self.budget), (scaling, softcap)
+        last, self.scales = block.last(self.budget), (logits.scale, logits.softcap)
         out, self.made["present_keys"], self.made["present_values"] = group_attention(
             query,
             keys,
             values,
             *self.past,
             last,
-            scaling,
-            softcap or 0.0,
+            logits.scale,
+            logits.softcap or 0.0,
             self.slot_scales,
             self.window,
-            sinks,
+            logits.sinks,
         )
         if self.window is not None:
             return out

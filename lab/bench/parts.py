@@ -35,7 +35,7 @@ from kvcap.lab.bench.kernels import read_bandwidth, timed
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.base import Rows, pool_in_time
 from kvcap.policies.keydiff import KeyDiff
-from kvcap.runtime.attention.functions import attend_rows
+from kvcap.runtime.attention.functions import Logits, attend_rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.cache.row_table import ALIGNED, STEP
 from kvcap.runtime.models.rope import Rotation, table_dtype
@@ -195,7 +195,9 @@ class _Attention:
 
     def by_rows(self) -> Tensor:
         """Attend as the runtime does."""
-        return attend_rows(self.query, self.pool.keys, self.pool.values, self.rows, SIZE**-0.5)
+        return attend_rows(
+            self.query, self.pool.keys, self.pool.values, self.rows, Logits(SIZE**-0.5)
+        )
 
     def sdpa(self) -> Tensor:
         """Attend by torch's own operator."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcap.evals.bench import BenchmarkOptions, Result
 from kvcap.evals.measure import percentiles, seconds
-from kvcap.runtime.attention.functions import attend
+from kvcap.runtime.attention.functions import Logits, attend
 from kvcap.runtime.models.rope import Rotation, table_dtype
 
 HEADS, KV_HEADS, SIZE, THETA = 8, 2, 64, 10_000.0
@@ -99,7 +99,7 @@ class KeyCache:
         self.born.scatter_(2, evicted, self.seen)
         self.shift.scatter_(2, evicted, 0)
         self.seen += 1
-        return attend(self.query, self.visible(), self.values, SIZE**-0.5)
+        return attend(self.query, self.visible(), self.values, Logits(SIZE**-0.5))
 
     def visible(self) -> Tensor:
         """Return the keys as attention sees them, [1, K, N, D]."""

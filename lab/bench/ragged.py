@@ -23,7 +23,7 @@ from kvcap.evals.reports import device_name
 from kvcap.kernels import decode
 from kvcap.kernels.choice import ready
 from kvcap.policies.base import Rows
-from kvcap.runtime.attention.functions import attend, attend_rows
+from kvcap.runtime.attention.functions import Logits, attend, attend_rows
 from kvcap.runtime.cache.pool import Segment, SlotPool
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
@@ -65,7 +65,7 @@ def _measure(
     pool = ragged[0].pool
     if ready(query) and decode.covers(query, pool.keys, pool.values, KV_HEADS):
         places = rows_of(ragged)
-        ways["rows"] = lambda: attend_rows(query, pool.keys, pool.values, places, SCALING)
+        ways["rows"] = lambda: attend_rows(query, pool.keys, pool.values, places, Logits(SCALING))
     expected, base = heads(query, ragged), None
     rows = []
     for way, call in ways.items():
@@ -122,14 +122,14 @@ def _uniform(query: Tensor, segments: list[Segment]) -> Tensor:
     first = segments[0]
     whole = Segment(first.pool, 0, first.budget, first.block, heads=KV_HEADS)
     whole.held = first.held
-    return attend(query, whole.keys, whole.values, SCALING)
+    return attend(query, whole.keys, whole.values, Logits(SCALING))
 
 
 def heads(query: Tensor, segments: list[Segment]) -> Tensor:
     """Attend by one call per head."""
     out = torch.empty_like(query)
     for s in segments:
-        s.rows_of(out).copy_(attend(s.rows_of(query), s.keys, s.values, SCALING))
+        s.rows_of(out).copy_(attend(s.rows_of(query), s.keys, s.values, Logits(SCALING)))
     return out
 
 

@@ -29,11 +29,6 @@ Score = Callable[[Policy, Observation], Tensor]
 Update = Callable[[Component, Observation], Mapping[str, Tensor]]
 
 
-def eager_score(policy: Policy, obs: Observation) -> Tensor:
-    """Return scores computed by the policy's own PyTorch code."""
-    return policy.score(obs)
-
-
 def by_tier(scores: Tensor, positions: Tensor, regions: Iterable[tuple[int, int, int]]) -> Tensor:
     """Return scores [..., n] with those of regions below or above all others, by their tiers.
 
@@ -236,15 +231,16 @@ class Eviction:
             found |= by(component, obs)
         return found
 
-    def score(self, obs: Observation, by: Score = eager_score, *, finite: bool = True) -> Tensor:
+    def score(self, obs: Observation, by: Score | None = None, *, finite: bool = True) -> Tensor:
         """Return the policy's scores, made finite if asked. Shape [B, K, n], float32.
 
-        `by` runs the policy's own score.
+        `by` runs the policy's own score; None: it is called.
 
         Raises:
             PolicyError: scores of another shape.
         """
-        scores = by(self._policy(obs), obs).float()
+        policy = self._policy(obs)
+        scores = (policy.score(obs) if by is None else by(policy, obs)).float()
         if obs.positions is not None and scores.shape != obs.positions.shape:
             raise PolicyError(
                 f"{self.name or type(self.policy).__name__}: score gave {list(scores.shape)}; "
@@ -278,15 +274,13 @@ class Eviction:
         `obs.budget` slots of each head stay. `pinned` may be None where none are. Slots of a region
         are below or above those of all others, as its tier is.
         """
-        if pinned is None:
-            if self.rescorer is None:
-                return by_tier(scores, obs.positions, obs.regions)
-            pinned = torch.zeros_like(scores, dtype=torch.bool)
         if self.rescorer is not None:
-            scores = self.rescorer.rescore(scores, pinned, obs).float().nan_to_num(nan=LOWEST)
+            pins = torch.zeros_like(scores, dtype=torch.bool) if pinned is None else pinned
+            scores = self.rescorer.rescore(scores, pins, obs).float().nan_to_num(nan=LOWEST)
+        if obs.regions:
+            scores = by_tier(scores, obs.positions, obs.regions)
         # All scores are finite, so that a pinned slot's +inf is above every one of them.
-        found = by_tier(scores, obs.positions, obs.regions)
-        return found.masked_fill(pinned, float("inf"))
+        return scores if pinned is None else scores.masked_fill(pinned, float("inf"))
 
     def choose(self, scores: Tensor, pinned: Tensor | None, obs: Observation, count: int) -> Tensor:
         """Return the `count` slots of each head to evict by their scores. [B, K, count], unordered.

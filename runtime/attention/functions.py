@@ -8,7 +8,7 @@ attention. Knows tensors only; the layer knows the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,16 @@ from kvcap.runtime.types import ATTENTION
 MANY_SLOTS = 500_000  # of all sequences and KV heads: enough for a GPU to be busy with SDPA
 
 
+class Logits(NamedTuple):
+    """The rule by which products of queries and keys become the logits of a softmax."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """Bounds logits in Gemma 2: logits = softcap · tanh(logits / softcap)."""
+    sinks: Tensor | None = None
+    """Holds the sink logit of every query head [H] in gpt-oss; see `with_sinks`."""
+
+
 class CappedLayer(Protocol):
     """A protocol of cache layers that attend and evict by themselves."""
 
@@ -32,10 +42,8 @@ class CappedLayer(Protocol):
         self,
         module: nn.Module,
         query: Tensor,
-        scaling: float,
-        softcap: float | None,
+        logits: Logits,
         position_ids: Tensor | None,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return attention [B, H, T, D] of the block just appended, without its fillers."""
         ...
@@ -45,41 +53,30 @@ class CappedLayer(Protocol):
         ...
 
 
-def attend(
+def attend_plainly(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    scaling: float,
-    softcap: float | None = None,
+    logits: Logits,
     mask: Tensor | None = None,
-    sinks: Tensor | None = None,
     bias: Callable[[int, int, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Return attention of the newest T tokens over n slots, the last T of them their own.
-
-    Without a mask every older slot is visible and the block is causal (bottom-right).
+    """Return attention as `attend` does, where no kernel runs it.
 
     Args:
         query: [B, H, T, D].
         keys: [B, K, n, D].
         values: [B, K, n, D].
-        scaling: factor of the logits.
-        softcap: logits = softcap · tanh(logits / softcap), in Gemma 2.
+        logits: of the model.
         mask: [B, 1, T, n], boolean (True: visible) or additive.
-        sinks: [H], the sink logit of every query head, in gpt-oss; see `with_sinks`.
         bias: makes a CPU's mask of T tokens over n slots for a query, to be added to logits; by
             default it is made here.
-
-    Returns:
-        [B, H, T, D]
     """
     length, slots = query.shape[2], keys.shape[2]
-    if mask is None and takes_slots(query, keys, values, sinks):
-        return decode.attend(query, keys, values, scaling, softcap, sinks=sinks)
-    if softcap is not None or sinks is not None:
+    if logits.softcap is not None or logits.sinks is not None:
         # `scaled_dot_product_attention` takes neither.
-        out, lse = attend_with_lse(query, keys, values, scaling, softcap, mask, own=True)
-        return out if sinks is None else with_sinks(out, lse, sinks)
+        out, lse = attend_with_lse(query, keys, values, logits, mask, own=True)
+        return out if logits.sinks is None else with_sinks(out, lse, logits.sinks)
     if mask is None and length > 1:
         if query.is_cuda:  # on a CPU this bias would be turned into the same mask
             mask = bottom_right(length, slots)
@@ -90,12 +87,34 @@ def attend(
         # (0.044 ms against 0.066 grouped and 0.144 repeated, 8/2 heads, 1,152 slots; bf16 0.05
         # against 0.51). On a GPU it is slower than grouping.
         folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
-        out = scaled_dot_product_attention(folded, keys, values, scale=scaling)
+        out = scaled_dot_product_attention(folded, keys, values, scale=logits.scale)
         return out.reshape(query.shape)
     grouped = query.shape[1] != keys.shape[1]
     return scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
+        query, keys, values, attn_mask=mask, scale=logits.scale, enable_gqa=grouped
     )
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    logits: Logits,
+    mask: Tensor | None = None,
+    bias: Callable[[int, int, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Return attention of the newest T tokens over n slots, the last T of them their own.
+
+    Without a mask every older slot is visible and the block is causal (bottom-right). Arguments as
+    in `attend_plainly`.
+
+    Returns:
+        [B, H, T, D]
+    """
+    if mask is None and takes_slots(query, keys, values, logits.sinks):
+        scale, softcap, sinks = logits
+        return decode.attend(query, keys, values, scale, softcap, sinks=sinks)
+    return attend_plainly(query, keys, values, logits, mask, bias)
 
 
 def takes_slots(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> bool:
@@ -108,9 +127,7 @@ def attend_weighing(
     query: Tensor,
     keys: Tensor,
     weigh: Callable[[Tensor], Tensor],
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    logits: Logits,
 ) -> Tensor:
     """Attend like `attend`, for one token and values that are only given by their weighted sums.
 
@@ -118,18 +135,16 @@ def attend_weighing(
         query: [B, H, 1, D].
         keys: [B, K, n, D].
         weigh: returns the sums [B, K, G, D] of the values by weights [B, K, G, n].
-        scaling: as in `attend`, with what follows.
-        softcap: likewise.
-        sinks: likewise.
+        logits: of the model.
     """
     grouped = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])  # [B, K, G, D]
-    z = torch.matmul(grouped * scaling, keys.mT)
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    if sinks is None:
+    z = torch.matmul(grouped * logits.scale, keys.mT)
+    if logits.softcap is not None:
+        z = logits.softcap * torch.tanh(z / logits.softcap)
+    if logits.sinks is None:
         weights = z.softmax(-1)
     else:
-        own = sinks.to(z.dtype).view(keys.shape[1], -1, 1)  # [K, G, 1]
+        own = logits.sinks.to(z.dtype).view(keys.shape[1], -1, 1)  # [K, G, 1]
         weights = (z - torch.logaddexp(z.logsumexp(-1, keepdim=True), own)).exp()
     return weigh(weights).reshape(query.shape)
 
@@ -158,9 +173,7 @@ def attend_rows(
     keys: Tensor,
     values: Tensor,
     rows: Rows,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    logits: Logits,
 ) -> Tensor:
     """Attend causally with heads that may hold unequally many tokens, in one launch.
 
@@ -169,16 +182,14 @@ def attend_rows(
         keys: [slots, D], the pool's or a rotated copy of it.
         values: [slots, D] likewise.
         rows: where the B·K heads lie, with one start more, where the last ends.
-        scaling: factor of the logits.
-        softcap: as in `attend`.
-        sinks: likewise.
+        logits: of the model.
 
     Returns:
         [B, H, T, D]
     """
-    starts, lengths, longest = rows
+    (starts, lengths, longest), (scale, softcap, sinks) = rows, logits
     return decode.attend_ragged(
-        query, keys, values, starts[:-1], lengths, scaling, softcap, longest, sinks
+        query, keys, values, starts[:-1], lengths, scale, softcap, longest, sinks
     )
 
 
@@ -186,32 +197,31 @@ def attend_with_lse(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    scaling: float,
-    softcap: float | None = None,
+    logits: Logits,
     mask: Tensor | None = None,
     *,
     own: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return attention, and the log-sum-exp of its logits (the logarithm of its denominator).
 
-    Arguments as in `attend`, but without a mask every slot is visible, or where the last T are the
-    block's `own`, the causal ones. By a kernel or by torch's fused operator where one covers the
-    call, else plainly, with a workspace [B, H, T, n].
+    Sink logits are left out; see `with_sinks`. Arguments as in `attend`, but without a mask every
+    slot is visible, or where the last T are the block's `own`, the causal ones. By a kernel or by
+    torch's fused operator where one covers the call, else plainly, with a workspace [B, H, T, n].
 
     Returns:
         [B, H, T, D] in the values' dtype, and log-sum-exp of the logits [B, H, T] in float32.
     """
     if mask is None and ready(query) and decode.covers(query, keys, values):
-        return decode.attend_with_lse(query, keys, values, scaling, softcap, own)
+        return decode.attend_with_lse(query, keys, values, logits.scale, logits.softcap, own)
     if mask is None and own and query.shape[2] > 1:
         mask = causal(query.shape[2], keys.shape[2], query)
-    if softcap is None and _tells_lse(query, keys, values):
-        return _attend_with_lse_on_cpu(query, keys, values, scaling, mask)
+    if logits.softcap is None and _tells_lse(query, keys, values):
+        return _attend_with_lse_on_cpu(query, keys, values, logits.scale, mask)
     group, length = query.shape[1] // keys.shape[1], query.shape[2]
     q = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, K, G·T, D]
-    z = torch.matmul(q, keys.mT).unflatten(2, (group, length)) * scaling
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
+    z = torch.matmul(q, keys.mT).unflatten(2, (group, length)) * logits.scale
+    if logits.softcap is not None:
+        z = logits.softcap * torch.tanh(z / logits.softcap)
     if mask is not None:
         mask = mask.unsqueeze(1)  # one head's mask over [B, K, G, T, n]
         # The least number rather than -inf: a padded row sees nothing, and must not be NaN.
@@ -318,7 +328,7 @@ def attention_forward(
             weights.
         PositionMismatch: a capped layer is to read tokens at other places than its next.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    logits = Logits(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     layer: CappedLayer | None = getattr(key, "kvcap_layer", None)
     if dropout or not further.keys() <= HARMLESS:
         try:
@@ -335,12 +345,13 @@ def attention_forward(
                 "run it without a cap"
             )
         with torch.no_grad():
-            out = layer.attend(module, query, scaling, softcap, position_ids, s_aux)
-        out = without_gradient(out, query, *getattr(key, "sources", (key, value)))
+            out = layer.attend(module, query, logits, position_ids)
+        if torch.is_grad_enabled():
+            out = without_gradient(out, query, *getattr(key, "sources", (key, value)))
     else:
         if attention_mask is None and not getattr(module, "is_causal", True):
             attention_mask = query.new_ones(1, 1, 1, key.shape[2], dtype=torch.bool)
-        out = attend(query, key, value, scaling, softcap, attention_mask, s_aux)
+        out = attend(query, key, value, logits, attention_mask)
     out = out.transpose(1, 2)
     if (spare := query.shape[2] - out.shape[1]) == 0:
         return out.contiguous(), None
@@ -381,8 +392,7 @@ def _refuse_unknown(further: Mapping[str, Any], dropout: float) -> None:
 
 def without_gradient(out: Tensor, *sources: Tensor) -> Tensor:
     """Return `out`, which `sources` made under `no_grad`, and refuse a gradient through it."""
-    needed = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
-    if not needed:
+    if not any(x.requires_grad for x in sources):
         return out
     return cast(Tensor, _WithoutGradient.apply(out, *sources))  # type: ignore[no-untyped-call]
 

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 from torch.utils._pytree import tree_leaves
 
 from kvcap.policies.base import Expansion
-from kvcap.runtime.attention.functions import CappedLayer, attend
+from kvcap.runtime.attention.functions import CappedLayer, Logits, attend
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.types import ATTENTION
 
@@ -32,36 +32,31 @@ def absorbed(query: Tensor, expansion: Expansion) -> Tensor:
     return torch.cat((turned, torch.matmul(own, expansion.keys.to(query.dtype))), dim=-1)
 
 
-def attend_absorbed(
-    query: Tensor, slots: Tensor, expansion: Expansion, scaling: float, softcap: float | None
-) -> Tensor:
+def attend_absorbed(query: Tensor, slots: Tensor, expansion: Expansion, logits: Logits) -> Tensor:
     """Attend causally with `absorbed` queries over slots, as of one KV head. [B, H, T, v].
 
     Arguments as in `attend_expanded`, with queries [B, H, T, r + R].
     """
     # Whole slots in place of their latents: torch's fused attention wants values as large as keys.
-    out = attend(query, slots, slots, scaling, softcap)[..., expansion.rotated :]
+    out = attend(query, slots, slots, logits)[..., expansion.rotated :]
     return expansion.head_values(out)
 
 
-def attend_expanded(
-    query: Tensor, slots: Tensor, expansion: Expansion, scaling: float, softcap: float | None
-) -> Tensor:
+def attend_expanded(query: Tensor, slots: Tensor, expansion: Expansion, logits: Logits) -> Tensor:
     """Attend causally over every head's own keys and values. [B, H, T, v].
 
     Args:
         query: [B, H, T, r + nope], rotated numbers first.
         slots: [B, 1, n, r + R].
         expansion: of the layer.
-        scaling: of the logits.
-        softcap: as in `attend`.
+        logits: of the model.
     """
     keys = expansion.head_keys(slots)  # [B, H, n, r + nope]
     values = expansion.head_values(slots[..., expansion.rotated :])  # [B, H, n, v]
     size = values.shape[-1]
     if (spare := keys.shape[-1] - size) > 0:  # torch's fused attention wants one size
         values = pad(values, (0, spare))
-    return attend(query, keys, values, scaling, softcap)[..., :size]
+    return attend(query, keys, values, logits)[..., :size]
 
 
 class LatentBlock:

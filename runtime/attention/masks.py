@@ -37,11 +37,11 @@ class Slots(int):
     Where transformers' own attention asks for it, `attention` is that one's name.
     """
 
-    check: Callable[[MaskRequest], None] | None
+    check: Callable[[MaskRequest], object]
 
     @classmethod
-    def of(cls, count: int, check: Callable[[MaskRequest], None] | None = None) -> Slots:
-        """Return the number `count` with its check."""
+    def of(cls, count: int, check: Callable[[MaskRequest], object] = lambda _: None) -> Slots:
+        """Return the number `count` with its check; by default nothing is refused."""
         found = cls(count)
         found.check = check
         return found
@@ -97,7 +97,7 @@ def attention_mask(**asked: Any) -> Tensor | None:
 
     slots = asked["kv_length"]
     if isinstance(slots, Slots):
-        _check(slots, asked)
+        slots.check(asked)
         return None
     sliding, padding = asked.get("local_size") is not None, asked.get("attention_mask")
     if not sliding:
@@ -169,18 +169,13 @@ def length_of(asked: MaskRequest) -> int:
     return length
 
 
-def _check(slots: Slots, asked: MaskRequest) -> None:
-    if slots.check is not None:
-        slots.check(asked)
-
-
 def _checking(make: Callable[..., Any], attention: str) -> Callable[..., Any]:
     """Return `make`, a function that makes masks for an attention, with a capped cache's check."""
 
     @wraps(make)
     def checked(*args: Any, **asked: Any) -> Any:
         if isinstance(slots := asked.get("kv_length"), Slots):
-            _check(slots, {**asked, "attention": attention})
+            slots.check({**asked, "attention": attention})
         return make(*args, **asked)
 
     checked.kvcap_checks = True  # type: ignore[attr-defined]

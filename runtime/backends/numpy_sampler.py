@@ -115,8 +115,9 @@ class NumpySampler:
             found[token] += bias
         presence, frequency = settings.penalties(self.config)
         if said and (presence or frequency):
-            own, times = np.unique(np.array(said), return_counts=True)
-            found[own] -= (presence + frequency * times).astype(np.float32)
+            times = np.bincount(said)
+            own = np.flatnonzero(times)
+            found[own] -= (presence + frequency * times[own]).astype(np.float32)
         self.penalise(found, history[0])
         if self.greedy:
             return np.array([int(found.argmax())])
@@ -140,7 +141,8 @@ class NumpySampler:
     def penalise(self, scores: Floats, history: NDArray[np.int64]) -> None:
         """Apply the repetition penalty for tokens of `history` [T] to scores [V], in place."""
         if self.config.repetition_penalty not in (None, 1.0):
-            said, penalty = np.unique(history), np.float32(self.config.repetition_penalty)
+            said = np.array(list(set(history.tolist())))
+            penalty = np.float32(self.config.repetition_penalty)
             scores[said] = np.where(
                 scores[said] < 0, scores[said] * penalty, scores[said] / penalty
             )

@@ -63,8 +63,8 @@ class Allocation:
     @property
     def nbytes(self) -> int:
         """Return the exact bytes of all buffers, counted anew: a number kept could be wrong."""
-        held = [x for named in self._named.values() for x in named().values()]
-        return sum([x.untyped_storage().nbytes() for x in held])
+        every = self._named.values()
+        return sum([x.untyped_storage().nbytes() for named in every for x in named().values()])
 
     @torch.inference_mode(False)  # ordinary tensors may be written to in any mode
     def layer(self, index: int, like: Tensor) -> LayerStorage:

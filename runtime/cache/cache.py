@@ -28,7 +28,7 @@ from kvcap.runtime.cache.layout import CacheLayout, usual_positions
 from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.regions import Regions
-from kvcap.runtime.cache.row_table import RowPass, RowTable
+from kvcap.runtime.cache.row_table import NoTable, RowPass, RowTable
 from kvcap.runtime.cache.settings import IN_BYTES, CacheSettings, SettingNames
 from kvcap.runtime.cache.slot_format import SlotFormat
 from kvcap.runtime.cache.slots import RowSlots
@@ -131,7 +131,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Says that another session had it, so that only the block loop may read into it."""
         self.guard: CapGuard | None = None
         """Holds the process to a memory cap; the block loop asks it before every block."""
-        self._table: RowTable | None = None
+        self._table: RowTable | NoTable = NoTable()
         self._mask = MaskNote()  # of the pass that begins
         self._reading = 0  # tokens of the pass in hand
         watch_stock()
@@ -400,9 +400,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
         False once positions are compact, where nothing leaves it.
         """
-        if self.layout.positions != "auto" or self.allocation.compact:
-            return False
-        return self.seen + tokens > self.layout.shape.trained_window
+        true_yet = self.layout.positions == "auto" and not self.allocation.compact
+        return true_yet and self.seen + tokens > self.layout.shape.trained_window
 
     def become_compact(self) -> None:
         """Switch 'auto' positions from true to compact ones; do nothing in other modes.
@@ -431,8 +430,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """Count tokens that a CUDA graph has read, after which it evicted down to the budget."""
         for layer in self.capped_layers:
             layer.advance(tokens)
-        if self._table is not None:
-            self._table.agreed(self.seen, tokens, self.layout.shares_out(tokens))
+        self._table.agreed(self.seen, tokens, self.layout.shares_out(tokens))
 
     def enable_rotation(self) -> None:
         """Have keys rotated whenever they are read, by 0 as long as no token has moved."""
@@ -453,12 +451,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
 
     def changed_by_host(self) -> None:
         """Note that the host has changed what segments hold, may hold or pin."""
-        if self._table is not None:
-            self._table.seen = None
+        self._table.seen = None
 
     def row_table(self) -> RowTable:
         """Return the table of rows on the device, brought up to date; see `by_rows`."""
-        if self._table is None:
+        if isinstance(self._table, NoTable):
             engines = [x.engine for x in self.capped_layers if isinstance(x.engine, RowSlots)]
             self._table = RowTable(engines, self._recents(), self.balance)
         self._table.upload(self.seen)
@@ -493,13 +490,12 @@ class BudgetCache(Cache):  # type: ignore[misc]
     def only_captured(self) -> Iterator[None]:
         """Restore all counters after a block that captures passes and runs none."""
         before = self.counters
-        agreed = None if self._table is None else self._table.seen
+        agreed = self._table.seen
         try:
             yield
         finally:
             self.counters = before
-            if self._table is not None:
-                self._table.seen = agreed
+            self._table.seen = agreed
 
     def _recents(self) -> list[int]:
         """Return how many newest tokens stay in a head of 0, 1, 2, ... slots; [] if none move."""
@@ -547,9 +543,11 @@ class BudgetCache(Cache):  # type: ignore[misc]
     @property
     def nbytes(self) -> int:
         """Return the exact bytes of all storage, native sliding layers and states included."""
-        native = [layer for layer in self.sliding_layers.values() if layer.is_initialized]
-        sliding = [x for layer in native for x in (layer.keys, layer.values)]
-        return self.allocation.nbytes + sum(int(x.untyped_storage().nbytes()) for x in sliding)
+        total = self.allocation.nbytes
+        for layer in self.sliding_layers.values():
+            if layer.is_initialized:
+                total += sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values))
+        return total
 
     @property
     def used_bytes(self) -> int:

@@ -28,7 +28,7 @@ from kvcap.policies import Observation
 from kvcap.policies.base import Corrector
 from kvcap.policies.base.eviction import LOWEST
 from kvcap.policies.base.order import lowest
-from kvcap.runtime.attention.functions import attend_with_lse, merge, with_sinks
+from kvcap.runtime.attention.functions import Logits, attend_with_lse, merge, with_sinks
 from kvcap.runtime.cache.layout import EVICTED
 from kvcap.runtime.cache.pool import SHIFT, Segment, SlotPool
 from kvcap.runtime.errors import StoreFailed
@@ -125,9 +125,7 @@ class EvictedStore:
         segment: Segment,
         query: Tensor,
         keys: Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
+        logits: Logits,
     ) -> tuple[Tensor, Tensor]:
         """Attend to a segment's held tokens, and add the share of its evicted ones.
 
@@ -139,12 +137,10 @@ class EvictedStore:
             segment: held tokens, the block that is being read included.
             query: [b, h, T, D], at the positions of the segment.
             keys: [b, k, n, D] of held tokens, likewise.
-            scaling: factor of the logits.
-            softcap: logits = softcap · tanh(logits / softcap); None: as they are.
-            sinks: [h], sink logits; they take their share once, of held and evicted tokens.
+            logits: of these heads; sinks take their share once, of held and evicted tokens.
         """
-        out, lse = attend_with_lse(query, keys, segment.values, scaling, softcap, own=True)
-        evicted = self.evicted[index]
+        out, lse = attend_with_lse(query, keys, segment.values, logits, own=True)
+        evicted, sinks = self.evicted[index], logits.sinks
         if not evicted.held:
             return (out if sinks is None else with_sinks(out, lse, sinks)), lse
         known, counts = self._known(segment), segment.rows_of(self._counts)
@@ -153,7 +149,7 @@ class EvictedStore:
         anew, corrected = anew | unknown, corrected | unknown
         other, other_lse = known[1].expand(out.shape), known[2].expand(lse.shape)
         if not self._looks_first(query) or bool(anew.any()):
-            fresh, fresh_lse = self._recompute(evicted, query, scaling, softcap)
+            fresh, fresh_lse = self._recompute(evicted, query, logits)
             other = torch.where(anew[..., None], fresh.float(), other)
             other_lse = torch.where(anew, fresh_lse, other_lse)
             _remember_last(known, anew, (query, fresh.float(), fresh_lse))
@@ -184,15 +180,13 @@ class EvictedStore:
         elsewhere = self.pool.keys.device != query.device
         return elsewhere or (query.device.type == "cpu" and not ready(query))
 
-    def _recompute(
-        self, evicted: Segment, query: Tensor, scaling: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def _recompute(self, evicted: Segment, query: Tensor, logits: Logits) -> tuple[Tensor, Tensor]:
         """Attend with `query` to the evicted tokens; all are older, so there is no mask."""
         keys, values = evicted.keys.to(query.device), evicted.values.to(query.device)
         if self.rotation is not None:
             # An evicted token counts behind the held ones that are older than it.
             keys = self.rotation.back(keys, evicted.aux(SHIFT).to(query.device))
-        return attend_with_lse(query, keys, values, scaling, softcap)
+        return attend_with_lse(query, keys, values, logits)
 
     def take(
         self, index: int, segment: Segment, slots: Tensor, scores: Tensor, obs: Observation
@@ -225,7 +219,8 @@ class EvictedStore:
         """Merge tokens that are evicted into what is remembered, where something is."""
         query, out, lse = known
         keys, values = _of_slots(obs.keys, slots), _of_slots(segment.values, slots)
-        added, added_lse = attend_with_lse(query, keys, values, obs.scaling, obs.softcap)
+        logits = Logits(obs.scaling, obs.softcap)
+        added, added_lse = attend_with_lse(query, keys, values, logits)
         some = ~lse.isneginf()
         merged, merged_lse = merge(out, lse, added, added_lse)
         out.copy_(torch.where(some[..., None], merged, out))

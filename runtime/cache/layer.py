@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcap.policies.base import Expansion
+from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.attention.latents import LatentBlock, rotated_first
 from kvcap.runtime.attention.masks import MaskNote, Slots
 from kvcap.runtime.cache.allocation import Allocation
 from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.pool import Segment
+from kvcap.runtime.cache.positions import TruePositions
 from kvcap.runtime.cache.query_window import QueryWindow
 from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.cache.slots import EagerSlots, RowSlots
@@ -87,7 +89,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self.rope = shape.layers[shape.capped[index]].rope
         self.readers = shape.readers(shape.capped[index])  # layers that attend to its slots
         self.seen = 0  # tokens read
-        self.storage: LayerStorage | None = None
+        self.storage = LayerStorage([], None, None, TruePositions())  # none until it is allocated
         self.segments: list[Segment] = []  # its slots: one, or one for every head
         self.query_window: QueryWindow | None = (
             None  # its last queries, where the policy observes them
@@ -146,7 +148,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def excess(self) -> int:
         """Return by how many slots the fullest head exceeds the number that an eviction leaves."""
-        return 0 if self.storage is None else self.storage.excess
+        return self.storage.excess
 
     def get_seq_length(self) -> int:
         """Return the number of tokens read so far, by which positions and masks count."""
@@ -193,7 +195,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         context = context or ForwardContext()
         length = context.tokens or key_states.shape[2]
-        if self.storage is None:
+        if not self.is_initialized:
             self.lazy_initialization(key_states)
         if (like := (len(key_states), key_states.dtype, key_states.device)) != self._like:
             self._refuse_unlike(like)
@@ -267,7 +269,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         context = context or ForwardContext()
         block = PendingBlock(context, 1, (key, value), [1])
         block.place = context.place_of(self.seen, 1, key.device)
-        out = self.engine.token(query, angles, block, AttentionCall(module, scaling, None))
+        out = self.engine.token(query, angles, block, AttentionCall(module, Logits(scaling)))
         if out is not None:
             self.seen = block.place.total_tokens
         return out
@@ -276,10 +278,8 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         self,
         module: nn.Module,
         query: Tensor,
-        scaling: float,
-        softcap: float | None,
+        logits: Logits,
         position_ids: Tensor | None,
-        sinks: Tensor | None = None,
         expansion: Expansion | None = None,
     ) -> Tensor:
         """Attend with the pending block's queries [B, H, T, D], then evict; returns [B, H, T, D].
@@ -307,7 +307,7 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
         block.readers -= 1
         if not block.readers:
             self.pending = None
-        call = AttentionCall(module, scaling, softcap, sinks, expansion)
+        call = AttentionCall(module, logits, expansion)
         assert engine is not None
         if not own:
             assert isinstance(engine, EagerSlots), "layers that share slots have no rows"
@@ -357,26 +357,22 @@ class BudgetLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def become_compact(self) -> None:
         """Move all held keys to compact positions; if that fails, the layer is `half_read`."""
-        if self.storage is not None:
-            self.half_read = True
-            self.storage.become_compact(self.seen)
-            self.half_read = False
+        self.half_read = True
+        self.storage.become_compact(self.seen)
+        self.half_read = False
 
     def enable_rotation(self) -> None:
         """Have keys rotated whenever they are read, by 0 as long as no token has moved."""
-        assert self.storage is not None
         self.storage.positions.note_moved()
 
     def restore_counters(self, seen: int, held: list[int]) -> None:
         """Set the tokens read and each segment's slots in use, as before a block that failed."""
         self.seen, self.pending, self.half_read = seen, None, False
-        if self.storage is not None:
-            self.storage.restore(held)
+        self.storage.restore(held)
 
     def reset(self) -> None:
         """Forget all tokens; the buffers stay allocated."""
-        if self.storage is not None:
-            self.storage.reset()
+        self.storage.reset()
         self.seen, self.pending, self.half_read = 0, None, False
 
     offload = prefetch = refuse_moving
@@ -410,7 +406,14 @@ class LatentLayer(BudgetLayer):
         super().update(slots, slots[..., self.latent.rotated :], context)
         return LatentBlock(key_states, self), LatentBlock(value_states, self)
 
-    def attend(self, module: nn.Module, query: Tensor, *given: Any, **_: Any) -> Tensor:
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        logits: Logits,
+        position_ids: Tensor | None,
+        expansion: Expansion | None = None,
+    ) -> Tensor:
         """Attend with queries `[q_nope, q_rot]` [B, H, T, nope + r]; see `BudgetLayer.attend`.
 
         Returns:
@@ -425,5 +428,4 @@ class LatentLayer(BudgetLayer):
             self.take_back()
             raise
         query = rotated_first(query, self.latent.rotated)
-        scaling, softcap, position_ids, *sinks = given
-        return super().attend(module, query, scaling, softcap, position_ids, sinks[0], expansion)
+        return super().attend(module, query, logits, position_ids, expansion)

@@ -15,6 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.cache.slot_format import SlotFormat
 
 PIECE = 1 << 19  # bytes of float32 numbers that are dequantised at once on a CPU
@@ -172,8 +173,6 @@ class Segment:
     @property
     def values(self) -> Tensor:
         """Return the held values as they are stored, a view [b, k, held, D]."""
-        if self.pool.values_from is not None:
-            return self.keys[..., self.pool.values_from :]
         return self.held_views()["values"]
 
     @property
@@ -236,23 +235,23 @@ class Segment:
         They are kept until they change: every token needs them several times, and making them takes
         a CPU as long as using them.
         """
-        return self._viewed(0, self.held)
+        place = self.start, self.budget, 0, self.held
+        return self._views.get(place) or self._view_slots(place)
 
     def free_views(self, length: int) -> dict[str, Tensor]:
         """Return so many slots of every row behind those in use, views as in `held_views`."""
-        stop = self.held + length
-        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
-        return self._viewed(self.held, stop)
+        place = self.start, self.budget, self.held, self.held + length
+        return self._views.get(place) or self._view_slots(place)
 
-    def _viewed(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Return slots [start, stop) of every row of every buffer, by name."""
-        place = self.start, self.budget, start, stop
-        if place not in self._views:
-            if len(self._views) == 2:  # a full cache has the same for every token: free and held
-                self._views.clear()
-            pool = self.pool.named()
-            self._views[place] = {name: self._view(x, start, stop) for name, x in pool.items()}
-        return self._views[place]
+    def _view_slots(self, place: tuple[int, int, int, int]) -> dict[str, Tensor]:
+        """Make views of every row's slots, from the third number of `place` to the fourth."""
+        start, stop = place[2:]
+        assert stop <= self.capacity, f"{stop} slots needed, {self.capacity} allocated"
+        if len(self._views) == 2:  # a full cache has the same for every token: free and held
+            self._views.clear()
+        pool = {"values": self.pool.values, **self.pool.named()}  # which may be a part of keys
+        found = self._views[place] = {name: self._view(x, start, stop) for name, x in pool.items()}
+        return found
 
     def view(self, buffer: Tensor) -> Tensor:
         """View the held part [b, k, held, ...] of one of the pool's buffers, or of a copy of it."""
@@ -270,12 +269,13 @@ class Segment:
         first = self.head * group
         return x[self.row : self.row + self.batch, first : first + self.heads * group]
 
-    def query_heads_of(self, x: Tensor | None) -> Tensor | None:
-        """Return this segment's part of numbers [H] of a layer's query heads, a view [h]."""
-        if x is None:
-            return None
-        group = len(x) // self.layer_heads
-        return x[self.head * group : (self.head + self.heads) * group]
+    def logits_of(self, logits: Logits) -> Logits:
+        """Return a layer's logits with the sinks of this segment's query heads."""
+        if logits.sinks is None:
+            return logits
+        group = len(logits.sinks) // self.layer_heads
+        mine = slice(self.head * group, (self.head + self.heads) * group)
+        return logits._replace(sinks=logits.sinks[mine])
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, **others: Tensor) -> None:
         """Write a block [b, k, T, D] behind the slots in use.
@@ -297,7 +297,7 @@ class Segment:
         """
         count = evicted.shape[-1]
         kept = self.held - count
-        rows = self._rows * self.capacity + self.start
+        rows = self._rows * (self.budget + self.block) + self.start
         target = evicted.sort(dim=-1).values if count > 1 else evicted  # [b, k, e]
         source = _survivors(target, kept) if count > 1 else kept
         rows_to, rows_from = (rows + target).flatten(), (rows + source).flatten()

@@ -56,10 +56,6 @@ class TruePositions:
         """
         return self.rotation if self.moved else None
 
-    def offsets(self, read_at: int, segments: Sequence[Segment]) -> tuple[int, ...]:
-        """Return how far past each segment's slots a block lies that was read at a position."""
-        return (0,)
-
     def aligned(self, x: Tensor, offsets: tuple[int, ...]) -> Tensor:
         """Return queries or keys [B, H or K, T, D] at the positions behind what their heads hold.
 
@@ -97,10 +93,6 @@ class CompactPositions(TruePositions):
     def __init__(self, rotation: Rotation, copy: RotatedKeys | None = None) -> None:
         super().__init__(copy)
         self.rotation: Rotation = rotation
-
-    def offsets(self, read_at: int, segments: Sequence[Segment]) -> tuple[int, ...]:
-        """Return how far past each segment's slots a block lies that was read at a position."""
-        return tuple([read_at - segment.held for segment in segments])
 
     def aligned(self, x: Tensor, offsets: tuple[int, ...]) -> Tensor:
         """Return queries or keys [B, H or K, T, D] rotated back by their offsets."""

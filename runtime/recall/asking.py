@@ -33,7 +33,7 @@ ASKERS = (  # each as a sentence begins
     r"i (?:can(?:['’]?t|not)|do(?:n['’]?t| not)) (?:remember|recall|know|find)\b",
     r"i(?:['’]m| am) looking for\b",
 )
-ASKER = re.compile(rf"(?:(?:{OPENERS})\b[,.!:]? )*(?:{'|'.join(ASKERS)})", re.IGNORECASE)
+ASKER = rf"(?i)(?:(?:{OPENERS})\b[,.!:]? )*(?:{'|'.join(ASKERS)})"  # compiled with the first text
 
 
 def asks(text: str) -> bool:
@@ -46,4 +46,4 @@ def asks(text: str) -> bool:
     """
     sentences = [part.strip() for part in SENTENCES.split(text) if part.strip()]
     near = sentences[:ENDS] + sentences[ENDS:][-ENDS:]
-    return any(MARKED.search(one) or ASKER.match(one) for one in near)
+    return any(MARKED.search(one) or re.match(ASKER, one) for one in near)

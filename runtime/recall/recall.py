@@ -76,7 +76,8 @@ class Recall:
         encode: gives the token ids of a text that follows another.
         budget: slots per KV head and layer.
         store: bytes that were planned for the index; 0: none were, and nothing is recalled.
-        meaning: says how near texts are in meaning; None: passages are found by words alone.
+        meaning: gives what says how near texts are in meaning, once a question needs it; None:
+            passages are found by words alone.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Recall:
         encode: Callable[[str], list[int]],
         budget: int,
         store: int = STORE_BYTES,
-        meaning: Meaning | None = None,
+        meaning: Callable[[], Meaning | None] = lambda: None,
     ) -> None:
         self._budget, self._meaning = budget, meaning
         self.set(RecallSettings(None if store else 0, store))
@@ -175,8 +176,9 @@ class Recall:
         if asked and not found and words <= FEW_WORDS:
             before = self._asked_before(ids)
             found = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
-        if asked and self._meaning and (not found or found[0].score < ENOUGH):
-            found = fused(found, self._meant(self._meaning, question, ids))[:NEAREST]
+        few = not found or found[0].score < ENOUGH
+        if asked and few and (meaning := self._meaning()) is not None:
+            found = fused(found, self._meant(meaning, question, ids))[:NEAREST]
         return [] if kept is not None and all_newest(found, len(ids)) else found
 
     def _meant(self, meaning: Meaning, question: str, ids: Sequence[int]) -> list[Passage]:

@@ -41,8 +41,8 @@ EMPTY = frozenset((
     "with", "wonder", "would", "write", "yes", "you", "your",
 ))  # fmt: skip
 MARKS = "\u0300-\u036f\u0591-\u05c7\u0610-\u065f\u0670\u06d6-\u06ed\u0900-\u0dff"
-WORD = re.compile(f"[{UNSPACED}]+|(?:[^\\W_{UNSPACED}]|[{MARKS}])+")
-IS_UNSPACED = re.compile(f"[{UNSPACED}]")
+WORD = f"[{UNSPACED}]+|(?:[^\\W_{UNSPACED}]|[{MARKS}])+"  # compiled with the first text
+IS_UNSPACED = f"[{UNSPACED}]"
 
 
 class Found(NamedTuple):
@@ -178,8 +178,8 @@ def terms(text: str) -> Iterator[str]:
     >>> list(terms("Don't NEAR(x) 東京都へ"))
     ['Don', 't', 'NEAR', 'x', '東京', '京都', '都へ']
     """
-    for word in WORD.findall(text):
-        if len(word) > 1 and IS_UNSPACED.match(word):
+    for word in re.findall(WORD, text):
+        if len(word) > 1 and re.match(IS_UNSPACED, word):
             yield from _pairs(word)
         else:
             yield word
@@ -192,8 +192,8 @@ def joined(text: str) -> Iterator[str]:
     ['red fox', 'tmp 3 14']
     """
     for one in text.split():
-        found = WORD.findall(one)
-        if len(found) > 1 and not IS_UNSPACED.search(one):
+        found = re.findall(WORD, one)
+        if len(found) > 1 and not re.search(IS_UNSPACED, one):
             yield " ".join(found)
 
 

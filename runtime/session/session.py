@@ -153,7 +153,7 @@ class Session:
             partial(encode_with, runtime.tokenizer, follows=True),
             plan.budget_tokens,
             plan.recall_store,
-            runtime.meaning,
+            lambda: runtime.meaning,
         )
         """Finds evicted text that a message asks about, to be read again in front of it."""
         self._decoding = Decoding(runtime, self.loop)

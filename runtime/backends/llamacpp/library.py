@@ -46,7 +46,6 @@ NODE_FOLDERS = ("/usr/local/lib", "/usr/lib", "/opt/homebrew/lib")  # of npm's g
 BREW = Path(os.environ.get("HOMEBREW_PREFIX", "/opt/homebrew"), "lib")
 SYSTEM_FOLDERS = (BREW, "/usr/local/lib", "/usr/lib")
 SPARE = 512  # bytes, so that a version with longer structures has room to write its own
-WARNING, ERROR = 3, 4  # levels of the library's log
 PAGE = 256  # cells: a context has a multiple of so many
 F16, Q8_0, Q4_0 = 1, 8, 2
 CELL_TYPES = {None: F16, "q8_0": Q8_0, "q4_0": Q4_0}
@@ -164,7 +163,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
     "llama_log_set": (None, (LogFunction, c_void_p)),
     "llama_version": (c_char_p, ()),
-    "llama_supports_gpu_offload": (c_bool, ()),
     "llama_model_default_params": (ModelSettings, ()),
     "llama_model_load_from_file": (c_void_p, (c_char_p, ModelSettings)),
     "llama_model_free": (None, (c_void_p,)),
@@ -210,7 +208,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         c_int32, (c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool),
     ),
     "llama_vocab_get_text": (c_char_p, (c_void_p, c_int32)),
-    "llama_vocab_is_eog": (c_bool, (c_void_p, c_int32)),
     "llama_vocab_bos": (c_int32, (c_void_p,)),
     "llama_vocab_eos": (c_int32, (c_void_p,)),
     "llama_vocab_pad": (c_int32, (c_void_p,)),

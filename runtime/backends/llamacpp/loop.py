@@ -8,26 +8,30 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.backends.llamacpp.context import Context, Floats
+from kvcap.runtime.backends.arrays import ArrayCache, ArrayLoop, Arrays
+from kvcap.runtime.backends.llamacpp.context import Context, Floats, for_streams
 from kvcap.runtime.backends.llamacpp.model import reason
 from kvcap.runtime.backends.llamacpp.rank import Indices, Ranking
 from kvcap.runtime.cache.pinned_slots import check_slots
-from kvcap.runtime.cache.regions import Regions
-from kvcap.runtime.errors import MemoryCapExceeded, UnsupportedModel
+from kvcap.runtime.errors import MemoryCapExceeded, SessionFileForeign, UnsupportedModel
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
-from kvcap.runtime.session.engine import CacheCopy, Loop, Room
+from kvcap.runtime.session.engine import CacheCopy, Room
 from kvcap.runtime.types import KeptTokens, Positions, Span
 
+if TYPE_CHECKING:
+    from kvcap.runtime.session.file import SessionFile
+
+SAVED = ("state", "tokens", "places")
 NONE: Indices = np.empty(0, np.int64)
 
 
-class LlamaCache:
+class LlamaCache(ArrayCache):
     """A cache of a conversation in one sequence of a context, of which it says what is held.
 
     A slot is a cell: all layers and KV heads hold the same tokens.
@@ -42,9 +46,6 @@ class LlamaCache:
         UnsupportedModel: tokens are to be renumbered, and the library cannot turn their keys.
     """
 
-    consistent = True  # a pass reads a block in all layers, or fails and the cache is emptied
-    recomputed: list[float] = []  # noqa: RUF012  # evicted tokens are not kept
-
     def __init__(
         self, context: Context, ranking: Ranking, budget: int, positions: Positions
     ) -> None:
@@ -53,19 +54,16 @@ class LlamaCache:
                 f"llama.cpp cannot move keys of {context.model.architecture}, so kept tokens keep "
                 "their positions; use --positions true"
             )
+        super().__init__(budget)
         self.context, self.ranking, self.budget = context, ranking, budget
         self.positions, self.trained_length = positions, context.model.trained_length
         self.sequence = context.lease()
         # A finaliser may run in any thread, so it only says that the sequence is free.
         weakref.finalize(self, context.free.append, self.sequence)
-        self.seen = 0
         self.tokens = NONE
         """Holds the places in the conversation of the tokens that are held, ascending."""
         self.places = NONE
         """Holds their positions."""
-        self.pinned_spans: list[Span] = []
-        self.regions = Regions(budget)
-        self.unread: tuple[int, int] | None = None  # as in `BudgetCache`
         self._compact = positions == "compact"
         self._moved = False  # True: keys are turned to their positions with the next pass
 
@@ -108,42 +106,19 @@ class LlamaCache:
         """Return the tokens that the layers hold, the same in all."""
         return [KeptTokens(0, True, [self.tokens])]
 
-    def pin(self, spans: Sequence[Span]) -> None:
-        """Pin these tokens, [start, stop) in tokens read or still to be read: never evict them.
+    def check_pins(self, spans: Sequence[Span]) -> None:
+        """Refuse spans that do not fit beside the policy's own pins.
 
         Raises:
-            PinsTooLarge: they do not fit beside those pinned before; nothing is changed.
+            PinsTooLarge: they do not.
         """
-        self.set_pins(self.pinned_with(spans))
-
-    def pinned_with(self, spans: Sequence[Span], *, emptied: bool = False) -> list[Span]:
-        """Return all pinned spans once `spans` are pinned too, or only these if it is `emptied`.
-
-        Raises:
-            PinsTooLarge: they do not fit.
-        """
-        seen = 0 if emptied else self.seen
-        found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
-        self._check_pins(found)
-        return found
-
-    def set_pins(self, spans: Sequence[Span]) -> None:
-        """Pin these spans and no others.
-
-        Raises:
-            PinsTooLarge: they do not fit.
-        """
-        self._check_pins(spans)
-        self.pinned_spans = list(spans)
-
-    def _check_pins(self, spans: Sequence[Span]) -> None:
         pins = self.ranking.pins(self.budget, spans)
         check_slots(spans, *pins, self.budget, self.ranking.name, 0)
 
     def reset(self) -> None:
         """Forget the conversation; the cells stay."""
         self.context.remove(self.sequence)
-        self.seen, self.pinned_spans, self.unread = 0, [], None
+        super().reset()
         self.tokens = self.places = NONE
         self._compact, self._moved = self.positions == "compact", False
 
@@ -235,7 +210,7 @@ def runs_of_equal(values: NDArray[np.int64]) -> list[tuple[int, int]]:
     return [(a, b) for a, b in pairwise(edges) if a < b]
 
 
-class LlamaLoop(Loop):
+class LlamaLoop(ArrayLoop):
     """A loop that reads tokens by llama.cpp; after each block the cache is within its budget.
 
     Args:
@@ -250,8 +225,8 @@ class LlamaLoop(Loop):
     def __init__(
         self, cache: LlamaCache, block: int, every: int, guard: CapGuard | None = None
     ) -> None:
-        super().__init__(cache, never=None if cache.ranking.evicts else cache.ranking.name)
-        self.block, self.every, self.guard = block, every, guard
+        super().__init__(cache, guard, None if cache.ranking.evicts else cache.ranking.name)
+        self.block, self.every = block, every
         if cache.context.outputs >= block:
             self.read_every = self._read_every
 
@@ -283,25 +258,13 @@ class LlamaLoop(Loop):
 
     def _read(self, ids: NDArray[np.int64], outputs: Sequence[int]) -> Floats:
         cache, tokens = self.cache, ids[0].tolist()
-        self.check_room(len(tokens))
-        if self.guard is not None:
-            self.guard.check(len(tokens))
-        try:
-            with interrupts_deferred():
-                places = cache.next_places(len(tokens))
-                logits = cache.context.read(
-                    [(cache.sequence, t, p) for t, p in zip(tokens, places, strict=True)], outputs
-                )
-                cache.append(places)
-                self.evict(len(tokens))
-        except Exception as error:
-            cache.reset()
-            if isinstance(error, (MemoryCapExceeded, MemoryError)):
-                raise MemoryCapExceeded(
-                    f"{error}, for a block of {len(tokens)} tokens; what was held is forgotten, "
-                    "the conversation is read again with the next message"
-                ) from error
-            raise
+        with self.reading(len(tokens)):
+            places = cache.next_places(len(tokens))
+            logits = cache.context.read(
+                [(cache.sequence, t, p) for t, p in zip(tokens, places, strict=True)], outputs
+            )
+            cache.append(places)
+            self.evict(len(tokens))
         return logits
 
     def evict(self, read: int) -> None:
@@ -347,6 +310,65 @@ class LlamaLoop(Loop):
                 )
             if cache._compact and not copy.facts["compact"]:
                 cache._keep(np.ones(cache.held, bool))
+
+    def take(self, copy: CacheCopy, spans: Sequence[Span]) -> None:
+        """Have the cache hold the cells of a file that its budget has room for; see `ArrayLoop`.
+
+        Raises:
+            MemoryCapExceeded: the library does not take them.
+        """
+        before = self.copied()
+        try:
+            super().take(copy, spans)
+        except MemoryCapExceeded:
+            self.go_on_from(before)
+            raise
+        self.cache.evict()
+
+    def held(self) -> tuple[Arrays, dict[str, Any]]:
+        """Return the cells in use, as a context of one conversation has them, and facts."""
+        cache, copy = self.cache, self.copied()
+        tensors = dict(copy.tensors)
+        if cache.seen:
+            tensors["state"] = for_streams(tensors["state"], 1, cache.context.model)
+        return tensors, {
+            "dtype": "float16",
+            "positions": cache.positions,
+            "policy": cache.ranking.name,
+            "budget_tokens": cache.budget,
+            "compact": False,
+            **copy.facts,
+        }
+
+    def saved_in(self, file: SessionFile) -> CacheCopy:
+        """Return the cells in a file, checked against each other, as the context takes them.
+
+        Raises:
+            SessionFileForeign: it holds more tokens than there are cells.
+            LookupError, ValueError: no cells can be so.
+        """
+        facts, context = file.facts, self.cache.context
+        if not (seen := facts["seen"]):
+            return CacheCopy({"seen": 0}, {})
+        if missing := [name for name in SAVED if name not in file.names]:
+            raise ValueError(f"{missing[0]} is missing")
+        found = {name: file.tensor(name) for name in SAVED}
+        tokens, places = found["tokens"], found["places"]
+        for array in (tokens, places):
+            if array.dtype != np.int64 or array.ndim != 1 or (np.diff(array) <= 0).any():
+                raise ValueError("tokens are in no order")
+        if not len(tokens) or len(tokens) != len(places) or tokens[0] < 0 or tokens[-1] >= seen:
+            raise ValueError("tokens are none that were read")
+        if places[0] < 0 or found["state"].dtype != np.uint8:
+            raise ValueError("cells are none that can be")
+        if len(tokens) > context.cells:
+            raise SessionFileForeign(
+                f"{str(file.path)!r} holds {len(tokens):,} tokens, and there are "
+                f"{context.cells:,} cells; load it with a budget of {facts['budget_tokens']:,} "
+                "slots"
+            )
+        found["state"] = for_streams(found["state"], context.sequences, context.model)
+        return CacheCopy({"seen": seen, "compact": bool(facts.get("compact"))}, found)
 
     @property
     def room(self) -> Room:

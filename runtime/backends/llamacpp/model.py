@@ -16,6 +16,7 @@ from kvcap.runtime.types import ModelKind
 UNMOVABLE = frozenset({"step35"})  # layers of it turn keys by unlike numbers
 HADAMARD = 64  # numbers that the library rotates together before it quantises keys
 LONGEST = 1 << 12  # bytes of a value of the file's header that is asked for
+END = re.compile(r"EOG token\s+= (\d+) ")  # in the library's log of a loaded file
 SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
@@ -72,7 +73,15 @@ class LlamaModel:
     def tokenizer(self) -> LlamaTokenizer:
         """Return the model's tokenizer."""
         assert self.pointer is not None
-        return LlamaTokenizer(self.library, self.pointer, self.owner)
+        kind = self.field("tokenizer.ggml.model")
+        return LlamaTokenizer(self.library, self.pointer, self.owner, kind)
+
+    @property
+    def ends(self) -> list[int]:
+        """Return the tokens that end an answer, as the library lists them; the file's own first."""
+        own = self.tokenizer.eos_token_id
+        listed = (int(token) for token in END.findall(self.said))
+        return list(dict.fromkeys([*([] if own is None else [own]), *listed]))
 
     @property
     def architecture(self) -> str:

@@ -13,10 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvcap.runtime.backends.llamacpp import saved
+from kvcap.runtime.backends.arrays import ArrayEngine
 from kvcap.runtime.backends.llamacpp.context import Context
 from kvcap.runtime.backends.llamacpp.library import load_library
 from kvcap.runtime.backends.llamacpp.loop import LlamaCache, LlamaLoop, LlamaRows
@@ -24,32 +21,32 @@ from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.plan import LOADING, LlamaPlanner, cell_type
 from kvcap.runtime.backends.llamacpp.rank import Ranking, ranking_of, usable_policies
 from kvcap.runtime.backends.llamacpp.rows import GgufRows
-from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
+from kvcap.runtime.backends.numpy_sampler import Generation
 from kvcap.runtime.cache.settings import CacheSettings, check_size
-from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, check_enforce, limit_data
+from kvcap.runtime.memory.cap_guard import Enforce, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, fitting, parse_cap, warn_if_short
 from kvcap.runtime.recall.meaning import Meaning
 from kvcap.runtime.recall.settings import index_bytes
 from kvcap.runtime.session import chat_template
-from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.session.ends import with_ends
-from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import EVICT_EVERY, PINS, ModelKind
-from kvcap.runtime.units import parse_bytes
+from kvcap.runtime.types import PINS, ModelKind
 
 MOST_SEQUENCES = 256  # that the library has in one context
 
 
 @dataclass(repr=False)
-class LlamaRuntime:
+class LlamaRuntime(ArrayEngine):
     """A GGUF file in llama.cpp's library under a plan, which makes conversations.
 
     >>> from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
     >>> runtime = LlamaRuntime.from_file("model.gguf", budget_tokens=512)  # doctest: +SKIP
     >>> "".join(runtime.session().send("Hello!"))  # doctest: +SKIP
     """
+
+    backend = "llamacpp"
+    library_name = "llama.cpp"
 
     gguf: LlamaModel
     plan: MemoryPlan
@@ -175,17 +172,6 @@ class LlamaRuntime:
         """Return the longest sequence, in tokens, that the model was trained on."""
         return self.gguf.trained_length
 
-    @property
-    def cap_bytes(self) -> int:
-        """Return the cap of the cache in bytes: the one asked for, else what the slots need."""
-        budget = self.settings.kv_budget
-        return self.plan.cache_bytes if budget is None else parse_bytes(budget)
-
-    @property
-    def every(self) -> int:
-        """Return after how many tokens of an answer it evicts."""
-        return self.settings.evict_every or min(EVICT_EVERY, self.plan.block_size)
-
     def reserve(self, conversations: int) -> int:
         """Allocate the cells of so many conversations in one context, in which they are batched.
 
@@ -224,20 +210,6 @@ class LlamaRuntime:
         self.contexts.append(made)
         return made
 
-    def session(
-        self, system: str | None = None, *, seed: int | None = None, generation: Any = None
-    ) -> Session:
-        """Return a new conversation with a sequence of its own."""
-        return Session(self, system, seed, generation)
-
-    def batch(self, size: int) -> Batch:
-        """Return a batch that answers up to `size` sessions, a token of each in one pass.
-
-        Raises:
-            PlanInfeasible: the size is below 1, or a memory cap plans for one session.
-        """
-        return Batch(self, size)
-
     def shared_rows(self, size: int) -> tuple[LlamaRows, None]:
         """Return a reader of one token of each of `size` sessions, in one context for all."""
         self.group = size
@@ -247,31 +219,9 @@ class LlamaRuntime:
         """Return a loop over the cells of a sequence that no other conversation has."""
         context = next((context for context in self.contexts if context.free), None)
         context = context or self.make_context(self.group)
-        guard = None
-        if self.memory_cap is not None:
-            block = self.plan.workspace + self.plan.logits
-            guard = CapGuard(self.memory_cap, block, self.plan.block_size)
         plan = self.plan
         cache = LlamaCache(context, self.ranking, plan.budget_tokens, plan.positions)
-        return LlamaLoop(cache, plan.block_size, self.every, guard)
-
-    def rng(self, seed: int | None) -> np.random.Generator:
-        """Return a generator of random numbers, repeatable with a seed."""
-        return np.random.Generator(np.random.PCG64(seed))
-
-    def sampler(self, generation: Generation, rng: np.random.Generator) -> NumpySampler:
-        """Return a sampler with these settings and random numbers."""
-        return NumpySampler(generation, rng)
-
-    def token_ids(self, tokens: list[int]) -> NDArray[np.int64]:
-        """Return token ids as an array [1, T]."""
-        return np.array([tokens], np.int64)
-
-    def append_token(
-        self, history: NDArray[np.int64], token: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Return the history [1, T] with the next token [1] behind it: [1, T + 1]."""
-        return np.concatenate((history, token[:, None]), axis=1)
+        return LlamaLoop(cache, plan.block_size, self.every, self.guard())
 
     def with_policy_name(self, policy: str, options: dict[str, Any]) -> LlamaRuntime:
         """Return a runtime of this model and budget with another policy and the same pins.
@@ -314,24 +264,15 @@ class LlamaRuntime:
         """Return the policies that `with_policy_name` takes, with the names of their options."""
         return usable_policies()
 
-    def save(self, session: Session, path: str | os.PathLike[str]) -> None:
-        """Write everything that `session` needs to go on.
-
-        Raises:
-            SessionNotSaved: nothing was written; an earlier file is as it was.
-        """
-        saved.save(session, self._identity(), path)
-
-    def _identity(self) -> dict[str, Any]:
-        return saved.identity_of(self.gguf, self.settings.kv_dtype)
-
-    def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
-        """Turn `session` into the saved one, or refuse and leave it unchanged.
-
-        Raises:
-            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: refused.
-        """
-        saved.restore(session, self._identity(), self.vocabulary, path)
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return all that must agree for saved cells to be usable."""
+        model = self.gguf
+        return {
+            "fingerprint": f"{model.description}, {model.nbytes} bytes, {model.vocabulary} tokens",
+            "library": ".".join(model.library.version.split(".")[:2]),
+            "kv_dtype": self.settings.kv_dtype,
+        }
 
 
 def generation_of(model: LlamaModel) -> Generation:
@@ -339,7 +280,7 @@ def generation_of(model: LlamaModel) -> Generation:
     found = Generation.of(model.sampling)
     if found.temperature is not None:
         found.do_sample = found.temperature > 0
-    found.eos_token_id = model.tokenizer.ends or None
+    found.eos_token_id = model.ends or None
     ended: Generation = with_ends(model.tokenizer, found)
     return ended
 

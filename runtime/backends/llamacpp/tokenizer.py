@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import c_int32
+from ctypes import c_char, c_int32
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from kvcap.runtime.backends.llamacpp.library import Library
 from kvcap.runtime.errors import ModelFilesBroken
 
-NO_TOKENIZER, BYTE_PAIRS = 0, 2  # kinds of vocabularies, by the library's numbers
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1 << 0, 1 << 3, 1 << 4, 1 << 5  # attributes of a token
-SPECIAL = b"\xff"  # begins the bytes of tokens that llguidance takes for no text
+NO_TOKENIZER = 0  # the kind of a vocabulary, by the library's numbers
+BYTE = 1 << 5  # attributes of a token, by the library's bits
+SPECIAL = 1 << 0 | 1 << 3  # unknown and control tokens
+ADDED = SPECIAL | 1 << 4  # user-defined ones as well
+NO_TEXT = b"\xff"  # begins the bytes of tokens that llguidance takes for no text
+BYTE_LEVEL = "gpt2"  # the kind of tokenizer whose tokens are bytes of text
 NAMED = ("bos", "eos", "pad")
 TEMPLATES = ("tool_use", "rag")  # further chat templates that a file may have by name
 DECODED = 1 << 14  # decoded texts that are kept, as an answer decodes the same few again and again
@@ -36,19 +39,42 @@ class AddedToken(NamedTuple):
     special: bool
 
 
+class AddedTokens(Mapping[int, AddedToken]):
+    """A view of a vocabulary's added tokens by their numbers, each asked of the library alone.
+
+    Only who lists them all asks for every token there is.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def __getitem__(self, token: int) -> AddedToken:
+        bits = self._vocabulary.attributes(token)
+        if not bits & ADDED:
+            raise KeyError(token)
+        return AddedToken(self._vocabulary.id_to_token(token) or "", bool(bits & SPECIAL))
+
+    def __iter__(self) -> Iterator[int]:
+        return self._vocabulary.having(ADDED)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class Vocabulary:
     """The vocabulary of a loaded model, with the methods of `tokenizers.Tokenizer` that kvcap uses.
 
     Args:
         library: that loaded it.
         pointer: to the library's vocabulary.
+        byte_level: whether every token is text, as GPT-2's are, and none stands for a byte by name.
     """
 
     truncation = padding = normalizer = pre_tokenizer = None  # as a plain `tokenizers.Tokenizer`
     encode_special_tokens = False
 
-    def __init__(self, library: Library, pointer: int) -> None:
-        self._calls, self._pointer = library.calls, pointer
+    def __init__(self, library: Library, pointer: int, byte_level: bool) -> None:
+        self._calls, self._pointer, self._byte_level = library.calls, pointer, byte_level
         self._size: int = self._calls.llama_vocab_n_tokens(pointer)
         self.decode_ids = lru_cache(DECODED)(self._decoded)
 
@@ -58,16 +84,26 @@ class Vocabulary:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
         """Return the tokens of a text; special tokens in it are read as such."""
-        raw = text.encode()
-        room = len(raw) + 8
-        while True:
-            ids = (c_int32 * room)()
-            count = self._calls.llama_tokenize(
-                self._pointer, raw, len(raw), ids, room, add_special_tokens, True
-            )
-            if count >= 0:
-                return Encoding(ids[:count])
-            room = -count
+        raw, call = text.encode(), self._calls.llama_tokenize
+        given = raw, len(raw)
+        return Encoding(self._filled(call, given, c_int32, len(raw) + 8, add_special_tokens, True))
+
+    def _filled(
+        self, call: Any, given: tuple[Any, ...], kind: Any, room: int, *switches: int
+    ) -> Any:
+        """Return what a call of the library writes, which is asked again if the room is too small.
+
+        Args:
+            call: takes what is given, an array, its room and switches; returns how many elements
+                it wrote, or minus the room it needs.
+            given: what it reads.
+            kind: of elements.
+            room: for so many elements, at first.
+            switches: of the call.
+        """
+        array = (kind * room)()
+        count = call(self._pointer, *given, array, room, *switches)
+        return array[:count] if count >= 0 else self._filled(call, given, kind, -count, *switches)
 
     def encode_batch_fast(
         self, texts: Sequence[str], add_special_tokens: bool = True
@@ -80,16 +116,9 @@ class Vocabulary:
         return self.decode_ids(tuple(ids), skip_special_tokens)
 
     def _decoded(self, ids: tuple[int, ...], skip_special_tokens: bool) -> str:
-        given = (c_int32 * len(ids))(*ids)
-        room = 16 * len(ids) + 64
-        while True:
-            text = ctypes.create_string_buffer(room)
-            size = self._calls.llama_detokenize(
-                self._pointer, given, len(ids), text, room, False, not skip_special_tokens
-            )
-            if size >= 0:
-                return text.raw[:size].decode("utf-8", "replace")
-            room = -size
+        call, given = self._calls.llama_detokenize, ((c_int32 * len(ids))(*ids), len(ids))
+        text = self._filled(call, given, c_char, 16 * len(ids) + 64, False, not skip_special_tokens)
+        return str(text, "utf-8", "replace")
 
     def id_to_token(self, token: int) -> str | None:
         """Return a token as the vocabulary writes it; None: there is none of that number."""
@@ -100,25 +129,32 @@ class Vocabulary:
 
     def token_to_id(self, text: str) -> int | None:
         """Return the number of an added token or a byte's token; None: it is neither."""
-        return self._named.get(text)
+        if (byte := self._bytes.get(text)) is not None:
+            return byte
+        ids = self.encode(text, add_special_tokens=False).ids
+        known = [token for token in ids if self.attributes(token) & ADDED]
+        return known[0] if known == ids[:1] and self.id_to_token(known[0]) == text else None
 
     def get_added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         """Return the added tokens by their numbers."""
-        return self._added
+        return AddedTokens(self)
 
-    def ends_answers(self, token: int) -> bool:
-        """Return whether the library takes a token for the end of an answer."""
-        return bool(self._calls.llama_vocab_is_eog(self._pointer, token))
+    def attributes(self, token: int) -> int:
+        """Return the attributes of a token; 0: there is none of that number."""
+        known = 0 <= token < self._size
+        return int(known and self._calls.llama_vocab_get_attr(self._pointer, token))
+
+    def having(self, bits: int) -> Iterator[int]:
+        """Yield all tokens that have any of these attributes."""
+        attributes, pointer = self._calls.llama_vocab_get_attr, self._pointer
+        return (token for token in range(self._size) if attributes(pointer, token) & bits)
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token stands for; of a special one its name."""
-        room = 256
-        while True:
-            text = ctypes.create_string_buffer(room)
-            size = self._calls.llama_token_to_piece(self._pointer, token, text, room, 0, True)
-            if size >= 0:
-                return text.raw[:size]
-            room = -size
+        found: bytes = self._filled(
+            self._calls.llama_token_to_piece, (token,), c_char, 256, False, True
+        )
+        return found
 
     def indexed_by(self, kind: Any, ends: list[int]) -> Any:
         """Return llguidance's index of the vocabulary.
@@ -128,9 +164,8 @@ class Vocabulary:
             ends: the tokens that end an answer.
         """
         tokens = [self.bytes_of(token) for token in range(self._size)]
-        for token, added in self._added.items():
-            if added.special:
-                tokens[token] = SPECIAL + tokens[token]
+        for token in self.having(SPECIAL):
+            tokens[token] = NO_TEXT + tokens[token]
         encode = ctypes.cast(self._calls.llama_tokenize, ctypes.c_void_p).value
         return kind.from_llamacpp(
             tokens=tokens,
@@ -140,29 +175,11 @@ class Vocabulary:
             slices=None,
         )
 
-    def _attributes(self) -> Iterator[tuple[int, int]]:
-        """Yield the tokens that are no plain text, each with its attributes."""
-        attribute, pointer = self._calls.llama_vocab_get_attr, self._pointer
-        wanted = UNKNOWN | CONTROL | USER_DEFINED | BYTE
-        for token in range(self._size):
-            if (bits := attribute(pointer, token)) & wanted:
-                yield token, bits
-
     @cached_property
-    def _special(self) -> dict[int, int]:
-        return dict(self._attributes())
-
-    @cached_property
-    def _added(self) -> dict[int, AddedToken]:
-        return {
-            token: AddedToken(self.id_to_token(token) or "", bool(bits & (CONTROL | UNKNOWN)))
-            for token, bits in self._special.items()
-            if not bits & BYTE
-        }
-
-    @cached_property
-    def _named(self) -> dict[str, int]:
-        return {self.id_to_token(token) or "": token for token in self._special}
+    def _bytes(self) -> dict[str, int]:
+        """Return the tokens that stand for a byte each, by their names such as '<0x41>'."""
+        found = () if self._byte_level else self.having(BYTE)
+        return {self.id_to_token(token) or "": token for token in found}
 
 
 class LlamaTokenizer:
@@ -172,24 +189,26 @@ class LlamaTokenizer:
         library: that loaded the model.
         model: the library's pointer to it.
         owner: keeps the model's memory.
+        kind: the file's name for its kind of tokenizer.
 
     Raises:
         ModelFilesBroken: the file has no tokenizer.
     """
 
-    def __init__(self, library: Library, model: int, owner: object) -> None:
+    def __init__(
+        self, library: Library, model: int, owner: object, kind: str | None = None
+    ) -> None:
         calls, self._owner = library.calls, owner
         pointer = calls.llama_model_get_vocab(model)
         if calls.llama_vocab_type(pointer) == NO_TOKENIZER:
             raise ModelFilesBroken("the file has no tokenizer; give one that was made with it")
-        self.backend_tokenizer = Vocabulary(library, pointer)
+        self.backend_tokenizer = Vocabulary(library, pointer, kind == BYTE_LEVEL)
         named = {name: getattr(calls, f"llama_vocab_{name}")(pointer) for name in NAMED}
         self.special_tokens_map = {
             f"{name}_token": text
             for name, token in named.items()
             if (text := self.backend_tokenizer.id_to_token(token)) is not None
         }
-        self.end_of_text: int = named["eos"]
         self.bos_token_id, self.eos_token_id = (
             named[name] if named[name] >= 0 else None for name in ("bos", "eos")
         )
@@ -217,11 +236,3 @@ class LlamaTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
         """Return the text of tokens, as transformers' tokenizers do."""
         return self.backend_tokenizer.decode(list(map(int, ids)), skip_special_tokens)
-
-    @property
-    def ends(self) -> list[int]:
-        """Return the tokens that the library takes for the end of an answer."""
-        known = self.backend_tokenizer
-        others = [t for t in known.get_added_tokens_decoder() if known.ends_answers(t)]
-        first = [self.end_of_text] if self.end_of_text >= 0 else []
-        return list(dict.fromkeys([*first, *others]))

@@ -6,39 +6,35 @@ runs the graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder
+from kvcap.runtime.backends.arrays import ArrayCache, ArrayLoop, Arrays
+from kvcap.runtime.backends.onnxruntime.decoder import ExportedDecoder, slots_in_use
 from kvcap.runtime.backends.onnxruntime.slots import Int32
 from kvcap.runtime.cache.pinned_slots import check_slots
-from kvcap.runtime.cache.regions import Regions
-from kvcap.runtime.errors import MemoryCapExceeded, PinsTooLarge
+from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.interrupts import interrupts_deferred
-from kvcap.runtime.memory.cap_guard import CapGuard
-from kvcap.runtime.session.engine import CacheCopy, Loop, Room
+from kvcap.runtime.session.engine import CacheCopy, Room
 from kvcap.runtime.types import KeptTokens, Span
+
+if TYPE_CHECKING:
+    from kvcap.runtime.session.file import SessionFile
 
 Ids = NDArray[np.int64]
 
 
-class OrtCache:
+class OrtCache(ArrayCache):
     """A cache of a conversation over a decoder's slots: it says what is held and what is pinned."""
-
-    consistent = True  # a graph reads a block in all layers, or fails and the cache is emptied
-
-    recomputed: list[float] = []  # noqa: RUF012  # evicted tokens are not kept
 
     def __init__(self, decoder: ExportedDecoder, policy: str) -> None:
         self.decoder, self.policy = decoder, policy
-        self.seen = 0
-        self.pinned_spans: list[Span] = []
-        self.regions = decoder.regions = Regions(self.budget)
-        self.unread: tuple[int, int] | None = None  # as in `BudgetCache`
+        super().__init__(self.budget)
+        decoder.regions = self.regions
 
     @property
     def held(self) -> int:
@@ -92,46 +88,22 @@ class OrtCache:
             for i in range(len(self.decoder.budgets))
         ]
 
-    def pin(self, spans: Sequence[Span]) -> None:
-        """Pin these tokens, [start, stop) in tokens read or still to be read: never evict them.
-
-        Raises:
-            PinsTooLarge: a head cannot hold them beside those pinned before; nothing is changed.
-        """
-        self.set_pins(self.pinned_with(spans))
-
-    def pinned_with(self, spans: Sequence[Span], *, emptied: bool = False) -> list[Span]:
-        """Return all pinned spans once `spans` are pinned too, or only these if it is `emptied`.
-
-        Raises:
-            PinsTooLarge: a head cannot hold them.
-        """
-        # Tokens that were announced and then not read, as after a Ctrl-C, are not pinned.
-        seen = 0 if emptied else self.seen
-        found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
-        self._check_pins(found)
-        return found
-
-    def set_pins(self, spans: Sequence[Span]) -> None:
-        """Pin these spans and no others.
-
-        Raises:
-            PinsTooLarge: they do not fit.
-        """
-        self._check_pins(spans)
-        self.pinned_spans = list(spans)
-
     @property
     def pins(self) -> list[Span]:
         """Return the pinned spans, and the regions that leave last, if a head holds these too."""
         late = self.regions.late
         if late:
             with suppress(PinsTooLarge):
-                self._check_pins([*self.pinned_spans, *late])
+                self.check_pins([*self.pinned_spans, *late])
                 return [*self.pinned_spans, *late]
         return self.pinned_spans
 
-    def _check_pins(self, spans: Sequence[Span]) -> None:
+    def check_pins(self, spans: Sequence[Span]) -> None:
+        """Refuse spans that a head cannot hold beside the policy's own pins.
+
+        Raises:
+            PinsTooLarge: naming the layer.
+        """
         decoder = self.decoder
         layers = zip(decoder.budgets, decoder.recents, strict=True)
         for layer, (budget, recents) in enumerate(layers):
@@ -140,23 +112,14 @@ class OrtCache:
 
     def reset(self) -> None:
         """Forget the conversation; the buffers stay."""
-        self.seen, self.pinned_spans, self.unread = 0, [], None
+        super().reset()
         self.decoder.held = [0] * len(self.decoder.budgets)
 
 
-class OrtLoop(Loop):
-    """A loop that reads tokens through a decoder; after each call the cache is within its budget.
-
-    Args:
-        cache: of the decoder.
-        guard: holds the process to a cap, if there is one.
-    """
+class OrtLoop(ArrayLoop):
+    """A loop that reads tokens through a decoder."""
 
     cache: OrtCache
-
-    def __init__(self, cache: OrtCache, guard: CapGuard | None = None) -> None:
-        super().__init__(cache)
-        self.guard = guard
 
     @property
     def execution(self) -> str:
@@ -175,31 +138,21 @@ class OrtLoop(Loop):
                 the cache is empty again.
         """
         cache, tokens = self.cache, ids.shape[1]
-        self.check_room(tokens)
-        if self.guard is not None:
-            self.guard.check(tokens)
-        try:
-            with interrupts_deferred():
-                logits = cache.decoder.run(ids[0].tolist(), cache.seen, cache.pins)
-                cache.seen += tokens
-        except (MemoryCapExceeded, MemoryError) as error:
-            cache.reset()
-            raise MemoryCapExceeded(
-                f"{error}, for a block of {tokens} tokens; what was held is forgotten, the "
-                "conversation is read again with the next message"
-            ) from error
-        except Exception:
-            cache.reset()  # layers may hold different tokens
-            raise
+        with self.reading(tokens):
+            logits = cache.decoder.run(ids[0].tolist(), cache.seen, cache.pins)
+            cache.seen += tokens
         return logits
 
     def copied(self) -> CacheCopy:
         """Return a copy of what the cache holds."""
-        seen, held = self.cache.seen, list(self.cache.decoder.held)
-        state = self.cache.decoder.state(seen, held) if seen else {}
-        arrays = {name: array.copy() for name, array in state.items()}
-        facts = {"seen": seen, "held": held}
+        views, facts = self._views()
+        arrays = {name: array.copy() for name, array in views.items()}
         return CacheCopy(facts, arrays, sum(array.nbytes for array in arrays.values()))
+
+    def _views(self) -> tuple[Arrays, dict[str, Any]]:
+        """Return views of all that the cache holds, and how many tokens and slots these are."""
+        seen, held = self.cache.seen, list(self.cache.decoder.held)
+        return self.cache.decoder.state(seen, held) if seen else {}, {"seen": seen, "held": held}
 
     def go_on_from(self, copy: CacheCopy) -> None:
         """Have the cache hold what a cache of this decoder held when it was copied."""
@@ -209,8 +162,47 @@ class OrtLoop(Loop):
             for name, array in (cache.decoder.state(seen, held) if seen else {}).items():
                 array[...] = copy.tensors[name]
 
+    def held(self) -> tuple[Arrays, dict[str, Any]]:
+        """Return the slots in use as views, and facts."""
+        views, facts = self._views()
+        return {f"state.{name}": array for name, array in views.items()}, facts
+
+    def saved_in(self, file: SessionFile) -> CacheCopy:
+        """Return the slots in a file, checked against the decoder's shapes.
+
+        Raises:
+            LookupError, ValueError: no slots can be so.
+        """
+        decoder, seen = self.cache.decoder, file.facts["seen"]
+        held = _held(file.facts, decoder.budgets, seen)
+        found = {
+            name: file.taken(f"state.{name}", array.shape, array.dtype)
+            for name, array in (decoder.state(seen, held) if seen else {}).items()
+        }
+        for name, array in found.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise ValueError(f"{name} holds numbers that are none")
+            span = 0 if decoder.turns is None else len(decoder.turns.table)
+            if name.startswith("shifts") and not ((array >= 0) & (array < span)).all():
+                raise ValueError(f"{name} are none that keys can have")
+            if name.startswith("positions"):
+                rows = array.reshape(-1, array.shape[-1])
+                inside = (rows >= 0).all() and (rows < seen).all()
+                if not inside or not (np.diff(np.sort(rows, axis=1), axis=1) > 0).all():
+                    raise ValueError(f"{name} are none that slots can have")
+        return CacheCopy({"seen": seen, "held": held}, found)
+
     @property
     def room(self) -> Room:
         """Return what the cache holds and what still fits."""
         cache = self.cache
         return Room(cache.held, cache.spare, cache.budget, lambda budget: budget)
+
+
+def _held(facts: Mapping[str, Any], budgets: Sequence[int], seen: int) -> list[int]:
+    """Return the slots in use by layer; older files lack them, and evict after every token."""
+    held = facts.get("held") or [slots_in_use(budget, seen) for budget in budgets]
+    numbers = all(type(slots) is int for slots in held) and len(held) == len(budgets)
+    if not numbers or (not seen and any(held)):
+        raise ValueError(f"held: {str(held)[:100]}")
+    return list(held)

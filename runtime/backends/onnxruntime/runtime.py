@@ -5,20 +5,16 @@ The counterpart of `backends/pytorch/runtime.py`: the same caps, sessions and ch
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvcap.dtypes import short
-from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
+from kvcap.runtime.backends.arrays import ArrayEngine
+from kvcap.runtime.backends.numpy_sampler import Generation
 from kvcap.runtime.backends.onnxruntime import manifest as manifests
-from kvcap.runtime.backends.onnxruntime import saved
 from kvcap.runtime.backends.onnxruntime.decoder import (
     ExportedDecoder,
     evictors_of,
@@ -31,16 +27,13 @@ from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
 from kvcap.runtime.cache.settings import CacheSettings, check_size
 from kvcap.runtime.errors import NotExportable
-from kvcap.runtime.memory.cap_guard import CapGuard, Enforce, check_enforce, limit_data
+from kvcap.runtime.memory.cap_guard import Enforce, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
 from kvcap.runtime.planning.plan import MemoryPlan, Sizes, fitting, parse_cap, warn_if_short
 from kvcap.runtime.recall.settings import index_bytes
 from kvcap.runtime.session import chat_template
-from kvcap.runtime.session.batch import Batch
 from kvcap.runtime.session.ends import with_ends
-from kvcap.runtime.session.session import Session
-from kvcap.runtime.types import EVICT_EVERY, PINS, SINKS, ModelKind
-from kvcap.runtime.units import parse_bytes
+from kvcap.runtime.types import PINS, SINKS, ModelKind
 
 AUTO = (
     "positions='auto' change while a text is read, and an exported decoder has them of one kind; "
@@ -58,12 +51,15 @@ class PolicyRequest(NamedTuple):
 
 
 @dataclass(repr=False)
-class OrtRuntime:
+class OrtRuntime(ArrayEngine):
     """An exported decoder that chats under a cap.
 
     >>> runtime = OrtRuntime.from_directory("pocket-onnx")  # doctest: +SKIP
     >>> answer = "".join(runtime.session().send("Hello!"))  # doctest: +SKIP
     """
+
+    backend = "onnxruntime"
+    library_name = "ONNX Runtime"
 
     manifest: Manifest
     tokenizer: Tokenizer
@@ -151,11 +147,6 @@ class OrtRuntime:
         return f"onnxruntime cpu {self.plan.dtype}"
 
     @property
-    def every(self) -> int:
-        """Return after how many tokens it evicts in generation."""
-        return self.settings.evict_every or min(EVICT_EVERY, self.plan.block_size)
-
-    @property
     def vocabulary(self) -> int:
         """Return how many different tokens the model knows."""
         return int(self.manifest.model["vocabulary"])
@@ -170,26 +161,6 @@ class OrtRuntime:
         """Return the longest sequence, in tokens, that the model was trained on."""
         return int(self.manifest.model["trained_length"])
 
-    @property
-    def cap_bytes(self) -> int:
-        """Return the cap of the cache in bytes: the one asked for, else what the slots need."""
-        budget = self.settings.kv_budget
-        return self.plan.cache_bytes if budget is None else parse_bytes(budget)
-
-    def session(
-        self, system: str | None = None, *, seed: int | None = None, generation: Any = None
-    ) -> Session:
-        """Return a new conversation with a cache of its own."""
-        return Session(self, system, seed, generation)
-
-    def batch(self, size: int) -> Batch:
-        """Return a batch that answers up to `size` sessions, one token of each in turn.
-
-        Raises:
-            PlanInfeasible: the size is below 1, or a memory cap plans for one session.
-        """
-        return Batch(self, size)
-
     def shared_rows(self, size: int) -> tuple[None, str]:
         """Return None, and the reason why sessions are read one after the other."""
         return None, "an exported graph reads one conversation"
@@ -200,10 +171,6 @@ class OrtRuntime:
 
     def loop(self) -> OrtLoop:
         """Return a loop over an empty cache."""
-        guard = None
-        if self.memory_cap is not None:
-            block = self.plan.workspace + self.plan.logits
-            guard = CapGuard(self.memory_cap, block, self.plan.block_size)
         decoder = ExportedDecoder(
             self.manifest,
             self.graph,
@@ -212,25 +179,7 @@ class OrtRuntime:
             self.every,
             scales_of(self.manifest),
         )
-        return OrtLoop(OrtCache(decoder, self.plan.policy), guard)
-
-    def rng(self, seed: int | None) -> np.random.Generator:
-        """Return a generator of random numbers, repeatable with a seed."""
-        return np.random.Generator(np.random.PCG64(seed))
-
-    def sampler(self, generation: Generation, rng: np.random.Generator) -> NumpySampler:
-        """Return a sampler with these settings and random numbers."""
-        return NumpySampler(generation, rng)
-
-    def token_ids(self, tokens: list[int]) -> NDArray[np.int64]:
-        """Return token ids as an array [1, T]."""
-        return np.array([tokens], np.int64)
-
-    def append_token(
-        self, history: NDArray[np.int64], token: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Return the history [1, T] with the next token [1] behind it: [1, T + 1]."""
-        return np.concatenate((history, token[:, None]), axis=1)
+        return OrtLoop(OrtCache(decoder, self.plan.policy), self.guard())
 
     def with_policy_name(self, policy: str, options: dict[str, Any]) -> OrtRuntime:
         """Return a runtime of this decoder under another policy that was exported.
@@ -280,24 +229,18 @@ class OrtRuntime:
         policy = self.manifest.facts["policy"]
         return {policy["name"]: [*policy["parameters"], *PINS]}
 
-    def save(self, session: Session, path: str | os.PathLike[str]) -> None:
-        """Write everything that `session` needs to go on.
-
-        Raises:
-            SessionNotSaved: nothing was written; an earlier file is as it was.
-        """
-        saved.save(session, self._identity(), path)
-
-    def _identity(self) -> dict[str, Any]:
-        return saved.identity_of(self.manifest.facts, self.manifest.fingerprint, self.plan)
-
-    def restore(self, session: Session, path: str | os.PathLike[str]) -> None:
-        """Turn `session` into the saved one, or refuse and leave it unchanged.
-
-        Raises:
-            SessionFileCorrupt, SessionFileForeign, SessionFileNewer, PinsTooLarge: refused.
-        """
-        saved.restore(session, self._identity(), self.manifest.model["vocabulary"], path)
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return all that must agree for saved slots to be usable."""
+        policy, plan = self.manifest.facts["policy"], self.plan
+        return {
+            "fingerprint": self.manifest.fingerprint,
+            "dtype": plan.dtype,
+            "positions": plan.positions,
+            "policy": policy["name"],
+            "parts": {name: policy[name] for name in ("name", "parameters")},
+            "budget_tokens": plan.budget_tokens,
+        }
 
 
 def open_export(

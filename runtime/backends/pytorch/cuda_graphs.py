@@ -295,4 +295,5 @@ def is_full(cache: BudgetCache) -> bool:
 def blocks_of(cache: BudgetCache, tokens: int) -> int:
     """Return in how many blocks a pass reads so many tokens."""
     size = cache.block_size
-    return 1 if tokens <= size + cache.spare or not is_full(cache) else -(-tokens // size)
+    fits = tokens <= size or tokens <= size + cache.spare or not is_full(cache)
+    return 1 if fits else -(-tokens // size)

@@ -63,6 +63,8 @@ class BlockLoop(Loop):
         never = None if cache.eviction.policy.evicts else cache.eviction.name
         super().__init__(cache, on_full, never)
         self.model, self.asynchronous = model, model.device.type == "cuda"
+        self.step = -(-cache.block_size // LENGTHS)
+        """Says by how many tokens the lengths that blocks are padded to differ."""
         self.graphs = graphs if isinstance(graphs, BlockGraphs) else None
         self.short: ShortFactors | None = getattr(model, SHORT, None)
         """Holds the factors by which short texts are read, where the model has others."""
@@ -162,7 +164,8 @@ class BlockLoop(Loop):
         If they no longer are, what was read by them is read again, by the long ones.
         """
         cache, tokens, short = self.cache, ids.shape[1], self.short
-        self._allocate(len(ids))
+        if cache.allocation.batch is None:
+            self._allocate(len(ids))
         self.make_room(tokens)
         if not cache.seen:
             self.read_short = []
@@ -227,7 +230,8 @@ class BlockLoop(Loop):
                 )
             if short is not None:
                 self.read_short.append(ids)
-        self.peak_bytes = max(self.peak_bytes, cache.nbytes)
+        if cache.layout.shape.slides:  # all else stays as it was allocated
+            self.peak_bytes = max(self.peak_bytes, cache.nbytes)
         return cast(Tensor, out.logits)
 
     @contextmanager
@@ -243,11 +247,6 @@ class BlockLoop(Loop):
                 f"the system refused the memory that a block of {tokens} tokens takes; what "
                 "was held is forgotten, the conversation is read again with the next message"
             ) from error
-
-    @property
-    def step(self) -> int:
-        """Return by how many tokens the lengths that blocks are padded to differ."""
-        return -(-self.cache.block_size // LENGTHS)
 
     def padded(self, tokens: int) -> int:
         """Return the length to which a block of so many tokens is padded: one of nine.

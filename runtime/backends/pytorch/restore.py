@@ -55,11 +55,11 @@ def saved(layer: BudgetLayer) -> tuple[dict[str, list[Tensor]], dict[str, Any]]:
         "held": [s.held for s in heads],
         "budgets": [s.budget for s in heads],
         "stays": [s.target_length for s in heads],
-        "moved": layer.storage is not None and layer.storage.positions.moved,
+        "moved": layer.storage.positions.moved,
         "ring": 0 if ring is None else ring.queries.shape[2],
         "evicted": None,
     }
-    if layer.storage is not None and layer.storage.key_mean is not None:
+    if layer.storage.key_mean is not None:
         pieces["mean"] = [layer.storage.key_mean]
     if ring is not None:
         pieces |= {"ring.queries": [ring.queries], "ring.shift": [ring.shift]}
@@ -163,7 +163,7 @@ class SavedLayers:
         for name, (one, kind) in pool.format.shapes(size, dtype).items():
             if name in pool.named():  # values may be part of keys
                 self._finite(self._take(index, f"slots.{name}", (total, *one), kind), index)
-        if layer.storage is not None and (mean := layer.storage.key_mean) is not None:
+        if (mean := layer.storage.key_mean) is not None:
             self._finite(self._take(index, "mean", tuple(mean.shape), mean.dtype), index)
         positions = self._take(index, "slots.positions", (total,), torch.int32)
         inside = bool(((positions >= 0) & (positions < self.seen)).all())
@@ -357,7 +357,6 @@ class Refill:
     def _fill(self, layer: BudgetLayer) -> None:
         """Restore a layer: its slots, its window of queries and its evicted tokens."""
         index, saved = layer.index, self.saved.layers[layer.index]
-        assert layer.storage is not None
         layer.seen = self.seen
         layer.storage.positions.note_moved(bool(saved["moved"]))
         if layer.storage.key_mean is not None:
@@ -459,12 +458,11 @@ class Refill:
         keys = one.keys
         if (numbers := pool.format.keys) is not None:
             keys = one.empty(held)
-            mean = None if layer.storage is None else layer.storage.mean
+            mean = layer.storage.mean
             own = None if mean is None else mean[:1, one.head : one.head + 1]
             numbers.dequantise(pool.format.parts("key", one.held_views()), keys, own)
         if self.saved.moved(layer):
             keys = self._back(keys, one.aux(SHIFT))
-        assert layer.storage is not None
         engine = eager_of(layer.layout)(layer.storage, layer.policy)
         engine.shrink_to_budget(one, AttentionStep(self.seen, 0, [keys]))
         return {name: one.view(buffer)[0, 0] for name, buffer in aside.named().items()}

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvcap.kernels.choice import ready
+from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.attention.masks import Slots
 from kvcap.runtime.backends.pytorch.loop import BlockLoop, out_of_memory
 from kvcap.runtime.backends.pytorch.sampler import draw_each
@@ -79,14 +80,12 @@ class SharedPass:
         if session.cache_away is None:
             row = self._free.pop()
             for layer, copy in zip(loop.cache.capped_layers, self._rotated_keys[row], strict=False):
-                assert layer.storage is not None
                 copy.count, layer.storage.positions.copy = 0, copy
             session.cache_away = partial(self._leave, loop.cache, row)
 
     def _leave(self, cache: BudgetCache, row: int) -> None:
         """Take back the memory for rotated keys."""
         for layer in cache.capped_layers:
-            assert layer.storage is not None
             layer.storage.positions.copy = None
         self._free.append(row)
 
@@ -246,16 +245,12 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         self,
         module: nn.Module,
         query: Tensor,
-        scaling: float,
-        softcap: float | None,
+        logits: Logits,
         position_ids: Tensor | None,
-        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend with each session's token [S, H, 1, D], then evict; see `BudgetLayer.attend`."""
         rows = zip(self._layers, query.split(1), strict=True)
-        return torch.cat(
-            [layer.attend(module, q, scaling, softcap, None, sinks) for layer, q in rows]
-        )
+        return torch.cat([layer.attend(module, q, logits, None) for layer, q in rows])
 
     def take_back(self) -> None:
         """Forget the tokens just appended, which are refused."""

@@ -26,8 +26,7 @@ class CorrectedSlots(EagerSlots):
         context: ForwardContext,
     ) -> Tensor:
         segment, keys = self.segments[index], held.keys[index]
-        logits = call.scaling, call.softcap, segment.query_heads_of(call.sinks)
-        return self.storage.evicted_store.attend(index, segment, query, keys, *logits)[0]
+        return self.storage.evicted_store.attend(index, segment, query, keys, call.logits)[0]
 
     def _give_up(
         self, segment: Segment, evicted: Tensor, one: SegmentEviction | None = None

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from kvcap import kernels
+from kvcap.kernels.choice import ready
 from kvcap.policies import Eviction, Observation
 from kvcap.policies.base import evenly
 from kvcap.policies.base.component import ATTENTION_VIEWS
-from kvcap.runtime.attention.functions import attend
+from kvcap.policies.base.eviction import Score, Update, eager_update
+from kvcap.runtime.attention.functions import attend, attend_plainly
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.policy_guard import PolicyGuard, is_own
 from kvcap.runtime.cache.pool import Segment, resize
@@ -34,7 +36,7 @@ class HeldKeys(NamedTuple):
     """A record of a layer's keys, rotated to their present positions, and of its values."""
 
     keys: list[Tensor]  # [b, k, held, D] of every segment
-    values: list[Tensor] | None  # likewise; None: they are weighed where they lie, see `quantised`
+    values: list[Tensor] | None = None  # copies of them, where they are read; None: as slots lie
 
 
 class Shown(NamedTuple):
@@ -77,9 +79,16 @@ class EagerSlots:
         self.storage, self.segments, self.policy = storage, storage.segments, policy
         self.evict_every, self.balance = evict_every, balance
         self.eviction = policy.eviction
-        trusted = all(map(is_own, self.eviction.components))
-        # Scores and updates: kernels and policies themselves, if they are kvcap's own.
-        self._rank: Any = kernels if trusted else PolicyGuard(self.eviction)
+        by_kernels, score, update = ready(self.segments[0].pool.keys), None, eager_update
+        if not all(map(is_own, self.eviction.components)):
+            guard = PolicyGuard(self.eviction)
+            score, update = guard.score, guard.update
+        elif by_kernels:
+            score, update = kernels.score, kernels.update
+        # What computes scores, new state and attention: chosen once, as the device stays.
+        self._score: Score | None = score
+        self._update: Update = update
+        self._attend = attend if by_kernels else attend_plainly
 
     SHOWS_OUTPUT = True
     """Says that attention reads slots as they are, so that a policy may look at its output."""
@@ -94,7 +103,7 @@ class EagerSlots:
     def append(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
         """Write a block's keys and values [B, K, T, D] into the slots behind those in use."""
         place, positions = block.place, self.storage.positions
-        block.offsets = positions.offsets(place.read_at, self.segments)
+        block.offsets = tuple([place.read_at - segment.held for segment in self.segments])
         keys = positions.aligned(keys, block.offsets)
         for segment in self.segments:
             segment.append(segment.rows_of(keys), segment.rows_of(values), place.times)
@@ -138,7 +147,7 @@ class EagerSlots:
         if block.readers:
             block.shown = Shown(held, step)
         else:
-            self._evict_beside(step, context)
+            self.evict(step, context)
         return out
 
     def again(self, query: Tensor, block: PendingBlock, call: AttentionCall) -> Tensor:
@@ -155,13 +164,12 @@ class EagerSlots:
         query = self.storage.positions.aligned(query, block.offsets)
         out = self._over(query, block.shown.held, call, block.context)
         if not block.readers:
-            self._evict_beside(block.shown.step, block.context)
+            self.evict(block.shown.step, block.context)
         return out
 
     def _held_keys(self, length: int) -> HeldKeys:
-        """Return all keys, rotated to where they count, and all values, for so many queries."""
-        values = [segment.values for segment in self.segments]
-        return HeldKeys(self.storage.positions.keys(self.segments, length), values)
+        """Return all keys, rotated to where they count, for so many queries."""
+        return HeldKeys(self.storage.positions.keys(self.segments, length))
 
     def _over(
         self, query: Tensor, held: HeldKeys, call: AttentionCall, context: ForwardContext
@@ -171,7 +179,8 @@ class EagerSlots:
             return self._over_segment(0, query, held, call, context)
         out = None
         for i, segment in enumerate(self.segments):
-            part = self._over_segment(i, segment.rows_of(query), held, call, context)
+            mine = call._replace(logits=segment.logits_of(call.logits))
+            part = self._over_segment(i, segment.rows_of(query), held, mine, context)
             out = query.new_empty(*query.shape[:3], part.shape[3]) if out is None else out
             segment.rows_of(out).copy_(part)
         assert out is not None, "a layer has segments"
@@ -185,11 +194,9 @@ class EagerSlots:
         call: AttentionCall,
         context: ForwardContext,
     ) -> Tensor:
-        """Attend to one segment with its queries. [b, h, T, D]."""
-        assert held.values is not None
-        sinks = self.segments[index].query_heads_of(call.sinks)
-        keys, values, bias = held.keys[index], held.values[index], context.causal_bias
-        return attend(query, keys, values, call.scaling, call.softcap, None, sinks, bias)
+        """Attend to one segment with its queries and logits. [b, h, T, D]."""
+        keys, values = held.keys[index], self.segments[index].held_views()["values"]
+        return self._attend(query, keys, values, call.logits, None, context.causal_bias)
 
     # A single token
 
@@ -198,28 +205,28 @@ class EagerSlots:
 
     # Evict
 
-    def _evict_beside(self, step: AttentionStep, context: ForwardContext) -> None:
-        """Evict after attention, in a CUDA graph beside what follows it, if anything is to do."""
-        excess = max([segment.held - segment.target_length for segment in self.segments])
-        due = excess >= (1 if step.length > 1 else self.evict_every)
-        if due or self.policy.has_state or (self.balance is not None and step.length > 1):
-            with context.run_async_if_last(step):
-                self.evict(step, due)
+    def evict(self, step: AttentionStep, context: ForwardContext) -> None:
+        """Update the policy's state, and evict down to the budget: at once, or every few tokens.
 
-    def evict(self, step: AttentionStep, due: bool) -> None:
-        """Update the policy's state and, if that is `due`, evict down to the budget."""
-        observed = [self._observe(i, segment, step) for i, segment in enumerate(self.segments)]
-        if self.policy.has_state:
-            self._update_state(observed)
-        balance = self.balance
-        if balance is not None and step.length > 1:
-            self._prefer(balance, observed[0], step)
-        if due:
-            self._evict_lowest(observed)
-        # Tokens that are generated change nothing about what layers want.
-        last = self.policy.index == len(self.policy.layout.budgets) - 1
-        if balance is not None and last and (step.length > 1 or not balance.is_balanced):
-            balance.rebalance(step.tokens)
+        In a CUDA graph that is done beside what follows.
+        """
+        excess = max([segment.held - segment.target_length for segment in self.segments])
+        due, balance = excess >= (1 if step.length > 1 else self.evict_every), self.balance
+        prefers = balance is not None and step.length > 1
+        if not (due or prefers or self.policy.has_state):
+            return
+        with context.run_async_if_last(step):
+            observed = [self._observe(i, segment, step) for i, segment in enumerate(self.segments)]
+            if self.policy.has_state:
+                self._update_state(observed)
+            if balance is not None and prefers:
+                self._prefer(balance, observed[0], step)
+            if due:
+                self._evict_lowest(observed)
+            # Tokens that are generated change nothing about what layers want.
+            last = self.policy.index == len(self.policy.layout.budgets) - 1
+            if balance is not None and last and (prefers or not balance.is_balanced):
+                balance.rebalance(step.tokens)
 
     def _prefer(self, balance: LayerBalance, obs: Observation, step: AttentionStep) -> None:
         """Note the layer's preference for slots; in a dry run there is none."""
@@ -241,14 +248,14 @@ class EagerSlots:
             eviction = Eviction(eviction.policy)  # no rescorer, which may look at queries too
             scores = segment.positions.float()
         else:
-            scores = eviction.score(obs, self._rank.score)
+            scores = eviction.score(obs, self._score)
         slots = eviction.choose(scores, pinned, obs, segment.held - segment.target_length)
         self._give_up(segment, slots)
 
     def _update_state(self, observed: list[Observation]) -> None:
         """Bring the numbers that the policy keeps of slots up to date."""
         for segment, obs in zip(self.segments, observed, strict=True):
-            for name, tensor in self.eviction.update(obs, self._rank.update).items():
+            for name, tensor in self.eviction.update(obs, self._update).items():
                 segment.aux(name).copy_(tensor)
 
     def _evict_lowest(self, observed: list[Observation]) -> None:
@@ -257,7 +264,7 @@ class EagerSlots:
         divides = eviction.heads_move and self.policy.layout.divides(observed[0].new)
         for i, (segment, obs) in enumerate(zip(self.segments, observed, strict=True)):
             if divides or segment.held > segment.target_length:
-                scores, pins = eviction.score(obs, self._rank.score), eviction.pins_of(obs)
+                scores, pins = eviction.score(obs, self._score), eviction.pins_of(obs)
                 some = divides or obs.pinned_spans or pins != (0, 0)
                 pinned = eviction.pinned(obs, pins) if some else None
                 found.append(SegmentEviction(i, segment, obs, scores, pinned))
@@ -317,25 +324,29 @@ class EagerSlots:
             found += [slots + evenly(spare, heads, i) for i, slots in enumerate(mine)]
         return found
 
-    def _observe(self, index: int, segment: Segment, step: AttentionStep) -> Observation:
-        """Show the policy one segment."""
+    def _observe(
+        self, index: int, segment: Segment, step: AttentionStep, values: Tensor | None = None
+    ) -> Observation:
+        """Show the policy one segment, with `values` other than those that attention read."""
         policy, views, spans = self.policy, segment.held_views(), tuple(self.policy.pinned_spans)
         if segment.first_pinned:
             spans = (*spans, (0, segment.first_pinned))
-        common = policy.common(step.call)
+        common, sinks = policy.common(step.call), step.call.logits.sinks
+        if values is None:
+            values = views["values"] if step.values is None else step.values[index]
         if (projection := common["output_projection"]) is not None:
             mine = slice(segment.head, segment.head + segment.heads)
             common["output_projection"] = projection[mine]
         return Observation(
             keys=step.keys[index],
-            values=self._values(segment) if step.values is None else step.values[index],
+            values=values,
             positions=views["positions"],
             num_tokens=step.tokens if step.token_counter is None else step.token_counter,
             budget=segment.target_length,
             new=step.length,
             first_head=segment.head,
             queries=None if step.queries is None else self._window(segment, step),
-            sinks=segment.query_heads_of(step.call.sinks),
+            sinks=sinks if sinks is None else segment.logits_of(step.call.logits).sinks,
             attended=step.attended,
             state={name: views[name] for name in self.eviction.state} if policy.has_state else {},
             pinned_spans=spans,
@@ -350,10 +361,6 @@ class EagerSlots:
             return segment.rows_of(step.queries)[:, :, -(count or 0) :]
         rotation = self.storage.positions.window_rotation
         return window.last(segment, min(count, step.tokens), rotation)
-
-    def _values(self, segment: Segment) -> Tensor:
-        """Return a segment's values [b, k, held, D], where attention saw no copy of them."""
-        return segment.values
 
 
 def _has_no_data(x: Tensor) -> bool:

@@ -48,4 +48,4 @@ class LatentSlots(EagerSlots):
     ) -> Tensor:
         assert call.expansion is not None
         over = attend_expanded if self._expands(query.shape[2]) else attend_absorbed
-        return over(query, held.keys[index], call.expansion, call.scaling, call.softcap)
+        return over(query, held.keys[index], call.expansion, call.logits)

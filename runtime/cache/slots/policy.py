@@ -6,15 +6,15 @@ What it reads is found out once, so that nobody asks for every token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from kvcap import kernels
 from kvcap.policies import Observation
 from kvcap.policies.base import Expansion
 from kvcap.policies.base.component import ATTENTION_VIEWS
+from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.cache.layout import CacheLayout
 from kvcap.runtime.cache.pool import Segment
 from kvcap.runtime.cache.regions import Regions
@@ -22,14 +22,11 @@ from kvcap.runtime.models.output_projection import output_projection
 from kvcap.runtime.types import Span
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """A record of an attention call's arguments besides queries, keys and values."""
 
     module: nn.Module | None = None
-    scaling: float = 1.0
-    softcap: float | None = None
-    sinks: Tensor | None = None  # [H], the sink logits of a model that has them
+    logits: Logits = Logits()
     expansion: Expansion | None = None  # of slots that hold latents
 
 
@@ -94,8 +91,8 @@ class LayerPolicy:
             "output_projection": projection,
             "layer": self.index,
             "regions": self.regions.weighed,
-            "scaling": call.scaling,
-            "softcap": call.softcap,
+            "scaling": call.logits.scale,
+            "softcap": call.logits.softcap,
             "expansion": call.expansion,
             "saliency": self.eviction.saliency,
         }

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from kvcap.kernels.choice import ready
+from kvcap.policies import Observation
 from kvcap.runtime.attention.functions import attend_weighing
 from kvcap.runtime.cache.pool import SHIFT, Segment
 from kvcap.runtime.cache.slots.eager import EagerSlots, HeldKeys
 from kvcap.runtime.cache.slots.policy import AttentionCall
+from kvcap.runtime.cache.slots.step import AttentionStep
 from kvcap.runtime.cache.step import ForwardContext, PendingBlock
 from kvcap.runtime.cache.storage import QuantisedStorage
 
@@ -28,7 +30,7 @@ class QuantisedSlots(EagerSlots):
     def append(self, block: PendingBlock, keys: Tensor, values: Tensor) -> None:
         """Quantise a block's keys and values [B, K, T, D] into the slots behind those in use."""
         place, storage = block.place, self.storage
-        block.offsets = storage.positions.offsets(place.read_at, self.segments)
+        block.offsets = tuple([place.read_at - segment.held for segment in self.segments])
         keys = storage.quantisable(keys, place.read_at, not place.seen)
         count = torch.arange(block.length, dtype=torch.int32, device=keys.device)
         for segment in self.segments:
@@ -51,16 +53,19 @@ class QuantisedSlots(EagerSlots):
         context: ForwardContext,
     ) -> Tensor:
         asked = query.to(held.keys[index].dtype)
-        if held.values is not None:
-            return super()._over_segment(index, asked, held, call, context).to(query.dtype)
-        segment = self.segments[index]
-        sinks, weigh = segment.query_heads_of(call.sinks), partial(weigh_values, segment)
-        out = attend_weighing(asked, held.keys[index], weigh, call.scaling, call.softcap, sinks)
+        keys, values = held.keys[index], held.values
+        if values is None:
+            weigh = partial(weigh_values, self.segments[index])
+            return attend_weighing(asked, keys, weigh, call.logits).to(query.dtype)
+        out = self._attend(asked, keys, values[index], call.logits, None, context.causal_bias)
         return out.to(query.dtype)
 
-    def _values(self, segment: Segment) -> Tensor:
-        """Return a copy of a segment's values; an empty one of those that nobody reads."""
-        return read_values(segment) if self.policy.reads_values else segment.empty(0)
+    def _observe(
+        self, index: int, segment: Segment, step: AttentionStep, values: Tensor | None = None
+    ) -> Observation:
+        if step.values is None:  # values that nobody reads are left empty
+            values = read_values(segment) if self.policy.reads_values else segment.empty(0)
+        return super()._observe(index, segment, step, values)
 
 
 def read_values(segment: Segment) -> Tensor:

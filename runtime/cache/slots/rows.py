@@ -153,7 +153,7 @@ class RowSlots:
             pool = ((keys, self.pool.keys), (values, self.pool.values))
             keys, values = (x.clone() if x is its else x for x, its in pool)
         with context.run_async_unless_last((query, keys, values)):
-            out = attend_rows(query, keys, values, shown, call.scaling, call.softcap, call.sinks)
+            out = attend_rows(query, keys, values, shown, call.logits)
         assert block.new_values is not None
         step = RowStep(
             block.place.total_tokens,
@@ -211,7 +211,7 @@ class RowSlots:
         """
         assert block.arrived is not None
         (key, value), context = block.arrived, block.context
-        if call.softcap is not None or call.sinks is not None:
+        if call.logits.softcap is not None or call.logits.sinks is not None:
             return None
         storage, policy, buffers = self.storage, self.policy, self.moving
         rotation, rows = storage.positions.rotation, self._rows_of(block)
@@ -230,7 +230,7 @@ class RowSlots:
             angles,
             block.place.times,
             buffers,
-            call.scaling,
+            call.logits.scale,
             turn,
             summed=policy.rotates_keys_itself,
             rows=rows.before,
@@ -394,7 +394,7 @@ class RowSlots:
             budget=self.segments[0].target_length,
             new=step.length,
             queries=queries,
-            sinks=step.call.sinks,
+            sinks=step.call.logits.sinks,
             state={name: self.pool.aux[name] for name in self.eviction.state},
             pinned_spans=tuple(policy.pinned_spans),
             rows=rows.after._replace(starts=step.shown.starts),

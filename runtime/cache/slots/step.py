@@ -22,7 +22,7 @@ class AttentionStep:
     queries: Tensor | None = None
     """Holds the queries of the layer [B, H, T, D], likewise; None: the policy reads none."""
     values: list[Tensor] | None = None
-    """Holds the values of every segment [b, k, held, D]; None: they are read from its slots."""
+    """Holds copies of the values of every segment [b, k, held, D]; None: slots hold them so."""
     call: AttentionCall = field(default_factory=AttentionCall)
     token_counter: Tensor | None = None
     """Holds `tokens` as a tensor [] on the device, inside a CUDA graph."""

@@ -7,7 +7,7 @@ import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
 
 from kvcap.lab.bench import ragged
-from kvcap.runtime.attention.functions import attend_rows
+from kvcap.runtime.attention.functions import Logits, attend_rows
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -19,7 +19,7 @@ def test_all_ways_attend_alike(length: int) -> None:
     places = ragged.rows_of(segments)
     assert places.starts[-1] == len(pool.keys)
     for found in (
-        attend_rows(query, pool.keys, pool.values, places, ragged.SCALING),
+        attend_rows(query, pool.keys, pool.values, places, Logits(ragged.SCALING)),
         ragged.padded(query, segments),
     ):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

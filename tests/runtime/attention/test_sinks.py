@@ -29,7 +29,13 @@ from kvcap.evals.measure import allocator_peak
 from kvcap.export.decoder.spec import layout_for
 from kvcap.export.graphs.shape import model_sizes
 from kvcap.policies.saliencies.obcache import OBCache
-from kvcap.runtime.attention.functions import attend, attend_with_lse, attention_forward, causal
+from kvcap.runtime.attention.functions import (
+    Logits,
+    attend,
+    attend_with_lse,
+    attention_forward,
+    causal,
+)
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache.settings import CacheSettings
@@ -119,7 +125,7 @@ def test_attention_with_sinks(sizes, masked, dtype):
     elif masked == "a batch's":
         seen = given = seen.repeat(batch, 1, 1, 1)
         seen[0, ..., 0] = slots == length  # a slot that the first sequence alone does not see
-    got = attend(q, k, v, 0.3, mask=given, sinks=sinks)
+    got = attend(q, k, v, Logits(0.3, sinks=sinks), given)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     assert got.dtype == dtype
     close(got.double(), plain(q, k, v, sinks, seen), tolerance)
@@ -129,7 +135,7 @@ def test_no_matrix_of_queries_times_slots_on_a_cpu(monkeypatch):
     """Neither masked nor unmasked attention has a workspace [B, H, T, n]."""
     heads, length, slots = 8, 256, 2048
     q, k = torch.randn(1, heads, length, 16), torch.randn(1, 2, slots, 16)
-    peak = allocator_peak(lambda: attend(q, k, k, 0.3, sinks=torch.zeros(heads)))
+    peak = allocator_peak(lambda: attend(q, k, k, Logits(0.3, sinks=torch.zeros(heads))))
     assert peak < heads * length * slots * 4 / 3
 
 
@@ -149,7 +155,7 @@ def test_gradients_reach_sinks_and_keys():
 def test_the_log_sum_exp_is_the_same_either_way():
     q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 11, 16)
     mask = causal(5, 11, q)
-    fused, slow = (attend_with_lse(x, k, k, 0.3, None, mask) for x in (q, q.requires_grad_()))
+    fused, slow = (attend_with_lse(x, k, k, Logits(0.3), mask) for x in (q, q.requires_grad_()))
     close(fused[0], slow[0].detach(), 1e-5)
     close(fused[1], slow[1].detach(), 1e-5)
 

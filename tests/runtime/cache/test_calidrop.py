@@ -15,7 +15,7 @@ import torch
 from conftest import tiny_model
 
 import kvcap
-from kvcap.runtime.attention.functions import attend_with_lse, causal, merge
+from kvcap.runtime.attention.functions import Logits, attend_with_lse, causal, merge
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
 from kvcap.runtime.cache import evicted_store as mapped_file
 from kvcap.runtime.errors import StoreFailed
@@ -36,9 +36,9 @@ def loop_of(model: Any, base: str = "snapkv", **options: Any) -> BlockLoop:
 
 def test_merge_is_attention_over_both():
     q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
-    whole, whole_lse = attend_with_lse(q, k, v, 0.3)
-    a = attend_with_lse(q, k[:, :, :4], v[:, :, :4], 0.3)
-    b = attend_with_lse(q, k[:, :, 4:], v[:, :, 4:], 0.3)
+    whole, whole_lse = attend_with_lse(q, k, v, Logits(0.3))
+    a = attend_with_lse(q, k[:, :, :4], v[:, :, :4], Logits(0.3))
+    b = attend_with_lse(q, k[:, :, 4:], v[:, :, 4:], Logits(0.3))
     merged, lse = merge(*a, *b)
     torch.testing.assert_close(merged, whole)
     torch.testing.assert_close(lse, whole_lse)
@@ -49,7 +49,7 @@ def test_merge_is_attention_over_both():
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_log_sum_exp_of_a_causal_block(softcap):
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8)
-    out, lse = attend_with_lse(q, k, v, 0.3, softcap, causal(3, 7, q))
+    out, lse = attend_with_lse(q, k, v, Logits(0.3, softcap), causal(3, 7, q))
     for h in range(4):
         for t in range(3):
             z = (k[0, h // 2, : 5 + t] @ q[0, h, t]) * 0.3
@@ -71,7 +71,7 @@ def test_what_is_remembered_grows_with_what_is_evicted(tokens):
     assert torch.equal(calibration._query, before)
     evicted = calibration.evicted[0]
     assert evicted.held == 65 - 12
-    out, lse = attend_with_lse(calibration._query, evicted.keys, evicted.values, 0.25)
+    out, lse = attend_with_lse(calibration._query, evicted.keys, evicted.values, Logits(0.25))
     torch.testing.assert_close(calibration._out, out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(calibration._lse, lse, rtol=1e-4, atol=1e-5)
     assert loop.cache.recomputed == [0.0, 0.0]

@@ -174,13 +174,14 @@ class Truth:
                 q = turn(q, torch.full(q.shape[:3], -past), layer)
             group = q.shape[1] // keys.shape[1]
             k, v = (x.repeat_interleave(group, 1) for x in (keys, values))
-            z = q @ k.mT * call.scaling
-            z = z if call.softcap is None else call.softcap * torch.tanh(z / call.softcap)
+            scale, softcap, sinks = segment.logits_of(call.logits)
+            z = q @ k.mT * scale
+            z = z if softcap is None else softcap * torch.tanh(z / softcap)
             later = torch.ones(q.shape[2], k.shape[2]).triu(k.shape[2] - q.shape[2] + 1).bool()
             z = z.masked_fill(later, float("-inf"))
-            if call.sinks is not None:
-                sinks = segment.query_heads_of(call.sinks).double()
-                z = torch.cat((z, sinks[None, :, None, None].expand(*z.shape[:3], 1)), -1)
+            if sinks is not None:
+                own = sinks.double()[None, :, None, None].expand(*z.shape[:3], 1)
+                z = torch.cat((z, own), -1)
             weights = z.softmax(-1)[..., : k.shape[2]]
             found = segment.rows_of(out).double()
             torch.testing.assert_close(found, weights @ v, rtol=1e-5, atol=1e-5)

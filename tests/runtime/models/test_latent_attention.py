@@ -24,6 +24,7 @@ from kvcap.export.decoder.spec import layout_for
 from kvcap.policies import Observation
 from kvcap.policies.base import Expansion
 from kvcap.runtime.attention import latents
+from kvcap.runtime.attention.functions import Logits
 from kvcap.runtime.backends.pytorch import snapshot
 from kvcap.runtime.backends.pytorch.cuda_graphs import why_unsteady
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -135,9 +136,9 @@ def test_both_ways_to_attend_are_the_formula():
                 keys = torch.stack([torch.cat((s[:6], expansion.keys[h] @ s[6:])) for s in seen])
                 weights = (keys @ query[b, h, t] * 0.3).softmax(0)
                 expected[b, h, t] = weights @ (seen[:, 6:] @ expansion.values[h].T)
-    expanded = latents.attend_expanded(query, slots, expansion, 0.3, None)
+    expanded = latents.attend_expanded(query, slots, expansion, Logits(0.3))
     taken = latents.absorbed(query, expansion)
-    over = latents.attend_absorbed(taken, slots, expansion, 0.3, None)
+    over = latents.attend_absorbed(taken, slots, expansion, Logits(0.3))
     torch.testing.assert_close(expanded, expected)
     torch.testing.assert_close(over, expected)
 

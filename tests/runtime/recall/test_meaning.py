@@ -66,7 +66,7 @@ def test_what_the_user_told_in_short_is_read_again(meaning):
     messages = [{"role": role, "content": text} for role, text in said]
     ids = encode(tokenizer.apply_chat_template(messages, tokenize=False))
     by_words = Recall(tokenizer, encode, 256)
-    by_meaning = Recall(tokenizer, encode, 256, meaning=meaning)
+    by_meaning = Recall(tokenizer, encode, 256, meaning=lambda: meaning)
     question = "Which medicine could make me ill?"
     assert not by_words.find(question, ids)
     assert by_meaning.find(question, ids)[0].text == TOLD[3]
@@ -81,4 +81,4 @@ def test_pytorch_gives_rows_of_the_embedding_table():
     table = runtime.model.get_input_embeddings().weight
     rows = runtime.meaning._rows([7, 300])
     assert np.array_equal(rows, table[[7, 300]].detach().float().numpy())
-    assert runtime.session().recall._meaning is runtime.meaning
+    assert runtime.session().recall._meaning() is runtime.meaning
