@@ -131,7 +131,7 @@ class Follower:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.plain.calls.llama_memory_clear(self.plain.memory, True)
+        self.plain.calls.llama_memory_seq_rm(self.plain.memory, 0, 0, -1)
         self.compact, self.auto = self.positions == "compact", self.positions == "auto"
         self.held: list[tuple[int, int]] = []  # places in the conversation, and positions
         self.seen = 0

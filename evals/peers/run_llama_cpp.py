@@ -9,7 +9,7 @@ import ctypes
 import json
 import sys
 from collections.abc import Callable, Sequence
-from ctypes import c_int32
+from ctypes import c_bool, c_int32, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class PeerContext:
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot make a context of {tokens} tokens")
         self.memory, self.batch = self.calls.llama_get_memory(self.context), settings.n_batch
+        _declare(self.library)
 
     def read(self, ids: Sequence[int]) -> None:
         """Read tokens that follow those read before."""
@@ -98,6 +99,21 @@ class Native:
     def eviction_seconds(self, turn: Callable[[], Any]) -> float | None:
         """Return None, as llama.cpp evicts nothing."""
         return None
+
+
+def _declare(library: Any) -> None:
+    """Declare the functions of the library that kvcap itself does not call."""
+    from kvcap.runtime.backends.llamacpp.library import LlamaBatch
+
+    for name, result, arguments in (
+        ("llama_batch_get_one", LlamaBatch, (c_void_p, c_int32)),
+        ("llama_sampler_init_greedy", c_void_p, ()),
+        ("llama_sampler_sample", c_int32, (c_void_p, c_void_p, c_int32)),
+        ("llama_memory_clear", None, (c_void_p, c_bool)),
+        ("llama_memory_seq_pos_max", c_int32, (c_void_p, c_int32)),
+        ("llama_model_n_head_kv", c_int32, (c_void_p,)),
+    ):
+        library.symbol(name, result, arguments)
 
 
 def _library() -> Any:

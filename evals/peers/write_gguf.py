@@ -5,14 +5,19 @@ The file has no tokenizer, as benchmarks pass tokens as numbers.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterator
+from ctypes import POINTER, c_char_p, c_int32, c_uint32
 from pathlib import Path
 from typing import Any
 
-from kvcap.runtime.backends.llamacpp.library import Library
+from kvcap.runtime.backends.llamacpp.library import SPARE, Library
+from kvcap.runtime.errors import LibraryUnusable
 
-TYPES = ("F16", "Q8_0", "Q4_0")
+FILE_TYPES = {"Q4_0": 2, "Q8_0": 7}
+"""Holds the library's numbers of types that files are quantised to."""
+TYPES = ("F16", *FILE_TYPES)
 PARTS = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
@@ -44,9 +49,33 @@ def written(library: Library, model: Path, files: Path, kind: str) -> Path:
         part.rename(whole)
     file = files / f"{model.name}-{kind}.gguf"
     if not file.exists():
-        library.quantise(whole, part := file.with_suffix(".part"), kind)
+        quantise(library, whole, part := file.with_suffix(".part"), kind)
         part.rename(file)
     return file
+
+
+class QuantiseSettings(ctypes.Structure):
+    """The first part of the library's structure of settings of its quantiser."""
+
+    _fields_ = (
+        ("threads", c_int32),
+        ("file_type", c_int32),
+        ("spare", ctypes.c_ubyte * SPARE),
+    )
+
+
+def quantise(library: Library, whole: Path, out: Path, kind: str) -> None:
+    """Write the GGUF file `whole` to `out` with weights of another type, one of `FILE_TYPES`.
+
+    Raises:
+        LibraryUnusable: the build has no quantiser, as xllamacpp's, or cannot do it.
+    """
+    given = (c_char_p, c_char_p, POINTER(QuantiseSettings))
+    call = library.symbol("llama_model_quantize", c_uint32, given)
+    settings = library.symbol("llama_model_quantize_default_params", QuantiseSettings, ())()
+    settings.file_type = FILE_TYPES[kind]
+    if call(str(whole).encode(), str(out).encode(), ctypes.byref(settings)):
+        raise LibraryUnusable(f"{library.file} cannot quantise {whole.name} to {kind}")
 
 
 def _unlike_llama(config: dict[str, Any]) -> str | None:

@@ -13,8 +13,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int8, c_int32, c_void_p
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,7 +46,6 @@ UNITS = {"f16": 32, "q8_0": 34, "q4_0": 18}
 """Holds the bytes of which a row of each type is a multiple: of 16 numbers, or of a unit of 32."""
 TYPES = frozenset(CELL_TYPES.values())
 ROWS = np.dtype([("type", "<i4"), ("nbytes", "<u8")])
-COLUMNS = np.dtype([("type", "<i4"), ("size", "<u4"), ("rows", "<u4")])
 
 
 class Allocated(NamedTuple):
@@ -92,6 +91,13 @@ def _whole(size: float, unit: int, layers: int) -> int:
     return alike if abs(alike - size) <= ROUNDED else round(size / unit) * unit
 
 
+class Rows(NamedTuple):
+    """A record of a layer's keys or values, one row of each cell."""
+
+    data: Bytes  # [cells, n]
+    kind: int  # the library's number of the type of their numbers
+
+
 @dataclass(frozen=True)
 class LayerCells:
     """The cells of a conversation in one layer, as the library's state holds them.
@@ -99,20 +105,22 @@ class LayerCells:
     `keys` and `values` copy them as float32 numbers [K, n, D], oldest token first.
     """
 
+    library: Library  # whose own conversion reads quantised numbers
     head: int  # numbers of a key of one KV head, so that rows have K of them
     order: NDArray[np.intp]  # of the cells, by position
-    key_rows: CellRows
-    value_rows: CellRows | None  # None: the layer's keys are latents, of which values are made
-
-    def keys(self) -> Floats:
-        """Return the keys [K, n, D]."""
-        return self.key_rows.floats(self.heads)[:, self.order]
+    key_rows: Rows
+    value_rows: Rows | None  # None: the layer's keys are latents, of which values are made
 
     @property
     def heads(self) -> int:
         """Return the KV heads of the layer; 1 if its keys are of another length."""
-        count, rest = divmod(self.key_rows.numbers, self.head)
+        one = self.library.floats(self.key_rows.data[:1], self.key_rows.kind)
+        count, rest = divmod(one.size, self.head)
         return 1 if rest else count
+
+    def keys(self) -> Floats:
+        """Return the keys [K, n, D]."""
+        return self._floats(self.key_rows)
 
     def values(self) -> Floats:
         """Return the values [K, n, E].
@@ -125,7 +133,11 @@ class LayerCells:
                 "the model's cells hold latents without values; choose a policy that reads keys, "
                 "such as keydiff-window, or streaming_llm"
             )
-        return self.value_rows.floats(self.heads)[:, self.order]
+        return self._floats(self.value_rows)
+
+    def _floats(self, rows: Rows) -> Floats:
+        cells = self.library.floats(rows.data, rows.kind)[self.order]
+        return np.ascontiguousarray(cells.reshape(len(cells), self.heads, -1).swapaxes(0, 1))
 
 
 def exclusively(method: Callable[..., Result]) -> Callable[..., Result]:
@@ -234,20 +246,11 @@ class Context:
             self._outputs[place] = 0
         for place in outputs:
             self._outputs[place] = 1
-        batch = LlamaBatch(
-            len(tokens),
-            *(
-                None if array is None else ctypes.addressof(array)
-                for array in (
-                    self._ids,
-                    None,
-                    self._positions,
-                    self._counts,
-                    self._sequences,
-                    self._outputs,
-                )
-            ),
-        )
+        arrays = (
+            self._ids, None, self._positions, self._counts, self._sequences, self._outputs
+        )  # fmt: skip
+        places = (None if array is None else ctypes.addressof(array) for array in arrays)
+        batch = LlamaBatch(len(tokens), *places)
         if code := self.calls.llama_decode(self.pointer, batch):
             raise MemoryCapExceeded(
                 f"llama.cpp refused {len(tokens)} tokens with code {code}: "
@@ -302,7 +305,11 @@ class Context:
             raise MemoryCapExceeded(
                 f"llama.cpp's state has {part.held} cells, and {held} tokens are held"
             )
-        return part.layers(self.model.key_length)
+        order = np.argsort(part.positions, kind="stable")
+        return [
+            LayerCells(self.library, self.model.key_length, order, keys, values)
+            for keys, values in zip_longest(part.keys, part.values)
+        ]
 
 
 def _free(calls: Any, pointer: int, model: LlamaModel) -> None:
@@ -315,36 +322,7 @@ def whole_pages(cells: int) -> int:
     return -(-cells // PAGE) * PAGE
 
 
-@dataclass(frozen=True)
-class CellRows:
-    """The rows of a layer's keys or values in a state: one row a cell, or one a channel.
-
-    Args:
-        library: whose own conversion reads quantised numbers.
-        data: the bytes [rows, n].
-        kind: ggml's number of their type.
-        by_channel: whether a row is a channel of all cells.
-    """
-
-    library: Library
-    data: Bytes
-    kind: int
-    by_channel: bool = False
-
-    @property
-    def numbers(self) -> int:
-        """Return the numbers of a cell, in all KV heads; rows are cells."""
-        return self.library.numbers(self.data.shape[1], self.kind)
-
-    def floats(self, heads: int) -> Floats:
-        """Return the numbers as [K, cells, D]."""
-        found = self.library.floats(self.data, self.kind)
-        cells = found.T if self.by_channel else found
-        return np.ascontiguousarray(cells.reshape(len(cells), heads, -1).swapaxes(0, 1))
-
-
-@dataclass(frozen=True)
-class StatePart:
+class StatePart(NamedTuple):
     """A part of a conversation's state: the cells of all layers that keep equally many.
 
     The library writes the number of streams (conversations of the context), then of each how many
@@ -355,19 +333,10 @@ class StatePart:
 
     held: int  # cells
     positions: NDArray[np.int32]  # of the cells
-    key_rows: list[CellRows]
-    value_rows: list[CellRows]
+    keys: list[Rows]  # of each layer
+    values: list[Rows]  # likewise; none: keys are latents
     body: Bytes  # everything behind the number of cells
     stop: int  # bytes of the state up to its end
-
-    def layers(self, head: int) -> list[LayerCells]:
-        """Return the cells layer by layer, whose keys have `head` numbers in each KV head."""
-        order = np.argsort(self.positions, kind="stable")
-        values: list[CellRows | None] = [*self.value_rows] or [None] * len(self.key_rows)
-        return [
-            LayerCells(head, order, keys, own)
-            for keys, own in zip(self.key_rows, values, strict=True)
-        ]
 
 
 def split_state(state: Bytes, library: Library) -> Iterator[StatePart]:
@@ -385,20 +354,23 @@ def split_state(state: Bytes, library: Library) -> Iterator[StatePart]:
                 if found.held:
                     raise MemoryCapExceeded("llama.cpp's state is of several conversations")
                 found = _read_part(reader, held, library)
-        yield replace(found, stop=reader.place)
+        yield found._replace(stop=reader.place)
 
 
 def _read_part(reader: _Reader, held: int, library: Library) -> StatePart:
     """Return the cells of a stream, of which there are some."""
     begins = reader.place
     positions = reader.words(3 * held).reshape(held, 3)[:, 0]
-    transposed, layers = (int(word) for word in reader.words(2))
+    by_channel, layers = (int(word) for word in reader.words(2))
+    if by_channel:
+        raise MemoryCapExceeded(
+            "llama.cpp holds values by channel here, as where it has no flash attention; use "
+            "streaming_llm, and save no session"
+        )
     reader.take(library.layout.gap)
-    keys = [CellRows(library, *reader.rows(held)) for _ in range(layers)]
-    values = list[CellRows]()
-    while len(values) < layers and reader.follows(held, bool(transposed)):
-        taken = reader.columns(held) if transposed else reader.rows(held)
-        values.append(CellRows(library, *taken, by_channel=bool(transposed)))
+    keys, values = [reader.rows(held) for _ in range(layers)], list[Rows]()
+    while len(values) < layers and reader.follows(held):
+        values.append(reader.rows(held))
     return StatePart(held, positions, keys, values, reader.state[begins : reader.place], 0)
 
 
@@ -419,27 +391,21 @@ class _Reader:
         return self.state[self.place - size : self.place]
 
     def words(self, count: int) -> NDArray[np.int32]:
-        return np.frombuffer(self.take(4 * count).tobytes(), "<i4")
+        return np.frombuffer(self.take(4 * count), "<i4")
 
-    def rows(self, held: int) -> tuple[Bytes, int]:
-        """Return the rows [held, n] of a layer, and their type."""
-        head = np.frombuffer(self.take(ROWS.itemsize).tobytes(), ROWS)[0]
-        return self.take(held * int(head["nbytes"])).reshape(held, -1), int(head["type"])
+    def rows(self, held: int) -> Rows:
+        """Return the rows of a layer."""
+        head = np.frombuffer(self.take(ROWS.itemsize), ROWS)[0]
+        if head["type"] not in TYPES:
+            raise MemoryCapExceeded(f"llama.cpp's state has rows of its type {head['type']}")
+        return Rows(self.take(held * int(head["nbytes"])).reshape(held, -1), int(head["type"]))
 
-    def columns(self, held: int) -> tuple[Bytes, int]:
-        """Return the rows [channels, n] of a layer whose values are stored by channel."""
-        head = np.frombuffer(self.take(COLUMNS.itemsize).tobytes(), COLUMNS)[0]
-        size = held * int(head["size"])
-        return self.take(size * int(head["rows"])).reshape(-1, size), int(head["type"])
-
-    def follows(self, held: int, transposed: bool) -> bool:
+    def follows(self, held: int) -> bool:
         """Return whether rows of another layer follow, and not another part of the state."""
-        kind = COLUMNS if transposed else ROWS
-        if self.left < kind.itemsize:
+        if self.left < ROWS.itemsize:
             return False
-        head = np.frombuffer(self.state[self.place : self.place + kind.itemsize].tobytes(), kind)[0]
-        size = head["nbytes"] if not transposed else head["size"] * head["rows"]
-        return bool(head["type"] in TYPES and 0 < held * int(size) <= self.left)
+        head = np.frombuffer(self.state[self.place :], ROWS, 1)[0]
+        return bool(head["type"] in TYPES and 0 < held * int(head["nbytes"]) <= self.left)
 
 
 def for_streams(state: Bytes, streams: int, model: LlamaModel) -> Bytes:

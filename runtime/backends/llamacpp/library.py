@@ -23,6 +23,7 @@ from ctypes import (
     c_char_p,
     c_float,
     c_int32,
+    c_int64,
     c_size_t,
     c_uint32,
     c_void_p,
@@ -125,13 +126,16 @@ class LlamaBatch(ctypes.Structure):
     )
 
 
-class QuantiseSettings(ctypes.Structure):
-    """The first part of the library's structure of settings of its quantiser."""
+class NumberType(ctypes.Structure):
+    """The library's structure of what it knows of a type of numbers."""
 
     _fields_ = (
-        ("threads", c_int32),
-        ("file_type", c_int32),
-        ("spare", ctypes.c_ubyte * SPARE),
+        ("name", c_char_p),
+        ("numbers", c_int64),  # of a unit
+        ("interleaved", c_int64),
+        ("nbytes", c_size_t),  # of a unit
+        ("quantised", c_bool),
+        ("to_float", c_void_p),  # 0: they are float32
     )
 
 
@@ -142,8 +146,6 @@ class Layout(NamedTuple):
     gap: int  # bytes between a state's number of layers and its first layer
 
 
-FILE_TYPES = {"Q4_0": 2, "Q8_0": 7}
-"""Holds the library's numbers of types that files are quantised to."""
 LAYOUTS = {"0.5": Layout(128, 0), "0.6": Layout(136, 8)}
 """Holds what differs, by the first two numbers of a version."""
 SWITCHES = bytes((0, 1, 1, 1, 1, 0))
@@ -155,9 +157,7 @@ CONTEXT_DEFAULTS = {
     "n_threads": 4, "n_threads_batch": 4, "rope_scaling": -1, "flash_attention": -1,
     "type_k": F16, "type_v": F16,
 }  # fmt: skip
-NUMBERS = 32  # of a unit of a quantised type
-DEQUANTISED = {Q8_0: ("dequantize_row_q8_0", 34), Q4_0: ("dequantize_row_q4_0", 18)}
-"""Holds ggml's function that reads each quantised type, and the bytes of a unit of 32 numbers."""
+ToFloat = CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
 LogFunction = CFUNCTYPE(None, ctypes.c_int, c_char_p, c_void_p)
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
@@ -170,7 +170,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_n_ctx_train": (c_int32, (c_void_p,)),
     "llama_model_n_layer": (c_int32, (c_void_p,)),
     "llama_model_n_head": (c_int32, (c_void_p,)),
-    "llama_model_n_head_kv": (c_int32, (c_void_p,)),
     "llama_model_n_embd": (c_int32, (c_void_p,)),
     "llama_model_n_swa": (c_int32, (c_void_p,)),
     "llama_model_n_params": (ctypes.c_uint64, (c_void_p,)),
@@ -188,15 +187,10 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_set_n_threads": (None, (c_void_p, c_int32, c_int32)),
     "llama_n_ctx_seq": (c_uint32, (c_void_p,)),
     "llama_get_memory": (c_void_p, (c_void_p,)),
-    "llama_memory_clear": (None, (c_void_p, c_bool)),
     "llama_memory_can_shift": (c_bool, (c_void_p,)),
     "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
     "llama_memory_seq_add": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
-    "llama_memory_seq_pos_max": (c_int32, (c_void_p, c_int32)),
     "llama_decode": (c_int32, (c_void_p, LlamaBatch)),
-    "llama_batch_get_one": (LlamaBatch, (c_void_p, c_int32)),
-    "llama_sampler_init_greedy": (c_void_p, ()),
-    "llama_sampler_sample": (c_int32, (c_void_p, c_void_p, c_int32)),
     "llama_get_logits_ith": (POINTER(c_float), (c_void_p, c_int32)),
     "llama_state_seq_get_size": (c_size_t, (c_void_p, c_int32)),
     "llama_state_seq_get_data": (c_size_t, (c_void_p, c_void_p, c_size_t, c_int32)),
@@ -352,46 +346,22 @@ class Library:
         c_bool.from_address(place).value = sliding_whole
         return found
 
-    def numbers(self, nbytes: int, kind: int) -> int:
-        """Return how many numbers of ggml's type `kind` are in so many bytes."""
-        return nbytes // 2 if kind == F16 else nbytes // DEQUANTISED[kind][1] * NUMBERS
-
-    def floats(self, rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
-        """Return the float32 numbers of rows of bytes of ggml's type `kind`, by its own conversion.
-
-        Raises:
-            LibraryUnusable: cells are never of that type.
-        """
-        import numpy as np
-
-        if kind == F16:
-            return np.ascontiguousarray(rows).view("<f2").astype(np.float32)
-        name, unit = DEQUANTISED.get(kind, ("", 0))
-        if not name:
-            raise self._unusable(f"cells are of ggml's type {kind}, which kvcap does not read")
-        source = np.ascontiguousarray(rows)
-        found = np.empty((len(rows), rows.shape[1] // unit * NUMBERS), np.float32)
-        convert = self.symbol(name, None, (c_void_p, c_void_p, ctypes.c_int64))
-        convert(source.ctypes.data, found.ctypes.data, found.size)
+    def type_of(self, kind: int) -> NumberType:
+        """Return what the library knows of its type of numbers `kind`."""
+        known = self.symbol("ggml_get_type_traits", POINTER(NumberType), (ctypes.c_int,))
+        found: NumberType = known(kind)[0]
         return found
 
-    def quantise(self, whole: Path, out: Path, kind: str) -> None:
-        """Write the GGUF file `whole` to `out` with weights of another type, one of `FILE_TYPES`.
+    def floats(self, rows: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
+        """Return the float32 numbers of rows of bytes of the type `kind`, by its own conversion."""
+        import numpy as np
 
-        Raises:
-            LibraryUnusable: the build has no quantiser, or cannot do it.
-        """
-        quantise = getattr(self.calls, "llama_model_quantize", None)
-        if quantise is None:
-            raise self._unusable("it has no quantiser, as xllamacpp's has none")
-        defaults = self.calls.llama_model_quantize_default_params
-        defaults.restype, defaults.argtypes = QuantiseSettings, ()
-        quantise.restype = c_uint32
-        quantise.argtypes = (c_char_p, c_char_p, POINTER(QuantiseSettings))
-        settings = defaults()
-        settings.file_type = FILE_TYPES[kind]
-        if quantise(str(whole).encode(), str(out).encode(), ctypes.byref(settings)):
-            raise self._unusable(f"it cannot quantise {whole.name} to {kind}")
+        known, source = self.type_of(kind), np.ascontiguousarray(rows)
+        if not known.to_float:
+            return source.view(np.float32)
+        found = np.empty((len(rows), rows.shape[1] // known.nbytes * known.numbers), np.float32)
+        ToFloat(known.to_float)(source.ctypes.data, found.ctypes.data, found.size)
+        return found
 
     def symbol(self, name: str, result: Any, arguments: tuple[Any, ...]) -> Any:
         """Return a function of ggml, which some builds have in a library of its own.

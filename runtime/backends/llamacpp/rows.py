@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
-from ctypes import POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,6 @@ class HeaderSettings(ctypes.Structure):
     _fields_ = (("no_alloc", c_bool), ("context", c_void_p))
 
 
-class Conversion(ctypes.Structure):
-    """The library's structure of what it knows of a type of numbers."""
-
-    _fields_ = (
-        ("name", c_char_p),
-        ("numbers", c_int64),  # of a unit
-        ("interleaved", c_int64),
-        ("nbytes", c_size_t),  # of a unit
-        ("quantised", c_bool),
-        ("to_float", c_void_p),
-    )
-
-
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gguf_init_from_file": (c_void_p, (c_char_p, HeaderSettings)),
     "gguf_free": (None, (c_void_p,)),
@@ -44,7 +31,6 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gguf_get_tensor_offset": (c_size_t, (c_void_p, c_int64)),
     "gguf_get_tensor_size": (c_size_t, (c_void_p, c_int64)),
     "gguf_get_tensor_type": (c_int, (c_void_p, c_int64)),
-    "ggml_get_type_traits": (POINTER(Conversion), (c_int,)),
 }
 
 
@@ -59,23 +45,21 @@ class GgufRows:
 
     def __init__(self, library: Library, file: Path, vocabulary: int) -> None:
         calls = {name: library.symbol(name, *types) for name, types in SIGNATURES.items()}
-        self._vocabulary, self._data = vocabulary, None
+        self._library, self._vocabulary, self._data = library, vocabulary, None
         self.size = 0
         """Says how many numbers a row has; 0: the file has no such table."""
         header = calls["gguf_init_from_file"](str(file).encode(), HeaderSettings(True, None))
         place = calls["gguf_find_tensor"](header, TABLE)
         if place >= 0:
-            kind = calls["ggml_get_type_traits"](calls["gguf_get_tensor_type"](header, place))[0]
+            self._kind = calls["gguf_get_tensor_type"](header, place)
             start = calls["gguf_get_data_offset"](header)
             start += calls["gguf_get_tensor_offset"](header, place)
             nbytes = calls["gguf_get_tensor_size"](header, place)
             with file.open("rb") as opened:
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
             self._data = np.frombuffer(mapped, np.uint8, nbytes, start).reshape(vocabulary, -1)
-            self.size = self._data.shape[1] // kind.nbytes * kind.numbers
-            self._convert = kind.to_float and ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64)(
-                kind.to_float
-            )
+            known = library.type_of(self._kind)
+            self.size = self._data.shape[1] // known.nbytes * known.numbers
         calls["gguf_free"](header)
 
     def __len__(self) -> int:
@@ -85,9 +69,4 @@ class GgufRows:
     def __call__(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Return rows of the table, [n, d]."""
         assert self._data is not None
-        source = np.ascontiguousarray(self._data[list(ids)])
-        if not self._convert:  # float32 is not converted
-            return source.view(np.float32)
-        found = np.empty((len(source), self.size), np.float32)
-        self._convert(source.ctypes.data, found.ctypes.data, found.size)
-        return found
+        return self._library.floats(self._data[list(ids)], self._kind)

@@ -20,7 +20,8 @@ from llama_reference import (
     text_ids,
 )
 
-from kvcap.runtime.backends.llamacpp.library import FILE_TYPES, find_library, load_library
+from kvcap.evals.peers.write_gguf import FILE_TYPES, quantise
+from kvcap.runtime.backends.llamacpp.library import find_library, load_library
 from kvcap.runtime.backends.llamacpp.loop import LlamaLoop
 from kvcap.runtime.errors import UnsupportedModel
 from kvcap.runtime.types import Positions
@@ -51,7 +52,7 @@ def test_without_eviction_answers_are_the_librarys_own(
     file = gguf(architecture)
     if kind is not None:
         whole, file = file, tmp_path / "quantised.gguf"
-        load_library().quantise(whole, file, kind)
+        quantise(load_library(), whole, file, kind)
     session = runtime_of(file, budget_tokens=256, block_size=64).session(seed=0)
     session.set_generation(do_sample=False, max_new_tokens=40, eos_token_id=None)
     said = "".join(session.send("Water boils at a hundred degrees. " * 3))
