@@ -91,7 +91,7 @@ class LlamaPlanner:
                 f"every layer of {model.architecture} keeps a window of {model.window:,} tokens, "
                 "so there is nothing to cap; run it with llama.cpp"
             )
-        copied = found.cells + found.sliding if self.ranking.reads_cells else 0
+        copied = found.cells + found.sliding if self.ranking.reads else 0
         return MemoryPlan(
             policy=self.ranking.name,
             positions=self.positions,
@@ -201,7 +201,7 @@ class LlamaPlanner:
             )
 
         kv_dtype = cell_type(self.settings.kv_dtype)
-        if kv_dtype is not None and self.ranking.reads_values:
+        if kv_dtype is not None and "values" in self.ranking.reads:
             raise UnsupportedModel(
                 f"policy {self.ranking.name} compares numbers channel by channel, and llama.cpp "
                 f"mixes the channels of {kv_dtype} cells before it rounds them; leave --kv-dtype "

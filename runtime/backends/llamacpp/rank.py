@@ -6,9 +6,9 @@ PyTorch is imported only for policies that compute with keys or values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,43 +16,43 @@ from numpy.typing import NDArray
 from kvcap.runtime.backends.llamacpp.context import LayerCells
 from kvcap.runtime.cache.regions import Region, tiers_of
 from kvcap.runtime.errors import PlanInfeasible, UnsupportedModel
-from kvcap.runtime.types import FULL, PINS, SINKS, Span
+from kvcap.runtime.types import FULL, PINS, Span
 from kvcap.sinks import sinks_beside
 
 DEFAULT = "streaming_llm"
 """Names the policy used where nobody names one; docs/llamacpp.md has the measurements."""
 NEWEST = "streaming_llm"
 NEWEST_SINKS = 4  # StreamingLLM's own
-READS = frozenset({"keys", "values", "positions"})
+CELLS = frozenset({"keys", "values"})
+READS = CELLS | {"positions"}
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
-class Ranking(Protocol):
-    """A protocol of objects that say which tokens stay."""
+@dataclass(frozen=True)
+class Ranking:
+    """A ranking that says which tokens stay: the newest, or all of them. It needs no PyTorch."""
 
-    @property
-    def name(self) -> str:
-        """Return the policy's name."""
+    name: str = NEWEST
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Holds the options it was made with, pins among them."""
 
     @property
     def evicts(self) -> bool:
         """Return whether any token ever leaves."""
+        return self.name != FULL
 
     @property
-    def reads_cells(self) -> bool:
-        """Return whether `kept` looks at keys or values, which are then copied for it."""
-
-    @property
-    def reads_values(self) -> bool:
-        """Return whether `kept` looks at values, channel by channel."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Return the options it was made with."""
+    def reads(self) -> Set[str]:
+        """Return which of keys and values are looked at; they are copied for it."""
+        return frozenset()
 
     def pins(self, budget: int, spans: Sequence[Span] = ()) -> tuple[int, int]:
         """Return how many first and how many newest tokens are never evicted."""
+        if not self.evicts:
+            return 0, 0
+        sinks, recents = (self.options.get(name) or 0 for name in PINS)
+        return max(NEWEST_SINKS, sinks), max(1, recents)
 
     def kept(
         self,
@@ -73,50 +73,29 @@ class Ranking(Protocol):
             layers: returns keys and values of the capped layers.
             regions: parts of the conversation that leave before or after others.
         """
+        found = pinned(tokens, seen, self.pins(budget, spans), spans)
+        tiers = np.array(tiers_of(tokens.tolist(), regions))
+        scores = self.scores(tokens, seen, budget, spans, layers)
+        scores = np.where(tiers == 0, scores, tokens)  # within a region the newer stay
+        # A stable sort: of equal scores the newer stay, as everywhere.
+        order = np.lexsort((scores, tiers, found))
+        found[order[len(tokens) - budget :]] = True
+        return found
 
-
-@dataclass(frozen=True)
-class NewestRanking:
-    """A ranking that keeps the newest tokens, or all of them. It needs no PyTorch."""
-
-    name: str = NEWEST
-    sinks: int | None = None  # None: StreamingLLM's own
-    recents: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict)
-    reads_cells = reads_values = False
-
-    @property
-    def evicts(self) -> bool:
-        """Return whether any token ever leaves."""
-        return self.name != FULL
-
-    def pins(self, budget: int, spans: Sequence[Span] = ()) -> tuple[int, int]:
-        """Return how many first and how many newest tokens are never evicted."""
-        if not self.evicts:
-            return 0, 0
-        return max(NEWEST_SINKS, self.sinks or 0), max(1, self.recents)
-
-    def kept(
+    def scores(
         self,
         tokens: Indices,
         seen: int,
         budget: int,
         spans: Sequence[Span],
         layers: Callable[[], Sequence[LayerCells]],
-        regions: Sequence[Region] = (),
-    ) -> Mask:
-        """Return which of the held tokens stay: pinned ones, and the newest of the others."""
-        found = pinned(tokens, seen, self.pins(budget, spans), spans)
-        others = np.flatnonzero(~found)
-        if regions:
-            tiers = tiers_of(tokens[others].tolist(), regions)
-            others = others[np.argsort(tiers, kind="stable")]
-        found[others[max(0, len(others) - (budget - int(found.sum()))) :]] = True
-        return found
+    ) -> NDArray[Any]:
+        """Return a number [n] for each token; those of the highest stay. See `kept`."""
+        return tokens
 
 
 @dataclass(frozen=True)
-class PolicyRanking:
+class PolicyRanking(Ranking):
     """A ranking by the mean of a policy's scores over all layers and KV heads.
 
     Args:
@@ -126,13 +105,11 @@ class PolicyRanking:
         UnsupportedModel: it looks at what the library does not show, or keeps unequal heads.
     """
 
-    eviction: Any
-    options: Mapping[str, Any] = field(default_factory=dict)
-    evicts = True
+    eviction: Any = None
 
     def __post_init__(self) -> None:
-        others = sorted(self.eviction.observes - READS)
-        if others or len(self.eviction.components) > 1:
+        if not runs(self.eviction):
+            others = sorted(self.eviction.observes - READS)
             why = (
                 f"looks at {', '.join(others)}" if others else "gives heads or layers other shares"
             )
@@ -143,19 +120,10 @@ class PolicyRanking:
             )
 
     @property
-    def name(self) -> str:
-        """Return the policy's name."""
-        return str(self.eviction.name)
-
-    @property
-    def reads_cells(self) -> bool:
-        """Return whether scores are computed from keys or values."""
-        return bool(self.eviction.observes & {"keys", "values"})
-
-    @property
-    def reads_values(self) -> bool:
-        """Return whether scores are computed from values."""
-        return "values" in self.eviction.observes
+    def reads(self) -> Set[str]:
+        """Return which of keys and values scores are computed from."""
+        observed: Set[str] = self.eviction.observes & CELLS
+        return observed
 
     def pins(self, budget: int, spans: Sequence[Span] = ()) -> tuple[int, int]:
         """Return how many first and how many newest tokens are never evicted."""
@@ -166,46 +134,44 @@ class PolicyRanking:
             sinks = max(own, sinks_beside(spans, sinks, budget - recents))
         return sinks, recents
 
-    def kept(
+    def scores(
         self,
         tokens: Indices,
         seen: int,
         budget: int,
         spans: Sequence[Span],
         layers: Callable[[], Sequence[LayerCells]],
-        regions: Sequence[Region] = (),
-    ) -> Mask:
-        """Return which of the held tokens stay: pinned ones, and those of the highest score."""
+    ) -> NDArray[Any]:
+        """Return the mean of each token's scores in all layers and KV heads."""
         import torch
 
         from kvcap.policies import Observation
-        from kvcap.policies.base.eviction import by_tier
 
-        found = pinned(tokens, seen, self.pins(budget, spans), spans)
-        total, count = torch.zeros(len(tokens)), 0
-        empty = torch.empty(1, 1, len(tokens), 0)
-        for layer, cells in enumerate(layers() if self.reads_cells else (None,)):
-            heads = 1 if cells is None else cells.heads
-            places = torch.from_numpy(tokens).expand(1, heads, -1)
+        total, places = torch.zeros(len(tokens)), torch.tensor(tokens)
+        none = torch.empty(1, 1, len(tokens), 0)
+        cells = layers() if self.reads else [None]
+        for layer, own in enumerate(cells):
+            keys = values = none
+            if own is not None:
+                keys = torch.from_numpy(own.keys())[None]
+            if own is not None and "values" in self.reads:
+                values = torch.from_numpy(own.values())[None]
             seen_by_policy = Observation(
-                keys=empty if cells is None else torch.from_numpy(cells.keys())[None],
-                values=torch.from_numpy(cells.values())[None]
-                if cells is not None and self.reads_values
-                else empty,
-                positions=places,
+                keys=keys,
+                values=values,
+                positions=places.expand(1, keys.shape[1], -1),
                 num_tokens=seen,
                 budget=budget,
                 layer=layer,
                 pinned_spans=tuple(spans),
             )
             total += self.eviction.score(seen_by_policy)[0].mean(0)
-            count += 1
-        scores = by_tier(total / count, torch.from_numpy(tokens), regions)
-        scores = scores.masked_fill(torch.from_numpy(found), float("inf"))
-        # A stable sort: of equal scores the newer stay, as everywhere.
-        order = scores.argsort(stable=True).numpy()
-        found[order[len(tokens) - budget :]] = True
-        return found
+        return (total / len(cells)).numpy()
+
+
+def runs(eviction: Any) -> bool:
+    """Return whether llama.cpp can run a policy: it shows all that is observed, of whole tokens."""
+    return not eviction.observes - READS and len(eviction.components) == 1
 
 
 def pinned(tokens: Indices, seen: int, pins: tuple[int, int], spans: Sequence[Span]) -> Mask:
@@ -229,10 +195,11 @@ def ranking_of(name: str | None, options: Mapping[str, Any]) -> Ranking:
     if any(value < 0 for value in pins.values()):
         raise PlanInfeasible(f"{pins}: pins are counted in tokens, 0 or more")
     if name in (NEWEST, FULL) and not options.keys() - set(PINS):
-        return NewestRanking(name, pins.get(SINKS), pins.get(PINS[1], 0), dict(options))
+        return Ranking(name, options)
     from kvcap.policies import load_policy
 
-    return PolicyRanking(load_policy(name, **options), dict(options))
+    eviction = load_policy(name, **options)
+    return PolicyRanking(str(eviction.name), options, eviction)
 
 
 def least_budget(ranking: Ranking) -> int:
@@ -249,6 +216,6 @@ def usable_policies() -> dict[str, list[str]]:
     found = {}
     for name in policies():
         eviction = load_policy(name)
-        if not eviction.observes - READS and len(eviction.components) == 1:
+        if runs(eviction):
             found[name] = [*(option.name for option in fields(eviction.policy)), *PINS]
     return found

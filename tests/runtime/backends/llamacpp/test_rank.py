@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvcap.policies import Observation, load_policy
 from kvcap.runtime.backends.llamacpp.library import Q4_0, Q8_0, load_library
-from kvcap.runtime.backends.llamacpp.rank import NewestRanking, PolicyRanking, ranking_of
+from kvcap.runtime.backends.llamacpp.rank import PolicyRanking, Ranking, ranking_of
 from kvcap.runtime.errors import UnsupportedModel
 
 pytestmark = needs_library
@@ -188,8 +188,8 @@ def test_the_ranking_without_pytorch_keeps_the_same(
     options: dict[str, int], spans: list[tuple[int, int]]
 ) -> None:
     plain = ranking_of("streaming_llm", options)
-    assert isinstance(plain, NewestRanking)
-    scored = PolicyRanking(load_policy("streaming_llm", **options), options)
+    assert type(plain) is Ranking
+    scored = PolicyRanking("streaming_llm", options, load_policy("streaming_llm", **options))
     rng = np.random.default_rng(7)
     for budget in (50, 51, 63, 64):
         assert plain.pins(budget, spans) == scored.pins(budget, spans)
