@@ -61,7 +61,7 @@ class Native:
     def __init__(self, settings: dict[str, Any]) -> None:
         import numpy
 
-        from kvcap.runtime.backends.llamacpp.library import described
+        from kvcap.evals.peers.llama_versions import described
 
         places = -(-settings["context"] // PIECE) * PIECE
         self.plain = PeerContext(_file(settings), places, settings["threads"])

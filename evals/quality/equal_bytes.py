@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcap.evals.peers.llama_versions import described
 from kvcap.evals.peers.serve import peak
 from kvcap.evals.quality.tasks import (
     Sample,
@@ -31,7 +32,6 @@ from kvcap.evals.quality.tasks import (
     tokens_to_say,
 )
 from kvcap.evals.quality.text import has_word, number_facts
-from kvcap.runtime.backends.llamacpp.library import described
 from kvcap.runtime.backends.llamacpp.loop import LlamaCache, LlamaLoop
 from kvcap.runtime.backends.llamacpp.runtime import LlamaRuntime
 from kvcap.runtime.cache.settings import CacheSettings

@@ -10,7 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvcap import __version__
 from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
 from kvcap.runtime.cache.pinned_slots import merged
 from kvcap.runtime.cache.regions import Regions
-from kvcap.runtime.cache.settings import CacheSettings
+from kvcap.runtime.cache.settings import CacheSettings, check_size
 from kvcap.runtime.errors import KvcapError, MemoryCapExceeded, SessionFileForeign
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.memory.cap_guard import CapGuard
@@ -32,6 +32,8 @@ from kvcap.runtime.types import EVICT_EVERY, Span
 from kvcap.runtime.units import parse_bytes
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from kvcap.runtime.session.file import SessionFile
 
 Ids = NDArray[np.int64]
@@ -59,6 +61,21 @@ class ArrayEngine(ABC):
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """Return all that must agree for saved slots to be usable; the model is `fingerprint`."""
+
+    @abstractmethod
+    def _replanned(self, settings: CacheSettings) -> Self:
+        """Return an engine of this model and policy under another plan, within the memory cap."""
+
+    def with_budget(self, tokens: int) -> Self:
+        """Return an engine of this model and policy with so many slots per KV head and layer.
+
+        Raises:
+            PlanInfeasible: below 1, fewer than the policy pins, or the process would pass its
+                memory cap.
+            NotExportable: an exported graph has another budget.
+        """
+        check_size("budget_tokens", tokens)
+        return self._replanned(replace(self.settings, budget_tokens=tokens, kv_budget=None))
 
     @property
     def cap_bytes(self) -> int:

@@ -247,13 +247,13 @@ def plan_command(
         uncapped = {"uncapped_tokens": tokens, "uncapped_bytes": plan.uncapped_bytes(tokens)}
         available = {"free_bytes": free.nbytes, "free_by": free.source}
         file = {} if stored is None else {"file_bytes": stored.nbytes, "file_type": stored.numbers}
-        file |= {"library": library_of(model)} if by_llamacpp else {}
+        file |= {"library": library_of()} if by_llamacpp else {}
         server = {} if serving is None else {"serve": serving.as_dict()}
         answers: dict[str, Any] = {"end_tokens": [end._asdict() for end in ends]}
         answers |= {"drawn_by": drawing, "recall_tokens": again}
         print(json.dumps({**plan.as_dict(), **answers, **uncapped, **available, **file, **server}))
     else:
-        library = library_of(model) if by_llamacpp else ""
+        library = library_of() if by_llamacpp else ""
         print_plan(model, plan, free, tokens, evicts=evicts, library=library)
         if again:
             print(

@@ -61,13 +61,12 @@ def planned_gguf(model: str, budget: Budget, recall_store: int = 0) -> MemoryPla
     return planner.with_least(planner.found(cap))
 
 
-def library_of(model: str) -> str:
+def library_of() -> str:
     """Return which library of llama.cpp runs a GGUF file, as a line for people."""
-    from kvcap.runtime.backends.llamacpp.library import described, load_library
+    from kvcap.runtime.backends.llamacpp.library import load_library
 
     library = load_library()
-    versions = " ".join(f"{name} {version}" for name, version in described(library.file).items())
-    return f"{library.label} of {versions} ({library.file})"
+    return f"{library.label} ({library.file})"
 
 
 def answers_of_gguf(model: str) -> tuple[list[End], Generation, ModelKind]:

@@ -91,7 +91,7 @@ def _whole(size: float, unit: int, layers: int) -> int:
     return alike if abs(alike - size) <= ROUNDED else round(size / unit) * unit
 
 
-class Rows(NamedTuple):
+class CellRows(NamedTuple):
     """A record of a layer's keys or values, one row of each cell."""
 
     data: Bytes  # [cells, n]
@@ -108,8 +108,8 @@ class LayerCells:
     library: Library  # whose own conversion reads quantised numbers
     head: int  # numbers of a key of one KV head, so that rows have K of them
     order: NDArray[np.intp]  # of the cells, by position
-    key_rows: Rows
-    value_rows: Rows | None  # None: the layer's keys are latents, of which values are made
+    key_rows: CellRows
+    value_rows: CellRows | None  # None: the layer's keys are latents, of which values are made
 
     @property
     def heads(self) -> int:
@@ -135,7 +135,7 @@ class LayerCells:
             )
         return self._floats(self.value_rows)
 
-    def _floats(self, rows: Rows) -> Floats:
+    def _floats(self, rows: CellRows) -> Floats:
         cells = self.library.floats(rows.data, rows.kind)[self.order]
         return np.ascontiguousarray(cells.reshape(len(cells), self.heads, -1).swapaxes(0, 1))
 
@@ -333,8 +333,8 @@ class StatePart(NamedTuple):
 
     held: int  # cells
     positions: NDArray[np.int32]  # of the cells
-    keys: list[Rows]  # of each layer
-    values: list[Rows]  # likewise; none: keys are latents
+    keys: list[CellRows]  # of each layer
+    values: list[CellRows]  # likewise; none: keys are latents
     body: Bytes  # everything behind the number of cells
     stop: int  # bytes of the state up to its end
 
@@ -368,7 +368,7 @@ def _read_part(reader: _Reader, held: int, library: Library) -> StatePart:
             "streaming_llm, and save no session"
         )
     reader.take(library.layout.gap)
-    keys, values = [reader.rows(held) for _ in range(layers)], list[Rows]()
+    keys, values = [reader.rows(held) for _ in range(layers)], list[CellRows]()
     while len(values) < layers and reader.follows(held):
         values.append(reader.rows(held))
     return StatePart(held, positions, keys, values, reader.state[begins : reader.place], 0)
@@ -393,12 +393,12 @@ class _Reader:
     def words(self, count: int) -> NDArray[np.int32]:
         return np.frombuffer(self.take(4 * count), "<i4")
 
-    def rows(self, held: int) -> Rows:
+    def rows(self, held: int) -> CellRows:
         """Return the rows of a layer."""
         head = np.frombuffer(self.take(ROWS.itemsize), ROWS)[0]
         if head["type"] not in TYPES:
             raise MemoryCapExceeded(f"llama.cpp's state has rows of its type {head['type']}")
-        return Rows(self.take(held * int(head["nbytes"])).reshape(held, -1), int(head["type"]))
+        return CellRows(self.take(held * int(head["nbytes"])).reshape(held, -1), int(head["type"]))
 
     def follows(self, held: int) -> bool:
         """Return whether rows of another layer follow, and not another part of the state."""

@@ -6,9 +6,10 @@ pass's buffers to a hundredth of a MiB.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from kvcap.runtime.backends.llamacpp.context import Allocated, Context, whole_pages
 from kvcap.runtime.backends.llamacpp.library import CELL_TYPES, PAGE
@@ -47,6 +48,7 @@ class LlamaPlanner:
     recall_store: int = 0
     baseline: int = 0
     all_logits: bool = False
+    _measured: dict[tuple[int, int], Allocated] = field(default_factory=dict, init=False)
 
     @cached_property
     def header(self) -> LlamaModel:
@@ -55,18 +57,14 @@ class LlamaPlanner:
             return self.model
         return LlamaModel(self.model.library, self.model.file, planned=True)
 
-    @cached_property
-    def measured(self) -> Callable[[int, int], Allocated]:
-        """Return a function that measures a context of so many cells and tokens of a block."""
-
-        @lru_cache
-        def measure(cells: int, block: int) -> Allocated:
+    def measured(self, cells: int, block: int) -> Allocated:
+        """Return what the library allocates for so many cells and tokens of a block."""
+        if (cells, block) not in self._measured:
             outputs = block if self.all_logits else 0
             kv_dtype = cell_type(self.settings.kv_dtype)
             context = Context(self.header, cells, block, kv_dtype=kv_dtype, outputs=outputs)
-            return context.allocated
-
-        return measure
+            self._measured[cells, block] = context.allocated
+        return self._measured[cells, block]
 
     @property
     def positions(self) -> Positions:
@@ -227,8 +225,9 @@ class LlamaPlanner:
             PlanInfeasible: not even the least fits.
         """
         fewest = whole_pages((self.settings.block_size or 0) + least_budget(self.ranking)) // PAGE
-        most = max(fewest, whole_pages(self.model.trained_length) // PAGE)
-        if size(self._sized(fewest)) > nbytes:
+        pages = range(fewest, max(fewest, whole_pages(self.model.trained_length) // PAGE) + 1)
+        fitting = bisect_right(pages, nbytes, key=lambda count: size(self._sized(count)))
+        if not fitting:
             least = self._sized(fewest)
             raise PlanInfeasible(
                 f"{what} of {nbytes:,} bytes is too small: {least.budget_tokens} slots and blocks "
@@ -236,14 +235,7 @@ class LlamaPlanner:
                 least_kv_budget=least.cache_bytes,
                 least_memory_cap=with_margin(least.total_bytes),
             )
-        low, high = fewest, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if size(self._sized(middle)) <= nbytes:
-                low = middle
-            else:
-                high = middle - 1
-        return self._sized(low)
+        return self._sized(pages[fitting - 1])
 
 
 def usual_block(budget: int) -> int:

@@ -22,7 +22,7 @@ from kvcap.runtime.backends.llamacpp.plan import LOADING, LlamaPlanner, cell_typ
 from kvcap.runtime.backends.llamacpp.rank import Ranking, ranking_of, usable_policies
 from kvcap.runtime.backends.llamacpp.rows import GgufRows
 from kvcap.runtime.backends.numpy_sampler import Generation
-from kvcap.runtime.cache.settings import CacheSettings, check_size
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.memory.cap_guard import Enforce, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory, process_bytes
 from kvcap.runtime.planning.plan import RUNNING, MemoryPlan, fitting, parse_cap, warn_if_short
@@ -231,25 +231,13 @@ class LlamaRuntime(ArrayEngine):
         """
         pins = {name: n for name in PINS if (n := self.ranking.options.get(name)) is not None}
         ranking = ranking_of(policy, {**pins, **options})
-        sizes = replace(self.settings, budget_tokens=self.plan.budget_tokens, kv_budget=None)
-        return self._replanned(ranking, sizes)
+        return replace(self, ranking=ranking).with_budget(self.plan.budget_tokens)
 
-    def with_budget(self, tokens: int) -> LlamaRuntime:
-        """Return a runtime of this model and policy with so many slots.
-
-        Raises:
-            PlanInfeasible: below 1, fewer than the policy pins, or the process would pass its
-                memory cap.
-        """
-        check_size("budget_tokens", tokens)
-        sizes = replace(self.settings, budget_tokens=tokens, kv_budget=None)
-        return self._replanned(self.ranking, sizes)
-
-    def _replanned(self, ranking: Ranking, settings: CacheSettings) -> LlamaRuntime:
-        """Return a runtime of this model under another plan."""
+    def _replanned(self, settings: CacheSettings) -> LlamaRuntime:
+        """Return a runtime of this model and policy under another plan."""
         planner = LlamaPlanner(
             self.gguf,
-            ranking,
+            self.ranking,
             settings,
             self.plan.recall_store,
             self.plan.baseline,
@@ -258,7 +246,7 @@ class LlamaRuntime(ArrayEngine):
         plan = planner.found()
         if self.memory_cap is not None:
             fitting(plan, self.memory_cap)
-        return replace(self, plan=plan, ranking=ranking, settings=settings, contexts=[])
+        return replace(self, plan=plan, settings=settings, contexts=[])
 
     def policies(self) -> dict[str, list[str]]:
         """Return the policies that `with_policy_name` takes, with the names of their options."""

@@ -25,7 +25,7 @@ from kvcap.runtime.backends.onnxruntime.loop import OrtCache, OrtLoop
 from kvcap.runtime.backends.onnxruntime.manifest import KV_DTYPE, Manifest
 from kvcap.runtime.backends.onnxruntime.plan import plan_of
 from kvcap.runtime.backends.onnxruntime.tokenizer import Tokenizer
-from kvcap.runtime.cache.settings import CacheSettings, check_size
+from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.memory.cap_guard import Enforce, check_enforce, limit_data
 from kvcap.runtime.memory.free_memory import free_memory
@@ -195,25 +195,10 @@ class OrtRuntime(ArrayEngine):
         settings = self.settings
         if settings.kv_budget is None:
             settings = replace(settings, budget_tokens=self.plan.budget_tokens)
-        return self._replanned(request, settings)
+        return replace(self, policy=request)._replanned(settings)
 
-    def with_budget(self, tokens: int) -> OrtRuntime:
-        """Return a runtime of this decoder and policy with so many slots per KV head and layer.
-
-        Raises:
-            PlanInfeasible: below 1, fewer than the policy pins, or the process would pass its
-                memory cap.
-            NotExportable: the decoder's graph has another budget.
-        """
-        check_size("budget_tokens", tokens)
-        settings = replace(self.settings, budget_tokens=tokens, kv_budget=None)
-        found = self._replanned(self.policy, settings)
-        if self.memory_cap is not None:
-            fitting(found.plan, self.memory_cap)
-        return found
-
-    def _replanned(self, policy: PolicyRequest, settings: CacheSettings) -> OrtRuntime:
-        """Return a runtime of this decoder under another plan."""
+    def _replanned(self, settings: CacheSettings) -> OrtRuntime:
+        """Return a runtime of this decoder and policy under another plan."""
         asked = replace(settings, block_size=self.plan.block_size)
         plan = plan_of(
             self.manifest,
@@ -222,7 +207,9 @@ class OrtRuntime(ArrayEngine):
         )
         # The first plan has already measured what the process takes without a cache.
         plan = replace(plan, baseline=self.plan.baseline)
-        return replace(self, plan=plan, policy=policy, settings=settings)
+        if self.memory_cap is not None:
+            fitting(plan, self.memory_cap)
+        return replace(self, plan=plan, settings=settings)
 
     def policies(self) -> dict[str, list[str]]:
         """Return the policies that were exported, with the names of their options."""
