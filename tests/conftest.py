@@ -36,9 +36,10 @@ if not torch.cuda.is_available():  # set before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import kvcap  # noqa: F401  # registers attn_implementation='kvcap'
+from kvcap import pocket
 from kvcap.policies import Eviction, load_policy, policies
 from kvcap.runtime.cache import row_table
 from kvcap.runtime.models.arguments import GENERATION
@@ -262,6 +263,38 @@ def small_policy(name: str, config: Any, **changes: Any) -> Eviction:
             part.replace(file)
         options["table"] = str(file)
     return load_policy(name, **options)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a small random model that can chat."""
+    import tiny_chat
+
+    return tiny_chat.save(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Return a Ray cluster of two nodes."""
+    from make import ray_cluster
+
+    with ray_cluster() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def browser(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Return a browser with the `FLAGS` of the test file; its tests are skipped without one."""
+    from make import chromium
+
+    with chromium(*getattr(request.module, "FLAGS", ())) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Return the tokenizer of the built-in model."""
+    return AutoTokenizer.from_pretrained(pocket.path())
 
 
 @pytest.fixture

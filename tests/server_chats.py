@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from tools import PATIENCE
+import httpx
+import openai
+from tools import PATIENCE, pocket_runtime
 
 import kvcap
 from kvcap.runtime.cli.options import Backend, Budget, Output, Recalling, Running, Sampling
+from kvcap.serve.app import Settings, application
 from kvcap.serve.commands import Address, EngineOptions, Load, opened
 from kvcap.serve.contract import Ask, Reply
+from kvcap.serve.limits import RequestLimits
 from kvcap.serve.scheduler import Limits, Scheduler
-from kvcap.serve.server import Server
+from kvcap.serve.server import Server, bound
 
 NEVER = 1_000_000  # a token that is never sampled
+
+
+HELLO: Any = [{"role": "user", "content": "Hello!"}]
+BEGUN: Any = {"role": "assistant", "content": "Well, "}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def post(url: str, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+    messages = {} if "prompt" in body else {"messages": HELLO}
+    return httpx.post(url + path, json={**messages, **body})
 
 
 def user(text: str) -> dict[str, str]:
@@ -33,9 +52,18 @@ def ask(*messages: dict[str, str], tokens: int = 12, **more: Any) -> Ask:
 
 
 def pocket(policy: str = "keydiff", budget: int = 64) -> kvcap.Runtime:
-    return kvcap.Runtime.from_pretrained(
-        "pocket", policy, budget_tokens=budget, block_size=16, dtype="float32", device="cpu"
-    )
+    return pocket_runtime(policy, budget)
+
+
+@contextmanager
+def client_of(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
+    """Serve conversations as the model `pocket`, and return OpenAI's client of that server."""
+    app = application(scheduler, Settings("pocket"))
+    with (
+        Server(app, bound("127.0.0.1", 0), RequestLimits()) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 async def text_of(reply: Reply) -> str:

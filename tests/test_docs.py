@@ -10,7 +10,6 @@ import re
 import runpy
 import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import tiny_gguf
+from make import ran
 from test_imports import MAY_IMPORT, ROOMS
 from tools import PATIENCE
 
@@ -89,16 +89,14 @@ def test_the_tutorial(tmp_path):
     script = script.replace(":8000", f":{free_port}")
     (tmp_path / "ask.py").write_text(code.replace(":8000", f":{free_port}"))
     whole = f"trap 'kill $!' EXIT\n{script}\ntrap - EXIT"
-    ran = subprocess.run(
-        ["bash", "-c", whole], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    figures = re.findall(r"held (\d+), evicted (\d+), at most (\d+) bytes", ran.stdout)
+    done = ran(["bash", "-c", whole], cwd=tmp_path, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = re.findall(r"held (\d+), evicted (\d+), at most (\d+) bytes", done.stdout)
     held, evicted, cap = zip(*(map(int, row) for row in figures), strict=True)
     assert len(set(cap)) == 1
     assert max(held) == 256 < evicted[1] < evicted[2]
-    assert "4821" in ran.stdout.rpartition("held")[0].splitlines()[-1]
-    assert int(ran.stdout.split()[-1]) * 1024 < 4 << 30
+    assert "4821" in done.stdout.rpartition("held")[0].splitlines()[-1]
+    assert int(done.stdout.split()[-1]) * 1024 < 4 << 30
 
 
 def test_the_policy_example_in_contributing():
@@ -199,15 +197,10 @@ def test_commands_of_the_pages_run(line, tmp_path, monkeypatch):
         tiny_gguf.written(tmp_path).rename("model.gguf")
     for name in ("Qwen/Qwen3-0.6B", '"$MODEL"', "MODEL"):
         line = line.replace(name, str(pocket.path()))
-    ran = subprocess.run(
-        [sys.executable, "-m", *shlex.split(line)],
-        input="Hello!",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout
+    command = [sys.executable, "-m", *shlex.split(line)]
+    done = ran(command, input="Hello!", timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 LONG = {"leaderboard", "models", "benchmarks", "tasks", "quality-figures"}

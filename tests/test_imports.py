@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from make import in_python, ran
 from tools import tiny_decoder
 
 ROOT = Path(__file__).parents[1]
@@ -153,14 +154,11 @@ def test_the_source_links_point_to_the_root_folders():
 
 
 def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return ran(
         [sys.executable, "-P", "-c", code]
         if sys.version_info >= (3, 11)
         else [sys.executable, "-I", "-c", code],
-        capture_output=True,
-        text=True,
         cwd=cwd,
-        check=False,
         env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
     )
 
@@ -269,19 +267,12 @@ def test_importing_kvcap_makes_its_attention_known():
 
 def test_root_folders_do_not_shadow_packages_in_a_checkout():
     """`python -m kvcap` from the repository's root must not import ./kernels as `kernels`."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, runpy\nsys.argv = ['kvcap', '--help']\n"
-            "try:\n    runpy.run_module('kvcap', run_name='__main__', alter_sys=True)\n"
-            "except SystemExit as e:\n    assert not e.code, e.code\n"
-            "assert sys.path[0] != '', sys.path",
-        ],
-        capture_output=True,
-        text=True,
+    done = in_python(
+        "import sys, runpy\nsys.argv = ['kvcap', '--help']\n"
+        "try:\n    runpy.run_module('kvcap', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as e:\n    assert not e.code, e.code\n"
+        "assert sys.path[0] != '', sys.path",
         cwd=ROOT,
-        check=False,
         env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr

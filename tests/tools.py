@@ -14,6 +14,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_chat
@@ -47,6 +48,13 @@ compilers = pytest.mark.skipif(
     not all(shutil.which(name) for name in ("cmake", "gcc", "aarch64-linux-gnu-gcc")),
     reason="no cmake, no C compiler or none for aarch64",
 )
+
+
+def skip_without(*needs: pytest.MarkDecorator) -> None:
+    """Skip the test that asks for a fixture whose needs are not met, such as `compilers`."""
+    for need in needs:
+        if need.args[0]:
+            pytest.skip(need.kwargs["reason"])
 
 
 def arm_command(program: Path | str, *arguments: Path | str) -> list[str]:
@@ -195,6 +203,7 @@ def library(site: Path) -> Path:
 
 def runner_here(factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the C runner for this machine, and its ONNX Runtime."""
+    skip_without(installed, compilers)
 
     def make(folder: Path) -> None:
         built(folder)
@@ -205,6 +214,7 @@ def runner_here(factory: pytest.TempPathFactory) -> Path:
 
 def runner_for_arm(factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the C runner for ARM, which runs under qemu."""
+    skip_without(installed, compilers)
 
     def make(folder: Path) -> None:
         target = (
@@ -265,6 +275,12 @@ def differing(sessions: list[Session], others: list[Session]) -> float:
     pairs = [(set(one), set(other)) for head in heads for one, other in head]
     assert all(len(one) == len(other) for one, other in pairs)
     return sum(len(one - other) for one, other in pairs) / sum(len(one) for one, _ in pairs)
+
+
+def pocket_runtime(policy: Any = "keydiff", budget: int = 48, **more: Any) -> kvcap.Runtime:
+    """Return a runtime of the built-in model in float32, with blocks of 16 tokens."""
+    settings = {"block_size": 16, "dtype": "float32", "device": "cpu", **more}
+    return kvcap.Runtime.from_pretrained("pocket", policy, budget_tokens=budget, **settings)
 
 
 def runtime_of(

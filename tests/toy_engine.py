@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiny_chat
 
 from kvcap import pocket
 from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
@@ -126,10 +125,9 @@ class ToyEngine:
 
 
 @functools.cache
-def tiny(folder: Path) -> Runtime:
-    return Runtime.from_pretrained(
-        tiny_chat.save(folder), budget_tokens=64, block_size=BLOCK, device="cpu"
-    )
+def tiny(model: str) -> Runtime:
+    """Return a runtime of a folder that `tiny_chat` saved, which is loaded once."""
+    return Runtime.from_pretrained(model, budget_tokens=64, block_size=BLOCK, device="cpu")
 
 
 def session_of(runtime: Any, system: str | None = None, budget: int | None = None) -> Session:

@@ -7,13 +7,13 @@ eager as there: values and kept slots. Proves function, says nothing of speed.
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from make import ran
 from tools import PATIENCE, arm_environment, arm_python, installed
 
 from kvcap.export.graphs import compare
@@ -63,14 +63,11 @@ def on_arm(folder: Path, jobs: dict[str, list[str]]) -> None:
     """Run graphs on the inputs that lie in `folder`, and leave what they gave there."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     (folder / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
+    done = ran(
         arm_python(folder / "program.py", folder),
         env=arm_environment(),
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=PATIENCE,
-        check=False,
     )
     assert done.stdout.startswith("done"), done.stderr
 

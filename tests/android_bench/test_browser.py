@@ -1,6 +1,6 @@
 """The page in a real browser, headless: what it measures, and what can go wrong on the way.
 
-Needs Debian's package chromium, and onnxruntime-web (python -m kvcap.android_bench.server.vendor).
+Needs Debian's package browser, and onnxruntime-web (python -m kvcap.android_bench.server.vendor).
 WebGPU runs in software here, which proves function, never speed.
 """
 
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_requests import asked, edited, posted, vendored
+from make import argv, in_python
 from tools import PATIENCE
 
 from kvcap.android_bench.devices.host import run_here
@@ -84,10 +85,7 @@ def serving(small, tmp_path) -> Iterator[Serving]:
         yield found
 
 
-CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 FLAGS = [
-    "--no-sandbox",
-    "--disable-dev-shm-usage",
     "--enable-unsafe-webgpu",
     "--use-webgpu-adapter=swiftshader",
     "--enable-features=Vulkan,WebGPU",
@@ -95,7 +93,6 @@ FLAGS = [
 LIMIT = ClientLimits().result_bytes
 SOON = 1000 * PATIENCE  # milliseconds
 
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 pytestmark = vendored
 
 
@@ -105,19 +102,9 @@ def result(small, tmp_path_factory) -> dict[str, Any]:
     return run_here(small, ["--cores", "none"])
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it")
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        browser.devices = started.devices
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def page(chromium) -> Iterator[Any]:
-    context = chromium.new_context(viewport={"width": 390, "height": 844})
+def page(browser) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 390, "height": 844})
     yield context.new_page()
     context.close()
 
@@ -148,7 +135,6 @@ def reach(page: Any, share: float) -> None:
 # What the page measures
 
 
-@in_browser
 def test_a_plan_runs_and_its_result_lands(plan, page, tmp_path):
     said, requests = [], []
     page.on("console", lambda message: said.append(message.text))
@@ -187,7 +173,6 @@ def test_a_plan_runs_and_its_result_lands(plan, page, tmp_path):
 
 
 @pytest.mark.slow
-@in_browser
 def test_the_page_can_be_read_and_heard(plan, page, tmp_path):
     with Serving(plan, tmp_path) as serving:
         opened(page, serving.url)
@@ -230,7 +215,6 @@ def test_the_page_can_be_read_and_heard(plan, page, tmp_path):
 
 
 @pytest.mark.slow
-@in_browser
 def test_webgpu_runs_what_it_can_and_names_what_it_lacks(serving, page):
     opened(page, serving.url)
     box = page.get_by_role("checkbox", name="WebGPU")
@@ -253,7 +237,6 @@ def test_webgpu_runs_what_it_can_and_names_what_it_lacks(serving, page):
     assert "cannot read the memory of WebGPU" in found["memory"]["reason"]
 
 
-@in_browser
 def test_a_wrong_graph_is_called_wrong(small, page, tmp_path):
     def spoil(found, folder):
         (cell,) = (c for c in found["cells"] if c["stage"] == "score" and c["dtype"] == "fp32")
@@ -277,7 +260,6 @@ def test_a_wrong_graph_is_called_wrong(small, page, tmp_path):
 
 
 @pytest.mark.slow
-@in_browser
 def test_a_missing_model_fails_its_cells_alone(small, page, tmp_path):
     folder = tmp_path / "plan"
     shutil.copytree(small, folder)
@@ -296,7 +278,6 @@ def test_a_missing_model_fails_its_cells_alone(small, page, tmp_path):
 
 
 @pytest.mark.slow
-@in_browser
 def test_over_plain_http_there_is_one_thread_and_the_page_says_so(plan, page, tmp_path):
     address = own_address()
     with Serving(plan, tmp_path, lan=address) as serving:
@@ -321,7 +302,6 @@ def test_over_plain_http_there_is_one_thread_and_the_page_says_so(plan, page, tm
     assert "No WebGPU row" in limits
 
 
-@in_browser
 def test_every_start_has_another_token(small, tmp_path):
     address, urls = own_address(), set()
     for _ in range(2):
@@ -331,9 +311,8 @@ def test_every_start_has_another_token(small, tmp_path):
 
 
 @pytest.mark.slow
-@in_browser
-def test_a_closed_tab_loses_nothing(plan, chromium, tmp_path):
-    context = chromium.new_context()
+def test_a_closed_tab_loses_nothing(plan, browser, tmp_path):
+    context = browser.new_context()
     with Serving(plan, tmp_path) as serving:
         page = opened(context.new_page(), serving.url)
         page.get_by_role("button", name="Start").click()
@@ -353,7 +332,6 @@ def test_a_closed_tab_loses_nothing(plan, chromium, tmp_path):
     context.close()
 
 
-@in_browser
 def test_stopping_keeps_what_there_is(plan, page, tmp_path):
     with Serving(plan, tmp_path) as serving:
         opened(page, serving.url).get_by_role("button", name="Start").click()
@@ -366,7 +344,6 @@ def test_stopping_keeps_what_there_is(plan, page, tmp_path):
 
 
 @pytest.mark.slow
-@in_browser
 def test_a_lost_server_gets_the_result_when_it_is_back(small, page, tmp_path):
     with Serving(small, tmp_path) as serving:
         opened(page, serving.url)
@@ -383,7 +360,6 @@ def test_a_lost_server_gets_the_result_when_it_is_back(small, page, tmp_path):
 
 
 @pytest.mark.slow
-@in_browser
 def test_a_locked_screen_pauses_and_is_told(plan, page, tmp_path):
     def lock(state: str) -> None:
         page.evaluate(
@@ -416,9 +392,8 @@ def test_a_locked_screen_pauses_and_is_told(plan, page, tmp_path):
 
 
 @pytest.mark.slow
-@in_browser
-def test_two_phones_at_once(small, chromium, tmp_path):
-    contexts = [chromium.new_context() for _ in range(2)]
+def test_two_phones_at_once(small, browser, tmp_path):
+    contexts = [browser.new_context() for _ in range(2)]
     with Serving(small, tmp_path) as serving:
         pages = [opened(context.new_page(), serving.url) for context in contexts]
         for page in pages:
@@ -432,7 +407,6 @@ def test_two_phones_at_once(small, chromium, tmp_path):
         context.close()
 
 
-@in_browser
 def test_a_page_without_its_plan_says_so(serving, page):
     page.route("**/plan/plan.json", lambda route: route.abort())
     opened(page, serving.url)
@@ -442,7 +416,6 @@ def test_a_page_without_its_plan_says_so(serving, page):
     page.locator("#start:visible").wait_for(timeout=SOON)
 
 
-@in_browser
 def test_a_program_can_open_the_page_and_have_it_start(serving, page):
     page.goto(serving.url + "#start")
     page.locator("#outcome-text code").wait_for(timeout=SOON)
@@ -503,9 +476,8 @@ def test_the_page_and_its_requests_must_be_one_browser():
     assert origin({}, "").source == "host"
 
 
-@in_browser
-def test_a_desktop_dressed_as_a_phone_is_emulated(chromium, small, tmp_path):
-    context = chromium.new_context(**chromium.devices["Pixel 7"])
+def test_a_desktop_dressed_as_a_phone_is_emulated(browser, small, tmp_path):
+    context = browser.new_context(**browser.devices["Pixel 7"])
     with Serving(small, tmp_path) as serving:
         page = opened(context.new_page(), serving.url)
         assert page.title().endswith("(emulated)")
@@ -525,10 +497,9 @@ Object.defineProperty(Navigator.prototype, "userAgentData", { get: () => undefin
 
 
 @pytest.mark.slow
-@in_browser
-def test_where_every_sign_agrees_the_result_is_a_phones(chromium, small, tmp_path):
+def test_where_every_sign_agrees_the_result_is_a_phones(browser, small, tmp_path):
     """No phone is here, so its signs are forged: what follows from them is what is tested."""
-    context = chromium.new_context(user_agent=PIXEL["user_agent"])
+    context = browser.new_context(user_agent=PIXEL["user_agent"])
     context.add_init_script(FORGED)
     with Serving(small, tmp_path) as serving:
         page = context.new_page()
@@ -697,7 +668,7 @@ def test_missing_packages_are_named(small, tmp_path):
         "import sys; sys.modules['uvicorn'] = None; from kvcap.cli import run; "
         f"sys.exit(run(['android', 'serve', {str(small)!r}, '-o', {str(tmp_path / 'out')!r}]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = in_python(code)
     assert done.returncode == 1
     assert "pip install '.[android]'" in done.stderr
 
@@ -725,19 +696,7 @@ def test_a_terminal_shows_a_code_to_scan(small, tmp_path):
     own_address()
     screen, terminal = os.openpty()
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "kvcap",
-            "android",
-            "serve",
-            str(small),
-            "-o",
-            str(tmp_path),
-            "--port",
-            "0",
-            "--lan",
-        ],
+        argv("{} -m kvcap android serve {} -o {} --port 0 --lan", sys.executable, small, tmp_path),
         stdout=subprocess.DEVNULL,
         stderr=terminal,
     )
@@ -781,10 +740,10 @@ def test_the_command_refuses_by_name(small, tmp_path, arguments, said):
 
 
 @pytest.fixture(scope="module")
-def module(chromium, small, tmp_path_factory) -> Iterator[Any]:
+def module(browser, small, tmp_path_factory) -> Iterator[Any]:
     """Calls of the page's modules, from here."""
     with Serving(small, tmp_path_factory.mktemp("results")) as serving:
-        page = chromium.new_page()
+        page = browser.new_page()
         page.goto(serving.url)
 
         def call(file: str, expression: str, given: Any = None) -> Any:
@@ -795,7 +754,6 @@ def module(chromium, small, tmp_path_factory) -> Iterator[Any]:
         page.close()
 
 
-@in_browser
 def test_halves_are_those_of_numpy(module):
     every = np.arange(2**16, dtype=np.uint16).view(np.float16)
     decoded = module("half.js", "Array.from({length: 65536}, (_, i) => String(m.fromHalf(i)))")
@@ -810,13 +768,11 @@ def test_halves_are_those_of_numpy(module):
     assert module("half.js", "given.map(m.toHalf)", numbers.astype(float).tolist()) == expected
 
 
-@in_browser
 def test_inputs_are_those_of_the_other_runners(module):
     for seed in (1, 2, 4294967295):
         assert module("inputs.js", "m.numbers(given, 999)", seed) == hash11(seed, 999).tolist()
 
 
-@in_browser
 def test_spreads_and_what_is_wild_are_those_of_the_report(module):
     assert module("stats.js", "m.WILD") == WILD
     for most in (2.4, 2.6):
@@ -831,7 +787,6 @@ def test_spreads_and_what_is_wild_are_those_of_the_report(module):
         assert found["wild"] == (spread(expected) > WILD) == (most > 2.5)
 
 
-@in_browser
 def test_lines_differ_in_more_than_colour(module, plan):
     """Each of a view's has its own marker and, of one policy, its own dash; a bar at each point."""
     cells = [
@@ -881,7 +836,6 @@ def test_lines_differ_in_more_than_colour(module, plan):
     assert {(line["wild"], line["bars"]) for line in found} == {(1, 3)}
 
 
-@in_browser
 def test_every_policy_of_a_plan_has_a_name_for_people(module):
     policies = with_graphs_of_their_own()
     found = dict(
@@ -894,7 +848,6 @@ def test_every_policy_of_a_plan_has_a_name_for_people(module):
     assert found["obcache-h2o"] == "OBCache-h2o"
 
 
-@in_browser
 @pytest.mark.parametrize("slots", [[512, 2048, 8192], [64, 128, 4096, 8192]])
 def test_fits_and_percentiles_are_those_of_the_report(module, slots):
     generator = np.random.default_rng(len(slots))
@@ -919,7 +872,6 @@ VALUES = {
 }  # fmt: skip
 
 
-@in_browser
 @pytest.mark.parametrize(
     ("ports", "outputs", "said"),
     [

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from make import ran
 from tools import ROOT, TOOLS, compilers, installed, runner_here, small_plan
 
 from kvcap.android_bench.documents import read_result
@@ -38,7 +39,7 @@ def test_the_build_for_a_phone_takes_onnxruntime_for_android_by_its_checksum(tmp
     sha256 = hashlib.sha256((tmp_path / "ort.aar").read_bytes()).hexdigest()
 
     def configured(folder: str, checksum: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return ran(
             [
                 "cmake",
                 "-S",
@@ -51,10 +52,7 @@ def test_the_build_for_a_phone_takes_onnxruntime_for_android_by_its_checksum(tmp
                 f"-DCJSON={TOOLS / 'source' / 'cjson'}",
                 f"-DORT_AAR=file://{tmp_path / 'ort.aar'}",
                 f"-DORT_AAR_SHA256={checksum}",
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
+            ]
         )
 
     assert configured("good", sha256).returncode == 0

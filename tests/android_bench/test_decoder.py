@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from bench_requests import edited, posted, vendored
+from make import argv, ran
 from tools import (
     PATIENCE,
-    compilers,
-    installed,
     pocket_decoder,
     runner_here,
     sliding_decoder,
@@ -33,7 +30,6 @@ from kvcap.android_bench.results import chart, judge, regress, table
 from kvcap.cli import run
 from kvcap.export.graphs.shape import Shape
 
-CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 WORK = DecoderWork(prompt=20, answer=20, long=300, minutes=0.002, every=0.05)
 
 
@@ -58,6 +54,12 @@ def planned(decoder: Path, factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def result(plan) -> dict[str, Any]:
     return run_here(plan, ["--cores", "none"])
+
+
+def c_command(here: Path, plan: Path, out: Path) -> list[str]:
+    """Return the command by which the C runner runs a plan."""
+    program, library = here / "kvcap-bench", here / "libonnxruntime.so"
+    return argv("{} {} -o {} --cores none --lib {}", program, plan / "plan.json", out, library)
 
 
 def only(result: dict[str, Any]) -> dict[str, Any]:
@@ -111,21 +113,10 @@ def test_the_python_runner_times_it(result, plan):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_the_c_runner_times_it(plan, tmp_path_factory, tmp_path):
     here = runner_here(tmp_path_factory)
-    command = [
-        here / "kvcap-bench",
-        plan / "plan.json",
-        "-o",
-        tmp_path / "c.json",
-        "--cores",
-        "none",
-        "--lib",
-        here / "libonnxruntime.so",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = c_command(here, plan, tmp_path / "c.json")
+    done = ran(command)
     assert done.returncode == 0, done.stderr
     check_row(only(judge.judged(read_result(tmp_path / "c.json"))), plan)
 
@@ -135,7 +126,7 @@ def test_the_c_runner_times_it(plan, tmp_path_factory, tmp_path):
         facts["state"].append({**facts["state"][-1], "name": "accumulated"})
         file.write_text(json.dumps(facts))
 
-    command[1] = edited(plan, tmp_path / "plan", state) / "plan.json"
+    command[1] = str(edited(plan, tmp_path / "plan", state) / "plan.json")
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     row = only(read_result(tmp_path / "c.json"))
     assert (row["status"], "accumulated" in row["reason"]) == ("skipped", True)
@@ -143,8 +134,6 @@ def test_the_c_runner_times_it(plan, tmp_path_factory, tmp_path):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 @pytest.mark.parametrize("mode", ["compact", "true"])
 def test_runners_time_a_decoder_whose_layers_slide(mode, tmp_path_factory, tmp_path):
     """Its logits are checked over several budgets and windows."""
@@ -152,17 +141,8 @@ def test_runners_time_a_decoder_whose_layers_slide(mode, tmp_path_factory, tmp_p
     wanted = read_plan(plan)["decoder"]
     assert len(wanted["check"]["prompt"]) > 24 + 12
     here = runner_here(tmp_path_factory)
-    command = [
-        here / "kvcap-bench",
-        plan / "plan.json",
-        "-o",
-        tmp_path / "c.json",
-        "--cores",
-        "none",
-        "--lib",
-        here / "libonnxruntime.so",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = c_command(here, plan, tmp_path / "c.json")
+    done = ran(command)
     assert done.returncode == 0, done.stderr
     found = {"c": read_result(tmp_path / "c.json"), "python": run_here(plan, ["--cores", "none"])}
     for result in found.values():
@@ -174,14 +154,10 @@ def test_runners_time_a_decoder_whose_layers_slide(mode, tmp_path_factory, tmp_p
 
 @vendored
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
-def test_the_page_times_it(plan, tmp_path):
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it")
+def test_the_page_times_it(browser, plan, tmp_path):
     from kvcap.android_bench.server.serving import Serving
 
-    with Serving(plan, tmp_path) as serving, playwright.sync_playwright() as started:
-        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
+    with Serving(plan, tmp_path) as serving:
         page = browser.new_page(viewport={"width": 360, "height": 740})
         page.goto(serving.url + "#start")
         page.locator("#outcome-text code").wait_for(timeout=1000 * PATIENCE)
@@ -189,7 +165,6 @@ def test_the_page_times_it(plan, tmp_path):
         check_row(only(found), plan)
         assert "tokens/s" in page.locator("#decoders").inner_text()
         assert "Writing on and on" in page.locator("#sustained").inner_text()
-        browser.close()
 
 
 @vendored

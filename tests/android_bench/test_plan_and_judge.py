@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from make import argv, ran
 from tools import PATIENCE
 
 from kvcap.android_bench.documents import (
@@ -120,14 +121,7 @@ RUNNER = (sys.executable, "-m", "kvcap.android_bench.runner")
 
 def runner(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own, with more variables in its environment."""
-    return subprocess.run(
-        [*RUNNER, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        check=False,
-        env={**os.environ, **env},
-    )
+    return ran([*RUNNER, *arguments], cwd=cwd, env={**os.environ, **env})
 
 
 # Plans
@@ -886,17 +880,7 @@ def faster(factor: float) -> Any:
 def test_a_report_shows_absolute_and_relative_times_and_the_fit(saved, tmp_path, capsys):
     out, picture, rows = tmp_path / "r.md", tmp_path / "r.png", tmp_path / "rows.json"
     code = run(
-        [
-            "android",
-            "report",
-            saved("a.json"),
-            "-o",
-            str(out),
-            "--plot",
-            str(picture),
-            "--rows",
-            str(rows),
-        ]
+        argv("android report {} -o {} --plot {} --rows {}", saved("a.json"), out, picture, rows)
     )
     text = capsys.readouterr().out
     assert code == 0

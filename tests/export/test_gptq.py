@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import torch
 from conftest import small_policy, tiny_model
+from make import argv
 
 from kvcap import pocket
 from kvcap.cli import run
@@ -202,21 +203,12 @@ def test_the_export_of_weights_in_files_has_the_rounded_numbers(
     wanted = calibrate(DecoderGraph(source.model, layout), ids, ROUNDINGS[0])
     monkeypatch.setattr(spec, "LOADED", 0)
     assert open_model(where, "int4").checkpoint is not None
-    given = [
-        "export",
-        "decoder",
+    given = argv(
+        "export decoder {} -o {} --budget-tokens 12 --quick --block-size 4 "
+        "--dtype int4 --symmetric",
         where,
-        "-o",
-        str(out),
-        "--budget-tokens",
-        "12",
-        "--quick",
-        "--block-size",
-        "4",
-        "--dtype",
-        "int4",
-        "--symmetric",
-    ]
+        out,
+    )
     assert run([*given, "--calibrate", str(read)]) == 0
     found = rounded_in(out / "decoder.onnx")
     for name, packed in wanted.items():

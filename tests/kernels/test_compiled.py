@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 from interpreted import DEVICE
+from make import ran
 from tools import ROOT
 
 from kvcap.policies import policies
@@ -25,12 +25,9 @@ def compiled(*arguments):
     """What `compile_kernels.py` tells."""
     pytest.importorskip("triton")
     path = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests"))
-    done = subprocess.run(
+    done = ran(
         [sys.executable, ROOT / "tests" / "compile_kernels.py", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

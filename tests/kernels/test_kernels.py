@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from interpreted import DEVICE, pytestmark  # noqa: F401
+from make import ran
 from torch import Tensor
 
 from kvcap import kernels
@@ -536,13 +536,10 @@ def test_importing_loads_no_kernel_and_scoring_needs_no_triton():
         "assert torch.equal(kvcap.kernels.score(KeyDiff(), obs), KeyDiff().score(obs))\n"
     )
     path = os.pathsep.join(p for p in sys.path if p)
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-P", "-c", code]
         if sys.version_info >= (3, 11)
         else [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr

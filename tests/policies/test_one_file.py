@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from make import ran
 
 from kvcap.policies import Policy, PolicyError, _class_in, policies
 from kvcap.policies.base import Preset
@@ -175,9 +175,7 @@ def outcome(copy: Path, *arguments: str) -> tuple[int, str]:
     """The exit code of its tests, and what they say."""
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, *arguments], cwd=copy, env=environment, capture_output=True, text=True
-    )
+    done = ran([*command, *arguments], cwd=copy, env=environment)
     return done.returncode, done.stdout + done.stderr
 
 

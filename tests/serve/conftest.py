@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import openai
 import pytest
+from server_chats import pocket, small
 from stand_in import Script, StandIn
 
+import kvcap
 from kvcap.serve.app import Settings, application
+from kvcap.serve.scheduler import Limits, Scheduler
 from kvcap.serve.server import Server, bound
 
 
@@ -20,6 +24,17 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[StandIn, Server]]:
         yield talk, server
 
 
+@pytest.fixture(scope="module")
+def runtime(chat_model: str) -> kvcap.Runtime:
+    return small(chat_model)
+
+
+@pytest.fixture(scope="module")
+def scheduler() -> Scheduler:
+    """Return a scheduler of the built-in model, with fewer places than clients ask for."""
+    return Scheduler(pocket(), Limits(places=3, together=2))
+
+
 @pytest.fixture
 def talk(served: tuple[StandIn, Server]) -> StandIn:
     """Return the stand-in for the model, which answers `Hello there`."""
@@ -30,3 +45,9 @@ def talk(served: tuple[StandIn, Server]) -> StandIn:
 @pytest.fixture(scope="module")
 def url(served: tuple[StandIn, Server]) -> str:
     return served[1].url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_chat
 from chat_templates import TOOLS
+from make import in_python
 from server_chats import ask, serve, text_of, user
 from tools import ROOT
 from transformers import AutoTokenizer
@@ -29,16 +29,11 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_chat.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def one(folder: str) -> MemoryPlan:
+def one(chat_model: str) -> MemoryPlan:
     from kvcap.runtime.models.files import load_config
     from kvcap.runtime.models.names import resolve
 
-    plan = MemoryPlan.of(load_config(resolve(folder)), budget_tokens=64, rehearse=True)
+    plan = MemoryPlan.of(load_config(resolve(chat_model)), budget_tokens=64, rehearse=True)
     return replace(plan, baseline=300 * MIB)
 
 
@@ -105,10 +100,10 @@ def test_the_index_of_a_conversation_is_planned_beside_its_cache(one: MemoryPlan
 
 @pytest.mark.parametrize(("words", "tokens", "nbytes"), [("auto", 32, MIB), ("off", 0, 0)])
 def test_a_server_is_planned_with_the_indexes_that_its_sessions_may_have(
-    folder: str, words: str, tokens: int, nbytes: int
+    chat_model: str, words: str, tokens: int, nbytes: int
 ) -> None:
     opened = open_conversations(
-        folder,
+        chat_model,
         Backend(),
         Budget(budget_tokens=64, dtype="float32"),
         Running(device="cpu"),
@@ -140,12 +135,12 @@ def test_not_even_one_is_refused_with_what_would_do(one: MemoryPlan) -> None:
 
 
 @pytest.mark.parametrize("copies", [9, 0])
-def test_plan_counts_copies_as_the_server_does(folder: str, capsys: Any, copies: int) -> None:
-    given = ["plan", folder, "--budget-tokens", "64", "--shared-prompts", str(copies)]
+def test_plan_counts_copies_as_the_server_does(chat_model: str, capsys: Any, copies: int) -> None:
+    given = ["plan", chat_model, "--budget-tokens", "64", "--shared-prompts", str(copies)]
     assert run([*given, "--serve", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["serve"]
     opened = open_conversations(
-        folder,
+        chat_model,
         Backend(),
         Budget(budget_tokens=64),
         Running(),
@@ -159,8 +154,8 @@ def test_plan_counts_copies_as_the_server_does(folder: str, capsys: Any, copies:
     assert f"--shared-prompts {copies} needs --serve" in capsys.readouterr().err
 
 
-def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
-    given = ["plan", folder, "--serve", "--budget-tokens", "64", "--memory-cap"]
+def test_plan_serve_says_how_many_fit(chat_model: str, capsys: Any) -> None:
+    given = ["plan", chat_model, "--serve", "--budget-tokens", "64", "--memory-cap"]
     assert run([*given, "4GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["serve"]
     assert found["total_bytes"] <= found["cap"] == 4 << 30
@@ -174,12 +169,14 @@ def test_plan_serve_says_how_many_fit(folder: str, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize(("every", "dtype"), [(None, "float32"), (None, "bfloat16"), (1, None)])
-def test_rows_are_planned_to_the_byte(folder: str, every: int | None, dtype: str | None) -> None:
+def test_rows_are_planned_to_the_byte(
+    chat_model: str, every: int | None, dtype: str | None
+) -> None:
     """A plan counts the rotated keys of conversations that share passes, as they do on a CPU."""
     budget = Budget(budget_tokens=64, dtype=dtype)
     running = Running(device="cpu", evict_every=every)
     opened = open_conversations(
-        folder, Backend(), budget, running, Output(quiet=True), together=3, places=5
+        chat_model, Backend(), budget, running, Output(quiet=True), together=3, places=5
     )
     opened.scheduler.close()
     assert opened.scheduler.batch.apart is None
@@ -212,15 +209,15 @@ def test_a_server_whose_tokenizer_has_no_default_template_starts_and_says_so(
 
 
 def test_nothing_is_loaded_where_not_one_conversation_fits(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chat_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcap.serve.admission.load_for_chat", lambda *_: 1 / 0)
     without = Budget(enforce="rlimit")
     with pytest.raises(ValueError, match="give one, such as --memory-cap 2GiB"):
-        open_conversations(folder, Backend(), without, Running(device="cpu"), Output())
+        open_conversations(chat_model, Backend(), without, Running(device="cpu"), Output())
     with pytest.raises(PlanInfeasible, match="so that 0 fit"):
         open_conversations(
-            folder,
+            chat_model,
             Backend(),
             Budget(memory_cap="64MiB"),
             Running(),
@@ -286,11 +283,8 @@ def test_a_process_with_all_its_conversations_stays_within_its_cap(tmp_path: Pat
     path = f"{ROOT / 'src'}:{ROOT / 'tests'}"
 
     def python(*given: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", *given],
-            capture_output=True,
-            text=True,
-            check=False,
+        done = in_python(
+            *given,
             env={
                 "PATH": "/usr/bin:/bin",
                 "PYTHONPATH": path,

@@ -6,16 +6,14 @@ import http.client
 import json
 import shutil
 import socket
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import httpx
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from make import eventually, ran
+from server_chats import CALL, HELLO, TOOL, post
 from stand_in import Script, StandIn
 from tools import PATIENCE
 
@@ -29,35 +27,10 @@ from kvcap.serve.metrics import unnamed
 from kvcap.serve.server import Server, bound, is_loopback
 from kvcap.serve.tool_calls import CallGate
 
-HELLO: Any = [{"role": "user", "content": "Hello!"}]
 SETTINGS = Settings(
     "pocket", limits=RequestLimits(body_bytes=20_000, messages=3, quiet_seconds=0.1)
 )
 KEYS = ("one-key", "another-key")
-BEGUN: Any = {"role": "assistant", "content": "Well, "}
-TOOL: Any = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
-}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def post(url: str, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
-    messages = {} if "prompt" in body else {"messages": HELLO}
-    return httpx.post(url + path, json={**messages, **body})
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_options_of_the_chat_template_change_those_of_the_server(url, talk):
@@ -406,12 +379,7 @@ def test_a_taken_port_is_said_and_addresses_of_this_machine_are_known():
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_is_answered(url, talk):
     body = json.dumps({"messages": HELLO, "stream": True})
-    said = subprocess.run(
-        ["curl", "-sN", f"{url}/v1/chat/completions", "--json", body],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    said = ran(["curl", "-sN", f"{url}/v1/chat/completions", "--json", body], check=True).stdout
     events = [line.removeprefix("data: ") for line in said.split("\n\n") if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[1])["choices"][0]["delta"]["content"] == "Hel"

@@ -16,35 +16,23 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_chats import plain, pocket, served, user
+from make import argv
+from server_chats import client_of, plain, pocket, served, user
 from tiny_chat import save
 from tools import PATIENCE
 
 from kvcap.cli import run
 from kvcap.runtime.cli.options import Running
-from kvcap.serve.app import Settings, application
 from kvcap.serve.commands import Address
-from kvcap.serve.limits import RequestLimits
-from kvcap.serve.scheduler import Limits, Scheduler
-from kvcap.serve.server import Server, bound
+from kvcap.serve.scheduler import Scheduler
 
 FACT = "Please remember: the code for the blue door is 4821. " * 4
 ASKED: Any = {"model": "pocket", "temperature": 0, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def scheduler() -> Scheduler:
-    return Scheduler(pocket(), Limits(places=3, together=2))
-
-
-@pytest.fixture(scope="module")
 def client(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
-    settings = Settings("pocket")
-    app = application(scheduler, settings)
-    with (
-        Server(app, bound("127.0.0.1", 0), RequestLimits()) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with client_of(scheduler) as client:
         yield client
 
 
@@ -136,20 +124,11 @@ def test_a_model_is_told_of_tools_that_its_template_does_not_write(client):
 def test_a_server_that_is_told_to_stop_saves_its_conversations_and_ends_well(tmp_path):
     keep = tmp_path / "kept"
     with subprocess.Popen(
-        [
+        argv(
+            "{} -m kvcap serve --port 0 --budget-tokens 64 --keep {} --name small",
             sys.executable,
-            "-m",
-            "kvcap",
-            "serve",
-            "--port",
-            "0",
-            "--budget-tokens",
-            "64",
-            "--keep",
-            str(keep),
-            "--name",
-            "small",
-        ],
+            keep,
+        ),
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "KVCAP_API_KEY": "one two"},

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_chat
 from server_chats import NEVER, ask, limits, said, serve, small, text_of, until, user
 from tools import ROOT, first_kept
 
@@ -26,16 +25,6 @@ from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
 
 PROGRAM = ROOT / "tests" / "served_until_killed.py"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_chat.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def runtime(folder: str) -> Any:
-    return small(folder)
 
 
 class Oracle:
@@ -144,7 +133,7 @@ def test_memory_stays_flat_however_many_conversations_there_were(
 @pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("kills", [1, 6])
 def test_saved_conversations_survive_kills(
-    folder: str, runtime: Any, tmp_path: Path, kills: int
+    chat_model: str, runtime: Any, tmp_path: Path, kills: int
 ) -> None:
     """Killed at any moment, none of their files is broken, and each goes on where it was saved."""
     known: dict[str, Any] = {}
@@ -152,7 +141,7 @@ def test_saved_conversations_survive_kills(
     for turn in range(kills):
         saved: dict[str, Any] = {}
         with subprocess.Popen(
-            [sys.executable, str(PROGRAM), folder, str(tmp_path), json.dumps(known)],
+            [sys.executable, str(PROGRAM), chat_model, str(tmp_path), json.dumps(known)],
             env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -190,11 +179,11 @@ def test_saved_conversations_survive_kills(
 
 @pytest.mark.parametrize(("sinks", "together"), [(None, 2), (None, 1), (0, 2)])
 def test_conversations_of_one_system_prompt_keep_its_first_tokens(
-    folder: str, tmp_path: Path, sinks: int | None, together: int
+    chat_model: str, tmp_path: Path, sinks: int | None, together: int
 ) -> None:
     """Also those that share a beginning, whose place another one had, and that come from disk."""
     runtime = kvcap.Runtime.from_pretrained(
-        folder,
+        chat_model,
         budget_tokens=48,
         block_size=16,
         dtype="float32",
@@ -234,9 +223,9 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
     assert all(found) if sinks is None else not all(found)
 
 
-def test_a_usage_tells_what_waits_for_the_next_eviction(folder: str) -> None:
+def test_a_usage_tells_what_waits_for_the_next_eviction(chat_model: str) -> None:
     runtime = kvcap.Runtime.from_pretrained(
-        folder, budget_tokens=48, block_size=16, device="cpu", evict_every=16
+        chat_model, budget_tokens=48, block_size=16, device="cpu", evict_every=16
     )
 
     async def chat(s: Scheduler) -> None:
@@ -250,12 +239,12 @@ def test_a_usage_tells_what_waits_for_the_next_eviction(folder: str) -> None:
 
 
 def test_a_short_conversation_in_the_place_of_a_long_one_is_saved_and_restored(
-    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    chat_model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The place's observation window is longer than what the second one says."""
     policy = load_policy("snapkv", window=32)
     runtime = kvcap.Runtime.from_pretrained(
-        folder, policy, budget_tokens=48, block_size=64, device="cpu"
+        chat_model, policy, budget_tokens=48, block_size=64, device="cpu"
     )
     long, short = user("Seven kinds of mosses survive the cold. " * 12), user("Hi.")
 
@@ -370,11 +359,11 @@ def test_the_least_recently_used_goes_first(runtime: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_what_moves_while_it_is_answered_goes_on_from_what_was_saved(
-    runtime: Any, folder: str, tmp_path: Path, is_saved: bool
+    runtime: Any, chat_model: str, tmp_path: Path, is_saved: bool
 ) -> None:
     """The answer that is written is not waited for; what was never saved is read again."""
     disk, other_disk = (SavedConversations(tmp_path, 1 << 20, shared=True) for _ in range(2))
-    other = Scheduler(small(folder), limits(save_after_s=0.0), other_disk)
+    other = Scheduler(small(chat_model), limits(save_after_s=0.0), other_disk)
 
     async def chat(s: Scheduler) -> None:
         reply = s.submit(ask(user("Hello!")))

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from make import ran
 from tools import PATIENCE
 
 from kvcap.runtime.units import parse_bytes
@@ -159,12 +160,8 @@ def test_its_steps_make_a_server_that_answers(tmp_path: Path) -> None:
     assert list((tmp_path / "sessions").glob("*.kvcap"))  # saved at its end
 
     inner.pop("KVCAP_API_KEY_FILE")
-    open_to_all = subprocess.run(
-        [str(made / "bin" / command[0]), *command[1:]],
-        env={**outer, **inner},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
+    open_to_all = ran(
+        [str(made / "bin" / command[0]), *command[1:]], env={**outer, **inner}, cwd=tmp_path
     )
     assert open_to_all.returncode != 0
     assert "--api-key" in open_to_all.stderr

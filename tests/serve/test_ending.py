@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 import httpx
+from make import argv
 from server_chats import pocket
 from tools import PATIENCE
 
@@ -63,18 +64,7 @@ def listens(url: str) -> bool:
 
 def test_a_second_signal_ends_the_server_at_once():
     with subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "kvcap",
-            "serve",
-            "--port",
-            "0",
-            "--budget-tokens",
-            "64",
-            "--grace",
-            "600",
-        ],
+        argv("{} -m kvcap serve --port 0 --budget-tokens 64 --grace 600", sys.executable),
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ.copy(),

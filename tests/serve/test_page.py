@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,15 +26,12 @@ from kvcap.serve.scheduler import Scheduler
 from kvcap.serve.server import Server, bound
 from kvcap.serve.strip import Strip, strip_of
 
-CHROMIUM = os.environ.get("KVCAP_CHROMIUM") or shutil.which("chromium")
 AXE = Path(__file__).parents[2] / ".axe/axe.min.js"
 SOON = 300_000  # milliseconds
 FACT = "Please remember: the code for the blue door is 4821."
 QUESTION = "What is the code for the blue door?"
 LONG = "Seven kinds of mosses survive the cold near Porto. Tall grasses attract many bees. " * 6
 KEYS = ("a-key", "another-key")
-
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +77,6 @@ def client(runtime) -> TestClient:
     one: Any = One(owner, strip_of(runtime.session(), "ada"))
     settings = Settings("pocket", keys=KEYS, hosts=None, open_paths=OPEN_PATHS)
     return TestClient(application(one, settings, page_routes()), follow_redirects=False)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install it")
-    with playwright.sync_playwright() as started:
-        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -213,7 +198,6 @@ def test_a_conversation_is_deleted_by_its_owner(client):
 # Conversations
 
 
-@in_browser
 def test_slots_that_wait_for_the_next_eviction_are_told_apart(page, url, runtime):
     session = runtime.session()
     list(session.send(FACT))
@@ -230,7 +214,6 @@ def test_slots_that_wait_for_the_next_eviction_are_told_apart(page, url, runtime
     assert page.locator("#strip .token").count() == 9000
 
 
-@in_browser
 def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
     """The words of a session in Python, and its tokens with the heads that hold them."""
     asked: list[str] = []
@@ -274,7 +257,6 @@ def test_a_conversation_and_what_is_left_of_it(page, url, runtime):
 
 
 @pytest.mark.slow
-@in_browser
 def test_the_strip_is_read_by_keys(page, url):
     opened(page, url).set_viewport_size({"width": 1300, "height": 800})
     say(page, FACT)
@@ -289,7 +271,6 @@ def test_the_strip_is_read_by_keys(page, url):
     assert strip.get_attribute("aria-activedescendant") == "token-0"
 
 
-@in_browser
 def test_what_was_recalled_is_marked_and_told_below_the_answer(page):
     runtime = Runtime.from_pretrained("pocket", "streaming_llm", budget_tokens=128)
     fact = "The secret code of the vault is 7421. Remember it."
@@ -326,7 +307,6 @@ def test_what_was_recalled_is_marked_and_told_below_the_answer(page):
         assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
-@in_browser
 def test_a_pinned_message_stays(page, url):
     opened(page, url)
     say(page, FACT)
@@ -345,7 +325,6 @@ def test_a_pinned_message_stays(page, url):
 
 
 @pytest.mark.slow
-@in_browser
 def test_conversations_are_kept_in_this_browser(page, url):
     opened(page, url)
     first = say(page, FACT)
@@ -398,7 +377,6 @@ SLOWLY = """{
 }"""  # an event that the page shows for every window.next()
 
 
-@in_browser
 def test_an_answer_is_stopped_and_given_again(page, url):
     page.add_init_script(SLOWLY)
     opened(page, url)
@@ -417,7 +395,6 @@ def test_an_answer_is_stopped_and_given_again(page, url):
     assert [one["role"] for one in kept(page)[0]["messages"]] == ["user", "assistant"]
 
 
-@in_browser
 def test_how_far_a_long_message_is_read_is_shown(page, url):
     page.add_init_script(SLOWLY)
     read = {"total": 1600, "cache": 0, "processed": 400, "time_ms": 10}
@@ -435,7 +412,6 @@ def test_how_far_a_long_message_is_read_is_shown(page, url):
     assert reading.count() == 0
 
 
-@in_browser
 def test_a_long_text_is_pasted_beside_the_field_and_folded_once_it_is_sent(page, url):
     """The field would lay a megabyte out anew with every letter, in seconds."""
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -469,7 +445,6 @@ def test_a_long_text_is_pasted_beside_the_field_and_folded_once_it_is_sent(page,
 
 
 @pytest.mark.slow
-@in_browser
 def test_a_message_is_edited_and_that_is_undone(page, url):
     opened(page, url)
     first = say(page, FACT)
@@ -501,7 +476,6 @@ def test_a_message_is_edited_and_that_is_undone(page, url):
 
 
 @pytest.mark.slow
-@in_browser
 def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
     opened(page, url)
     page.route("**/v1/chat/completions", lambda route: None)  # it is read, and read
@@ -519,7 +493,6 @@ def test_what_is_stopped_before_it_is_answered_is_taken_back(page, url):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hears", [True, False])
-@in_browser
 def test_two_tabs_of_a_conversation_lose_nothing(page, url, hears):
     """Also where a tab has not heard yet of what the other one said."""
     opened(page, url)
@@ -554,7 +527,6 @@ def second_tab(page: Any, url: str, script: str = "") -> Any:
     return other
 
 
-@in_browser
 def test_one_tab_at_a_time_answers_a_conversation(page, url):
     page.add_init_script(SLOWLY)
     opened(page, url)
@@ -574,7 +546,6 @@ def test_one_tab_at_a_time_answers_a_conversation(page, url):
 
 
 @pytest.mark.slow
-@in_browser
 def test_without_locks_what_two_tabs_say_at_once_is_kept_twice(page, url):
     """Hide the locks that a browser has over HTTPS and on this machine alone."""
     lockless = "Object.defineProperty(navigator, 'locks', { value: undefined });"
@@ -605,7 +576,6 @@ FULL = """for (let size = 2 ** 20; size >= 1; size /= 2) {
 }"""
 
 
-@in_browser
 def test_full_storage_is_shown_and_loses_nothing(page, url):
     opened(page, url)
     say(page, "Hello!")
@@ -642,7 +612,6 @@ NO_JUNK = "for (const key in localStorage) if (key.includes('junk')) delete loca
 
 
 @pytest.mark.slow
-@in_browser
 def test_what_two_tabs_said_while_the_storage_was_full_is_kept_twice(page, url):
     opened(page, url)
     say(page, "Hello!")
@@ -658,7 +627,6 @@ def test_what_two_tabs_said_while_the_storage_was_full_is_kept_twice(page, url):
     assert sorted(said) == sorted([FACT, QUESTION])
 
 
-@in_browser
 def test_half_an_answer_comes_back_with_its_deleted_conversation(page, url):
     page.add_init_script(SLOWLY)
     opened(page, url)
@@ -673,7 +641,6 @@ def test_half_an_answer_comes_back_with_its_deleted_conversation(page, url):
     assert answered(page).startswith("Okay")
 
 
-@in_browser
 def test_an_answer_goes_on_while_another_conversation_is_in_sight(page, url, runtime):
     page.add_init_script(SLOWLY)
     opened(page, url)
@@ -692,7 +659,6 @@ def test_an_answer_goes_on_while_another_conversation_is_in_sight(page, url, run
     assert answered(page) == "".join(session.send(FACT))
 
 
-@in_browser
 def test_half_an_answer_is_marked_after_a_reload_and_gone_on_with(page, url):
     page.add_init_script(SLOWLY)
     opened(page, url)
@@ -724,7 +690,6 @@ def fulfilled(given: dict[str, Any], route: Any) -> None:
 
 
 @pytest.mark.slow
-@in_browser
 def test_refusals_are_told_and_nothing_is_lost(page, url):
     opened(page, url)
     say(page, "Hello!")
@@ -753,7 +718,6 @@ def test_refusals_are_told_and_nothing_is_lost(page, url):
 
 
 @pytest.mark.parametrize("template", [{}, {"chat_template": True}, {"chat_template": False}])
-@in_browser
 def test_a_model_without_a_chat_template_is_named_before_the_first_message(page, url, template):
     models = {"data": [{"id": "a-model", **template}]}
     page.route("**/v1/models", lambda route: route.fulfill(json=models))
@@ -764,7 +728,6 @@ def test_a_model_without_a_chat_template_is_named_before_the_first_message(page,
     assert page.get_by_role("button", name="Send").is_enabled() == chats
 
 
-@in_browser
 def test_a_key_is_asked_for_and_stays_in_the_tab(page, runtime):
     with serving(Scheduler(runtime), *KEYS) as server:
         page.goto(server.url)
@@ -820,7 +783,6 @@ ELEMENTS = {"p", "a", "pre", "code", "div", "table", "thead", "tbody", "tr", "th
 LINK = 'target="_blank" rel="noopener noreferrer nofollow"'
 
 
-@in_browser
 def test_answers_become_elements(blank):
     for text, expected in {
         "a\nb": "<p>a<br>b</p>",
@@ -849,7 +811,6 @@ def test_answers_become_elements(blank):
     assert "<tbody><tr><td>1</td>" in table
 
 
-@in_browser
 def test_headings_leave_out_no_level(blank):
     text = "### A\n\n# B\n\n##### C\n\n- # D\n\n###### E\n\n# F"
     found = [name for name, _ in blank.evaluate(MADE, text) if name[0] == "h"]
@@ -868,7 +829,6 @@ def answering(page: Any, *deltas: dict[str, str], before: Any = None, **more: An
     page.route("**/v1/chat/completions", partial(fulfilled, {"body": body}))
 
 
-@in_browser
 def test_the_headings_of_the_page_are_in_order(page, url):
     answering(page, {"content": "### A\n\n# B\n\n##### C"})
     opened(page, url).set_viewport_size({"width": 1300, "height": 800})
@@ -879,7 +839,6 @@ def test_the_headings_of_the_page_are_in_order(page, url):
     assert names == [1, 2, 2, 3, 3, 4, 2]
 
 
-@in_browser
 def test_texts_from_right_to_left(page, url):
     hebrew = "\u05e9\u05dc\u05d5\u05dd"
     answering(page, {"content": f"Hello\n\n{hebrew} `a` b\n\n- {hebrew}\n\n```\n{hebrew}\n```"})
@@ -914,7 +873,6 @@ THOUGHTS = [
 
 
 @pytest.mark.parametrize(("deltas", "thoughts", "text"), THOUGHTS)
-@in_browser
 def test_what_a_model_thinks_is_folded(page, url, deltas, thoughts, text):
     answering(page, *deltas)
     opened(page, url)
@@ -929,7 +887,6 @@ def test_what_a_model_thinks_is_folded(page, url, deltas, thoughts, text):
     assert kept(page)[0]["messages"][1].get("reasoning_content") == (thoughts if given else None)
 
 
-@in_browser
 def test_how_fast_an_answer_came_is_shown(page, url):
     page.add_init_script("let seconds = 0; performance.now = () => 1000 * (seconds += 10);")
     answering(page, {"content": "a"}, {"content": "b"}, usage={"completion_tokens": 1200})
@@ -938,7 +895,6 @@ def test_how_fast_an_answer_came_is_shown(page, url):
     assert page.locator(".note").inner_text() == "1,200 tokens, 120 a second"
 
 
-@in_browser
 def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
     answering(page, {"content": "<think>Hm.</think>Yes."})
     opened(page, url)
@@ -985,7 +941,6 @@ def test_a_conversation_has_a_title_a_system_prompt_and_settings(page, url):
 
 
 @pytest.mark.slow
-@in_browser
 def test_a_system_prompt_and_a_length_reach_the_model(page, url, runtime):
     opened(page, url)
     page.get_by_role("button", name="About this conversation").click()
@@ -1009,7 +964,6 @@ CODE = {
 }
 
 
-@in_browser
 def test_code_has_colours(page, url):
     texts = [f"```{name}\n{code}\n```" for name, (code, _) in CODE.items()]
     answering(page, {"content": "\n\n".join(texts)})
@@ -1039,7 +993,6 @@ BEGUN = """async () => {
 @pytest.mark.skipif(not AXE.is_file(), reason="no axe-core: scripts/install-axe")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-@in_browser
 def test_axe_finds_nothing(page, url, width, scheme):
     """Axe-core looks at the page with and without a conversation, its drawers and its dialog."""
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
@@ -1077,7 +1030,6 @@ No TeX: $\\frac{1$, $\\href{javascript:alert(1)}{d}$, $\\includegraphics{e.png}$
 Too wide: $\\rule{9999em}{1em}$."""
 
 
-@in_browser
 def test_formulas_are_set(page, url):
     answering(page, {"content": FORMULAS})
     opened(page, url)
@@ -1097,7 +1049,6 @@ def test_formulas_are_set(page, url):
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
-@in_browser
 def test_conversations_are_searched(page, url):
     answering(page, {"content": "Larch and fir."})
     opened(page, url)
@@ -1117,7 +1068,6 @@ def test_conversations_are_searched(page, url):
     assert page.locator("#list .open, #list .name").evaluate_all(whole) == [True] * 4
 
 
-@in_browser
 def test_a_phone_shows_everything_and_fingers_can_hit_it(page, url):
     name = "SmolLM2-1.7B-Instruct-with-a-long-name-of-many-words-Q4_1"
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": f"a/{name}"}]}))
@@ -1146,7 +1096,6 @@ SMALL = """() => [...document.querySelectorAll('button, summary, select, textare
   .filter(([, { width, height }]) => width < 44 || height < 44).map(([html]) => html)"""
 
 
-@in_browser
 def test_the_end_is_one_click_away(page, url):
     answering(page, {"content": "a\n\n" * 100})
     opened(page, url)
@@ -1159,7 +1108,6 @@ def test_the_end_is_one_click_away(page, url):
     assert page.locator(".assistant .tools").is_visible()
 
 
-@in_browser
 def test_code_is_copied(page, url):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     answering(page, {"content": "So:\n\n```py\nprint(1)\n\nprint(2)\n```\n\nDone."})
@@ -1170,7 +1118,6 @@ def test_code_is_copied(page, url):
     assert page.evaluate("navigator.clipboard.readText()") == "print(1)\n\nprint(2)"
 
 
-@in_browser
 def test_no_text_becomes_markup_or_leads_elsewhere(blank):
     hostile = [
         "<img src=x onerror=alert(1)>",
@@ -1205,7 +1152,6 @@ def test_no_text_becomes_markup_or_leads_elsewhere(blank):
             assert attributes.get("href", "https://").startswith("https://")
 
 
-@in_browser
 def test_long_and_growing_texts(blank):
     """What repeats without end is read in time that grows with its length, not with its square."""
     for letter in ("*", "_", "`", "[", "![", "> ", "- ", "<", "\\", "*a_", "[a](", "|", "#", "~~a"):

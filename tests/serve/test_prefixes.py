@@ -6,12 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-import tiny_chat
 import torch
 from chat_templates import TOOLS, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_chats import ask, limits, plain, said, serve, small, text_of, user
+from server_chats import ask, limits, plain, said, serve, text_of, user
 from toy_engine import ToyEngine
 
 from kvcap.runtime.backends.pytorch.runtime import Runtime
@@ -24,16 +23,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RULES = [f"You are the {job} of a small town. Answer briefly. " * 4 for job in ("baker", "doctor")]
 SYSTEMS = [{"role": "system", "content": text} for text in RULES]
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds. " * 12}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tiny_chat.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def runtime(folder: Any) -> Any:
-    return small(folder)
 
 
 async def answer(s: Scheduler, *messages: Any, **more: Any) -> tuple[str, Any]:
@@ -60,10 +49,10 @@ POLICIES = ["keydiff", "snapkv", "h2o", "adakv", "calidrop", "random"]
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("pinned", [False, True])
-def test_an_answer_is_the_same_from_a_copy(folder: Any, policy: str, pinned: bool) -> None:
+def test_an_answer_is_the_same_from_a_copy(chat_model: str, policy: str, pinned: bool) -> None:
     options = {"repetition_penalty": 1.3, "temperature": 0.9, "seed": 3}
     runtime = Runtime.from_pretrained(
-        folder, policy, budget_tokens=140, block_size=16, dtype="float32", device=DEVICE
+        chat_model, policy, budget_tokens=140, block_size=16, dtype="float32", device=DEVICE
     )
     pins = frozenset({0} if pinned else ())
     asks = [

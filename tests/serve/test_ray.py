@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import tiny_model
+from make import eventually
 from tools import PATIENCE
 from transformers import AutoTokenizer
 
@@ -38,22 +38,6 @@ def user(number: int) -> dict[str, Any]:
         "role": "user",
         "content": f"Please remember: the code for door {number} is 40{number}.",
     }
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A head without CPUs and two nodes of one each, on this machine."""
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **STORE})
-        for _ in range(2):
-            made.add_node(num_cpus=1, **STORE)
-        made.wait_for_nodes()
-        yield made
-        made.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +95,6 @@ def figure(server: Server, name: str) -> float:
     text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer ada"}).text
     lines = [line for line in text.splitlines() if line.startswith(f"kvcap_{name} ")]
     return float(lines[0].split()[1])
-
-
-def eventually(holds: Any) -> None:
-    until = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.2)
 
 
 def test_two_replicas_answer_as_one_process_does(server: Server, model: str) -> None:

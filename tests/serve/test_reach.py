@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from make import argv
 from stand_in import StandIn
 
 from kvcap.cli import run
@@ -91,26 +92,13 @@ def test_pages_of_other_sites_are_not_let_in_unless_that_is_said():
 def test_a_server_with_a_certificate_speaks_https(tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
-        [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-keyout",
-            key,
-            "-out",
-            cert,
-            "-days",
-            "2",
-            "-subj",
-            "/CN=localhost",
-            "-addext",
+        argv(
+            "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 "
+            "-nodes -keyout {} -out {} -days 2 -subj /CN=localhost -addext "
             "subjectAltName=IP:127.0.0.1",
-        ],
+            key,
+            cert,
+        ),
         check=True,
         capture_output=True,
     )

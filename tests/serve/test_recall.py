@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import make
 import openai
 import pytest
 import tiny_chat
+from make import QUESTION
 from server_chats import ask, limits, plain, said, serve, text_of, until, user
 from tools import PATIENCE
 
@@ -27,10 +28,12 @@ from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
 from kvcap.serve.server import Server, bound
 
-FACT = "The secret code of the vault is {}."
-QUESTION = "What is the secret code of the vault?"
-WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
+FACT = make.FACT.replace("7421", "{}")
 BUDGET = 128
+
+
+def filler(seed: Any, count: int = 90) -> str:
+    return make.filler(count, str(seed))
 
 
 def load(folder: Path, **more: Any) -> kvcap.Runtime:
@@ -48,11 +51,6 @@ def load(folder: Path, **more: Any) -> kvcap.Runtime:
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> kvcap.Runtime:
     return load(tmp_path_factory.mktemp("model"))
-
-
-def filler(seed: Any, count: int = 90) -> str:
-    rng = random.Random(str(seed))
-    return " ".join(rng.choice(WORDS) for _ in range(count)) + "."
 
 
 class Recalled(NamedTuple):

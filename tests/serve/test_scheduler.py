@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_chat
 from chat_templates import THINKING, TOOLS, with_template
-from server_chats import NEVER, ask, limits, plain, pocket, said, serve, small, text_of, until, user
+from server_chats import NEVER, ask, limits, plain, pocket, said, serve, text_of, until, user
 from toy_engine import ToyEngine
 
 from kvcap.runtime.errors import (
@@ -30,11 +29,6 @@ from kvcap.serve.scheduler import Scheduler
 
 DOOR = "Please remember: the code for the {} door is {}. "
 GO_ON = {"eos_token_id": NEVER}
-
-
-@pytest.fixture(scope="module")
-def runtime(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return small(tiny_chat.save(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

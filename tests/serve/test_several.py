@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from server_chats import pocket, said, user
+from server_chats import client_of, pocket, said, user
 from stand_in import Script
 
 from kvcap.serve.app import Settings, application
@@ -25,17 +25,9 @@ ASKED: Any = {"model": "pocket", "temperature": 0, "max_tokens": 6}
 
 
 @pytest.fixture(scope="module")
-def scheduler() -> Scheduler:
-    return Scheduler(pocket(), Limits(places=3, together=2))
-
-
-@pytest.fixture(scope="module")
 def client(scheduler: Scheduler) -> Iterator[openai.OpenAI]:
-    app = application(scheduler, Settings("pocket"))
-    with Server(app, bound("127.0.0.1", 0), RequestLimits()) as server:
-        url = f"{server.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            yield client
+    with client_of(scheduler) as client:
+        yield client
 
 
 def ids_of(scheduler: Scheduler, text: str, *, special: bool = True) -> list[int]:

@@ -10,6 +10,7 @@ import tiny_chat
 import torch
 from conftest import tiny_model
 from made_tokenizers import Wrapped, gemma_like
+from make import engine
 from toy_engine import ToyEngine, session_of, tiny
 
 from kvcap.runtime.backends.pytorch.loop import BlockLoop
@@ -24,8 +25,8 @@ LONG = "Seven kinds of mosses survive the cold near Porto – “naïve”, she 
 
 
 @pytest.fixture(scope="module", params=["torch", "numpy"])
-def runtime(request, tmp_path_factory):
-    return ToyEngine(64) if request.param == "numpy" else tiny(tmp_path_factory.mktemp("tiny"))
+def runtime(request, chat_model):
+    return engine(request.param, chat_model)
 
 
 def rows_of(session: Any) -> list[list[set[int]]]:
@@ -87,8 +88,8 @@ def test_what_waits_for_the_next_eviction_is_told_apart(tmp_path):
     assert (found.held, found.waiting) == (64, 5)  # of 6 tokens the last is not read
 
 
-def test_pinned_tokens_are_the_message_and_are_held(tmp_path_factory):
-    session = session_of(tiny(tmp_path_factory.mktemp("tiny")))
+def test_pinned_tokens_are_the_message_and_are_held(chat_model):
+    session = session_of(tiny(chat_model))
     list(session.send("The code is 4821.", pin=True))
     list(session.send(LONG))
     found = sound(session)

@@ -20,14 +20,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from make import argv
 from tools import (
     PATIENCE,
     TOOLS,
-    compilers,
     installed,
     runner_for_arm,
     runner_here,
     script,
+    skip_without,
     small_plan,
 )
 
@@ -175,6 +176,7 @@ def own_adb(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def phone(tmp_path_factory):
+    skip_without(installed)
     found = Phone(tmp_path_factory.mktemp("phone"))
     found.start()
     yield found
@@ -242,24 +244,15 @@ def cells_are_right(result: dict, plan: Path) -> None:
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_a_run_with_the_c_runner(phone, plan, here, tmp_path, capsys):
     out = tmp_path / "result.json"
-    asked = [
-        "android",
-        "adb",
-        str(plan),
-        "-o",
-        str(out),
-        "--runner-dir",
-        str(here),
-        "--threads",
-        "1,2",
-        "--profile",
-        "--device-dir",
-        str(phone.data),
-    ]
+    asked = argv(
+        "android adb {} -o {} --runner-dir {} --threads 1,2 --profile --device-dir {}",
+        plan,
+        out,
+        here,
+        phone.data,
+    )
     assert run(asked) == 0
     result = json.loads(out.read_text())
     cells_are_right(result, plan)
@@ -274,8 +267,6 @@ def test_a_run_with_the_c_runner(phone, plan, here, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_an_arm_run_is_emulated_whatever_the_device_says(phone, plan, arm):
     phone.properties(PIXEL)
     try:
@@ -291,8 +282,6 @@ def test_an_arm_run_is_emulated_whatever_the_device_says(phone, plan, arm):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 @pytest.mark.parametrize(
     ("marks", "why"),
     [({}, "Android on x86_64"), ({"ro.kernel.qemu": "1"}, "ro.kernel.qemu=1"),
@@ -339,8 +328,6 @@ def page(phone, plan, here, tmp_path):
     (phone.root / "bin" / "am").unlink(missing_ok=True)
 
 
-@installed
-@compilers
 def test_the_page_is_opened_through_the_cable(page, plan, tmp_path, capsys):
     asked = ["android", "adb", str(plan), "-o", str(tmp_path / "r.json"), "--browser"]
     assert run(asked) == 1  # no am, so no browser
@@ -355,8 +342,6 @@ def test_the_page_is_opened_through_the_cable(page, plan, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_a_page_that_sends_nothing(page, plan):
     script(page.root / "bin" / "am", "exit 0")
     settings = DeviceRunSettings(timeout=0.5, note=lambda _: None, **SOON)
@@ -386,8 +371,6 @@ class Breaks:
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_a_daemon_that_dies(phone, plan, endless, here):
     with pytest.raises(DeviceLost, match=phone.serial):
         measured(phone, endless, here, note=Breaks(phone.stop))
@@ -397,8 +380,6 @@ def test_a_daemon_that_dies(phone, plan, endless, here):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_a_device_that_is_unplugged(phone, plan, endless, here):
     def unplug() -> None:
         devices.adb("disconnect", phone.serial)
@@ -412,8 +393,6 @@ def test_a_device_that_is_unplugged(phone, plan, endless, here):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_a_server_that_is_restarted_does_no_harm(phone, plan, here, tmp_path):
     """A loose contact: the device is back before its lease ends."""
     longer = rewritten(plan, tmp_path / "longer", min_seconds=0.15)
@@ -426,8 +405,6 @@ def test_a_server_that_is_restarted_does_no_harm(phone, plan, here, tmp_path):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_a_run_that_takes_too_long(phone, plan, endless, here):
     with pytest.raises(RunTimeout, match="more than 2 s"):
         measured(phone, endless, here, timeout=2)
@@ -435,8 +412,6 @@ def test_a_run_that_takes_too_long(phone, plan, endless, here):
     cells_are_right(measured(phone, plan, here), plan)
 
 
-@installed
-@compilers
 def test_a_run_that_is_interrupted(phone, endless, here):
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -447,8 +422,6 @@ def test_a_run_that_is_interrupted(phone, endless, here):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_a_computer_that_sleeps(phone, endless, here):
     with pytest.raises(RunTimeout, match="asleep"):
         measured(phone, endless, here, note=Breaks(lambda: time.sleep(4)), lease=1)
@@ -470,16 +443,12 @@ def disk(folder: Path, megabytes: int):
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@installed
-@compilers
 def test_a_full_disk_is_seen_before_anything_is_copied(phone, plan, here):
     with disk(phone.data, 30), pytest.raises(DeviceFull, match="make room"):
         measured(phone, plan, here)
     assert phone.clean()
 
 
-@installed
-@compilers
 def test_a_disk_that_becomes_full_while_copying(phone, plan, here, monkeypatch):
     monkeypatch.setattr(run_module, "SPARE", -(1 << 40))  # nobody looked before
     with disk(phone.data, 8):
@@ -489,8 +458,6 @@ def test_a_disk_that_becomes_full_while_copying(phone, plan, here, monkeypatch):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_a_disk_that_becomes_full_during_the_run(phone, plan, here, tmp_path):
     longer = rewritten(plan, tmp_path / "longer", min_seconds=0.1)
 
@@ -514,7 +481,6 @@ def test_a_disk_that_becomes_full_during_the_run(phone, plan, here, tmp_path):
 
 
 @pytest.mark.slow(keep=2)
-@installed
 @pytest.mark.parametrize(
     ("text", "error", "said"),
     [
@@ -534,8 +500,6 @@ def test_a_runner_that_fails(text, error, said, phone, plan, tmp_path):
 
 
 @pytest.mark.slow
-@installed
-@compilers
 def test_a_result_of_another_plan(phone, plan, here, tmp_path):
     other = rewritten(plan, tmp_path / "other", min_runs=3)
     result = tmp_path / "result.json"
@@ -545,7 +509,6 @@ def test_a_result_of_another_plan(phone, plan, here, tmp_path):
         measured(phone, plan, wrong)
 
 
-@installed
 def test_a_file_that_does_not_arrive_as_it_is(phone, plan, tmp_path, monkeypatch):
     push = devices.Device.push
 
@@ -625,8 +588,6 @@ def test_no_adb(tmp_path, monkeypatch):
         devices.connected()
 
 
-@installed
-@compilers
 def test_a_plan_that_was_changed_is_not_sent(phone, plan, here, tmp_path):
     copy = shutil.copytree(plan, tmp_path / "copy")
     next((copy / "models").iterdir()).write_bytes(b"changed")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +20,6 @@ pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="pip install '.[ray]'")
 STORE = {"object_store_memory": 100 << 20}
 WORDS = ["a", "b", "c", "d", "e", "f"]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A head without CPUs and two nodes of one each, on this machine."""
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **STORE})
-        for _ in range(2):
-            made.add_node(num_cpus=1, **STORE)
-        made.wait_for_nodes()
-        yield made
-        made.shutdown()
 
 
 def done(chores: Chores, address: str) -> tuple[dict[str, Any], list[str]]:

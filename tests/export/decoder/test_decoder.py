@@ -13,12 +13,14 @@ import onnx
 import pytest
 import torch
 from conftest import FAMILIES, in_turn, small_policy, tiny_config, tiny_model
+from exported import BLOCK, BUDGET, beside_the_runtime, decoder
+from make import argv
 from tools import operations  # noqa: F401
 
 from kvcap import pocket
 from kvcap.cli import run
 from kvcap.export.decoder import check as checking
-from kvcap.export.decoder.check import Watched, check, facts_of, opened
+from kvcap.export.decoder.check import check, facts_of, opened
 from kvcap.export.decoder.fuse import fuse
 from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.manifest import _turns, asked
@@ -30,8 +32,6 @@ from kvcap.policies import PolicyError, load_policy, policies
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.manifest import read
 from kvcap.runtime.backends.onnxruntime.slots import LayerSlots, Turns
-from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import (
     ExportExists,
@@ -47,51 +47,10 @@ from kvcap.runtime.errors import (
 )
 from kvcap.runtime.types import MANIFEST
 
-BUDGET, BLOCK = 20, 8
-LENGTHS = [8, 8, 8, 5, 8, 1, 1, 1, 3, 8, 1]  # beyond the budget, odd blocks, steps
 EVICTIONS = {name: load_policy(name) for name in policies() if name != "full"}
 RAGGED = {name for name, e in EVICTIONS.items() if e.head_budget is not None or e.layers_move}
 CORRECTED = {name for name, e in EVICTIONS.items() if e.corrector is not None} - RAGGED
 EXPORTED = sorted(EVICTIONS.keys() - RAGGED - CORRECTED)
-
-
-def decoder(family="llama", policy="keydiff", positions="compact", budget=BUDGET, **changes):
-    model = tiny_model(family, **changes)
-    eviction = small_policy(policy, model.config)
-    return DecoderGraph(
-        model, layout_for(model.config, CacheSettings(budget, BLOCK, eviction, positions))
-    )
-
-
-def beside_the_runtime(made: DecoderGraph, lengths=LENGTHS, pins=(), evict_every=1):
-    """The modules over slots as the backend has them, which keep what the runtime keeps."""
-    layout, model = made.layout, made.model
-    cache = BudgetCache(
-        model.config,
-        layout.budget_tokens,
-        layout.block_size,
-        layout.eviction,
-        positions=layout.positions,
-        evict_every=evict_every,
-    )
-    loop, seen = BlockLoop(model, cache), 0
-    decoder = Watched(facts_of(made, "fp32"), made, evict_every)
-    cache.allocate(1, torch.float32, "cpu")
-    cache.pin(pins)
-    # No token twice: equal keys would tie.
-    ids = 3 + torch.randperm(94, generator=torch.Generator().manual_seed(1))[None]
-    for block in ids[:, : sum(lengths)].split(lengths, 1):
-        assert decoder.room == cache.room
-        for part in block.split(cache.room, 1):  # less than a block while some wait to be evicted
-            wanted = loop.read(part)
-            logits = decoder.run(part[0].tolist(), seen, pins)
-            seen += part.shape[1]
-            torch.testing.assert_close(torch.from_numpy(logits), wanted, rtol=1e-4, atol=1e-4)
-            kept = decoder.positions(seen)
-            for mine, theirs in zip(kept, cache.capped_layers, strict=True):
-                stored = theirs.segments[0].positions[0].sort(-1).values
-                assert torch.equal(torch.from_numpy(mine), stored)
-    return decoder
 
 
 # --- the module that is traced is the runtime, whatever is asked for
@@ -211,19 +170,11 @@ def shelf(tmp_path_factory):
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(pocket.path() / name, folder / "model")
     code = run(
-        [
-            "export",
-            "decoder",
-            str(folder / "model"),
-            "-o",
-            str(folder / "made"),
-            "--policy",
-            "keydiff",
-            "--budget-tokens",
-            "20",
-            "--block-size",
-            "8",
-        ]
+        argv(
+            "export decoder {} -o {} --policy keydiff --budget-tokens 20 --block-size 8",
+            folder / "model",
+            folder / "made",
+        )
     )
     assert code == 0
     return folder

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from make import ran
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "compare-optimum"
 
@@ -17,8 +17,6 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "compare-optimum"
     reason="optimum-onnx is not installed here: it needs transformers below 4.58",
 )
 def test_optimums_decoder_gives_the_logits_of_kvcaps() -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), "pocket", "32"], capture_output=True, text=True
-    )
+    done = ran([sys.executable, "-P", str(SCRIPT), "pocket", "32"])
     assert done.returncode == 0, done.stderr
     assert "of the largest; optimum" in done.stdout

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from families import ALL, config_of, model_type
+from make import in_python
 
-import kvcap
 from kvcap.export.decoder.refusal import refuse_by_config
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.models.config import ModelShape, is_listed
@@ -77,13 +73,7 @@ def test_a_refusal_imports_neither_torch_nor_transformers(tmp_path):
         "print(code, [m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     arguments = ["export", "decoder", str(tmp_path), "--out", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])},
-    )
+    done = in_python(code, *arguments)
     assert done.stdout == "2 []\n"
     assert "every token chooses among experts" in done.stderr
     assert "--backend torch" in done.stderr

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_model
 from families import model_of
+from make import argv
 from onnx import TensorProto, helper
 from tools import operations  # noqa: F401
 
@@ -395,47 +396,14 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
 
 def test_the_command_says_what_was_asked(checkpoint, tmp_path, capsys, traced_once):
     out = tmp_path / "x"
-    code = run(
-        [
-            "export",
-            "decoder",
-            str(checkpoint),
-            "-o",
-            str(out),
-            "--policy",
-            "keydiff",
-            "--budget-tokens",
-            "12",
-            "--block-size",
-            "4",
-            "--dtype",
-            "int4",
-            "--symmetric",
-            "--quick",
-            "--json",
-        ]
-    )
-    assert code == 0
+    given = argv("export decoder {} -o {} --policy keydiff --dtype int4", checkpoint, out)
+    given += argv("--budget-tokens 12 --block-size 4")
+    assert run([*given, *argv("--symmetric --quick --json")]) == 0
     assert json.loads(capsys.readouterr().out)["dtype"] == "int4"
     assert json.loads((out / MANIFEST).read_text())["symmetric"] is True
     assert run(["export", "verify", str(out), "--quick"]) == 0
-    other = [
-        "export",
-        "decoder",
-        str(checkpoint),
-        "-o",
-        str(out),
-        "--policy",
-        "keydiff",
-        "--budget-tokens",
-        "12",
-        "--block-size",
-        "4",
-        "--dtype",
-        "int4",
-    ]
     capsys.readouterr()
-    assert run(other) == 2
+    assert run(given) == 2
     assert "symmetric True instead of False" in capsys.readouterr().err
 
 

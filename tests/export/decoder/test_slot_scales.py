@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FAMILIES, as_cache, small_policy, tiny_model
+from make import argv
 from transformers import DynamicCache
 
 from kvcap.android_bench.decoders import decoder_in
@@ -277,25 +278,12 @@ def test_no_rounding_adds_up_while_keys_are_turned(tiny_int8):
     assert moved  # by many evictions, of one older token each
 
 
+COMMAND = "export decoder pocket --kv-dtype int8 --budget-tokens 64 --block-size 32 --quick -o {}"
+
+
 def test_weights_that_stay_in_their_files_give_the_same_scales(pocket_int8, tmp_path, monkeypatch):
     monkeypatch.setattr(spec, "LOADED", 0)
-    code = run(
-        [
-            "export",
-            "decoder",
-            "pocket",
-            "--kv-dtype",
-            "int8",
-            "--budget-tokens",
-            "64",
-            "--block-size",
-            "32",
-            "--quick",
-            "-o",
-            str(tmp_path / "out"),
-        ]
-    )
-    assert code == 0
+    assert run(argv(COMMAND, tmp_path / "out")) == 0
     one, other = (np.load(folder / SLOT_SCALES) for folder in (pocket_int8, tmp_path / "out"))
     np.testing.assert_allclose(one, other, rtol=1e-5)
 
@@ -311,23 +299,7 @@ def test_what_was_written_is_verified(pocket_int8):
 def pocket_int8(tmp_path_factory):
     """Pocket with slots in int8."""
     out = tmp_path_factory.mktemp("int8") / "decoder"
-    code = run(
-        [
-            "export",
-            "decoder",
-            "pocket",
-            "--kv-dtype",
-            "int8",
-            "--budget-tokens",
-            "64",
-            "--block-size",
-            "32",
-            "--quick",
-            "-o",
-            str(out),
-        ]
-    )
-    assert code == 0
+    assert run(argv(COMMAND, out)) == 0
     return out
 
 

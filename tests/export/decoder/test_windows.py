@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 
+import exported
 import numpy as np
 import onnx
 import pytest
 import torch
 from conftest import small_policy, tiny_model
+from exported import BLOCK, BUDGET, LENGTHS, beside_the_runtime, ids_of
 from families import config_of, model_of
+from make import in_python
 from tools import operations, sliding_decoder  # noqa: F401
 
 from kvcap import Runtime
 from kvcap.export.decoder.attention import NODE, group_attention
 from kvcap.export.decoder.check import Watched, facts_of
-from kvcap.export.decoder.graph import DecoderGraph
 from kvcap.export.decoder.spec import Source, layout_for
 from kvcap.export.decoder.write import write
 from kvcap.runtime.backends.onnxruntime.library import library
 from kvcap.runtime.backends.onnxruntime.slots import WindowSlots
-from kvcap.runtime.backends.pytorch.loop import BlockLoop
-from kvcap.runtime.cache.cache import BudgetCache
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import ManifestError, NotExportable
 from kvcap.runtime.types import MANIFEST
 
-BUDGET, BLOCK = 20, 8
-LENGTHS = [8, 8, 8, 5, 8, 1, 1, 1, 3, 8, 1]  # beyond the budget, odd blocks, steps
 STEPS = [8, 8, 8, 5, *[1] * 9, 3, *[1] * 6, 8, 1, 1]
 FAMILIES = [
     "cohere2",
@@ -45,42 +41,8 @@ FAMILIES = [
 ]
 
 
-def decoder(family="gemma3_text", policy="keydiff", positions="compact", budget=BUDGET, **changes):
-    model = model_of(family, **changes)
-    eviction = small_policy(policy, model.config)
-    return DecoderGraph(
-        model, layout_for(model.config, CacheSettings(budget, BLOCK, eviction, positions))
-    )
-
-
-def ids_of(count):
-    """No token twice: equal keys would tie."""
-    return 3 + torch.randperm(94, generator=torch.Generator().manual_seed(1))[None, :count]
-
-
-def beside_the_runtime(made, lengths=LENGTHS, evict_every=1):
-    """The modules over slots as the backend has them, which keep what the runtime keeps."""
-    layout, model = made.layout, made.model
-    cache = BudgetCache(
-        model.config,
-        layout.budget_tokens,
-        layout.block_size,
-        layout.eviction,
-        positions=layout.positions,
-        evict_every=evict_every,
-    )
-    loop, seen = BlockLoop(model, cache), 0
-    decoder = Watched(facts_of(made, "fp32"), made, evict_every)
-    for block in ids_of(sum(lengths)).split(lengths, 1):
-        for part in block.split(decoder.room, 1):  # less than a block while some are to go
-            wanted = loop.read(part)
-            logits = decoder.run(part[0].tolist(), seen, ())
-            seen += part.shape[1]
-            torch.testing.assert_close(torch.from_numpy(logits), wanted, rtol=1e-4, atol=1e-4)
-            for mine, theirs in zip(decoder.positions(seen), cache.capped_layers, strict=True):
-                stored = theirs.segments[0].positions[0].sort(-1).values
-                assert torch.equal(torch.from_numpy(mine), stored)
-    return decoder
+def decoder(family="gemma3_text", *given, **changes):
+    return exported.decoder(family, *given, **changes)
 
 
 @pytest.mark.slow(keep=4)
@@ -112,7 +74,7 @@ def test_policies_with_a_state_and_evictions_at_once(policy, positions, evict_ev
     made = decoder(
         "gemma3_text", policy, positions, num_hidden_layers=4, layer_types=layers, sliding_window=13
     )
-    beside_the_runtime(made, STEPS, evict_every)
+    beside_the_runtime(made, STEPS, evict_every=evict_every)
 
 
 @pytest.mark.parametrize("positions", ["compact", "true"])
@@ -333,12 +295,7 @@ print(code, sorted(heavy & set(sys.modules)))
 
 def test_a_refusal_waits_for_no_weights_and_for_nothing_that_traces(tmp_path):
     config_of("granitemoe_swa").save_pretrained(tmp_path / "model")  # which is all there is
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED, tmp_path / "model", tmp_path / "made"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = in_python(REFUSED, tmp_path / "model", tmp_path / "made")
     assert done.stdout.split("\n")[0] == "2 []", done.stderr
     assert "experts" in done.stderr
     assert not (tmp_path / "made").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import onnx
 import pytest
 import torch
 from conftest import in_turn, small_options
+from make import argv, in_python
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 from tools import operations  # noqa: F401
@@ -43,18 +43,7 @@ from kvcap.runtime.errors import (
 
 ROOT = Path(__file__).parents[3]
 ODD = Shape(kv_heads=3, heads=9, head_dim=24, batch=3, block=10, budget=40)
-SMALL = [
-    "--kv-heads",
-    "2",
-    "--heads",
-    "4",
-    "--head-dim",
-    "16",
-    "--budget-tokens",
-    "40",
-    "--block-size",
-    "8",
-]
+SMALL = argv("--kv-heads 2 --heads 4 --head-dim 16 --budget-tokens 40 --block-size 8")
 OWN = sorted([*with_graphs_of_their_own(), "keydiff-window"])
 FORMS = ["naive", "stateless", "inverse_norms", "running_anchor"]
 
@@ -683,13 +672,8 @@ def test_no_telemetry(shelf, tmp_path):
         "ORT_DISABLE_TELEMETRY": "0",
     }
     program = "import sys\nfrom kvcap.cli import run\nsys.exit(run(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "export", "verify", str(shelf("knorm")), "--quick"],
-        env=env,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
+    done = in_python(
+        program, "export", "verify", str(shelf("knorm")), "--quick", env=env, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert not [path for path in home.rglob("*") if "onnxruntime" in str(path)]

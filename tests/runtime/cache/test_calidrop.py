@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_model
+from make import in_python
 
 import kvcap
 from kvcap.runtime.attention.functions import Logits, attend_with_lse, causal, merge
@@ -183,13 +184,7 @@ def test_no_room_for_the_file_for_real(tmp_path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
         "MappedFile(sys.argv[1], 1 << 20)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])},
-    )
+    done = in_python(code, str(tmp_path))
     assert "StoreFailed" in done.stderr
     assert "1,048,576 bytes" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ import tiny_chat
 import torch
 from conftest import CACHE, as_cache, small_policy, tiny_model
 from families import ELSEWHERE, model_of
+from make import in_python
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import kvcap
@@ -496,9 +495,7 @@ print(json.dumps({
 def test_a_process_holds_no_more_after_many_calls_than_after_few(use, calls, folder):
     """Of tensors not a byte more; of resident memory less than one cache."""
     program = PROCESS.replace("CALLS", str(calls))
-    done = subprocess.run(
-        [sys.executable, "-c", program, use, folder], capture_output=True, text=True, check=False
-    )
+    done = in_python(program, use, folder)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["many"] == found["few"] < 5 * found["cache"]

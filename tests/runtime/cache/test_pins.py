@@ -6,10 +6,10 @@ import warnings
 from dataclasses import replace
 
 import pytest
-import tiny_chat
 import torch
 from conftest import in_turn, small_policy, tiny_model
 from tools import runtime_of
+from toy_engine import tiny
 
 import kvcap
 from kvcap.policies import policies
@@ -93,13 +93,6 @@ def test_covered():
     assert covered([(0, 4), (2, 6), (8, 9), (8, 9)]) == 7
 
 
-@pytest.fixture(scope="module")
-def runtime(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_chat.save(folder)
-    return kvcap.Runtime.from_pretrained(folder, budget_tokens=64, block_size=16)
-
-
 def said(session, text, **options):
     return "".join(session.send(text, **options))
 
@@ -117,8 +110,9 @@ def texts_at(session, read):
 
 
 @pytest.fixture
-def session(runtime):
+def session(chat_model):
     """A session that notes what it reads."""
+    runtime = tiny(chat_model)
     session = runtime.session("Be kind.", seed=0)
     session.set_generation(max_new_tokens=6)
     session.read = []

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny_chat
 import torch
+from make import in_python
 
 from kvcap import cli, dtypes, policies
 from kvcap.runtime.cli import commands
@@ -92,9 +93,7 @@ def test_help_is_light_and_complete() -> None:
         "print(code, [m for m in ('torch', 'transformers') if m in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
-    out = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    out = in_python(program, env=environment, check=True).stdout
     assert out.endswith("0 []\n")
     assert all(f"  {name} " in out for name in OPTIONS)
 
@@ -412,9 +411,7 @@ def test_the_shell_completes_names(kvcap: Any, monkeypatch: pytest.MonkeyPatch) 
     words = {"COMP_WORDS": "kvcap chat --policy pyr", "COMP_CWORD": "3"}
     environment = {**os.environ, **words, "_KVCAP_COMPLETE": "bash_complete"}
     environment["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
-    out = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    out = in_python(program, env=environment, check=True).stdout
     assert out.split() == ["plain,pyramidkv", "[]"]
 
 

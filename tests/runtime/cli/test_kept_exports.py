@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.exceptions import Exit
+from make import argv
 
 from kvcap import pocket
 from kvcap.cli import run
@@ -109,16 +110,7 @@ def test_a_plan_exports_nothing_and_says_the_bytes_that_an_export_has(
     weights, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    given = [
-        "pocket",
-        "--weights",
-        weights,
-        "--budget-tokens",
-        "40",
-        "--block-size",
-        "16",
-        "--json",
-    ]
+    given = argv("pocket --weights {} --budget-tokens 40 --block-size 16 --json", weights)
 
     def planned() -> dict:
         capsys.readouterr()

@@ -17,6 +17,7 @@ import pytest
 import tiny_gguf
 from fake_hub import FakeHub, fake_hub
 from llama_reference import needs_library
+from make import ran
 from tools import ROOT
 
 from kvcap.runtime.models.hub import GGUF_OF, SHORT
@@ -61,12 +62,10 @@ def kvcap(hub: FakeHub, tmp_path: Path) -> Run:
     places |= {"NO_PROXY": "*", "no_proxy": "*", "HF_HUB_DISABLE_XET": "1"}
 
     def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return ran(
             [sys.executable, "-m", "kvcap", *arguments],
             env={**outer, "HF_ENDPOINT": hub.url, **places, **more},
             cwd=ROOT,
-            capture_output=True,
-            text=True,
         )
 
     return run

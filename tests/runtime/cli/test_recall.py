@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import random
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from make import FACT, QUESTION
+from make import filler as words
 
 from kvcap import Runtime, cli
 from kvcap.runtime.cli.answer import print_answer
@@ -19,10 +20,8 @@ from kvcap.runtime.cli.options import Output
 from kvcap.runtime.recall.recall import Passage
 from kvcap.runtime.recall.settings import STORE_BYTES
 
-FACT = "The secret code of the vault is 7421."
-QUESTION = "What is the secret code of the vault?"
-WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
 BUDGET = 256
+FILLER = words(400)
 OPTIONS = ("--policy", "streaming_llm", "--budget-tokens", str(BUDGET), "--max-new-tokens", "16")
 
 
@@ -31,17 +30,12 @@ def runtime() -> Runtime:
     return Runtime.from_pretrained("pocket", "streaming_llm", budget_tokens=BUDGET)
 
 
-def filler(count: int = 400) -> str:
-    rng = random.Random(0)
-    return " ".join(rng.choice(WORDS) for _ in range(count)) + "."
-
-
 def chat_of(runtime: Runtime, **output: bool) -> Chat:
     """A chat that was told a fact, and has evicted it."""
     session = runtime.session(seed=0)
     session.set_generation(max_new_tokens=16)
     chat = Chat(session, Output(**output))
-    chat.run_script([FACT, filler()])
+    chat.run_script([FACT, FILLER])
     return chat
 
 
@@ -130,9 +124,9 @@ def test_the_command_shows_the_setting_and_changes_it(
         assert recall.limit == limit
         assert says in capsys.readouterr().err
         assert recall.store.limit == STORE_BYTES
-    chat.run_script([filler(), QUESTION])
+    chat.run_script([FILLER, QUESTION])
     assert "7421" in capsys.readouterr().out
-    chat.run_script(["/recall off", filler(), QUESTION])
+    chat.run_script(["/recall off", FILLER, QUESTION])
     assert "7421" not in capsys.readouterr().out
 
 
@@ -144,8 +138,8 @@ def test_the_command_finds_passages(runtime: Runtime, capsys: pytest.CaptureFixt
     assert line.startswith("tokens 2 to ")
     assert "mostly evicted: " in line
     assert FACT in line
-    many = " ".join(f"Lamp {n} of Porto is green. {filler(60)}" for n in range(6))
-    chat.run_script([f"{many} {filler()}"])
+    many = " ".join(f"Lamp {n} of Porto is green. {words(60)}" for n in range(6))
+    chat.run_script([f"{many} {FILLER}"])
     capsys.readouterr()
     assert len(chat.session.search("green lamp in Porto")) == 6
     chat.handle("/recall green lamp in Porto")
@@ -196,7 +190,7 @@ def test_clear_forgets_what_could_be_recalled_and_figures_count_the_index(
     for line, says in (("/stats", "index of evicted text"), ("/mem", "KiB of 8.0 MiB")):
         chat.handle(line)
         assert says in capsys.readouterr().err
-    chat.run_script(["/clear", "/stats", "/mem", filler(), "/recall vault"])
+    chat.run_script(["/clear", "/stats", "/mem", FILLER, "/recall vault"])
     err = capsys.readouterr().err
     assert "index of evicted" not in err
     assert "no passage" in err
@@ -236,7 +230,7 @@ def test_generate_recalls_amid_its_prompt(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`None`: it does not fit, and nothing is evicted."""
-    (tmp_path / "text").write_text(f"{FACT} {filler()}\n\n{QUESTION}")
+    (tmp_path / "text").write_text(f"{FACT} {FILLER}\n\n{QUESTION}")
     code = cli.run(("generate", "-f", str(tmp_path / "text"), "--json", *OPTIONS, *options))
     out, err = capsys.readouterr()
     document = json.loads(out)

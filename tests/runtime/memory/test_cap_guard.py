@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -17,6 +16,7 @@ from click.testing import CliRunner
 from conftest import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make import argv, in_python, ran
 from tiny_chat import save
 
 import kvcap
@@ -119,22 +119,10 @@ def least():
     """The least cap on a process that a plan of pocket names, which is taken when fed back."""
     command = [sys.executable, "-m", "kvcap"]
     env = {**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])}
-    refused = subprocess.run(
-        [*command, "plan", "pocket", "--memory-cap", "1MiB"],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-    )
+    refused = ran([*command, "plan", "pocket", "--memory-cap", "1MiB"], env=env)
     assert refused.returncode == 3
     found = refused.stderr.split("raise it to ")[1].split(", or")[0]
-    fed_back = subprocess.run(
-        [*command, "plan", "pocket", "--memory-cap", found],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-    )
+    fed_back = ran([*command, "plan", "pocket", "--memory-cap", found], env=env)
     assert fed_back.returncode == 0, fed_back.stderr
     return parse_bytes(found)
 
@@ -154,26 +142,16 @@ def test_a_process_stays_under_its_cap(enforce, least, tmp_path):
         "try:\n    runpy.run_module('kvcap', run_name='__main__', alter_sys=True)\n"
         "finally:\n    print(open('/proc/self/status').read(), file=sys.stderr)\n"
     )
-    done = subprocess.run(
-        [
+    done = ran(
+        argv(
+            "{} -c {} generate -f {} --memory-cap {} --enforce {} --max-new-tokens 4 --json",
             sys.executable,
-            "-c",
             code,
-            "generate",
-            "-f",
-            str(tmp_path / "long.txt"),
-            "--memory-cap",
-            str(cap),
-            "--enforce",
+            tmp_path / "long.txt",
+            cap,
             enforce,
-            "--max-new-tokens",
-            "4",
-            "--json",
-        ],
-        capture_output=True,
-        text=True,
+        ),
         env=env,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     out = done.stdout
@@ -255,12 +233,6 @@ resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 del session.messages[2:]  # the long one
 print("".join(session.send("What is the code for the blue door?")))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(kvcap.__file__).parents[1])},
-    )
+    done = in_python(code)
     assert "refused: the system refused the memory" in done.stdout, done.stdout + done.stderr
     assert "4821" in done.stdout

@@ -73,77 +73,61 @@ def test_a_run_that_there_is_no_memory_for_is_warned_of(monkeypatch):
         Runtime.from_pretrained("pocket", device="cpu")
 
 
-def test_shared_memory_is_no_page_cache(tmp_path):
-    """Files in /dev/shm count as 'file' but cannot be given back."""
-    root = tree(
-        tmp_path,
+BOX, DOCKER = "sys/fs/cgroup/box/memory", "sys/fs/cgroup/memory/docker/abc/memory"
+TREES: dict[str, tuple[dict[str, str], int]] = {  # files, and the bytes that are free
+    "files in /dev/shm count as 'file' but cannot be given back": (
         {
             "proc/self/cgroup": "0::/box\n",
-            "sys/fs/cgroup/box/memory.max": f"{8 * GIB}\n",
-            "sys/fs/cgroup/box/memory.current": f"{6 * GIB}\n",
-            "sys/fs/cgroup/box/memory.stat": f"file {5 * GIB}\nshmem {5 * GIB}\ninactive_file 0\n",
+            f"{BOX}.max": f"{8 * GIB}\n",
+            f"{BOX}.current": f"{6 * GIB}\n",
+            f"{BOX}.stat": f"file {5 * GIB}\nshmem {5 * GIB}\ninactive_file 0\n",
         },
-    )
-    assert free_memory(root).nbytes == 2 * GIB
-
-
-def test_a_tighter_cgroup_above(tmp_path):
-    root = tree(
-        tmp_path,
+        2 * GIB,
+    ),
+    "a tighter cgroup above": (
         {
             "proc/self/cgroup": "0::/pod/box\n",
             "sys/fs/cgroup/pod/box/memory.max": "max\n",
             "sys/fs/cgroup/pod/memory.max": f"{4 * GIB}\n",
             "sys/fs/cgroup/pod/memory.current": f"{1 * GIB}\n",
         },
-    )
-    assert free_memory(root).nbytes == 3 * GIB
-
-
-def test_inside_a_container_the_mount_is_the_cgroup(tmp_path):
-    root = tree(
-        tmp_path,
+        3 * GIB,
+    ),
+    "inside a container the mount is the cgroup": (
         {
             "proc/self/cgroup": "0::/../../kubepods/other\n",
             "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
             "sys/fs/cgroup/memory.current": f"{GIB}\n",
         },
-    )
-    assert free_memory(root).nbytes == GIB
-
-
-def test_version_1(tmp_path):
-    group = "sys/fs/cgroup/memory/docker/abc"
-    root = tree(
-        tmp_path,
+        GIB,
+    ),
+    "version 1": (
         {
             "proc/self/cgroup": "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n",
-            f"{group}/memory.limit_in_bytes": f"{16 * GIB}\n",
-            f"{group}/memory.usage_in_bytes": f"{12 * GIB}\n",
-            f"{group}/memory.stat": f"cache {9 * GIB}\ntotal_inactive_file {8 * GIB}\n"
+            f"{DOCKER}.limit_in_bytes": f"{16 * GIB}\n",
+            f"{DOCKER}.usage_in_bytes": f"{12 * GIB}\n",
+            f"{DOCKER}.stat": f"cache {9 * GIB}\ntotal_inactive_file {8 * GIB}\n"
             f"total_active_file {GIB}\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
         },
-    )
-    assert free_memory(root).nbytes == 13 * GIB
+        13 * GIB,
+    ),
+    "a cgroup beyond its limit has nothing left": (
+        {"proc/self/cgroup": "0::/box\n", f"{BOX}.max": "100\n", f"{BOX}.current": "200\n"},
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "free"), TREES.values(), ids=TREES)
+def test_what_a_cgroup_leaves(files, free, tmp_path):
+    assert free_memory(tree(tmp_path, files)).nbytes == free
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "0::", "4:memory"])
 def test_odd_files_fall_back_to_the_machine(tmp_path, text):
     root = tree(tmp_path, {"proc/self/cgroup": text, "sys/fs/cgroup/memory.max": "lots"}, GIB)
     assert free_memory(root).nbytes == GIB
-
-
-def test_a_cgroup_beyond_its_limit_has_nothing_left(tmp_path):
-    root = tree(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/box\n",
-            "sys/fs/cgroup/box/memory.max": "100\n",
-            "sys/fs/cgroup/box/memory.current": "200\n",
-        },
-    )
-    assert free_memory(root).nbytes == 0
 
 
 def test_here():

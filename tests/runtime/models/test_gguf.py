@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from make import argv
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
@@ -454,33 +455,13 @@ def test_who_asks_for_its_own_blocks_is_told_what_runs_them(tmp_path, capsys, co
 
 @needs_gguf
 def test_it_is_evaluated_and_says_what_it_becomes(file, tmp_path, capsys):
-    command = [
-        "eval",
+    command = argv(
+        "eval {} --backend torch --policies keydiff --budgets 32 --block-size "
+        "16 --tasks perplexity,niah_single --lengths 128 --samples 2 "
+        "--max-new-tokens 2 --positions true --device cpu --out {} --json",
         file,
-        "--backend",
-        "torch",
-        "--policies",
-        "keydiff",
-        "--budgets",
-        "32",
-        "--block-size",
-        "16",
-        "--tasks",
-        "perplexity,niah_single",
-        "--lengths",
-        "128",
-        "--samples",
-        "2",
-        "--max-new-tokens",
-        "2",
-        "--positions",
-        "true",
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path),
-        "--json",
-    ]
+        tmp_path,
+    )
     assert run(command) == 0
     told = capsys.readouterr()
     assert "of Q8_0 in the file become" in told.err

@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import json
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import tiny_gguf
 from llama_reference import needs_library
+from make import in_python
 from tools import ROOT
 
 from kvcap import cli
@@ -156,9 +156,7 @@ def test_it_answers_without_torch_and_transformers(standing_in: Path) -> None:
         "code = run(['chat', 'smollm2', '--budget-tokens', '64', '--max-new-tokens', '4'])\n"
         "print(code, [m for m in ('torch', 'transformers') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], input="Hi\n", capture_output=True, text=True, cwd=ROOT
-    )
+    done = in_python(program, input="Hi\n", cwd=ROOT)
     assert done.stdout.endswith("0 []\n"), done.stderr
     assert "downloading SmolLM2" in done.stderr
 

@@ -216,11 +216,6 @@ def test_modules_of_other_kinds_stay():
     assert type(model["shared"]) is nn.Embedding
 
 
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_chat.save(tmp_path_factory.mktemp("chatty"))
-
-
 def answer(runtime: Runtime) -> str:
     session = runtime.session()
     session.set_generation(max_new_tokens=4, temperature=0)
@@ -230,26 +225,30 @@ def answer(runtime: Runtime) -> str:
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_the_plan_is_what_is_held_and_a_cap_counts_it(kind, chatty):
+def test_the_plan_is_what_is_held_and_a_cap_counts_it(kind, chat_model):
     sizes: dict[str, Any] = {"budget_tokens": 32, "block_size": 16}
-    runtime = Runtime.from_pretrained(chatty, weights=kind, **sizes)
+    runtime = Runtime.from_pretrained(chat_model, weights=kind, **sizes)
     plan = MemoryPlan.of(
-        load_config(chatty), headers=read_headers(chatty), weights=kind, rehearse=True, **sizes
+        load_config(chat_model),
+        headers=read_headers(chat_model),
+        weights=kind,
+        rehearse=True,
+        **sizes,
     )
     assert plan.weights == runtime.plan.weights == held_weights(runtime.model).nbytes
     assert plan.weights_dtype == runtime.plan.weights_dtype == kind
     assert runtime.device_label.endswith(f"{kind} weights")
     answer(runtime)
     assert runtime.with_policy_name("snapkv", {"window": 4}).plan.weights == plan.weights
-    capped = Runtime.from_pretrained(chatty, weights=kind, memory_cap="8GiB", **sizes)
+    capped = Runtime.from_pretrained(chat_model, weights=kind, memory_cap="8GiB", **sizes)
     assert capped.plan.weights == plan.weights
     answer(capped.with_budget(24))
 
 
-def test_a_session_goes_on_under_the_same_weights_alone(chatty, tmp_path):
+def test_a_session_goes_on_under_the_same_weights_alone(chat_model, tmp_path):
     file = tmp_path / "session.kvcap"
     runtimes = {
-        kind: Runtime.from_pretrained(chatty, budget_tokens=32, weights=kind, device="cpu")
+        kind: Runtime.from_pretrained(chat_model, budget_tokens=32, weights=kind, device="cpu")
         for kind in (None, *NAMES)
     }
     for kind, runtime in runtimes.items():
@@ -272,20 +271,20 @@ def test_a_session_goes_on_under_the_same_weights_alone(chatty, tmp_path):
         Session.load(runtime, file)
 
 
-def test_what_cannot_be_is_refused_by_name(chatty, tmp_path, monkeypatch):
+def test_what_cannot_be_is_refused_by_name(chat_model, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=" or ".join(NAMES)):
-        Runtime.from_pretrained(chatty, weights="int3")  # type: ignore[arg-type]
+        Runtime.from_pretrained(chat_model, weights="int3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on a CPU, and this is cuda"):
-        packed.check_packing(load_config(chatty), torch.float32, "cuda", "int4")
+        packed.check_packing(load_config(chat_model), torch.float32, "cuda", "int4")
     for policy in ("criticalkv", "keydiff+criticalkv"):
         with pytest.raises(UnsupportedModel, match="without criticalkv, or leave --weights out"):
-            Runtime.from_pretrained(chatty, policy, weights="int8")
-    runtime = Runtime.from_pretrained(chatty, weights="int8")
+            Runtime.from_pretrained(chat_model, policy, weights="int8")
+    runtime = Runtime.from_pretrained(chat_model, weights="int8")
     with pytest.raises(UnsupportedModel, match="without criticalkv"):
         runtime.with_policy_name("criticalkv", {})
-    quantised = Path(chatty, "config.json").read_text()
+    quantised = Path(chat_model, "config.json").read_text()
     method = {"quant_method": "torchao", "quant_type": "int8"}
-    config = load_config(chatty)
+    config = load_config(chat_model)
     config.quantization_config = method
     assert "torchao" not in quantised
     with pytest.raises(UnsupportedModel, match=r"'torchao' already; leave --weights int4 out"):
@@ -293,7 +292,7 @@ def test_what_cannot_be_is_refused_by_name(chatty, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", ["missing", "wrong"])
-def test_a_build_without_products_or_with_wrong_ones_is_named(wrong, chatty, monkeypatch):
+def test_a_build_without_products_or_with_wrong_ones_is_named(wrong, chat_model, monkeypatch):
     def product(x: torch.Tensor, *_: Any) -> torch.Tensor:
         if wrong == "missing":
             raise RuntimeError("not compiled with it\nfor this CPU")
@@ -304,8 +303,8 @@ def test_a_build_without_products_or_with_wrong_ones_is_named(wrong, chatty, mon
     try:
         said = r"\(not compiled with it\)" if wrong == "missing" else r"\(they are wrong\)"
         with pytest.raises(UnsupportedModel, match=rf"products of int4.*{said}.*ONNX Runtime"):
-            MemoryPlan.of(load_config(chatty), weights="int4")
-        Runtime.from_pretrained(chatty, weights="int8")
+            MemoryPlan.of(load_config(chat_model), weights="int4")
+        Runtime.from_pretrained(chat_model, weights="int8")
     finally:
         packed._fault.cache_clear()
 

@@ -6,9 +6,7 @@ import doctest
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from kvcap import pocket
 from kvcap.runtime.recall import asking
 from kvcap.runtime.recall.recall import Recall
 from kvcap.runtime.types import KeptTokens
@@ -123,11 +121,6 @@ PLAIN = [
 ]
 NEEDLESS, FOUND = 0.1, 0.9  # shares: at most, at least
 NOTHING = [KeptTokens(0, True, [np.zeros(0, int)])]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(pocket.path())
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from kvcap import pocket
 from kvcap.pocket.prose import filler
 from kvcap.runtime.recall import recall as recall_module
 from kvcap.runtime.recall.recall import Recall, held_shares, with_gap
@@ -24,11 +22,6 @@ FACTS = [
     "The orchard was sold to a doctor.",
     "Seven gulls sat upon the roof.",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(pocket.path())
 
 
 @pytest.fixture

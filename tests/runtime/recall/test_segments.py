@@ -9,19 +9,12 @@ from random import Random
 from uuid import UUID
 
 import pytest
-from transformers import AutoTokenizer
 
-from kvcap import pocket
 from kvcap.pocket.prose import filler
 from kvcap.runtime.recall import segments
 from kvcap.runtime.recall.segments import LEAST, LONGEST, QUESTION, TextPieces, cuts, question_start
 
 QUESTION_LINE = "\n\nWhich river did the old man of the valley cross, and in which year was it?"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(pocket.path())
 
 
 def passages(tokenizer, text, longest=LONGEST):

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from make import in_python
 from transformers import AutoTokenizer
 
 import kvcap
@@ -133,14 +134,7 @@ def test_files_of_the_current_directory_are_not_run(name, tmp_path):
         "from kvcap.runtime.session import chat_template\n"
         "print(chat_template.render_template('{{ 1 }}', {}))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, SRC],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-    )
+    done = in_python(code, SRC, cwd=tmp_path, env={**os.environ, "PYTHONSAFEPATH": "1"})
     assert done.stdout == "1\n", done.stderr
 
 

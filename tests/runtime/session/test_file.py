@@ -19,6 +19,7 @@ import torch
 from conftest import in_turn, small_policy, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from make import in_python
 from tools import runtime_of
 
 import kvcap
@@ -182,10 +183,8 @@ def test_another_policy(saved, loaded, takes, tokens, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def chatting(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny_chat.save(folder)
-    return kvcap.Runtime.from_pretrained(folder, budget_tokens=32, block_size=16)
+def chatting(chat_model):
+    return kvcap.Runtime.from_pretrained(chat_model, budget_tokens=32, block_size=16)
 
 
 @pytest.fixture
@@ -594,13 +593,7 @@ def test_no_room_for_real(session, tmp_path):
     )
     session.save(tmp_path / "s")
     before = (tmp_path / "s").read_bytes()
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "s")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": SRC},
-    )
+    done = in_python(code, str(tmp_path / "s"))
     assert "SessionNotSaved" in done.stderr
     assert (tmp_path / "s").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["s"]

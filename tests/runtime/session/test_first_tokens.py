@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import tiny_chat
 from chat_templates import PLAIN, with_template
+from make import argv
 from tools import first_kept, tiny_decoder
 
 from kvcap import Runtime
@@ -171,15 +172,7 @@ def test_commands_keep_them(command, tmp_path, monkeypatch):
     plain = Session._begin
     monkeypatch.setattr(Session, "_begin", lambda self, *a: (seen.append(self), plain(self, *a))[1])
     prompt = [LONG] if command == "generate" else []
-    given = [
-        "--budget-tokens",
-        str(BUDGET),
-        "--block-size",
-        str(BLOCK),
-        "--max-new-tokens",
-        "3",
-        "-q",
-    ]
+    given = argv("--budget-tokens {} --block-size {} --max-new-tokens 3 -q", BUDGET, BLOCK)
     folder = tiny_chat.save(tmp_path)
     system = ["--system-prompt", SYSTEM]  # stays longer than other text, whatever the sinks
     for more, stay in ((system, True), (["--sink-tokens", "0"], False)):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizers import Wrapped
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+from toy_engine import ToyEngine, session_of, tiny
 
 import kvcap
 from kvcap import pocket
@@ -279,13 +279,6 @@ def test_every_text_fits_a_random_schema(schema, tokenizer, seed):
     text, complete = walked(Guide(known, frozenset([END]), schema), known, seed)
     if complete:
         check(text, schema)
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        return ToyEngine(64)
-    return tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def test_answers_of_a_random_model_fit_or_are_cut(runtime):
@@ -558,9 +551,9 @@ def test_rows_of_a_batch_are_held_to_schemas_of_their_own():
     assert "".join(one.text for one in several[3].logprobs) == alone[3]
 
 
-def test_a_saved_conversation_goes_on_under_its_schema(tmp_path, tmp_path_factory):
+def test_a_saved_conversation_goes_on_under_its_schema(tmp_path, chat_model):
     """`test_backend.py` has the same of ONNX Runtime."""
-    runtime = tiny(tmp_path_factory.mktemp("tiny"))
+    runtime = tiny(chat_model)
     session = runtime.session(seed=5)
     session.set_generation(
         temperature=1.0, max_new_tokens=90, json_schema=TRICKY["tuple"], logprobs=2

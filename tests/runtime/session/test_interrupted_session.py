@@ -11,20 +11,13 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING, with_template
-from toy_engine import BACKENDS, BLOCK, ToyEngine, held, session_of, tiny
+from toy_engine import BLOCK, ToyEngine, held, session_of
 
 from kvcap.runtime.errors import EmptyPrompt, KvcapError, MemoryCapExceeded
 from kvcap.runtime.session import session as session_module
 from kvcap.runtime.session.messages import render, system_message
 
 LONG = "Seven kinds of mosses survive the cold near Porto, and tall grasses attract many bees. " * 3
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        return ToyEngine(64)
-    return tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizers import Wrapped, byte_level
 from tokenizers import Tokenizer
-from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+from toy_engine import ToyEngine, session_of
 from transformers import GenerationConfig
 
 from kvcap import pocket
@@ -21,13 +21,6 @@ from kvcap.runtime.backends import numpy_sampler
 from kvcap.runtime.backends.pytorch import sampler as sampling
 from kvcap.runtime.session import settings
 from kvcap.runtime.session.logprobs import Logprob, Logprobs, TokenTexts
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        return ToyEngine(64)
-    return tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def test_they_are_those_of_the_models_own_distribution(runtime):

@@ -8,22 +8,16 @@ import pytest
 from chat_templates import PLAIN, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
+from toy_engine import held, session_of
 
 from kvcap.runtime.errors import ChatTemplateMissing, EmptyPrompt, KvcapError, MessagesInvalid
 from kvcap.runtime.session.messages import ROLES, checked_messages, render, system_message
 
+SLOTS = 400
 SYSTEM = {"role": "system", "content": "Be kind."}
 ASKED = {"role": "user", "content": "Who are you?"}
 ANSWERED = {"role": "assistant", "content": "I am Pocket."}
 AGAIN = {"role": "user", "content": "Say it again."}
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        return ToyEngine(400)
-    return tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
 
 
 def spelt(session: Any, messages: Any) -> str:

@@ -5,18 +5,11 @@ from __future__ import annotations
 from itertools import islice
 
 import pytest
-from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+from toy_engine import session_of
 
 from kvcap.runtime.errors import MemoryCapExceeded
 
 SAID, TOKENS = "Hi, I am Ada.", 12
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        return ToyEngine(64)
-    return tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def answering(runtime, asynchronous=True, fails_at=None, **settings):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from make import FACT, QUESTION, WORDS, filler
 
 import kvcap
 from kvcap import Session
 from kvcap.runtime.errors import SessionFileCorrupt, SessionNotSaved
 from kvcap.runtime.session import file as session_file
 
-FACT = "The secret code of the vault is 7421."
-QUESTION = "What is the secret code of the vault?"
-WORDS = ["river", "stone", "cloud", "market", "window", "garden", "letter", "winter", "copper"]
 BUDGET = 256
 
 
@@ -24,11 +20,6 @@ def runtime():
 
 def say(session, text, **options):
     return "".join(session.send(text, **options))
-
-
-def filler(count=100, seed=0):
-    rng = random.Random(seed)
-    return " ".join(rng.choice(WORDS) for _ in range(count)) + "."
 
 
 def told(runtime, turns=5):

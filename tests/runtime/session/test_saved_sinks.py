@@ -89,8 +89,8 @@ def test_a_file_that_is_refused_changes_nothing(tokens, tmp_path):
     assert (session.cache.held, session.cache.sinks) == (held, 2)
 
 
-def test_sessions_of_both_kinds_are_answered_together(tmp_path):
-    usual = tiny(tmp_path)
+def test_sessions_of_both_kinds_are_answered_together(tmp_path, chat_model):
+    usual = tiny(chat_model)
     plain = usual.with_policy(kvcap.load_policy("lagkv", sink_tokens=0))
     old = session_of(plain)
     list(old.send("A long story about a door. " * 8))

@@ -9,21 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizers import Wrapped
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import kvcap
-from kvcap import pocket
 from kvcap.runtime.backends.pytorch.runtime import usual_every
 from kvcap.runtime.backends.pytorch.sampler import Sampler
 from kvcap.runtime.errors import TokenUnknown
 from kvcap.runtime.interrupts import interrupts_deferred
 from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.messages import render, render_turn
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(pocket.path())
 
 
 @pytest.fixture(scope="module")

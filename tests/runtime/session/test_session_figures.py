@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_chat
 from safetensors import safe_open
-from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+from toy_engine import session_of, tiny
 from transformers import AutoTokenizer
 
 from kvcap import pocket
@@ -31,16 +31,9 @@ from kvcap.runtime.session.session import Session
 LONG = "Seven kinds of mosses survive the cold near Porto, and tall grasses attract many bees. " * 4
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        return ToyEngine(64)
-    return tiny(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.fixture(scope="module")
-def torch_runtime(tmp_path_factory):
-    return tiny(tmp_path_factory.mktemp("tiny"))
+def torch_runtime(chat_model):
+    return tiny(chat_model)
 
 
 def shown(session: Any, capsys: Any, text: str | None = None) -> dict[str, Any]:

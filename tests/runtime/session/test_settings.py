@@ -10,19 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import BACKENDS, ToyEngine, numpy_scores, session_of, tiny
+from toy_engine import numpy_scores, session_of
 from transformers import GenerationConfig
 
 from kvcap.runtime.backends import numpy_sampler
 from kvcap.runtime.backends.pytorch import sampler as sampling
 from kvcap.runtime.session import settings as bounds
-
-
-@pytest.fixture(scope="module", params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        return ToyEngine(64)
-    return tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,10 @@ def test_conversations_are_written_as_transformers_writes_them(system, turns, la
 
 @pytest.mark.parametrize("name", sorted(PLAIN | PARTS))
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sessions_read_what_the_user_says(backend, name, tmp_path_factory):
+def test_sessions_read_what_the_user_says(backend, name, chat_model):
     runtime: Any = ToyEngine(400)
     if backend == "torch":
-        runtime = tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
+        runtime = tiny(chat_model).with_budget(400)
     runtime.tokenizer = with_template(runtime.tokenizer, TEMPLATES[name])
     session = session_of(runtime)
     asked = {"role": "user", "content": "Who are you?"}

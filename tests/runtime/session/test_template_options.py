@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from chat_templates import NO_THOUGHTS, PARTS, PLAIN, THINKING, with_template
-from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
+from make import engine
+from toy_engine import BACKENDS, held, session_of, tiny
 from transformers import AutoTokenizer
 
 import kvcap
@@ -19,10 +20,8 @@ FORM = "4821"
 
 
 @pytest.fixture(params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        return ToyEngine(400)
-    return tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
+def runtime(request, chat_model):
+    return engine(request.param, chat_model, 400)
 
 
 def session_with(runtime: Any, name: str) -> Any:
@@ -109,8 +108,8 @@ def test_a_form_that_is_set_before_the_first_text_counts(runtime):
     assert "</think>" in held(session)
 
 
-def test_options_are_saved(tmp_path, tmp_path_factory):
-    runtime = tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
+def test_options_are_saved(tmp_path, chat_model):
+    runtime = tiny(chat_model).with_budget(400)
     session = session_with(runtime, "system")
     session.set_generation(template_options=OFF)
     list(session.send("Hello!"))

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import tiny_chat
 from chat_templates import THINKING, with_template
+from make import engine
 from region_checks import BUDGET, check_regions
-from toy_engine import BACKENDS, ToyEngine, session_of, tiny
+from toy_engine import BACKENDS, ToyEngine, session_of
 
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.session.batch import Batch
@@ -19,11 +20,8 @@ CLOSING = "\n</think>\n\n"
 
 
 @pytest.fixture(params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        found: Any = ToyEngine(64)
-    else:
-        found = tiny(tmp_path_factory.mktemp("tiny")).with_budget(64)
+def runtime(request, chat_model):
+    found = engine(request.param, chat_model, 64)
     found.tokenizer = with_template(found.tokenizer, THINKING["opens"])
     return found
 

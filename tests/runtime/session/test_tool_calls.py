@@ -6,12 +6,12 @@ import copy
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 from chat_templates import PARTS, PLAIN, THINKING, TOOLS, with_template
-from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
+from make import engine
+from toy_engine import BACKENDS, held, session_of, tiny
 
 import kvcap
 from kvcap import pocket
@@ -43,11 +43,8 @@ CALLED = ToolCall("add", {"a": 1})
 
 
 @pytest.fixture(params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        found: Any = ToyEngine(400)
-    else:
-        found = tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
+def runtime(request, chat_model):
+    found = engine(request.param, chat_model, 400)
     found.tokenizer = copy.deepcopy(found.tokenizer)
     found.tokenizer.chat_template = TEMPLATE
     return found
@@ -204,8 +201,8 @@ def test_what_an_answer_calls_is_parsed(runtime):
     )
 
 
-def test_tools_are_saved(tmp_path, tmp_path_factory):
-    runtime = tiny(tmp_path_factory.mktemp("tiny")).with_budget(400)
+def test_tools_are_saved(tmp_path, chat_model):
+    runtime = tiny(chat_model).with_budget(400)
     runtime.tokenizer = copy.deepcopy(runtime.tokenizer)
     runtime.tokenizer.chat_template = TEMPLATE
     session = session_of(runtime)
@@ -291,9 +288,9 @@ def test_a_call_is_a_message_again():
     }
 
 
-def test_the_template_of_a_tokenizer_is_preferred(tmp_path_factory):
+def test_the_template_of_a_tokenizer_is_preferred(chat_model):
     """`response_template` of transformers 5: here with marks that no other model has."""
-    session = session_of(tiny(tmp_path_factory.mktemp("tiny")))
+    session = session_of(tiny(chat_model))
     tokenizer = copy.deepcopy(session.runtime.tokenizer)
     if not hasattr(tokenizer, "parse_response"):
         pytest.skip("transformers 4.57 knows no response_template")

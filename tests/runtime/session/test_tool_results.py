@@ -9,7 +9,8 @@ import pytest
 from chat_templates import TOOLS, with_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_engine import BACKENDS, ToyEngine, held, session_of, tiny
+from make import engine
+from toy_engine import BACKENDS, held, session_of, tiny
 from transformers import AutoTokenizer
 
 import kvcap
@@ -31,10 +32,8 @@ LEFT_OUT = TOOLS["own turn"].replace("{{ m.content }}</tool_response>", "</tool_
 
 
 @pytest.fixture(params=BACKENDS)
-def runtime(request, tmp_path_factory):
-    if request.param == "numpy":
-        return ToyEngine(600)
-    return tiny(tmp_path_factory.mktemp("tiny")).with_budget(600)
+def runtime(request, chat_model):
+    return engine(request.param, chat_model, 600)
 
 
 def reference(template: str, messages: list[dict[str, Any]]) -> str:
@@ -117,8 +116,8 @@ def test_a_result_is_read_as_transformers_writes_it(runtime, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_an_answer_with_a_call_is_saved_and_its_result_read_later(name, tmp_path, tmp_path_factory):
-    runtime = tiny(tmp_path_factory.mktemp("tiny")).with_budget(600)
+def test_an_answer_with_a_call_is_saved_and_its_result_read_later(name, tmp_path, chat_model):
+    runtime = tiny(chat_model).with_budget(600)
     session = called(runtime, TOOLS[name])
     session.save(tmp_path / "talk")
     loaded = kvcap.Session.load(runtime, tmp_path / "talk")
@@ -279,8 +278,8 @@ AGAIN = {
 
 @pytest.mark.parametrize("name", AGAIN)
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_result_is_answered_again_behind_the_same_tokens(tmp_path, tmp_path_factory, name, saved):
-    runtime = tiny(tmp_path_factory.mktemp("tiny")).with_budget(600)
+def test_a_result_is_answered_again_behind_the_same_tokens(tmp_path, chat_model, name, saved):
+    runtime = tiny(chat_model).with_budget(600)
     session = called(runtime, AGAIN[name])
     answer = "".join(session.send([result(session, "2")], pin=True))
     count = session.turn.reused_tokens + session.turn.prompt_tokens

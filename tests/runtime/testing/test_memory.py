@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import subprocess
 import sys
 import threading
 import weakref
@@ -17,6 +16,7 @@ import tiny_chat
 import torch
 import yaml
 from conftest import as_cache, small_policy, tiny_config, tiny_model
+from make import in_python
 from transformers import DynamicCache, StaticCache
 
 import kvcap
@@ -270,7 +270,7 @@ def test_nothing_is_said_while_measuring():
         "import os, torch; from kvcap.testing import cpu_peak; "
         "print(cpu_peak(lambda: os.write(2, b'kept')).peak_bytes)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = in_python(code, check=True)
     assert (done.stdout, done.stderr.strip()) == ("0\n", "kept")
 
 
@@ -288,48 +288,35 @@ def test_a_pytorch_that_cannot_count_threads_is_named(monkeypatch):
     assert cpu_peak(lambda: zeros(1) is None).peak_bytes == MIB
 
 
-@pytest.mark.slow
-def test_a_planted_leak_of_one_mebibyte_is_seen():
-    kept = []
+KEPT = []
 
-    def leak(cache, done):
+
+def pin(pool) -> None:
+    large = pool.keys.new_zeros(4 * pool.slots, pool.keys.shape[1])
+    pool.keys = large[: pool.slots].copy_(pool.keys)
+
+
+def grow(pool) -> None:
+    pool.keys = torch.cat((pool.keys, pool.keys[:1]))
+
+
+PLANTED = {
+    "a spike": lambda _: torch.zeros(8 * MIB, dtype=torch.uint8),
+    "a leak of one mebibyte": lambda _: KEPT.append(torch.zeros(MIB, dtype=torch.uint8)),
+    "a cache that grows by one slot": grow,
+    "a view that pins a large storage": pin,
+}
+
+
+@pytest.mark.slow(keep=1, ci=4)
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+def test_what_is_planted_is_seen(plant):
+    def fault(cache, done):
         if done == 2048:
-            kept.append(torch.zeros(MIB, dtype=torch.uint8))
+            plant(cache.capped_layers[0].segments[0].pool)
 
     with pytest.raises(AssertionError):
-        flat("keydiff", 1024, 2048, leak)
-
-
-def test_a_planted_spike_is_seen():
-    def spike(cache, done):
-        if done == 2048:
-            torch.zeros(8 * MIB, dtype=torch.uint8)
-
-    with pytest.raises(AssertionError):
-        flat("keydiff", 1024, 2048, spike)
-
-
-@pytest.mark.slow
-def test_a_cache_that_grows_by_one_slot_is_seen():
-    def grow(cache, done):
-        if done == 2048:
-            pool = cache.capped_layers[0].segments[0].pool
-            pool.keys = torch.cat((pool.keys, pool.keys[:1]))
-
-    with pytest.raises(AssertionError):
-        flat("keydiff", 1024, 2048, grow)
-
-
-@pytest.mark.slow
-def test_a_view_that_pins_a_large_storage_is_seen():
-    def pin(cache, done):
-        if done == 2048:
-            pool = cache.capped_layers[0].segments[0].pool
-            large = pool.keys.new_zeros(4 * pool.slots, pool.keys.shape[1])
-            pool.keys = large[: pool.slots].copy_(pool.keys)
-
-    with pytest.raises(AssertionError):
-        flat("keydiff", 1024, 2048, pin)
+        flat("keydiff", 1024, 2048, fault)
 
 
 def test_other_caches_are_counted_by_storage():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from server_chats import BEGUN, CALL, HELLO, TOOL, post
 from stand_in import Script
 
 from kvcap.runtime import errors
@@ -19,24 +19,6 @@ from kvcap.serve.contract import Piece
 from kvcap.serve.limits import RequestLimits
 
 SETTINGS = Settings("pocket", limits=RequestLimits(messages=3))
-HELLO: Any = [{"role": "user", "content": "Hello!"}]
-BEGUN: Any = {"role": "assistant", "content": "Well, "}
-TOOL: Any = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
-}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def post(url: str, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
-    messages = {} if "prompt" in body else {"messages": HELLO}
-    return httpx.post(url + path, json={**messages, **body})
 
 
 def test_a_chat_is_answered_with_its_usage(client, talk):

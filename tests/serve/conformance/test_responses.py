@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from server_chats import pocket
+from server_chats import client_of, pocket
 from stand_in import Script
 
-from kvcap.serve.app import Settings, application
+from kvcap.serve.app import Settings
 from kvcap.serve.contract import Piece
 from kvcap.serve.limits import RequestLimits
 from kvcap.serve.scheduler import Limits, Scheduler
-from kvcap.serve.server import Server, bound
 
 SETTINGS = Settings("pocket", limits=RequestLimits(body_bytes=5_000))
 TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_an_input_is_answered_with_its_usage(client, talk):
@@ -121,12 +113,7 @@ def test_what_is_wrong_is_named_where_it_stands_in_the_input(client, talk, wrong
 
 
 def test_a_response_goes_on_with_what_its_conversation_holds():
-    scheduler = Scheduler(pocket(), Limits(places=2, together=1))
-    app = application(scheduler, Settings("pocket"))
-    with (
-        Server(app, bound("127.0.0.1", 0), RequestLimits()) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
+    with client_of(Scheduler(pocket(), Limits(places=2, together=1))) as client:
         first = client.responses.create(model="pocket", input="Hello!", temperature=0)
         second = client.responses.create(
             model="pocket", input="Thanks.", previous_response_id=first.id, temperature=0

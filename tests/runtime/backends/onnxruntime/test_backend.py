@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from make import ran
 from region_checks import BUDGET, check_regions
 from tools import PATIENCE, made, operations, pocket_decoder, tiny_decoder  # noqa: F401
 
@@ -229,14 +230,11 @@ def test_a_token_beyond_the_embedding_is_refused_by_name(tiny):
 
 
 def python(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return ran(
         [sys.executable, "-P", *arguments]
         if sys.version_info >= (3, 11)
         else [sys.executable, *arguments],
         input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=PATIENCE,
         env={
             "PATH": "/usr/bin:/bin",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from make import in_python
 from tools import ROOT, differing, kept
+from tools import pocket_runtime as runtime_of
 
 import kvcap
 from kvcap.runtime.backends.pytorch import batch as shared_rows
@@ -28,20 +28,6 @@ SAID = [FACT.format(*x) * n for n, x in enumerate([("blue", 4821), ("red", 77), 
 def calidrop(**options: Any) -> kvcap.Eviction:
     """One whose evicted tokens fill their store at once."""
     return kvcap.load_policy("calidrop", window=4, calibration_size=8, **options)
-
-
-def runtime_of(
-    policy: str | kvcap.Eviction = "keydiff", budget: int = 48, **more: Any
-) -> kvcap.Runtime:
-    return kvcap.Runtime.from_pretrained(
-        "pocket",
-        policy,
-        budget_tokens=budget,
-        block_size=16,
-        dtype="float32",
-        device="cpu",
-        **more,
-    )
 
 
 def begun(runtime: kvcap.Runtime, texts: list[str], tokens: int = 20) -> list[Session]:
@@ -599,9 +585,7 @@ gc.collect()
 def test_answers_that_nobody_reads_on_end_without_a_word() -> None:
     """Whatever the order in which Python lets go of a batch, its sessions and their answers."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVE], env=environment, capture_output=True, text=True, check=True
-    )
+    done = in_python(LEAVE, env=environment, check=True)
     assert "Exception ignored" not in done.stderr
 
 

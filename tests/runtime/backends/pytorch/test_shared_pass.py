@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import small_policy, tiny_config
 from families import MLA, NEIGHBOURS, READERS, SINKS, STATES, model_of
-from tools import differing, kept
+from tools import differing, kept, pocket_runtime
 from transformers import AutoModelForCausalLM
 
 import kvcap
@@ -40,11 +40,10 @@ TEXTS = [  # no sentence twice, of whose tokens several would score alike but fo
 
 
 def runtime_of(policy: Any = "keydiff", budget: int = 48, **more: Any) -> kvcap.Runtime:
-    settings = {"block_size": 16, "dtype": "float32", "device": "cpu", "evict_every": 5} | more
     if isinstance(policy, str):
         config = kvcap.Runtime.from_pretrained("pocket", device="cpu").model.config
         policy = small_policy(policy, config)
-    return kvcap.Runtime.from_pretrained("pocket", policy, budget_tokens=budget, **settings)
+    return pocket_runtime(policy, budget, **{"evict_every": 5, **more})
 
 
 def sessions_of(runtime: kvcap.Runtime, tokens: tuple[int, ...]) -> list[Session]:
