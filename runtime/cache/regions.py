@@ -25,6 +25,7 @@ class Weight(NamedTuple):
 
 WEIGHTS = {
     "thoughts": Weight(-2),
+    "formulas": Weight(-2),
     "tool results": Weight(-1),
     "new tool results": Weight(0),
     "open thoughts": Weight(0),
@@ -68,6 +69,11 @@ class Regions:
         for kind, spans in regions.items():
             self._spans[kind] = merged([*self._spans.get(kind, ()), *spans])[-MOST:]
         self._weigh()
+
+    def set_formulas(self, replies: Iterable[Span]) -> None:
+        """Have these replies leave first, and no others that were formulas before."""
+        self._spans.pop("formulas", None)
+        self.add({"formulas": replies})
 
     def age(self) -> None:
         """Count new results of tools as results from now on, since something else is asked."""

@@ -8,16 +8,17 @@ as part of it, and are evicted again in time like any other tokens. The cache ne
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, islice, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.recall.asking import asks
+from kvcap.runtime.recall.dialogue import USER, Dialogue
 from kvcap.runtime.recall.meaning import Meaning
 from kvcap.runtime.recall.segments import QUESTION, TextPieces, cuts, question_start, segment_length
 from kvcap.runtime.recall.settings import STORE_BYTES, RecallSettings
@@ -35,9 +36,6 @@ FEW_WORDS = 5  # of a question that may follow from the one before it, such as "
 NEAREST = 8  # passages, at most, where some are found by meaning
 FUSE = 10  # added to ranks before 1 / rank, so that the first few ranks are nearly equal
 MOST_TOLD = 512  # of the newest passages of short messages are compared
-HEADER = 4  # tokens of the name of who says a message
-USER = "user"
-ROLES = frozenset(("system", "developer", USER, "assistant", "model", "tool"))
 MOSTLY = 0.5  # a passage of whose slots more than this share is held counts as held
 NEWEST = 128  # tokens that were just said, and are not read again
 BEFORE, BETWEEN, AFTER = "(Earlier in this conversation:\n", "\n...\n", ")\n\n"
@@ -101,6 +99,11 @@ class Recall:
     def _pieces(self) -> TextPieces:
         """Return the texts of tokens, which conversations in token ids alone do not need."""
         return TextPieces(self._tokenizer)
+
+    @cached_property
+    def dialogue(self) -> Dialogue:
+        """Return a reader of who says what, which conversations in token ids alone do not need."""
+        return Dialogue(self._tokenizer, self._pieces)
 
     def set(self, settings: RecallSettings) -> None:
         """Set how much is read again from now on; the index is built anew."""
@@ -195,10 +198,9 @@ class Recall:
     def _told(self, ids: Sequence[int]) -> list[Passage]:
         """Return the newest passages of the user's short messages that ask nothing."""
         found = list[Passage]()
-        for start, name in self._messages(ids, len(ids)):
-            stop = next((i for i in range(start, len(ids)) if not self._is_text(ids[i])), len(ids))
+        for _, start, stop, role in self.dialogue.messages(ids):
             first = max([start, *(b for a, b in self.spans if start <= a and b <= stop)])
-            if name == USER and stop - first <= QUESTION and len(found) < MOST_TOLD:
+            if role == USER and stop - first <= QUESTION and len(found) < MOST_TOLD:
                 pieces = [self._pieces(token) for token in ids[first:stop]]
                 for a, b in pairwise([0, *cuts(pieces, self._longest), len(pieces)]):
                     text = "".join(pieces[a:b]).strip()
@@ -303,12 +305,12 @@ class Recall:
         self._forget_beyond(len(ids))
         while (start := self._start) < len(ids):
             over = next((b for a, b in self.spans if a <= start < b), start)
-            if over > start or not self._is_text(ids[start]):
+            if over > start or not self.dialogue.is_text(ids[start]):
                 self._start = max(over, start + 1)
                 continue
             behind = next((a for a, _ in self.spans if a > start), len(ids))
-            stop = next((i for i in range(start, behind) if not self._is_text(ids[i])), behind)
-            start, _ = self._said(ids, start, stop)
+            stop = min(behind, self.dialogue.text_stop(ids, start))
+            start, _ = self.dialogue.opening(ids, start)
             self._start = start
             for cut in cuts([self._pieces(token) for token in ids[start:stop]], self._longest):
                 self._add(ids, start + cut)
@@ -323,49 +325,19 @@ class Recall:
             self.store.add((self._start, stop), text)
         self._start = stop
 
-    def _is_text(self, token: int) -> bool:
-        """Return whether a token is known, and is no special one."""
-        return token >= 0 and token not in self._special
-
     def _forget_beyond(self, seen: int) -> None:
         """Index everything anew if more than the first `seen` tokens are indexed."""
         if seen < self._start:
             self.store.clear()
             self._start = 0
 
-    def _said(self, ids: Sequence[int], start: int, stop: int) -> tuple[int, str]:
-        """Return where a message begins behind the name of who says it, and that name.
-
-        Args:
-            ids: tokens.
-            start: the first one of some text; it is returned where no message begins.
-            stop: the first one behind it.
-        """
-        name = ""
-        if start and not self._is_text(ids[start - 1]):
-            for place in range(start, min(start + HEADER, stop)):
-                if not self._is_text(ids[place]):
-                    break
-                name += self._pieces(ids[place])
-                if name.strip() in ROLES and (name.endswith("\n") or place + 1 == stop):
-                    return place + 1, name.strip()
-            return start, self._special.get(ids[start - 1], "")
-        return start, ""
-
-    def _messages(self, ids: Sequence[int], stop: int) -> Iterator[tuple[int, str]]:
-        """Yield where messages begin and who says them, the last before `stop` first."""
-        for place in range(stop, 0, -1):
-            start, name = self._said(ids, place, len(ids))
-            if name:
-                yield start, name
-
     def _asked_before(self, ids: Sequence[int]) -> str:
         """Return the question of the user's message before the one being read, if it asked one."""
-        begun = [start for start, name in self._messages(ids, len(ids)) if name == USER]
-        if len(begun) < 2:
+        users = (one for one in self.dialogue.messages(ids) if one.role == USER)
+        before = [*islice(users, 2)][1:]
+        if not before:
             return ""
-        first = begun[1]
-        stop = next(place for place in range(first, len(ids)) if not self._is_text(ids[place]))
+        _, first, stop, _ = before[0]
         first = max([first, *(b for _, b in self.spans if b <= stop)])  # behind what was recalled
         text = self._text(ids[question_start(ids, first, stop, self._pieces) : stop])
         return text if asks(text) else ""
@@ -373,24 +345,13 @@ class Recall:
     def _text(self, ids: Sequence[int]) -> str:
         """Return what is said, with a new line in place of special tokens and names."""
         texts = list[str]()
-        for known, run in groupby(range(len(ids)), lambda place: self._is_text(ids[place])):
+        for known, run in groupby(range(len(ids)), lambda place: self.dialogue.is_text(ids[place])):
             if known:
                 places = list(run)
-                stop = places[-1] + 1
-                start, _ = self._said(ids, places[0], stop)
-                texts.append(self._tokenizer.backend_tokenizer.decode(list(ids[start:stop])))
+                start, _ = self.dialogue.opening(ids, places[0])
+                shown = list(ids[start : places[-1] + 1])
+                texts.append(self._tokenizer.backend_tokenizer.decode(shown))
         return "\n".join(texts)
-
-    @cached_property
-    def _special(self) -> dict[int, str]:
-        """Return the special tokens, such as those that end a message, and whom they name."""
-        known = self._tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        names = {
-            token: added.content.strip("<|｜_>").lower()
-            for token, added in known.items()
-            if added.special
-        }
-        return {token: name if name in ROLES else "" for token, name in names.items()}
 
 
 def needed(found: Sequence[Found], near: float = NEAR_BEST) -> list[Found]:

@@ -906,11 +906,14 @@ class Session:
 
     def _weigh(self, prompt: PreparedPrompt) -> None:
         """Note which tokens of a prompt leave the cache before or after others."""
-        regions, after = self.loop.cache.regions, prompt.transcript
-        regions.cut(self.loop.cache.seen)
+        regions, after, seen = self.loop.cache.regions, prompt.transcript, self.loop.cache.seen
+        regions.cut(seen)
         if after is not None and after.messages and after.messages[-1]["role"] != "tool":
             regions.age()
         regions.add(prompt.regions)
+        if after is not None:
+            known = [*self._decoding.ids_read(seen), *prompt.ids]
+            regions.set_formulas(self.recall.dialogue.formulas(known))
 
     def _shared_prefix(self, prompt: PreparedPrompt) -> SharedPrefix | None:
         """Return the first tokens of a prompt that other conversations may begin with as well."""
