@@ -96,3 +96,22 @@ def test_thoughts_and_results_leave_first_and_the_system_prompt_last(tmp_path, p
             tiny_chat.save(tmp_path), policy, budget_tokens=BUDGET, block_size=16, device="cpu"
         )
     )
+
+
+def test_a_reply_said_three_times_leaves_first(tmp_path):
+    """Its marks leave with it, and every other message stays while a slot is free."""
+    runtime = Runtime.from_pretrained(
+        tiny_chat.save(tmp_path), "streaming_llm", budget_tokens=BUDGET, block_size=16, device="cpu"
+    )
+    session = runtime.session()
+    session.set_generation(max_new_tokens=1)
+    formula = [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "I see."}]
+    list(session.send([*formula * 3, {"role": "user", "content": "Who?"}]))
+    spans = session.cache.regions.facts["formulas"]
+    ids, decode = session.read_ids, runtime.tokenizer.backend_tokenizer.decode
+    texts = [decode(ids[a:b]) for a, b in spans]
+    assert len(texts) == 3
+    assert all("I see." in text and "Tell" not in text for text in texts)
+    session.clear()
+    list(session.send([*formula * 2, {"role": "user", "content": "Who?"}]))
+    assert "formulas" not in session.cache.regions.facts
