@@ -538,7 +538,8 @@ class BudgetCache(Cache):  # type: ignore[misc]
         for layer in layers:
             if layer.seen != seen or layer.half_read:
                 return False
-        return all(layer.get_seq_length() == seen for layer in self.sliding_layers.values())
+        sliding = self.layout.shape.slides and self.sliding_layers.values()
+        return not sliding or all(layer.get_seq_length() == seen for layer in sliding)
 
     @property
     def nbytes(self) -> int:

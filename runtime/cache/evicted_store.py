@@ -246,8 +246,7 @@ class EvictedStore:
                 if name == "score":
                     target.nan_to_num_(nan=LOWEST)
                 elif name == SHIFT and self.rotation is not None:
-                    count = torch.arange(older, older + target.shape[-1], dtype=torch.int32)
-                    target.add_(count.to(target.device))
+                    target.add_(torch.arange(older, older + len(slots[0, 0]), device=target.device))
 
     def made_at(self, segments: Sequence[Segment]) -> list[Tensor]:
         """Return the positions that keys are rotated to, [b, k, held] of each segment.

@@ -250,16 +250,20 @@ class Segment:
         if len(self._views) == 2:  # a full cache has the same for every token: free and held
             self._views.clear()
         pool = {"values": self.pool.values, **self.pool.named()}  # which may be a part of keys
-        found = self._views[place] = {name: self._view(x, start, stop) for name, x in pool.items()}
+        found = self._views[place] = {name: self.view(x, start, stop) for name, x in pool.items()}
         return found
 
-    def view(self, buffer: Tensor) -> Tensor:
-        """View the held part [b, k, held, ...] of one of the pool's buffers, or of a copy of it."""
-        return self._view(buffer, 0, self.held)
+    def view(self, buffer: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """View slots [start, stop) of every row of one of the pool's buffers, or of a copy of it.
 
-    def whole(self, buffer: Tensor) -> Tensor:
-        """View all slots of one of the pool's buffers, in use or not, [b, k, capacity, ...]."""
-        return self._view(buffer, 0, self.capacity)
+        Those in use by default. [b, k, stop - start, ...]
+        """
+        step, count = buffer.stride(0), (self.held if stop is None else stop) - start
+        row = self.capacity * step
+        size = (self.batch, self.heads, count, *buffer.shape[1:])
+        stride = (self.heads * row, row, step, *buffer.stride()[1:])
+        first = buffer.storage_offset() + (self.start + start) * step
+        return buffer.as_strided(size, stride, first)
 
     def rows_of(self, x: Tensor) -> Tensor:
         """Return this segment's part of a layer's tensor [B, K, ...] or [B, H, ...], a view."""
@@ -304,15 +308,6 @@ class Segment:
         for buffer in self.pool.named().values():
             buffer.index_copy_(0, rows_to, buffer.index_select(0, rows_from))
         self.held = kept
-
-    def _view(self, buffer: Tensor, start: int, stop: int) -> Tensor:
-        """View slots [start, stop) of every row of a buffer, [b, k, stop - start, ...]."""
-        step = buffer.stride(0)
-        row = self.capacity * step
-        size = (self.batch, self.heads, stop - start, *buffer.shape[1:])
-        stride = (self.heads * row, row, step, *buffer.stride()[1:])
-        first = buffer.storage_offset() + (self.start + start) * step
-        return buffer.as_strided(size, stride, first)
 
 
 def _survivors(target: Tensor, kept: int) -> Tensor:

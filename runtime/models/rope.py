@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -227,11 +227,15 @@ class Rotation:
     ) -> None:
         self._inv_freq, self.interleaved = _on_cpu(inv_freq.double()), interleaved
         self.table = rotations(self._inv_freq, torch.arange(span)).to(device, dtype)
-        self._by_kernel = ready(self.table)  # asked once, as all that is rotated lies there
 
     def named(self) -> dict[str, Tensor]:
         """Return the table's buffer by its name."""
         return {"table": self.table}
+
+    @cached_property
+    def _by_kernel(self) -> bool:
+        """Return whether a kernel rotates on the table's device, where all else lies."""
+        return ready(self.table)
 
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""

@@ -167,7 +167,8 @@ def test_it_is_appended_and_attended_as_by_the_formula(case, dtype):
     near = {"rtol": 0.0, "atol": float(keys.abs().max()) * near["atol"] * (case.slots + 1)}
     torch.testing.assert_close(sums.sum(2), keys.float().sum(2), **near)
     for old, new in zip(before, inputs.pool.buffers(), strict=True):
-        rest = [inputs.segment.whole(x)[:, :, [*range(case.slots), -1, -2]] for x in (old, new)]
+        every = [inputs.segment.view(x, 0, inputs.segment.capacity) for x in (old, new)]
+        rest = [x[:, :, [*range(case.slots), -1, -2]] for x in every]
         torch.testing.assert_close(*rest, rtol=0, atol=0, equal_nan=True)
 
 
@@ -217,7 +218,8 @@ def test_each_row_has_as_many_slots_as_the_device_says(moved):
             out[b, 2 * k : 2 * k + 2].double(), expected, rtol=1e-5, atol=1e-5
         )
         torch.testing.assert_close(sums[b, k].sum(0).double(), mine[0].sum(0), rtol=1e-5, atol=1e-4)
-        assert inputs.segment.whole(inputs.pool.positions)[b, k, n] == TIME
+        positions = inputs.segment.view(inputs.pool.positions, stop=inputs.segment.capacity)
+        assert positions[b, k, n] == TIME
     if DEVICE == "cuda":
         inputs, graph = Inputs(case, torch.float32), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
