@@ -53,8 +53,10 @@ def run(options: BenchmarkOptions) -> Result:
 
     `tok_s` is the median over turns; `p50_ms` and `p90_ms` are of a token (decode) or of the time
     to the first token (prefill). `ratio` is the median of the turns' ratios, `ratio_least` and
-    `ratio_most` are the least and the largest. `eviction_share` is eviction's share of kvcap's
-    time, from a turn of its own, if it can be measured.
+    `ratio_most` are the least and the largest. A start has `processor_ms` too, of a program and
+    those that it began, and `processor_ratio`, which is kvcap's divided by the peer's.
+    `eviction_share` is eviction's share of kvcap's time, from a turn of its own, if it can be
+    measured.
 
     Raises:
         ValueError: unknown names, or too many threads.
@@ -175,11 +177,13 @@ def _speeds(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> list[float
 
 
 def _figures(turns: Sequence[Mapping[str, Any]], work: str, n: int) -> dict[str, Any]:
+    spent = [turn["processor_seconds"] for turn in turns if turn.get("processor_seconds")]
     times = sorted(1000 * second for turn in turns for second in turn["seconds"])
     return {
         "tok_s": median(_speeds(turns, work, n)),
         "p50_ms": median(times),
         "p90_ms": times[min(len(times) - 1, round(0.9 * len(times)))],
+        **({"processor_ms": 1000 * median(spent)} if spent else {}),
         "peak_bytes": turns[-1]["peak_bytes"],
         "kv_bytes": turns[-1]["kv_bytes"],
     }
@@ -196,10 +200,18 @@ def _beside(
         )
     mine, its = (_speeds(turns[who], work, n) for who in ("kvcap", name))
     ratios = [a / b for a, b in zip(mine, its, strict=True)]
+    both = [[turn.get("processor_seconds") for turn in turns[who]] for who in ("kvcap", name)]
+    shares = [a / b for a, b in zip(*both, strict=True) if a and b]
+    spent = {
+        f"processor_ratio{end}": of(shares)
+        for end, of in (("", median), ("_least", min), ("_most", max))
+        if shares
+    }
     return {f"peer_{key}": value for key, value in _figures(turns[name], work, n).items()} | {
         "ratio": median(ratios),
         "ratio_least": min(ratios),
         "ratio_most": max(ratios),
+        **spent,
     }
 
 

@@ -169,7 +169,10 @@ def test_starts_are_of_new_processes(
     def started(name: str, python: str | None, settings: dict[str, Any]) -> dict[str, Any]:
         log.append((name, settings["text"]))
         took = len(log) if name == "kvcap" else 2 * len(log)
-        return {"seconds": [took], "peak_bytes": 7, "kv_bytes": None}
+        spent = 3.0 if name == "kvcap" else 2.0
+        return {
+            "seconds": [took], "processor_seconds": spent, "peak_bytes": 7, "kv_bytes": None
+        }  # fmt: skip
 
     monkeypatch.setattr(cpu, "Process", Loaded)
     monkeypatch.setattr(cpu, "first_piece", started)
@@ -181,6 +184,8 @@ def test_starts_are_of_new_processes(
     assert (row["work"], row["n"], row["tokens"]) == ("start", 3, None)
     assert row["p50_ms"] == 1000 * (5 + 7) / 2
     assert (row["ratio_least"], row["ratio_most"]) == (16 / 7, 12 / 5)
+    assert (row["processor_ms"], row["peer_processor_ms"]) == (3000, 2000)
+    assert row["processor_ratio"] == row["processor_ratio_most"] == 1.5
     assert "start 3, bf16, 1 threads" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"starts are timed beside llama\.cpp alone, not kvpress"):
         cpu.run(options_for("cpu", {**given, **asked, "vs": ("kvpress",)}))
