@@ -119,12 +119,11 @@ class Decoding:
         self._warned = False  # True once it has warned of positions beyond the trained length
         self._guide: tuple[Any, Guide] | None = None  # the last one, and what it was made from
 
-    def check(self, config: Any, rng: Any, ids: Sequence[int], *, emptied: bool = False) -> None:
+    def check(self, config: Any, ids: Sequence[int], *, emptied: bool = False) -> None:
         """Refuse a prompt that cannot be answered, and change nothing.
 
         Args:
             config: settings of generation.
-            rng: random numbers.
             ids: the tokens of the prompt.
             emptied: the cache is reset before the prompt is read.
 
@@ -138,7 +137,7 @@ class Decoding:
         """
         settings.check(settings.as_dict(config))
         self.guide(settings.end_tokens(config), settings.forms(config))
-        self.engine.sampler(config, rng)
+        self.engine.sampler(config, None)
         self._check_known(ids)
         if (token := max(settings.biases(config), default=0)) >= self.engine.vocabulary:
             raise ValueError(

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, get_args
 from weakref import ref
@@ -140,7 +140,6 @@ class Session:
         self.number = 0
         """Says which of several conversations with these messages it is: ids of calls have it."""
         self.seed = settings.seeded(seed)
-        self.rng = runtime.rng(self.seed)
         self.loop = runtime.loop()
         """Holds the loop that reads into the conversation's cache."""
         self.cache_away: Callable[[], None] | None = None
@@ -169,6 +168,11 @@ class Session:
             f"<Session of {self.runtime.name or 'a model'}: {count} message{'s' * (count != 1)}, "
             f"{plan.policy} holds {SlotUse.of(self.cache.held, plan.budget_tokens)}>"
         )
+
+    @cached_property
+    def rng(self) -> Any:
+        """Return the conversation's random numbers, which greedy answers do without."""
+        return self.runtime.rng(self.seed)
 
     @property
     def cache(self) -> Any:
@@ -805,7 +809,7 @@ class Session:
     def _checked(self, prompt: PreparedPrompt) -> PreparedPrompt:
         """Return the prompt if it can be answered; else refuse it."""
         emptied = prompt.emptied
-        self._decoding.check(self.generation, self.rng, prompt.ids, emptied=emptied)
+        self._decoding.check(self.generation, prompt.ids, emptied=emptied)
         self.cache.pinned_with(prompt.spans, emptied=emptied)
         return prompt
 
@@ -889,7 +893,7 @@ class Session:
                 yield from self._decoding.answer(
                     prompt.ids,
                     self.generation,
-                    self.rng,
+                    None if settings.greedy(self.generation) else self.rng,
                     turn,
                     written,
                     self.on_block,
