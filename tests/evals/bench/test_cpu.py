@@ -170,9 +170,8 @@ def test_starts_are_of_new_processes(
         log.append((name, settings["text"]))
         took = len(log) if name == "kvcap" else 2 * len(log)
         spent = 3.0 if name == "kvcap" else 2.0
-        return {
-            "seconds": [took], "processor_seconds": spent, "peak_bytes": 7, "kv_bytes": None
-        }  # fmt: skip
+        times = {"seconds": [took], "processor_seconds": spent}
+        return {**times, "peak_bytes": 7, "kv_bytes": None}
 
     monkeypatch.setattr(cpu, "Process", Loaded)
     monkeypatch.setattr(cpu, "first_piece", started)
