@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from interpreted import DEVICE, pytestmark  # noqa: F401
+from interpreted import DEVICE, pytestmark, unwritten  # noqa: F401
 
 from kvcap.kernels import elementwise
 from kvcap.runtime.models.fused import decoder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+pytestmark = [pytestmark, pytest.mark.usefixtures("unwritten")]
 
 
 def near(found: torch.Tensor, formula, *args) -> None:
@@ -24,13 +25,6 @@ def near(found: torch.Tensor, formula, *args) -> None:
     off = (eager.double() - exact).abs()
     # triton's interpreter cuts bfloat16 off rather than rounding, after every operation.
     assert ((found.double() - exact).abs() <= 2 * off.max() + 4 * unit + 1e-7).all()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_zero_by_chance(monkeypatch):
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
-    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, float("nan")))
 
 
 def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from interpreted import DEVICE, pytestmark  # noqa: F401
+from interpreted import DEVICE, pytestmark, unwritten  # noqa: F401
 from torch import Tensor
 
 from kvcap import kernels
@@ -17,6 +17,7 @@ from kvcap.policies.dropkv import DropKV
 from kvcap.policies.snapkv import SnapKV
 
 ODD = torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 3e38, 1e-40])
+pytestmark = [pytestmark, pytest.mark.usefixtures("unwritten")]
 
 
 def observe(*shape: int, dtype: torch.dtype = torch.int32, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -48,18 +49,6 @@ def check(
     assert torch.equal(found.view(torch.int32), again.view(torch.int32))
     torch.testing.assert_close((scores, positions), before, rtol=0, atol=0, equal_nan=True)
     return found
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    """Memory that is asked for holds NaN, or a place far off, until it is written."""
-
-    def poison(*shape, dtype, **options) -> Tensor:
-        least = None if dtype.is_floating_point else torch.iinfo(dtype).min
-        value = float("nan") if least is None else max(least, -(2**30))
-        return torch.full(*shape, value, dtype=dtype, **options)
-
-    monkeypatch.setattr(torch, "empty", poison)
 
 
 @pytest.mark.slow(keep=6)

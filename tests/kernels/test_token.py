@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from interpreted import DEVICE, assert_as_near, pytestmark  # noqa: F401
+from interpreted import DEVICE, assert_as_near, multiprocessors, pytestmark, unwritten  # noqa: F401
 from torch import Tensor
 
 from kvcap.kernels import decode, token
@@ -15,6 +15,7 @@ from kvcap.runtime.cache.pool import Segment, SlotPool
 from kvcap.runtime.models.rope import Rotation, rotate, table_dtype
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+pytestmark = [pytestmark, pytest.mark.usefixtures("unwritten", "multiprocessors")]
 SPAN, SPARE, TIME = 300, 3, 4711
 
 
@@ -133,16 +134,6 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def check(out: Tensor, inputs: Inputs) -> None:
     """Attention over the slots and the token, at most twice as wrong as eager low precision."""
     assert_as_near(out, inputs.answer(torch.float64), inputs.answer(out.dtype))
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch, request):
-    """What nothing wrote is NaN; and parts are as long as the case has it."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
-    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
-    count = case.processors if case else 4
-    monkeypatch.setattr(decode, "multiprocessors", lambda device: count)
 
 
 @pytest.mark.slow(keep=12)
