@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,52 @@ def together(batch: Batch, asked: list[tuple[Session, Any]]) -> list[str]:
     return [answers[id(session)] for session, _ in asked]
 
 
+def pair(
+    runtime: kvcap.Runtime, texts: list[str], tokens: int = 20, **settings: Any
+) -> tuple[list[Session], list[Session]]:
+    """Two like groups of sessions, to be answered alone and together."""
+    groups = begun(runtime, texts, tokens), begun(runtime, texts, tokens)
+    for session in (*groups[0], *groups[1]):
+        session.set_generation(**settings)
+    return groups
+
+
+def as_alone(
+    batch: Batch,
+    alone: list[Session],
+    sessions: list[Session],
+    said: Sequence[str] = ("Go on.",) * 3,
+    apart: float = 0,
+) -> None:
+    """Answer both groups, and hold what a batch says and keeps to what each says alone."""
+    expected = ["".join(s.send(text)) for s, text in zip(alone, said, strict=False)]
+    asked = [(s, s.send(text)) for s, text in zip(sessions, said, strict=False)]
+    assert together(batch, asked) == expected
+    assert differing(sessions, alone) <= apart
+    for one, other in zip(sessions, alone, strict=True):
+        assert one.messages == other.messages
+        assert one.stats.seen_tokens == other.stats.seen_tokens
+        assert one.stats.held_tokens == other.stats.held_tokens
+        assert one.turn is not None
+        assert one.turn.finish_reason == other.turn.finish_reason  # type: ignore[union-attr]
+    # They go on alone as well.
+    again = [["".join(s.send("And once more?")) for s in group] for group in (sessions, alone)]
+    assert again[0] == again[1]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Filled with the slots in use of every session of each shared pass."""
+    found, begin = list[list[int]](), SessionRows.begin
+
+    def noting(self: SessionRows, answers: list[Answer], tokens: list[int]) -> Any:
+        found.append([answer.session.loop.cache.held for answer in answers])
+        return begin(self, answers, tokens)
+
+    monkeypatch.setattr(SessionRows, "begin", noting)
+    return found
+
+
 @pytest.fixture(params=[False, True], ids=["", "ahead"], autouse=True)
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether passes begin before what came of the one before is told, as on a GPU."""
@@ -80,24 +127,10 @@ def test_answers_and_what_is_kept_are_those_of_sessions_alone(
     policy: str | kvcap.Eviction,
 ) -> None:
     runtime = runtime_of(policy)
-    questions = [QUESTION.format(door) for door in ("blue", "red", "old")]
-    alone = begun(runtime, SAID)
-    expected = ["".join(s.send(q)) for s, q in zip(alone, questions, strict=True)]
-    sessions = begun(runtime, SAID)
     batch = runtime.batch(2)  # the third waits until one has ended
     assert batch.apart is None
-    asked = [(s, s.send(q)) for s, q in zip(sessions, questions, strict=True)]
-    assert together(batch, asked) == expected
-    for one, other in zip(sessions, alone, strict=True):
-        assert one.messages == other.messages
-        assert kept(one) == kept(other)
-        mine, its = one.stats, other.stats
-        assert (mine.seen_tokens, mine.held_tokens) == (its.seen_tokens, its.held_tokens)
-        assert mine.turn is not None
-        assert mine.turn.finish_reason == its.turn.finish_reason  # type: ignore[union-attr]
-    # They go on alone as well.
-    again = [["".join(s.send("And once more?")) for s in group] for group in (sessions, alone)]
-    assert again[0] == again[1]
+    questions = [QUESTION.format(door) for door in ("blue", "red", "old")]
+    as_alone(batch, *pair(runtime, SAID), questions)
 
 
 def test_a_shared_pass_reads_the_tokens_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,44 +160,23 @@ def _table(session: Session) -> int:
 @pytest.mark.parametrize(
     "policy", ["keydiff", "snapkv", "h2o", "dropkv", "streaming_llm", "pyramidkv", "criticalkv"]
 )
-def test_sessions_that_fill_join_at_their_own_length(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sessions_that_fill_join_at_their_own_length(policy: str, passes: list[list[int]]) -> None:
     """And become full among others, one of which is full from the beginning."""
     runtime = runtime_of(policy, budget=48)
     texts = ["Hello.", "Good morning to you all, wherever you are.", SAID[2]]
-    alone, sessions = begun(runtime, texts, 44), begun(runtime, texts, 44)
-    for session in (*alone, *sessions):
-        session.set_generation(eos_token_id=NEVER)
-    expected = ["".join(s.send("Go on.")) for s in alone]
-    assert alone[0].cache.seen > 48 > len(sessions[0].encode("Hello. Go on."))
-    batch, held = runtime.batch(3), []
-    assert isinstance(batch._rows, SessionRows)
-    given = batch._rows.begin
-    monkeypatch.setattr(
-        batch._rows,
-        "begin",
-        lambda those, tokens: (
-            held.append({a.session.loop.cache.held for a in those}),
-            given(those, tokens),
-        )[1],
-    )
-    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
+    alone, sessions = pair(runtime, texts, 44, eos_token_id=NEVER)
+    assert len(sessions[0].encode("Hello. Go on.")) < 48
     # Of pyramidkv's slots two score alike to five digits: on some processors rounding decides.
-    assert differing(sessions, alone) <= (0.002 if policy == "pyramidkv" else 0)
-    assert [s.stats.held_tokens for s in sessions] == [s.stats.held_tokens for s in alone]
-    assert len(held) >= 39  # all but what is alone while prompts are read, and at the end
-    assert sum(len(x) > 1 for x in held) > 10  # of unequal lengths
-    again = [["".join(s.send("And once more?")) for s in group] for group in (sessions, alone)]
-    assert again[0] == again[1]
+    as_alone(runtime.batch(3), alone, sessions, apart=0.002 if policy == "pyramidkv" else 0)
+    assert alone[0].cache.seen > 48
+    assert len(passes) >= 39  # all but what is alone while prompts are read, and at the end
+    assert sum(len({*held}) > 1 for held in passes) > 10  # of unequal lengths
 
 
 def test_a_session_that_fills_leaves_and_comes_back(tmp_path: Any) -> None:
     runtime = runtime_of("snapkv", budget=64)
     texts = ["Hello.", SAID[0], "Good morning."]
-    alone, sessions = begun(runtime, texts, 50), begun(runtime, texts, 50)
-    for session in (*alone, *sessions):
-        session.set_generation(eos_token_id=NEVER)
+    alone, sessions = pair(runtime, texts, 50, eos_token_id=NEVER)
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, found = runtime.batch(2), {id(s): "" for s in sessions}
     assert isinstance(batch._rows, SessionRows)
@@ -230,27 +242,15 @@ def test_who_pins_other_sinks_reads_alone() -> None:
     assert batch._rows.fits(Answer(session, iter(())))  # type: ignore[arg-type]
 
 
-def test_sessions_share_passes_once_their_positions_are_compact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sessions_share_passes_once_their_positions_are_compact(passes: list[list[int]]) -> None:
     runtime = runtime_of(positions="auto")
     read = [session.cache.seen for session in begun(runtime, SAID[:2])]
     runtime.model.config.max_position_embeddings = max(read) + 24
-    alone, sessions = begun(runtime, SAID[:2], 40), begun(runtime, SAID[:2], 40)
-    for session in (*alone, *sessions):
-        session.set_generation(eos_token_id=NEVER)
-    expected = ["".join(s.send("Go on.")) for s in alone]
-    batch, rows = runtime.batch(2), []
-    assert batch._rows is not None
-    given = batch._rows.begin
-    monkeypatch.setattr(
-        batch._rows, "begin", lambda those, ids: (rows.append(len(those)), given(those, ids))[1]
-    )
-    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
-    assert list(map(kept, sessions)) == list(map(kept, alone))
+    alone, sessions = pair(runtime, SAID[:2], 40, eos_token_id=NEVER)
+    as_alone(runtime.batch(2), alone, sessions)
     assert all(session.cache.compact_positions for session in sessions)
-    assert set(rows) == {2}
-    assert 0 < len(rows) < 39  # the longer one had changed before, and was read alone until then
+    assert {*map(len, passes)} == {2}
+    assert len(passes) < 39  # the longer one had changed before, and was read alone until then
 
 
 def test_sampled_answers_have_their_own_random_numbers() -> None:
@@ -271,9 +271,7 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any, ahead: bo
     It has read its last token already where the next pass has begun.
     """
     runtime = runtime_of()
-    alone, sessions = begun(runtime, SAID[:2]), begun(runtime, SAID[:2])
-    for session in (*alone, *sessions):
-        session.set_generation(eos_token_id=NEVER, max_new_tokens=30)
+    alone, sessions = pair(runtime, SAID[:2], 30, eos_token_id=NEVER)
     pieces = alone[0].send("Go on.")
     said = "".join(next(pieces) for _ in range(8))
     batch, found = runtime.batch(2), ""
@@ -308,20 +306,12 @@ def test_whoever_looks_at_a_session_finds_its_own_cache(tmp_path: Any, ahead: bo
      ({"presence_penalty": 0.1}, False), ({"logprobs": 1}, False)],
 )  # fmt: skip
 def test_a_pass_asynchronous_where_it_is_certain_what_it_reads(
-    more: dict[str, Any], certain: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], certain: bool, ahead: bool, passes: list[list[int]]
 ) -> None:
     """Not where text may end an answer, nor after the last token but one."""
     runtime = runtime_of()
     sessions = begun(runtime, SAID[:2])
-    batch, passes = runtime.batch(2), list[list[int]]()
-    assert isinstance(batch._rows, SessionRows)
-    begin = batch._rows.begin
-
-    def noting(answers: list[Answer], tokens: list[int]) -> Any:
-        passes.append(tokens)
-        return begin(answers, tokens)
-
-    monkeypatch.setattr(batch._rows, "begin", noting)
+    batch = runtime.batch(2)
     for session in sessions:
         session.set_generation(eos_token_id=NEVER, max_new_tokens=9, **more)
         batch.add(session, session.send("Go on."))
@@ -466,9 +456,8 @@ def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("policy", ["keydiff", "adakv"])
 def test_a_paused_answer_leaves_its_place_and_goes_on_as_if_it_had_not(policy: str) -> None:
     runtime = runtime_of(policy)
-    alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
-    for session in (*alone, *sessions):
-        session.set_generation(eos_token_id=NEVER, do_sample=True, temperature=0.7, seed=3)
+    settings = {"eos_token_id": NEVER, "do_sample": True, "temperature": 0.7, "seed": 3}
+    alone, sessions = pair(runtime, SAID, **settings)
     expected = ["".join(s.send("Go on.")) for s in alone]
     batch, found = runtime.batch(2), {id(s): "" for s in sessions}
 
@@ -514,15 +503,13 @@ def test_what_cannot_share_a_cache_is_answered_by_turns(
     monkeypatch.setattr(shared_rows, "passes_on", lambda _: False)  # as on a GPU
     runtime = runtime_of(policy, **more)
     texts = SAID[:2] if policy != "full" else ["Hello."] * 2
-    alone, sessions = begun(runtime, texts, 6), begun(runtime, texts, 6)
-    expected = ["".join(s.send("Go on.")) for s in alone]
     batch = runtime.batch(2)
     assert why in str(batch.apart)
-    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
+    as_alone(batch, *pair(runtime, texts, 6))
 
 
 @pytest.mark.parametrize("policy", ["keydiff", "streaming_llm"])
-def test_pinned_first_messages_stay_in_a_row(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_first_messages_stay_in_a_row(policy: str, passes: list[list[int]]) -> None:
     """Beside a session without pins, and one that fills."""
     runtime = runtime_of(policy, budget=96)
 
@@ -537,30 +524,17 @@ def test_pinned_first_messages_stay_in_a_row(policy: str, monkeypatch: pytest.Mo
 
     alone, sessions = sessions_of(), sessions_of()
     (span,) = sessions[0].cache.pinned_spans
-    expected = ["".join(s.send("Go on.")) for s in alone]
-    batch, together_at = runtime.batch(3), []
-    assert isinstance(batch._rows, SessionRows)
-    given = batch._rows.begin
-    monkeypatch.setattr(
-        batch._rows,
-        "begin",
-        lambda those, ids: (together_at.append(len(those)), given(those, ids))[1],
-    )
-    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
-    assert together_at.count(3) >= 36
-    assert list(map(kept, sessions)) == list(map(kept, alone))
+    as_alone(runtime.batch(3), alone, sessions)
+    assert [*map(len, passes)].count(3) >= 36
     assert all(set(range(*span)) <= set(head) for head in kept(sessions[0]))
 
 
 def test_messages_pinned_later_are_read_by_their_own_session() -> None:
     runtime = runtime_of(budget=96)
-    alone, sessions = begun(runtime, SAID), begun(runtime, SAID)
+    alone, sessions = pair(runtime, SAID)
     for group in (alone, sessions):
         "".join(group[0].send("The word is plum.", pin=True))
-    expected = ["".join(s.send("Go on.")) for s in alone]
-    batch = runtime.batch(3)
-    assert together(batch, [(s, s.send("Go on.")) for s in sessions]) == expected
-    assert list(map(kept, sessions)) == list(map(kept, alone))
+    as_alone(runtime.batch(3), alone, sessions)
 
 
 LEAVE = """
