@@ -40,6 +40,7 @@ BLOCK_SIZES = [BLOCK_SIZE >> i for i in range(8)]  # tried in this order where n
 LARGE = f"the default on CUDA from {2 * GPU_BLOCK:,} slots on, where prompts are read faster"
 LOADING = 64 << 20  # bytes: a tokenizer, the mapped file of weights, buffers of the first block
 RUNNING = 16 << 20  # the last of these alone
+TOKENISING = 450  # bytes for each byte of a text, while the tokenizers library has it
 AUTO = "auto"  # a cap of all memory that is free
 
 
@@ -89,6 +90,9 @@ class MemoryPlan:
     evicted_in: str = ""  # 'device', 'host' or a directory with a file of them; '': none are kept
     recall_store: int = 0  # at most, beside the cache: the index of a conversation's text
     word_vectors: int = 0  # at most, beside the index; by them it is searched by meaning
+    tokenising: int = (
+        TOKENISING  # bytes for each byte of a text, while the model's tokenizer has it
+    )
     block_why: str = ""  # why blocks have this size, in words; '': it was asked for, or is 128
 
     @property

@@ -19,7 +19,6 @@ from kvcap.runtime.units import format_bytes, with_margin
 SERVING = 64 << 20  # bytes: the server's libraries and threads, requests that are read or wait
 BODY = 4 << 20  # bytes of a request, at most, where there is no cap
 CAPPED_BODY = 256 << 10  # likewise under a cap, since the memory to tokenise it is kept free
-TOKENISING = 450  # bytes that it takes for each byte of a text; one text is tokenised at a time
 TEXT = 64 << 10  # bytes of what was said in a conversation, beside its cache
 TOGETHER = (8, 4, 2, 1)  # answers at once that are tried in this order where none were asked for
 PLACES = 64  # conversations where there is no cap
@@ -49,8 +48,8 @@ class ServingPlan:
 
     @property
     def tokenising(self) -> int:
-        """Return the bytes that tokenising the longest request takes."""
-        return TOKENISING * self.body
+        """Return the bytes that the longest request takes while it, alone, is tokenised."""
+        return self.one.tokenising * self.body
 
     @property
     def passes(self) -> int:

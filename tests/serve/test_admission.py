@@ -21,7 +21,7 @@ from kvcap.runtime.cli.options import Backend, Budget, Output, Running
 from kvcap.runtime.errors import ChatTemplateMissing, PlanInfeasible
 from kvcap.runtime.models.devices import best_device
 from kvcap.runtime.planning.plan import MemoryPlan
-from kvcap.runtime.planning.serving import CAPPED_BODY, TOKENISING, ServingPlan, Shared
+from kvcap.runtime.planning.serving import CAPPED_BODY, ServingPlan, Shared
 from kvcap.runtime.recall.settings import RecallSettings
 from kvcap.serve.admission import CapWatch, open_conversations
 
@@ -63,7 +63,7 @@ def test_as_many_fit_as_the_cap_has_bytes_for(one: MemoryPlan) -> None:
     assert ServingPlan.of(one, shared, cap=1000 * MIB, places=9).places == 9
     assert ServingPlan.of(one, shared).places == 64  # without a cap
     longer = ServingPlan.of(one, shared, cap=1000 * MIB, body=2 * CAPPED_BODY)
-    assert longer.fixed_bytes - plan.fixed_bytes == TOKENISING * CAPPED_BODY
+    assert longer.fixed_bytes - plan.fixed_bytes == one.tokenising * CAPPED_BODY
 
 
 def test_shared_prompts_take_their_part_of_the_cap(one: MemoryPlan) -> None:

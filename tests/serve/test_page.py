@@ -650,7 +650,11 @@ def test_an_answer_goes_on_while_another_conversation_is_in_sight(page, url, run
     page.get_by_role("button", name="New conversation").click()
     assert page.locator(".said").count() == 0
     assert page.get_by_role("button", name="Send").is_visible()
-    page.locator("#list .busy", has_text="being answered").wait_for(state="attached")
+    busy = page.locator("#list .busy", has_text="being answered")
+    busy.wait_for(state="attached")
+    page.set_viewport_size({"width": 1280, "height": 800})
+    title = busy.locator(".name")
+    assert title.bounding_box()["y"] - busy.bounding_box()["y"] <= 10, "below its mark"
     page.evaluate("setInterval(() => window.next?.(), 1)")
     page.get_by_text(f"“{FACT}” is answered.").wait_for()
     page.get_by_role("button", name="Open it").click()

@@ -24,6 +24,7 @@ from kvcap.runtime.types import Positions
 from kvcap.runtime.units import parse_bytes, with_margin
 
 LOADING = 24 << 20  # bytes: the library, the vocabulary, buffers of the first block
+TOKENISING = 160  # bytes for each byte of a text, while the library's tokenizer has it
 LEAST_BLOCK = PAGE // 2  # tokens: smaller blocks are slower (docs/llamacpp.md)
 MOST_BLOCK = 2 * PAGE
 PARTS = 4  # a block that nobody asked for takes one in so many cells where bytes decide
@@ -119,6 +120,7 @@ class LlamaPlanner:
             position_modes="compact, true or auto" if self.movable else "true",
             recall_store=self.recall_store,
             word_vectors=vectors_bytes(model.embedding_size),
+            tokenising=TOKENISING,
         )
 
     @property

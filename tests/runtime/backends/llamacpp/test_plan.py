@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 import tiny_gguf
 from llama_reference import loaded, needs_library, runtime_of, text_ids
 
+from kvcap.cli import run
 from kvcap.runtime.backends.llamacpp.context import Context
 from kvcap.runtime.backends.llamacpp.library import PAGE, load_library
 from kvcap.runtime.backends.llamacpp.model import LlamaModel
@@ -18,6 +22,7 @@ from kvcap.runtime.backends.llamacpp.rank import ranking_of
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.errors import MemoryCapExceeded, PlanInfeasible, UnsupportedModel
 from kvcap.runtime.planning.plan import parse_cap
+from kvcap.runtime.session.encoding import encode_with
 from kvcap.runtime.types import Positions
 
 pytestmark = needs_library
@@ -124,6 +129,32 @@ def test_the_whole_process_is_planned_under_a_cap(gguf: Files) -> None:
     session = runtime.session(seed=0)
     session.set_generation(max_new_tokens=5)
     assert "".join(session.send("a" * 400))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_long_request_is_tokenised_within_the_bytes_planned(gguf: Files, capsys: Any) -> None:
+    """Which are a server's for the tokenizer that it uses, with no more room than they need."""
+    file, nbytes = gguf(), 1 << 20
+    assert run(["plan", str(file), "--serve", "--budget-tokens", "64", "--json"]) == 0
+    serve = json.loads(capsys.readouterr().out)["serve"]
+    planned = serve["tokenising_bytes"] // serve["body_bytes"]
+    tokenizer = loaded(file).tokenizer
+
+    def took(text: str) -> float:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = status("VmRSS")
+        encode_with(tokenizer, text)
+        return (status("VmHWM") - before) / nbytes
+
+    most = max(took(letters * (nbytes // len(letters))) for letters in ("a", "ax", "7 1.", " "))
+    assert planned / 3 < most <= planned
+
+
+def status(name: str) -> int:
+    """Return a figure of this process as the system has it, in bytes."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
 
 
 def test_a_budget_that_pins_fill_is_refused(gguf: Files) -> None:
