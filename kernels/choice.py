@@ -18,7 +18,10 @@ _override: ContextVar[str | None] = ContextVar("kernels", default=None)
 
 @contextmanager
 def use(choice: str) -> Iterator[None]:
-    """Choose `auto`, `eager` or `triton` within a `with` block, over `KVCAP_KERNELS`."""
+    """Choose `auto`, `eager` or `triton` within a `with` block, over `KVCAP_KERNELS`.
+
+    A cache keeps the choice that it was allocated under.
+    """
     token = _override.set(choice)
     try:
         yield

@@ -93,6 +93,8 @@ class CompactPositions(TruePositions):
     def __init__(self, rotation: Rotation, copy: RotatedKeys | None = None) -> None:
         super().__init__(copy)
         self.rotation: Rotation = rotation
+        by_kernel = ready(rotation.table)
+        self._back = rotation.back if by_kernel else rotation.back_plainly  # of one device
 
     def aligned(self, x: Tensor, offsets: tuple[int, ...]) -> Tensor:
         """Return queries or keys [B, H or K, T, D] rotated back by their offsets."""
@@ -116,13 +118,13 @@ class CompactPositions(TruePositions):
         found = [segment.held_views() for segment in segments]
         if self.pending is None:
             return [views["keys"] for views in found]
-        return [self.pending.back(views["keys"], views[SHIFT]) for views in found]
+        return [self._back(views["keys"], views[SHIFT]) for views in found]
 
     def _from_copy(self, segment: Segment, copy: RotatedKeys) -> Tensor:
         """Bring the copy of rotated keys up to date, and return its part in use."""
         held = segment.held
         if not copy.count:
-            copy.keys[:, :, :held] = self.rotation.back(segment.keys, segment.aux(SHIFT))
+            copy.keys[:, :, :held] = self._back(segment.keys, segment.aux(SHIFT))
         elif copy.count < held:  # newer tokens have not moved yet
             copy.keys[:, :, copy.count : held] = segment.keys[:, :, copy.count :]
         copy.count = held
@@ -148,7 +150,7 @@ class CompactPositions(TruePositions):
         mine = slice(segment.start, segment.start + segment.slots)
         keys, shift = segment.pool.keys[mine], segment.pool.aux[SHIFT][mine]
         for moved in shift.nonzero()[:, 0].split(max(32, PIECE // (8 * keys.shape[1]))):
-            back = self.rotation.back(keys.index_select(0, moved), shift.index_select(0, moved))
+            back = self._back(keys.index_select(0, moved), shift.index_select(0, moved))
             keys.index_copy_(0, moved, back)
         shift.zero_()
         self.pending = None

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -232,15 +232,14 @@ class Rotation:
         """Return the table's buffer by its name."""
         return {"table": self.table}
 
-    @cached_property
-    def _by_kernel(self) -> bool:
-        """Return whether a kernel rotates on the table's device, where all else lies."""
-        return ready(self.table)
-
     def back(self, x: Tensor, shift: Tensor) -> Tensor:
         """Rotate `x` [..., n, D] back by `shift` [..., n], below the table's span; in x's dtype."""
-        if self._by_kernel and x.dim() == 4:
+        if x.dim() == 4 and ready(x):
             return rotate_back(x, shift, self.table, interleaved=self.interleaved)
+        return self.back_plainly(x, shift)
+
+    def back_plainly(self, x: Tensor, shift: Tensor) -> Tensor:
+        """Rotate as `back` does, without a kernel."""
         rows = self.table.index_select(0, shift.flatten())  # [.. · n, 2, R/2]
         rows = rows.view(*shift.shape, *rows.shape[1:])
         return rotate(x, rows, back=True, interleaved=self.interleaved)
