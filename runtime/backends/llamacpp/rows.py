@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
@@ -34,39 +34,32 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-class GgufRows:
-    """The embedding table of a GGUF file, which stays in the file; rows are read from there.
+def embedding_rows(
+    library: Library, file: Path, vocabulary: int
+) -> Callable[[Sequence[int]], NDArray[np.float32]] | None:
+    """Return what reads rows [n, d] of a file's embedding table, which stays in the file.
 
     Args:
         library: that converts them.
         file: the file; of several parts the first.
         vocabulary: how many rows it has.
+
+    Returns:
+        None where the file has no such table.
     """
-
-    def __init__(self, library: Library, file: Path, vocabulary: int) -> None:
-        calls = {name: library.symbol(name, *types) for name, types in SIGNATURES.items()}
-        self._library, self._vocabulary, self._data = library, vocabulary, None
-        self.size = 0
-        """Says how many numbers a row has; 0: the file has no such table."""
-        header = calls["gguf_init_from_file"](str(file).encode(), HeaderSettings(True, None))
+    calls = {name: library.symbol(name, *types) for name, types in SIGNATURES.items()}
+    header = calls["gguf_init_from_file"](str(file).encode(), HeaderSettings(True, None))
+    try:
         place = calls["gguf_find_tensor"](header, TABLE)
-        if place >= 0:
-            self._kind = calls["gguf_get_tensor_type"](header, place)
-            start = calls["gguf_get_data_offset"](header)
-            start += calls["gguf_get_tensor_offset"](header, place)
-            nbytes = calls["gguf_get_tensor_size"](header, place)
-            with file.open("rb") as opened:
-                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-            self._data = np.frombuffer(mapped, np.uint8, nbytes, start).reshape(vocabulary, -1)
-            known = library.type_of(self._kind)
-            self.size = self._data.shape[1] // known.nbytes * known.numbers
+        if place < 0:
+            return None
+        kind = calls["gguf_get_tensor_type"](header, place)
+        start = calls["gguf_get_data_offset"](header)
+        start += calls["gguf_get_tensor_offset"](header, place)
+        nbytes = calls["gguf_get_tensor_size"](header, place)
+    finally:
         calls["gguf_free"](header)
-
-    def __len__(self) -> int:
-        """Return how many rows there are."""
-        return self._vocabulary
-
-    def __call__(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return rows of the table, [n, d]."""
-        assert self._data is not None
-        return self._library.floats(self._data[list(ids)], self._kind)
+    with file.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    table = np.frombuffer(mapped, np.uint8, nbytes, start).reshape(vocabulary, -1)
+    return lambda ids: library.floats(table[list(ids)], kind)

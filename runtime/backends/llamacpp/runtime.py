@@ -20,7 +20,7 @@ from kvcap.runtime.backends.llamacpp.loop import LlamaCache, LlamaLoop, LlamaRow
 from kvcap.runtime.backends.llamacpp.model import LlamaModel
 from kvcap.runtime.backends.llamacpp.plan import LOADING, LlamaPlanner, cell_type
 from kvcap.runtime.backends.llamacpp.rank import Ranking, ranking_of, usable_policies
-from kvcap.runtime.backends.llamacpp.rows import GgufRows
+from kvcap.runtime.backends.llamacpp.rows import embedding_rows
 from kvcap.runtime.backends.numpy_sampler import Generation
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.memory.cap_guard import Enforce, check_enforce, limit_data
@@ -148,9 +148,9 @@ class LlamaRuntime(ArrayEngine):
     @cached_property
     def meaning(self) -> Meaning | None:
         """Return what compares texts by the file's embedding table."""
-        rows = GgufRows(self.gguf.library, self.gguf.file, self.vocabulary)
+        rows = embedding_rows(self.gguf.library, self.gguf.file, self.vocabulary)
         encode = partial(encode_with, self.tokenizer, follows=True)
-        return Meaning(rows, encode, self.vocabulary) if rows.size else None
+        return rows and Meaning(rows, encode, self.vocabulary)
 
     @property
     def device_label(self) -> str:
