@@ -162,7 +162,7 @@ def plan_command(
 ) -> None:
     """Write a folder with plan.json, graphs, and the outputs that they must give."""
     from kvcap.android_bench.plan.decoder import DecoderWork, shape_of
-    from kvcap.android_bench.plan.write import Wanted, write_plan
+    from kvcap.android_bench.plan.write import PlanRequest, write_plan
     from kvcap.export.graphs.shape import Shape, model_sizes
 
     rules: dict[str, Any] = {
@@ -185,15 +185,15 @@ def plan_command(
     if threads:
         chosen = replace(chosen, threads=tuple(_numbers(threads)))
     sizes_given = {"kv_heads": kv_heads, "heads": heads, "head_dim": head_dim, "block": block_size}
-    given = {name: value for name, value in sizes_given.items() if value is not None}
-    name = model or ("Llama-3.2-3B" if not given else "sizes by hand")
+    named_sizes = {name: value for name, value in sizes_given.items() if value is not None}
+    name = model or ("Llama-3.2-3B" if not named_sizes else "sizes by hand")
     work = DecoderWork(prompt_tokens, answer_tokens, long_tokens, sustained_minutes)
     sizes_of = model_sizes(model) if model else {}
-    if decoder is not None and not model and not given:  # scores have the decoder's own sizes
+    if decoder is not None and not model and not named_sizes:  # scores have the decoder's own sizes
         sizes_of = shape_of(decoder)
         name = sizes_of.pop("name")
-    shape = Shape(**{**sizes_of, **given})
-    plan = write_plan(Wanted(preset, chosen, shape, name, decoder, work), out)
+    shape = Shape(**{**sizes_of, **named_sizes})
+    plan = write_plan(PlanRequest(preset, chosen, shape, name, decoder, work), out)
     whole = sum(entry["bytes"] for entry in plan["files"])
     if json:
         summary = {"plan": str(out), "id": plan["id"], "cells": len(plan["cells"]), "bytes": whole}
@@ -449,7 +449,7 @@ def lan_address() -> str:
     return address
 
 
-def _invite(serving: PageServer, lan: bool, what: str = "measure here") -> None:
+def _invite(serving: PageServer, lan: bool, purpose: str = "measure here") -> None:
     """Print the page's address; for phones in the network also as a QR code, on a terminal."""
     screen = sys.stderr
     if lan:
@@ -457,7 +457,7 @@ def _invite(serving: PageServer, lan: bool, what: str = "measure here") -> None:
 
         if screen.isatty():
             segno.make(serving.url, error="m").terminal(screen, compact=True)
-        print(f"Whoever has this address may {what}, until this command ends:", file=screen)
+        print(f"Whoever has this address may {purpose}, until this command ends:", file=screen)
     print(serving.url, file=screen)
     print("Ctrl-C ends.", file=screen, flush=True)
 

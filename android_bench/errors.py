@@ -1,4 +1,4 @@
-"""Defines every error of android_bench, as one tree; `ValueError` is what a user can get wrong.
+"""Defines every error of android_bench, as one tree; a `ValueError` is a user's mistake.
 
 ```
 AndroidError

@@ -31,7 +31,7 @@ def escaped(text: object, longest: int = LONGEST) -> str:
     >>> escaped("<b>A | B_1*</b>")
     '&lt;b&gt;A \\| B_1\\*&lt;/b&gt;'
     """
-    line = INLINE.sub(lambda found: ENTITIES.get(found[0], f"\\{found[0]}"), plain(text, longest))
+    line = INLINE.sub(lambda match: ENTITIES.get(match[0], f"\\{match[0]}"), plain(text, longest))
     if begins := LEADING.match(line):
         at = begins.end() - (not begins[0].isdigit())
         line = f"{line[:at]}\\{line[at:]}"

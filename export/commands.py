@@ -250,8 +250,8 @@ def decoder_command(
     quiet_libraries()
     started = time.perf_counter()
     pins = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-    given = {name: count for name, count in pins.items() if count is not None}
-    options = {**given, **pairs(policy_option or [])}
+    pinned = {name: count for name, count in pins.items() if count is not None}
+    options = {**pinned, **pairs(policy_option or [])}
     settings = CacheSettings(
         budget_tokens,
         block_size,
@@ -307,18 +307,18 @@ def verify_command(
         report.require()
 
 
-def _shape(model: str | None, given: dict[str, int]) -> Shape:
+def _shape(model: str | None, sizes: dict[str, int]) -> Shape:
     """Return the sizes of options, else of the model's config, else the defaults.
 
     If only KV heads are given, the model or the defaults decide how many query heads share one.
     """
     from kvcap.export.graphs.shape import Shape, model_sizes
 
-    known: dict[str, Any] = {f.name: f.default for f in fields(Shape)}
-    known |= model_sizes(model) if model is not None else {}
-    if "kv_heads" in given and "heads" not in given:
-        given = {**given, "heads": known["heads"] // known["kv_heads"] * given["kv_heads"]}
-    return Shape(**{**known, **given})
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(Shape)}
+    defaults |= model_sizes(model) if model is not None else {}
+    if "kv_heads" in sizes and "heads" not in sizes:
+        sizes = {**sizes, "heads": defaults["heads"] // defaults["kv_heads"] * sizes["kv_heads"]}
+    return Shape(**{**defaults, **sizes})
 
 
 def _check_cache(positions: str | None, kv_dtype: str | None) -> None:
@@ -355,13 +355,13 @@ def _kvcap(
     dtype, kv_dtype = check_dtype(dtype), settings.kv_dtype
     layout = layout_for(load_config(resolve(model)), settings)
     # Imported only now, as it takes seconds and refusals need not wait for it.
-    from kvcap.export.decoder.manifest import asked
+    from kvcap.export.decoder.manifest import settings_of
     from kvcap.export.decoder.write import check_out, write
     from kvcap.runtime.backends.onnxruntime.library import require
 
     require()
     check_out(out, None)
-    check_out(out, None if force else asked(model, layout, dtype, rounding, text, kv_dtype))
+    check_out(out, None if force else settings_of(model, layout, dtype, rounding, text, kv_dtype))
     source = open_model(model, dtype)
     return write(source, layout, dtype, out, quick, _note, force, rounding, text, kv_dtype)
 

@@ -16,12 +16,12 @@ def file_entry(path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def refuse_other(path: Path, asked: dict[str, Any]) -> None:
+def refuse_other(path: Path, settings: dict[str, Any]) -> None:
     """Refuse to replace an export of something else.
 
     Args:
         path: the manifest of the existing export; one that cannot be read counts as another.
-        asked: the settings of the new export, as its manifest will have them.
+        settings: the settings of the new export, as its manifest will have them.
 
     Raises:
         ExportExists: the two differ; the message names where.
@@ -30,17 +30,19 @@ def refuse_other(path: Path, asked: dict[str, Any]) -> None:
         existing = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         existing = None
-    there, new = (dict(_leaves(x)) for x in (existing, json.loads(json.dumps(asked))))
+    there, new = (dict(_leaves(x)) for x in (existing, json.loads(json.dumps(settings))))
     differ = [name for name in new if there.get(name) != new[name]]
     if differ:
         says = ", ".join(
             f"{name.rpartition('.')[2]} {there.get(name)} instead of {new[name]}"
             for name in differ[:3]
         )
-        what = f"an export of another kind ({says})" if existing else "no export that can be read"
+        existing_kind = (
+            f"an export of another kind ({says})" if existing else "no export that can be read"
+        )
         raise ExportExists(
-            f"in {str(path.parent)!r} there is {what}; add --force to replace it, or give another "
-            "place with -o"
+            f"in {str(path.parent)!r} there is {existing_kind}; add --force to replace it, or give "
+            "another place with -o"
         )
 
 

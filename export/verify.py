@@ -102,13 +102,13 @@ def verify_decoder(
         return decoders.check(folder, decoder, facts["dtype"], quick)
 
 
-def _same_model(name: str, facts: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def _same_model(name: str, facts: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Refuse a model whose family or sizes are not those that the manifest says."""
     for key, value in facts.items():
-        if key in known and known[key] != value:
+        if key in expected and expected[key] != value:
             raise ManifestError(
                 f"{name!r} has {key.replace('_', ' ')} {value}, and this export was made from "
-                f"{known['name']!r}, which has {known[key]}; give that model with --model"
+                f"{expected['name']!r}, which has {expected[key]}; give that model with --model"
             )
 
 

@@ -503,16 +503,16 @@ def rounded_in(file: Path) -> dict[str, Rounded]:
         locations = {
             x: {e.key: e.value for e in tensor.external_data} for x, tensor in parts.items()
         }
-        places = {
+        stored = {
             x: (int(locations[x]["offset"]), list(tensor.dims)) for x, tensor in parts.items()
         }
         rows, count = parts["scales"].dims
-        places["numbers"] = places["numbers"][0], [rows, count, block * bits // 8]
+        stored["numbers"] = stored["numbers"][0], [rows, count, block * bits // 8]
         end = tensors.get(f"{stem}.to")
         columns = _attribute(node, "K") or (end.int64_data[0] if end else count * block)
         whole = Rounded(
             file.with_name(locations["numbers"]["location"]),
-            places,
+            stored,
             columns,
             Rounding(bits, "zeros" not in parts, block),
             stem.endswith(TURNED),

@@ -109,8 +109,8 @@ def _total(obs: Observation, kind: str) -> Tensor:
     """Return the sum of an epilogue over all slots, []."""
     scores = window.scores(obs, kind, "sum", epsilon=1.0)
     if obs.rows is not None:  # numbers behind a row's slots are arbitrary
-        places = torch.arange(obs.rows.longest, device=scores.device)
-        inside = places < obs.rows.lengths.view(*scores.shape[:2], 1)
+        index = torch.arange(obs.rows.longest, device=scores.device)
+        inside = index < obs.rows.lengths.view(*scores.shape[:2], 1)
         scores = torch.where(inside, scores, 0.0)
     return scores.sum()
 
@@ -136,14 +136,14 @@ def rescore(
     return critical.rescore(scores, obs.positions, norm, *options, obs.rows, row_pins)
 
 
-def divide(budget: HeadBudget, scores: Tensor, *given: Any) -> Division:
+def divide(budget: HeadBudget, scores: Tensor, *arguments: Any) -> Division:
     """Share a layer's slots out among its heads, as `budget.split` does.
 
     `division.as_adakv` explains the other arguments.
     """
     if type(budget) is AdaKV and scores.shape[1] <= MOST_HEADS and ready(scores):
-        return as_adakv(budget.fraction, scores, *given)
-    return by_split(budget, scores, *given)
+        return as_adakv(budget.fraction, scores, *arguments)
+    return by_split(budget, scores, *arguments)
 
 
 def covers_rows(eviction: Eviction) -> bool:
@@ -192,8 +192,8 @@ def score_rows(policy: Policy, obs: Observation, stored: StoredKeys | None = Non
     if type(policy) is H2O:
         return rows.padded(obs.state["accumulated"], obs.rows, batch)
     if isinstance(policy, LagKV):
-        places = obs.keys[0, 0], obs.values[0, 0], obs.positions, obs.rows
-        return lagkv.scores(*places, policy.lag)
+        layer = obs.keys[0, 0], obs.values[0, 0], obs.positions, obs.rows
+        return lagkv.scores(*layer, policy.lag)
     if type(policy) is Knorm:
         each = replace(obs, keys=obs.keys[:1, :1])  # every row's view is of the whole pool
         return rows.padded(policy.score(each).flatten(), obs.rows, batch)

@@ -102,11 +102,11 @@ def bound(x, count):
         # A reduction costs more than comparisons, so one counts what is below either third. The
         # difference of two int32 can exceed an int32.
         third = ((high.to(tl.int64) - low + 2).to(tl.uint32) // 3).to(tl.int64)
-        one, two = (low + third).to(tl.int32), (low + 2 * third).to(tl.int32)
-        both = tl.sum((x < one).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
+        lower, two = (low + third).to(tl.int32), (low + 2 * third).to(tl.int32)
+        both = tl.sum((x < lower).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
         below_one, below_two = both & 0xFFFF, both >> 16
-        high = tl.where(below_one > count, one, tl.where(below_two > count, two, high))
-        low = tl.where(below_two <= count, two, tl.where(below_one <= count, one, low))
+        high = tl.where(below_one > count, lower, tl.where(below_two > count, two, high))
+        low = tl.where(below_two <= count, two, tl.where(below_one <= count, lower, low))
         below = tl.where(
             below_two <= count, below_two, tl.where(below_one <= count, below_one, below)
         )

@@ -23,10 +23,10 @@ PROGRAMS = 4  # programs for each multiprocessor, if there is as much to do
 
 def covers_norms(values: Tensor, weights: Tensor) -> bool:
     """Return whether the kernel of `norms` covers these arguments on their device."""
-    known = values.dtype in DTYPES and weights.dtype == values.dtype
+    covered_dtype = values.dtype in DTYPES and weights.dtype == values.dtype
     alike = weights.dim() == 4 and weights.shape[0] == values.shape[1]
     alike = alike and weights.shape[2] == values.shape[3] <= MOST_SIZE and values.stride(-1) == 1
-    return able(values) and known and alike and values.numel() > 0
+    return able(values) and covered_dtype and alike and values.numel() > 0
 
 
 def norms(values: Tensor, weights: Tensor) -> Tensor:

@@ -55,8 +55,8 @@ def project(
     first = part * columns
     for begin in tl.range(first, tl.minimum(first + columns, hidden), COLUMNS, num_stages=3):
         column = begin + c
-        place = column.to(tl.int64)[:, None] * weight_c + d[None, :] * weight_d
-        w = tl.load(weights + place, (column < hidden)[:, None] & (d < SIZE)[None, :], 0.0)
+        offset = column.to(tl.int64)[:, None] * weight_c + d[None, :] * weight_d
+        w = tl.load(weights + offset, (column < hidden)[:, None] & (d < SIZE)[None, :], 0.0)
         x = dot(v, w.T, tl.zeros([ROWS, COLUMNS], tl.float32), WIDEN)
         total += tl.sum(tl.abs(x), 1)
     row = (batch * KV_HEADS + head) * length + t

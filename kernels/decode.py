@@ -244,7 +244,7 @@ def _attend(
     factor = scaling * LOG2_E if softcap is None else 2 * scaling / softcap * LOG2_E
     warps = tile.warps if tiles > 1 else min(8, max(tile.warps, rows_pad * size_pad // 1024))
     # With many programs, those that wait would keep others from running.
-    overlap = overlapping(query.device, wanted=not whole and tiles == 1)
+    overlap = overlapping(query.device, enabled=not whole and tiles == 1)
     with torch.cuda.device_of(query):
         run(
             attend_part,

@@ -89,12 +89,12 @@ def overlaps(device: torch.device) -> bool:
     return gpu is not None and gpu.overlaps
 
 
-def overlapping(device: torch.device, wanted: bool = True) -> dict[str, bool]:
+def overlapping(device: torch.device, enabled: bool = True) -> dict[str, bool]:
     """Return the options of a kernel that may be launched before its inputs are written.
 
-    They turn that on if it is `wanted` and the device supports it.
+    They allow it if it is `enabled` and the device supports it.
     """
-    overlap = wanted and overlaps(device)
+    overlap = enabled and overlaps(device)
     return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
 
 

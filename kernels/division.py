@@ -56,8 +56,8 @@ def by_split(
     due = (lengths > targets).any()
     scores = scores.nan_to_num(nan=LOWEST)
     kept = budget.split(scores, pinned, positions, lengths.view(batch, heads), average)
-    places = torch.arange(heads, device=scores.device)
-    budgets = kept + evenly(heads * average - kept.sum(-1, keepdim=True), heads, places)
+    head_index = torch.arange(heads, device=scores.device)
+    budgets = kept + evenly(heads * average - kept.sum(-1, keepdim=True), heads, head_index)
     kept, budgets = (torch.where(due, x.flatten(), targets).int() for x in (kept, budgets))
     first = rows.starts[:1]
     starts = torch.cat((first, first + (budgets + block).cumsum(0)))

@@ -125,27 +125,27 @@ def _layer_cut(worths, positions, all_slots, count, BLOCK: tl.constexpr, WHOLE: 
     below = tl.full([], 0, tl.int32)
     while (below < count) & (low + 1 < high):
         middle = low + ((high.to(tl.int64) - low) // 2).to(tl.int32)
-        found = tl.full([], 0, tl.int32)
+        counted = tl.full([], 0, tl.int32)
         for begin in range(0, all_slots, BLOCK):
             slot = begin + tl.arange(0, BLOCK)
             x = tl.load(worths + slot, slot < all_slots, PINNED)
-            found += tl.sum((x < middle).to(tl.int32), 0)
-        fits = found <= count
+            counted += tl.sum((x < middle).to(tl.int32), 0)
+        fits = counted <= count
         low, high = tl.where(fits, middle, low), tl.where(fits, high, middle)
-        below = tl.where(fits, found, below)
+        below = tl.where(fits, counted, below)
     oldest, newest = tl.full([], 0, tl.int32), tl.full([], NO_SLOT, tl.int32)
     older = tl.full([], 0, tl.int32)
     while (below + older < count) & (oldest + 1 < newest):
         middle = oldest + (newest - oldest) // 2
-        found = tl.full([], 0, tl.int32)
+        counted = tl.full([], 0, tl.int32)
         for begin in range(0, all_slots, BLOCK):
             slot = begin + tl.arange(0, BLOCK)
             x = tl.load(worths + slot, slot < all_slots, PINNED)
             position = tl.load(positions + slot, slot < all_slots, 0)
-            found += tl.sum(((x == low) & (position < middle)).to(tl.int32), 0)
-        fits = below + found <= count
+            counted += tl.sum(((x == low) & (position < middle)).to(tl.int32), 0)
+        fits = below + counted <= count
         oldest, newest = tl.where(fits, middle, oldest), tl.where(fits, newest, middle)
-        older = tl.where(fits, found, older)
+        older = tl.where(fits, counted, older)
     return low, oldest, count - below - older
 
 
@@ -177,15 +177,15 @@ def _apportion(shares, left, most, h, real):
     left = tl.minimum(left, tl.sum(most, 0))
     before, or_self = _filling_order(shares, most, h)
     full = _full(shares, left, most, before, or_self)
-    found = tl.where(full, most, 0)
-    left -= tl.sum(found, 0)
+    portions = tl.where(full, most, 0)
+    left -= tl.sum(portions, 0)
     shares, open_ = tl.where(full, 0, shares), tl.where(full, 0, real.to(tl.int64))
     # Once all others are full, heads without a share get slots, in equal parts.
     equal = tl.sum(shares, 0) == 0
     shares = tl.where(equal, open_, shares)
     before, or_self = _filling_order(shares, most, h)
     more = _full(shares, left, most, before, or_self) & equal
-    found += tl.where(more, most, 0)
+    portions += tl.where(more, most, 0)
     left -= tl.sum(tl.where(more, most, 0), 0)
     shares = tl.where(more, 0, shares)
     whole = tl.maximum(tl.sum(shares, 0), 1)
@@ -195,7 +195,7 @@ def _apportion(shares, left, most, h, real):
         (rest[None, :] == rest[:, None]) & (h[None, :] < h[:, None])
     )
     rank = tl.sum(first.to(tl.int64), 1)
-    return found + floor + (rank < left - tl.sum(floor, 0)).to(tl.int64)
+    return portions + floor + (rank < left - tl.sum(floor, 0)).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=_LAYER)
@@ -253,8 +253,8 @@ def divide_layer(
             same += both >> 16
         above, equal = tl.where(h == head, more, above), tl.where(h == head, same, equal)
     # Among slots of the same token and worth, those of the last heads go first.
-    place = tl.cumsum(equal, 0) - equal
-    won = (above + tl.where(place < tl.sum(equal, 0) - last, equal, 0)).to(tl.int64)
+    index = tl.cumsum(equal, 0) - equal
+    won = (above + tl.where(index < tl.sum(equal, 0) - last, equal, 0)).to(tl.int64)
     length, pins = length.to(tl.int64), pins.to(tl.int64)
     left = average.to(tl.int64) * heads - tl.sum(pins, 0)
     sure = tl.maximum(pins, tl.minimum(length, 1))

@@ -135,7 +135,7 @@ def _cosine_turned(
     PARTS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Write `-cos(k_j, μ)` of `N` slots of a head, whose keys are rotated back as they are read."""
+    """Write `-cos(k_j, μ)` of `N` slots of a head, rotating keys back as they are read."""
     row = tl.program_id(1)
     batch, head = (row // K).to(tl.int64), (row % K).to(tl.int64)
     k_ptr += batch * k_b + head * k_h

@@ -52,9 +52,9 @@ def score_partition(
     if begin < (held // lag - 1) * lag:
         its, first = tl.load(order + lag + i, in_its, 0.0).to(tl.int32), tl.load(starts + row)
         inside = d < SIZE
-        found = _stand_out(keys, first + mine, first + its, in_mine, in_its, d, inside, SIZE)
-        found += _stand_out(values, first + mine, first + its, in_mine, in_its, d, inside, SIZE)
-        worth = tl.where(in_mine, found, float("inf"))
+        deviation = _stand_out(keys, first + mine, first + its, in_mine, in_its, d, inside, SIZE)
+        deviation += _stand_out(values, first + mine, first + its, in_mine, in_its, d, inside, SIZE)
+        worth = tl.where(in_mine, deviation, float("inf"))
         below = worth[None, :] < worth[:, None]
         before = (worth[None, :] == worth[:, None]) & (i[None, :] < i[:, None])
         score = tl.sum((below | before).to(tl.int32), 1).to(tl.float32) / lag

@@ -48,15 +48,15 @@ def launch(
         args: all arguments of the kernel in their order, constants too.
         options: options of the compiler.
     """
-    known = _compiled.get((kernel, key))
-    if known is not None:
-        known[grid](*args)
+    compiled = _compiled.get((kernel, key))
+    if compiled is not None:
+        compiled[grid](*args)
         return
-    known = run(kernel, grid, *args, **options)
-    if known is not None and _remembers():
+    compiled = run(kernel, grid, *args, **options)
+    if compiled is not None and _remembers():
         if len(_compiled) >= MOST:
             _compiled.clear()
-        _compiled[kernel, key] = known
+        _compiled[kernel, key] = compiled
 
 
 @cache

@@ -20,9 +20,9 @@ WIDE = 4096  # a matrix gets WIDE_TILE if its columns are a multiple of this
 
 def covers(x: Tensor, weight: Tensor) -> bool:
     """Return whether `matvec` covers these: one row, contiguous, of the same type and device."""
-    one = x.numel() == x.shape[-1] == weight.shape[-1]
+    one_row = x.numel() == x.shape[-1] == weight.shape[-1]
     alike = weight.dtype == x.dtype and weight.device == x.device
-    return one and alike and weight.dim() == 2 and weight.stride(1) == 1 and x.dtype in DTYPES
+    return one_row and alike and weight.dim() == 2 and weight.stride(1) == 1 and x.dtype in DTYPES
 
 
 def matvec(

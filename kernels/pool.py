@@ -85,8 +85,8 @@ def in_time(positions: Tensor) -> Tensor:
     Args:
         positions: [B, K, n] int32 or int64; all of a row differ, and a row is contiguous.
     """
-    places = torch.arange(positions.shape[-1], dtype=torch.float32, device=positions.device)
-    wide = places.expand(*positions.shape[:2], 1, -1)
+    index = torch.arange(positions.shape[-1], dtype=torch.float32, device=positions.device)
+    wide = index.expand(*positions.shape[:2], 1, -1)
     return _in_time(wide, positions, 0, 0)[2][:, :, 0]
 
 

@@ -29,13 +29,13 @@ def _bisect(
     for begin in range(0, slots, CHUNK << LOG_TILE):
         first = begin + (tl.arange(0, CHUNK) << LOG_TILE)[:, None]
         exists = first < slots
-        place = first + tl.zeros([CHUNK, BLOCK], tl.int32)  # becomes the last earlier one's place
+        index = first + tl.zeros([CHUNK, BLOCK], tl.int32)  # becomes the last earlier one's place
         for halved in tl.static_range(1, LOG_TILE + 1):
             step = (1 << LOG_TILE) >> halved
-            its = tl.load(tiles + place + step, exists, HIGHEST)
-            place += tl.where(its < mine[None, :], step, 0)
-        its = tl.load(tiles + place, exists, HIGHEST)  # the first place is still to be compared
-        earlier += place - first + (its < mine[None, :]).to(tl.int32)
+            its = tl.load(tiles + index + step, exists, HIGHEST)
+            index += tl.where(its < mine[None, :], step, 0)
+        its = tl.load(tiles + index, exists, HIGHEST)  # the first place is still to be compared
+        earlier += index - first + (its < mine[None, :]).to(tl.int32)
     return tl.sum(earlier, 0)
 
 
@@ -68,10 +68,10 @@ def sort_tiles(
         other = begin + tl.arange(0, CHUNK)
         its = tl.load(positions + other, other < end, HIGHEST)  # a filler is earlier than none
         earlier += (its[None, :] < mine[:, None]).to(tl.int32)
-    place = first + tl.sum(earlier, 1)
-    place = tl.where(held, place, slot) + row * (tl.num_programs(0) * BLOCK)
-    tl.store(tiles + place, mine)
-    tl.store(whose + place, slot)
+    index = first + tl.sum(earlier, 1)
+    index = tl.where(held, index, slot) + row * (tl.num_programs(0) * BLOCK)
+    tl.store(tiles + index, mine)
+    tl.store(whose + index, slot)
 
 
 @triton.jit(do_not_specialize=[*_TENSORS, "clock", *_SIZES, *_STRIDES, "seen", "window"])
@@ -140,13 +140,13 @@ def pool_ranks(
     pooled = tl.full([BLOCK], float("-inf") if MAXIMUM else 0.0, tl.float32)
     neighbours = tl.zeros([BLOCK], tl.int32)
     for i in tl.static_range(KERNEL):  # in time order
-        place = first + i
-        counts = tl.load(counted + place, held & (place >= 0) & (place < slots), 0) != 0
+        index = first + i
+        counts = tl.load(counted + index, held & (index >= 0) & (index < slots), 0) != 0
         if MAXIMUM:
-            x = tl.load(in_time + place, counts, float("-inf"))
+            x = tl.load(in_time + index, counts, float("-inf"))
             pooled = tl.where((x > pooled) | (x != x), x, pooled)  # NaN stays, as in torch
         else:
-            pooled += tl.load(in_time + place, counts, 0.0)
+            pooled += tl.load(in_time + index, counts, 0.0)
             neighbours += counts.to(tl.int32)
     if not MAXIMUM:  # computed in the order of eager code, to round like it
         size = tl.full([BLOCK], KERNEL, tl.float32)

@@ -54,8 +54,8 @@ def append(
 
     (batch, heads, length, size), block = keys.shape, 8
     read_at, table = (None, None) if turn is None else turn
-    known = {"keys", "values", "positions", "shift", *SIDES}
-    state = [x for name, x in slots.items() if name not in known]
+    stored = {"keys", "values", "positions", "shift", *SIDES}
+    state = [x for name, x in slots.items() if name not in stored]
     assert len(state) <= MOST_STATE, "no policy keeps more"
     assert mean is None or mean.is_contiguous()
     with torch.cuda.device_of(keys):

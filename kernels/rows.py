@@ -156,7 +156,7 @@ def copied(
 
 
 def put(new: Tensor, x: Tensor, rows: Rows, before: Tensor | None = None) -> None:
-    """Write numbers of slots into `x`: of all slots of each row, or of those behind `before`.
+    """Write one number per slot into `x`: for all slots of each row, or for those behind `before`.
 
     Args:
         new: [B, K, n] of the type of `x`, contiguous; numbers behind a row's slots are ignored.
@@ -184,7 +184,7 @@ def put(new: Tensor, x: Tensor, rows: Rows, before: Tensor | None = None) -> Non
         )
 
 
-def give_up_one(
+def evict_one(
     scores: Tensor, pins: Pins, pool: Pool, left: Tensor, newer: Tensor | None = None
 ) -> None:
     """Evict one slot of each row that has more slots than it may have, in place.
@@ -227,7 +227,7 @@ def give_up_one(
         )
 
 
-def give_up(
+def evict(
     scores: Tensor,
     pins: Pins,
     pool: Pool,
@@ -240,11 +240,11 @@ def give_up(
     If rows stay in place, their last slots move into the holes.
 
     Args:
-        scores: see `give_up_one`.
-        pins: see `give_up_one`.
-        pool: see `give_up_one`.
-        left: see `give_up_one`.
-        newer: see `give_up_one`.
+        scores: see `evict_one`.
+        pins: see `evict_one`.
+        pool: see `evict_one`.
+        left: see `evict_one`.
+        newer: see `evict_one`.
         starts: [B·K + 1] int32, where rows begin afterwards, and where the last one ends; None:
             they stay in place. Rows are neighbours, each with room for the slots it may have.
     """
@@ -252,7 +252,7 @@ def give_up(
 
     (batch, heads, slots), positions = scores.shape, pool.buffers[2]
     new, count = partial(torch.empty, dtype=torch.int32, device=positions.device), batch * heads
-    ages, gone, moves = new(len(positions)), new(count), new(count)
+    ages, counts, moves = new(len(positions)), new(count), new(count)
     source, holes = new(len(positions)), None
     if starts is None:
         holes = new(len(positions))
@@ -267,7 +267,7 @@ def give_up(
             source,
             holes,
             ages,
-            gone,
+            counts,
             moves,
             **_where(scores, pins, newer, pool),
             left=left,
@@ -279,7 +279,7 @@ def give_up(
                 shift_rows,
                 (-(-slots // 32), batch * heads),
                 ages,
-                gone,
+                counts,
                 positions,
                 pool.shift,
                 pool.rows.starts,
@@ -361,12 +361,16 @@ def tile_of_row(slots: int) -> dict[str, Any]:
 def _where(scores: Tensor, pins: Pins, newer: Tensor | None, pool: Pool) -> dict[str, Any]:
     """Return scores, pins, rows and budgets as arguments of the kernels."""
     rows = {"starts": pool.rows.starts, "lengths": pool.rows.lengths, "row_pins": pool.pins}
-    given = {**pins.arguments(scores.device), **_newer_at(newer), **strides("bhn", score=scores)}
-    return {"heads": scores.shape[1], **given, **rows, "targets": pool.targets}
+    arguments = {
+        **pins.arguments(scores.device),
+        **_newer_at(newer),
+        **strides("bhn", score=scores),
+    }
+    return {"heads": scores.shape[1], **arguments, **rows, "targets": pool.targets}
 
 
 def _newer_at(newer: Tensor | None) -> dict[str, Any]:
-    """Return the shifts `newer` of `give_up_one` as arguments of `grow`."""
+    """Return the shifts `newer` of `evict_one` as arguments of `grow`."""
     length = 0 if newer is None else newer.shape[-1]
     sizes = {"NEWER": length, "NEWER_PAD": power_of_two(length)}
     return {"newer": newer, **strides("bh", newer=newer), **sizes}

@@ -39,8 +39,8 @@ def copy_positions(
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     held = slot < tl.load(lengths + row)
     first = tl.load(starts + row).to(tl.int64)
-    found = tl.where(held, tl.load(positions + first + slot, held, 0), NO_SLOT | slot)
-    tl.store(out + row * longest + slot, found, slot < longest)
+    position = tl.where(held, tl.load(positions + first + slot, held, 0), NO_SLOT | slot)
+    tl.store(out + row * longest + slot, position, slot < longest)
 
 
 @triton.jit
@@ -209,7 +209,7 @@ def cut(
     below = tl.full([], 0, tl.int32)
     while (below < count) & (low + 1 < high):
         third = ((high.to(tl.int64) - low + 2).to(tl.uint32) // 3).to(tl.int64)
-        one, two = (low + third).to(tl.int32), (low + 2 * third).to(tl.int32)
+        lower, two = (low + third).to(tl.int32), (low + 2 * third).to(tl.int32)
         below_one, below_two = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         for begin in range(0, slots, BLOCK):
             x, _ = _part(
@@ -241,11 +241,11 @@ def cut(
                 stop_7,
                 BLOCK,
             )
-            both = tl.sum((x < one).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
+            both = tl.sum((x < lower).to(tl.int32) + ((x < two).to(tl.int32) << 16), 0)
             below_one += both & 0xFFFF
             below_two += both >> 16
-        high = tl.where(below_one > count, one, tl.where(below_two > count, two, high))
-        low = tl.where(below_two <= count, two, tl.where(below_one <= count, one, low))
+        high = tl.where(below_one > count, lower, tl.where(below_two > count, two, high))
+        low = tl.where(below_two <= count, two, tl.where(below_one <= count, lower, low))
         below = tl.where(
             below_two <= count, below_two, tl.where(below_one <= count, below_one, below)
         )
@@ -254,7 +254,7 @@ def cut(
     older = tl.full([], 0, tl.int32)
     while (below + older < count) & (oldest + 1 < newest):
         middle = (oldest + newest) // 2
-        found = tl.full([], 0, tl.int32)
+        counted = tl.full([], 0, tl.int32)
         for begin in range(0, slots, BLOCK):
             x, position = _part(
                 scores,
@@ -285,10 +285,10 @@ def cut(
                 stop_7,
                 BLOCK,
             )
-            found += tl.sum(((x == low) & (position < middle)).to(tl.int32), 0)
-        fits = below + found <= count
+            counted += tl.sum(((x == low) & (position < middle)).to(tl.int32), 0)
+        fits = below + counted <= count
         oldest, newest = tl.where(fits, middle, oldest), tl.where(fits, newest, middle)
-        older = tl.where(fits, found, older)
+        older = tl.where(fits, counted, older)
     return low, oldest
 
 
@@ -375,7 +375,7 @@ def evict_one(
         x_4 = tl.load(aux_4 + last)
     scores += row // heads * score_b + row % heads * score_h
     least = tl.full([BLOCK], 0x7FFFFFFFFFFFFFFF, tl.int64)
-    place = tl.zeros([BLOCK], tl.int32)
+    lowest_slot = tl.zeros([BLOCK], tl.int32)
     for begin in range(0, slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
         x, its = worth_of(
@@ -407,21 +407,21 @@ def evict_one(
             stop_7,
         )
         worth = (ordered(x).to(tl.int64) << 32) | its  # the position decides among equal scores
-        place = tl.where(worth < least, slot, place)
+        lowest_slot = tl.where(worth < least, slot, lowest_slot)
         least = tl.minimum(least, worth)
     lowest = tl.min(least, 0)
-    target = tl.max(tl.where(least == lowest, place, 0), 0)
-    gone = (lowest & 0xFFFFFFFF).to(tl.int32)
+    target = tl.max(tl.where(least == lowest, lowest_slot, 0), 0)
+    evicted = (lowest & 0xFFFFFFFF).to(tl.int32)
     target = tl.where(goes == 1, target, slots - 1)
-    gone = tl.where(goes == 1, gone, 0x7FFFFFFF)  # a position that nothing is newer than
+    evicted = tl.where(goes == 1, evicted, 0x7FFFFFFF)  # a position that nothing is newer than
     if shift is not None:
-        shifted += (gone < position).to(tl.int32)
+        shifted += (evicted < position).to(tl.int32)
         tl.debug_barrier()  # the last shift is read before shifts are written
         for begin in range(0, slots, BLOCK):
             slot = begin + tl.arange(0, BLOCK)
             held = slot < slots
             at = shift + first + slot
-            later = gone < tl.load(positions + slot, held, 0)
+            later = evicted < tl.load(positions + slot, held, 0)
             moved = tl.load(at, held, 0) + later.to(tl.int32)
             tl.store(at, tl.where(slot == target, shifted, moved), held)
     tl.debug_barrier()  # all positions are read before one is written
@@ -442,9 +442,9 @@ def evict_one(
 
 
 @triton.jit
-def _rank(those):
-    """Return for each element how many of the marks `those` [BLOCK] come before it."""
-    return tl.cumsum(those.to(tl.int32), 0) - 1
+def _rank(marks):
+    """Return for each element how many of the `marks` [BLOCK] come before it."""
+    return tl.cumsum(marks.to(tl.int32), 0) - 1
 
 
 @triton.jit
@@ -676,8 +676,10 @@ def copy_rows(
     """Copy the numbers of some of a row's slots; write 0 behind them."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    found = tl.load(x + tl.load(starts + row).to(tl.int64) + slot, slot < tl.load(lengths + row), 0)
-    tl.store(out + row * longest + slot, found, slot < longest)
+    number = tl.load(
+        x + tl.load(starts + row).to(tl.int64) + slot, slot < tl.load(lengths + row), 0
+    )
+    tl.store(out + row * longest + slot, number, slot < longest)
 
 
 @triton.jit(do_not_specialize=["starts", "lengths", "longest"])

@@ -8,9 +8,9 @@ import triton.language as tl
 @triton.jit
 def halves(x, real, HALF: tl.constexpr, HALF_PAD: tl.constexpr):
     """Load both halves [N, HALF_PAD] of the rows at x [N, 1] that are `real`."""
-    place = tl.arange(0, HALF_PAD)[None, :]
-    inside = real & (place < HALF)
-    return tl.load(x + place, inside, 0.0), tl.load(x + HALF + place, inside, 0.0)
+    index = tl.arange(0, HALF_PAD)[None, :]
+    inside = real & (index < HALF)
+    return tl.load(x + index, inside, 0.0), tl.load(x + HALF + index, inside, 0.0)
 
 
 @triton.jit

@@ -67,7 +67,7 @@ def tiling(
     group: Group | None,
     sms: int,
     gpu: Target | None = None,
-    known: bool = False,
+    attended: bool = False,
 ) -> Tiling:
     """Return sizes of tiles by a few rules, measured on an H200 and an H100.
 
@@ -84,7 +84,7 @@ def tiling(
         group: see `scores`.
         sms: multiprocessors.
         gpu: the GPU of the tensors; None on a CPU.
-        known: whether attention's output is known, if the epilogue needs it.
+        attended: whether attention's output is known, if the epilogue needs it.
     """
     DP, GP = power_of_two(D, 16), power_of_two(G)
     many, output = GP * w > MANY_ROWS, kind in NEEDS_OUTPUT
@@ -103,7 +103,7 @@ def tiling(
         wide = N if small else min(128, 2 * N)
         few = -(-G * w // narrow)
         score = cut(narrow, few, wide, 1, 2 * sms, rows)
-        if known or not output:
+        if attended or not output:
             return Tiling(DP, 1, G, cut(narrow, few, wide, 1, 2 * sms, rows * few), score, 4, 2)
         blocks = -(-G * w // (2 * NARROW))
         forward = cut(2 * NARROW, blocks, N, 2, sms, rows * blocks)
@@ -175,8 +175,8 @@ def scores(
     sms = multiprocessors(device)
     if obs.rows is not None:  # rows share the pool's slots, so programs are as for equal rows
         sms = min(sms * 4, -(-sms * B * K * n // k.shape[2]))
-    known = attended is not None
-    t = tiling(B * K, G, w, n, D, k.element_size(), kind, group, sms, target(device), known)
+    has_output = attended is not None
+    t = tiling(B * K, G, w, n, D, k.element_size(), kind, group, sms, target(device), has_output)
     first, second = t.forward, t.score
     R, rows = t.GP * first.WB, B * K * first.blocks
     a_parts = parts_of_output(kind, k.element_size()) if output else 0
@@ -193,8 +193,8 @@ def scores(
     part_sums = empty(2 * rows * first.parts * R, device=device)
     part = empty(rows * first.parts * R * t.DP if output else 0, device=device)
     sums = empty((3 if output else 2) * rows * R, device=device)
-    made = empty(a_parts, rows * R * t.DP, device=device, dtype=k.dtype)
-    a = made if attended is None else attended
+    scratch = empty(a_parts, rows * R * t.DP, device=device, dtype=k.dtype)
+    a = scratch if attended is None else attended
     variant = (first.WB, first.N, capped, output)
     launch(
         forward,
@@ -227,21 +227,21 @@ def scores(
         merge,
         (rows, R // at_once, 1),
         (device, merged, k.dtype, beside),
-        (part, part_sums, made, sums, sinks, first.parts, K, G, first.blocks, *merged),
+        (part, part_sums, scratch, sums, sinks, first.parts, K, G, first.blocks, *merged),
         num_warps=2,
     )
     epilogue = (
         second.WB,
         second.N,
         second.blocks > 1,
-        known,
+        has_output,
         kind,
         group or "",
-        max(a_parts, known),
+        max(a_parts, has_output),
         capped,
         rounded,
     )
-    of_a = a.stride()[:3] if known else (0, 0, 0)
+    of_a = a.stride()[:3] if has_output else (0, 0, 0)
     begins = sums.data_ptr() % 16, a.data_ptr() % 16
     launch(
         score,

@@ -76,13 +76,13 @@ def companions() -> dict[str, type[Component]]:
 def policies() -> dict[str, Recipe]:
     """Return every policy and preset by name."""
     scores = _scores()
-    found = {name: Recipe({"policy": cls}, {}) for name, cls in scores.items()}
+    recipes = {name: Recipe({"policy": cls}, {}) for name, cls in scores.items()}
     # Those of other packages last, so that they take no name of kvcap's own presets.
     for cls in (*_modules(".").values(), *companions().values(), *_registered()[0].values()):
         for name, preset in vars(cls).get("presets", {}).items():  # not those of a base class
-            if recipe := _preset(cls, name, preset, scores, found.get(name)):
-                found[name] = recipe
-    return dict(sorted(found.items()))
+            if recipe := _preset(cls, name, preset, scores, recipes.get(name)):
+                recipes[name] = recipe
+    return dict(sorted(recipes.items()))
 
 
 def _preset(
@@ -129,20 +129,22 @@ def load_policy(name: str, **options: Any) -> Eviction:
     if name not in policies() and "+" not in name:
         raise _unknown(name, policies())
     recipe = policies().get(name) or _compose(name, {})
-    given = {**recipe.options, **options}
-    pins = {key: given.pop(key) for key in PINS if key in given}
+    remaining = {**recipe.options, **options}
+    pins = {key: remaining.pop(key) for key in PINS if key in remaining}
     for key, value in pins.items():
         _check_type(f"{name}: {key}", value, int, 0)
     filled: dict[str, Any] = {}
-    known: list[str] = []
+    option_names: list[str] = []
     for slot, cls in recipe.parts.items():
-        own = {key: given.pop(key) for key in inspect.signature(cls).parameters if key in given}
-        known += inspect.signature(cls).parameters
+        own = {
+            key: remaining.pop(key) for key in inspect.signature(cls).parameters if key in remaining
+        }
+        option_names += inspect.signature(cls).parameters
         for key, value in own.items():
             _check_type(f"{name}: {key}", value, get_type_hints(cls)[key], _default(cls, key))
         filled[slot] = cls(**own)
-    for option in given:
-        hint = _nearest(option, [*known, *PINS])
+    for option in remaining:
+        hint = _nearest(option, [*option_names, *PINS])
         raise PolicyError(f"policy {name} has no option {option!r}{hint}")
     return Eviction(**filled, name=name, **pins)
 
@@ -154,23 +156,23 @@ def as_eviction(policy: str | Eviction | Policy, sink_tokens: int | None = None)
         PolicyError: it is neither, or unknown.
     """
     if isinstance(policy, str):
-        found = load_policy(policy)
+        eviction = load_policy(policy)
     elif isinstance(policy, Policy):
-        found = Eviction(policy, name=type(policy).__module__.rsplit(".", 1)[-1])
+        eviction = Eviction(policy, name=type(policy).__module__.rsplit(".", 1)[-1])
     elif isinstance(policy, Eviction):
-        found = policy
+        eviction = policy
     else:
         raise PolicyError(
             f"policy={policy!r}: use a name such as 'keydiff' (kvcap policies lists them), or what "
             "kvcap.load_policy gives"
         )
     if sink_tokens is None:
-        return found
+        return eviction
     _check_type("sink_tokens", sink_tokens, int, 4)
-    return replace(found, sink_tokens=sink_tokens, sinks_yield=False)
+    return replace(eviction, sink_tokens=sink_tokens, sinks_yield=False)
 
 
-def _check_type(what: str, value: Any, kind: Any, default: Any) -> None:
+def _check_type(option: str, value: Any, kind: Any, default: Any) -> None:
     """Refuse an option of another type; the policy itself checks which numbers work.
 
     Raises:
@@ -181,7 +183,7 @@ def _check_type(what: str, value: Any, kind: Any, default: Any) -> None:
         return
     says, types = numbers[kind]
     if not isinstance(value, types) or isinstance(value, bool):
-        raise PolicyError(f"{what}={value!r} will not work; expected {says}, such as {default}")
+        raise PolicyError(f"{option}={value!r} will not work; expected {says}, such as {default}")
 
 
 def _default(cls: type[Component], option: str) -> Any:
@@ -199,7 +201,7 @@ def _registered() -> tuple[dict[str, type[Component]], dict[str, str]]:
 
     A broken one is warned of, and takes nothing else with it.
     """
-    found, broken, ours = dict[str, type[Component]](), dict[str, str](), _modules(".")
+    registered, broken, ours = dict[str, type[Component]](), dict[str, str](), _modules(".")
     presets = (vars(cls).get("presets", {}) for cls in (*ours.values(), *companions().values()))
     own = {*ours, *chain.from_iterable(presets)}
     for point in entry_points(group=ENTRY_POINTS):
@@ -207,7 +209,7 @@ def _registered() -> tuple[dict[str, type[Component]], dict[str, str]]:
         try:
             if point.name in own:
                 raise PolicyError("the name is kvcap's own")
-            if point.name in found:
+            if point.name in registered:
                 raise PolicyError("another package has a policy of that name")
             cls = point.load()
             if not (isinstance(cls, type) and issubclass(cls, Policy)):
@@ -215,24 +217,24 @@ def _registered() -> tuple[dict[str, type[Component]], dict[str, str]]:
             cls()  # its options have defaults
         except (Exception, SystemExit) as error:
             why = str(error).strip().partition("\n")[0]
-            said = f"{who} cannot be used: {why or type(error).__name__}"
-            if point.name not in own | found.keys():
-                broken[point.name] = said
-            warnings.warn(f"{said}; mend or uninstall that package", stacklevel=2)
+            fault = f"{who} cannot be used: {why or type(error).__name__}"
+            if point.name not in own | registered.keys():
+                broken[point.name] = fault
+            warnings.warn(f"{fault}; mend or uninstall that package", stacklevel=2)
         else:
-            found[point.name] = cls
-    return found, broken
+            registered[point.name] = cls
+    return registered, broken
 
 
 def _package(point: EntryPoint) -> str:
     return point.dist.name if point.dist is not None else point.module.partition(".")[0]
 
 
-def _unknown(name: str, known: Iterable[str]) -> PolicyError:
+def _unknown(name: str, names: Iterable[str]) -> PolicyError:
     """Return the error for a name that is no policy's."""
     if why := _registered()[1].get(name):
         return PolicyError(why)
-    return PolicyError(f"no policy is called {name!r}{_nearest(name, list(known))}")
+    return PolicyError(f"no policy is called {name!r}{_nearest(name, list(names))}")
 
 
 def _compose(
@@ -270,13 +272,13 @@ def _modules(folder: str) -> dict[str, type[Component]]:
 def _class_in(module: str) -> type[Component]:
     members = vars(importlib.import_module(module)).values()
     classes = [m for m in members if isinstance(m, type) and issubclass(m, Component)]
-    found = [cls for cls in classes if cls.__module__ == module]
-    if len(found) != 1:
-        names = ", ".join(cls.__name__ for cls in found) or "none"
+    defined = [cls for cls in classes if cls.__module__ == module]
+    if len(defined) != 1:
+        names = ", ".join(cls.__name__ for cls in defined) or "none"
         raise PolicyError(f"{module} must define one policy or companion; it defines {names}")
-    return found[0]
+    return defined[0]
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"

@@ -71,16 +71,16 @@ class Compactor(Policy):
     def update(self, obs: Observation) -> dict[str, Tensor]:
         assert obs.queries is not None
         w = obs.queries.shape[2]
-        place = obs.positions - (obs.num_tokens - w)  # [B, K, n] in the block, below 0: held before
-        own = torch.arange(w, device=place.device)[:, None] // self.chunk  # [w, 1]
-        run = (place // self.chunk).masked_fill(place < 0, -1)[:, :, None, None]  # [B, K, 1, 1, n]
+        index = obs.positions - (obs.num_tokens - w)  # [B, K, n] in the block, below 0: held before
+        own = torch.arange(w, device=index.device)[:, None] // self.chunk  # [w, 1]
+        run = (index // self.chunk).masked_fill(index < 0, -1)[:, :, None, None]  # [B, K, 1, 1, n]
         together = own == run  # [B, K, 1, w, n]
         q = obs.queries.float().unflatten(1, (-1, obs.groups))  # [B, K, G, w, D]
         z = q.flatten(2, 3).matmul(obs.keys.float().mT).unflatten(2, (obs.groups, w))
         # Not -inf: of a query whose whole run is gone all weights would be NaN.
         weights = z.masked_fill(~together, torch.finfo(torch.float32).min).softmax(-1)
         mutual = over_group(weights.masked_fill(~together, 0).sum(-2), self.group)  # [B, K, n]
-        return {"mutual": torch.where(place >= 0, mutual, obs.state["mutual"])}
+        return {"mutual": torch.where(index >= 0, mutual, obs.state["mutual"])}
 
     def score(self, obs: Observation) -> Tensor:
         free = obs.positions >= self.sinks
@@ -92,7 +92,7 @@ class Compactor(Policy):
         return self.blend * _z(self._leverage(obs.keys.float(), free), free) + _z(looked_at, free)
 
     def _leverage(self, keys: Tensor, free: Tensor) -> Tensor:
-        """Return the leverage [B, K, n] of keys [B, K, n, D] among those that are free."""
+        """Return the leverage [B, K, n] of keys [B, K, n, D] among the free slots' keys."""
         count = free.sum(-1, keepdim=True).clamp(min=1)[..., None]  # [B, K, 1, 1]
         mean = (keys * free[..., None]).sum(-2, keepdim=True) / count
         rows = (keys - mean) * free[..., None]
@@ -102,7 +102,7 @@ class Compactor(Policy):
 
 
 def _z(scores: Tensor, free: Tensor) -> Tensor:
-    """Return scores [B, K, n] less their mean, over their deviation: of those that are free."""
+    """Return z-scores [B, K, n], by the mean and deviation of the free slots."""
     count = free.sum(-1, keepdim=True).clamp(min=1)  # [B, K, 1]
     off = scores - (scores * free).sum(-1, keepdim=True) / count
     spread = ((off * free).square().sum(-1, keepdim=True) / count).sqrt()

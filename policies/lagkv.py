@@ -56,14 +56,17 @@ class LagKV(Policy):
         in_time = obs.positions.argsort(-1)  # [B, K, n]
         sinks = (obs.positions < self.sinks).sum(-1, keepdim=True)  # [B, K, 1]
         # Some places beyond the last token, so that there are two partitions whatever is held.
-        places = torch.arange((slots // self.lag + 2) * self.lag, device=in_time.device)  # [P·lag]
-        chosen = in_time.gather(-1, (sinks + places).clamp(max=slots - 1))  # [B, K, P·lag]
-        found = self._stand_out(obs.keys, chosen) + self._stand_out(obs.values, chosen)
-        place = torch.empty_like(in_time).scatter_(-1, in_time, places[:slots].expand_as(in_time))
-        place = place - sinks  # [B, K, n], below 0 for sinks
-        scores = rank(found).flatten(2).gather(-1, place.clamp(min=0)) / self.lag  # [B, K, n]
+        count = (slots // self.lag + 2) * self.lag
+        token_index = torch.arange(count, device=in_time.device)  # [P·lag]
+        chosen = in_time.gather(-1, (sinks + token_index).clamp(max=slots - 1))  # [B, K, P·lag]
+        deviation = self._stand_out(obs.keys, chosen) + self._stand_out(obs.values, chosen)
+        index = torch.empty_like(in_time).scatter_(
+            -1, in_time, token_index[:slots].expand_as(in_time)
+        )
+        index = index - sinks  # [B, K, n], below 0 for sinks
+        scores = rank(deviation).flatten(2).gather(-1, index.clamp(min=0)) / self.lag  # [B, K, n]
         last = ((slots - sinks) // self.lag - 1) * self.lag  # where the last whole one begins
-        return scores.masked_fill((place < 0) | (place >= last), 1.0)
+        return scores.masked_fill((index < 0) | (index >= last), 1.0)
 
     def _stand_out(self, states: Tensor, chosen: Tensor) -> Tensor:
         """Return how far each of `chosen` [B, K, P·lag] stands out of the next one. [B, K, P, lag].

@@ -1,4 +1,4 @@
-"""Opens a server under a cap of its process: what is taken on follows from sizes known beforehand.
+"""Opens a server under a cap of its process, with as many conversations as fit by known sizes.
 
 Nothing is loaded where not even one conversation fits. What loading really took is measured, and
 the plan made again with that; from then on every conversation adds the same bytes.
@@ -103,21 +103,23 @@ def open_conversations(
         None if folder is None else SavedConversations(folder, parse_bytes(disk_cap), shared=shared)
     )
 
-    def made() -> Opened:
+    def open_here() -> Opened:
         one_each = replace(budget, memory_cap=None, enforce="check")  # the watch enforces the cap
         runtime: Any = load_for_chat(model, backend, one_each, running, output)
         note = without_default(getattr(runtime.tokenizer, "chat_template", None))
         if note is not None and not output.quiet:
             say(note)
-        found = measured(plan, runtime, places, shared_prompts)
-        limits = Limits(found.places, found.together, waiting, shared_prompts=found.shared_prompts)
-        held = runtime.reserve(found.places)
-        watch = None if cap is None else CapWatch.of(found, runtime, held, enforce=budget.enforce)
+        serving = measured(plan, runtime, places, shared_prompts)
+        limits = Limits(
+            serving.places, serving.together, waiting, shared_prompts=serving.shared_prompts
+        )
+        held = runtime.reserve(serving.places)
+        watch = None if cap is None else CapWatch.of(serving, runtime, held, enforce=budget.enforce)
         scheduler = Scheduler(runtime, limits, disk, watch=watch, memory_cap=cap, recall=recall)
-        return Opened(scheduler, found)
+        return Opened(scheduler, serving)
 
     try:
-        return by_a_thread(made)
+        return by_a_thread(open_here)
     except BaseException:
         if disk is not None:
             disk.close()
@@ -127,15 +129,15 @@ def open_conversations(
 def measured(
     plan: ServingPlan, runtime: Any, places: int | None, shared_prompts: int | None = None
 ) -> ServingPlan:
-    """Return the plan with what loading the model really took.
+    """Return the plan with the bytes that the loaded model and its process really take.
 
     Raises:
         PlanInfeasible: with that, too few conversations fit.
     """
     own = max(0, process_bytes() + RUNNING - runtime.plan.weights)
-    one = replace(plan.one, weights=runtime.plan.weights, baseline=own)
+    each = replace(plan.one, weights=runtime.plan.weights, baseline=own)
     return ServingPlan.of(
-        one,
+        each,
         lambda _: plan.shared,
         cap=plan.cap,
         together=plan.together,

@@ -133,7 +133,7 @@ def application(
 
 
 def _other_sites(origins: Sequence[str]) -> list[Middleware]:
-    """Return what lets pages of other sites ask, before a key is asked for, as browsers need it."""
+    """Return the CORS middleware, which answers a browser's preflight before a key is checked."""
     if not origins:
         return []
     shown = [SESSION, "Retry-After"]
@@ -188,7 +188,7 @@ class Api:
 
     @property
     def routes(self) -> list[Route]:
-        """Return the routes that can be asked for, those of OpenAI's API also without `/v1`."""
+        """Return all routes; those of OpenAI's API are also there without `/v1`."""
         openai = [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -233,56 +233,56 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
-        said = await self.said(request, schemas.ChatRequest)
+        body = await self.body_of(request, schemas.ChatRequest)
 
         def form() -> Form:
             return ChatForm(
-                self.settings.model, said.include_usage, said.usage_each, most_calls=said.most_calls
+                self.settings.model, body.include_usage, body.usage_each, most_calls=body.most_calls
             )
 
-        return await self.answer(request, said, form)
+        return await self.answer(request, body, form)
 
     async def answer(
-        self, request: Request, said: schemas.ChatRequest, form: Callable[[], Form]
+        self, request: Request, body: schemas.ChatRequest, form: Callable[[], Form]
     ) -> Response:
         """Answer a chat in any form: of OpenAI's API, or of another that was translated to it."""
-        self.check_model(said.model)
+        self.check_model(body.model)
         if not self.conversations.figures().chat_template:
             raise ApiError(400, f"{self.settings.model} {NO_TEMPLATE}", code="no_chat_template")
-        return await self._answer(request, said.asks(said.ask(*self._given(request))), form, said)
+        return await self._answer(request, body.asks(body.ask(*self._given(request))), form, body)
 
     def ask(
         self,
         request: Request,
-        made: Callable[[], Mapping[str, Any]],
+        make_body: Callable[[], Mapping[str, Any]],
         names: Mapping[str, str] = NONE,
     ) -> Ask:
-        """Return what the body of a chat asks for, which is made of another API's.
+        """Return the request of a chat's body that is translated from another API.
 
         Raises:
             ApiError: nothing that could be answered.
         """
-        said = request_of(schemas.ChatRequest, made, names)
-        self.check_model(said.model)
-        return said.ask(*self._given(request))
+        body = request_of(schemas.ChatRequest, make_body, names)
+        self.check_model(body.model)
+        return body.ask(*self._given(request))
 
     async def complete(self, request: Request) -> Response:
         """Continue a text: `POST /v1/completions`."""
-        said = await self.said(request, schemas.CompletionRequest)
+        body = await self.body_of(request, schemas.CompletionRequest)
 
         def form() -> Form:
-            return TextForm(self.settings.model, said.include_usage, said.usage_each)
+            return TextForm(self.settings.model, body.include_usage, body.usage_each)
 
-        return await self.go_on(request, said, form)
+        return await self.go_on(request, body, form)
 
     async def go_on(
-        self, request: Request, said: schemas.CompletionRequest, form: Callable[[], Form]
+        self, request: Request, body: schemas.CompletionRequest, form: Callable[[], Form]
     ) -> Response:
         """Continue texts in any form: of OpenAI's API, or of another that was translated to it."""
-        self.check_model(said.model)
-        given = self._given(request)
-        asks = [ask for prompt in said.prompt for ask in said.asks(said.ask(prompt, *given))]
-        return await self._answer(request, asks, form, said)
+        self.check_model(body.model)
+        context = self._given(request)
+        asks = [ask for prompt in body.prompt for ask in body.asks(body.ask(prompt, *context))]
+        return await self._answer(request, asks, form, body)
 
     async def models(self, _: Request) -> Response:
         """List the one model that there is."""
@@ -294,7 +294,7 @@ class Api:
         return JSONResponse(self.model)
 
     async def docs(self, _: Request) -> Response:
-        """Describe what is answered, as OpenAPI does."""
+        """Describe all addresses and their bodies in OpenAPI's form."""
         return JSONResponse(self.schema)
 
     async def health(self, _: Request) -> Response:
@@ -307,7 +307,7 @@ class Api:
         """Show figures for Prometheus."""
         return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    async def said(self, request: Request, kind: type[Body]) -> Body:
+    async def body_of(self, request: Request, kind: type[Body]) -> Body:
         """Return a request's body.
 
         Raises:
@@ -316,10 +316,10 @@ class Api:
         async with self.bodies.of(request) as body, self.one_at_a_time:
             await asyncio.sleep(0)
             try:
-                said = kind.model_validate_json(body)
+                parsed = kind.model_validate_json(body)
             except ValidationError as error:
                 raise of_body(error) from error
-        return said
+        return parsed
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model; None: it names none.
@@ -328,27 +328,31 @@ class Api:
             ApiError: naming the one there is.
         """
         if name not in (None, self.settings.model):
-            said = f"there is no model {str(name)[:80]!r} here; use {self.settings.model!r}"
-            raise ApiError(404, said, param="model", code="model_not_found")
+            text = f"there is no model {str(name)[:80]!r} here; use {self.settings.model!r}"
+            raise ApiError(404, text, param="model", code="model_not_found")
 
     def _given(self, request: Request) -> tuple[str, str | None, RequestLimits, Mapping[str, Any]]:
-        """Return what a request says beside its body, and what the server adds to that."""
+        """Return the owner and conversation of a request, and the server's limits and defaults."""
         settings = self.settings
         return owner_of(request), _session_id(request), settings.limits, settings.defaults
 
     async def _answer(
-        self, request: Request, asks: list[Ask], made: Callable[[], Form], said: schemas.Request
+        self,
+        request: Request,
+        asks: list[Ask],
+        make_form: Callable[[], Form],
+        body: schemas.Request,
     ) -> Response:
         """Answer one request, or several one after the other, each in a form of its own."""
         reply: Reply
         async with self.one_at_a_time:
             await asyncio.sleep(0)
             if len(asks) == 1:
-                reply, form = self.conversations.submit(asks[0]), made()
+                reply, form = self.conversations.submit(asks[0]), make_form()
             else:
-                reply = series = Series(self.conversations.submit, asks, said.n or 1)
-                form = SeveralForm([made() for _ in asks], series)
-        if said.stream:
+                reply = series = Series(self.conversations.submit, asks, body.n or 1)
+                form = SeveralForm([make_form() for _ in asks], series)
+        if body.stream:
             quiet = self.settings.limits.quiet_seconds
             return await streamed(request, reply, form, self.metrics, quiet)
         return await whole(request, reply, form, self.metrics)
@@ -378,13 +382,13 @@ class Keys(AuthenticationBackend):
             if not named and "x-api-key" in conn.headers:  # as Anthropic's clients send it
                 named = f"Bearer {conn.headers['x-api-key']}"
             scheme, _, key = named.partition(" ")
-            given = hashlib.sha256(key.strip().encode("latin-1")).digest()
+            digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
             # Every key is compared in constant time, so that timing does not show how near one is.
-            same = [hmac.compare_digest(given, known) for known in self.digests]
+            same = [hmac.compare_digest(digest, key_digest) for key_digest in self.digests]
             if scheme.lower() != "bearer" or not any(same):
-                what = "a wrong API key was" if key else "no API key was"
-                raise AuthenticationError(f"{what} given; send Authorization: Bearer KEY")
-            owner = given.hex()[:32]
+                fault = "a wrong API key was" if key else "no API key was"
+                raise AuthenticationError(f"{fault} given; send Authorization: Bearer KEY")
+            owner = digest.hex()[:32]
         return AuthCredentials(), SimpleUser(owner)
 
 
@@ -403,14 +407,14 @@ class KnownHosts:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if self.hosts is not None and scope["type"] == "http":
-            given = Headers(scope=scope).get("host", "")
-            found = HOST.fullmatch(given)
-            if found is None or found[1].lower() not in self.hosts:
-                said = (
-                    f"the request is for host {given[:80]!r}, which is not this server's name; use "
+            host = Headers(scope=scope).get("host", "")
+            match = HOST.fullmatch(host)
+            if match is None or match[1].lower() not in self.hosts:
+                text = (
+                    f"the request is for host {host[:80]!r}, which is not this server's name; use "
                     f"{' or '.join(sorted(self.hosts))}, or start it with --allow-host NAME"
                 )
-                refused = ApiError(400, said, code="unknown_host").answer(scope["path"])
+                refused = ApiError(400, text, code="unknown_host").answer(scope["path"])
                 await refused(scope, receive, send)
                 return
         await self.app(scope, receive, send)
@@ -456,18 +460,18 @@ def _session_id(request: Request) -> str | None:
     Raises:
         ApiError: it is no such name.
     """
-    found = request.headers.get(SESSION)
-    if found is not None and not SESSION_ID.fullmatch(found):
+    session_id = request.headers.get(SESSION)
+    if session_id is not None and not SESSION_ID.fullmatch(session_id):
         raise ApiError(
             400,
-            f"{SESSION} is {found[:40]!r}; use up to 128 letters, digits, dots, dashes and "
+            f"{SESSION} is {session_id[:40]!r}; use up to 128 letters, digits, dots, dashes and "
             "underscores, a letter or digit first",
         )
-    return found
+    return session_id
 
 
-def _without_key(asked: HTTPConnection, error: Exception) -> Response:
-    return ApiError(401, str(error), code="invalid_api_key").answer(asked.url.path)
+def _without_key(connection: HTTPConnection, error: Exception) -> Response:
+    return ApiError(401, str(error), code="invalid_api_key").answer(connection.url.path)
 
 
 async def _to_nobody(_: Request, __: Exception) -> Response:

@@ -19,11 +19,11 @@ from kvcap.serve.limits import RequestLimits
 from kvcap.serve.streaming import ChatForm, Form
 
 Body = TypeVar("Body", bound=schemas.Strict)
-Made = TypeVar("Made", schemas.ChatRequest, schemas.CompletionRequest)
+Chat = TypeVar("Chat", schemas.ChatRequest, schemas.CompletionRequest)
 
 
 class ChatPath(Protocol):
-    """A protocol of what answers chats, whichever API they were asked by."""
+    """A protocol of objects that answer chats of any API."""
 
     conversations: Conversations
 
@@ -35,7 +35,7 @@ class ChatPath(Protocol):
     def limits(self) -> RequestLimits:
         """Return the limits on requests."""
 
-    async def said(self, request: Request, kind: type[Body]) -> Body:
+    async def body_of(self, request: Request, kind: type[Body]) -> Body:
         """Return a request's body.
 
         Raises:
@@ -43,19 +43,19 @@ class ChatPath(Protocol):
         """
 
     async def answer(
-        self, request: Request, said: schemas.ChatRequest, form: Callable[[], Form]
+        self, request: Request, body: schemas.ChatRequest, form: Callable[[], Form]
     ) -> Response:
         """Answer a chat in any form."""
 
     async def go_on(
-        self, request: Request, said: schemas.CompletionRequest, form: Callable[[], Form]
+        self, request: Request, body: schemas.CompletionRequest, form: Callable[[], Form]
     ) -> Response:
         """Continue texts in any form."""
 
     def ask(
         self,
         request: Request,
-        made: Callable[[], Mapping[str, Any]],
+        make_body: Callable[[], Mapping[str, Any]],
         names: Mapping[str, str] = NONE,
     ) -> Ask:
         """Return what the body of a chat asks for, which is made of another API's.
@@ -73,27 +73,27 @@ class ChatPath(Protocol):
 
 
 class TranslatedPart(dict[str, Any]):
-    """A part of OpenAI's body that knows where it stands in the body that this one was made of."""
+    """A part of OpenAI's body that knows its path in the client's body, for errors."""
 
-    def __init__(self, place: str, **said: Any) -> None:
-        super().__init__(said)
-        self.place = place
+    def __init__(self, path: str, **fields: Any) -> None:
+        super().__init__(fields)
+        self.place = path
 
 
 def joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages of which the system's and the user's are one where they follow each other.
+    """Join messages of the system, and of the user, that follow each other.
 
     Chat templates of several models take no other order than that of turns.
     """
-    found = list[dict[str, Any]]()
-    for role, group in groupby(messages, lambda one: one["role"]):
+    merged = list[dict[str, Any]]()
+    for role, group in groupby(messages, lambda message: message["role"]):
         first, *others = group
         if others and role in ("system", "user"):
-            text = "\n\n".join([first["content"], *(one["content"] for one in others)])
+            text = "\n\n".join([first["content"], *(message["content"] for message in others)])
             first, others = copy(first), []
             first["content"] = text
-        found += [first, *others]
-    return found
+        merged += [first, *others]
+    return merged
 
 
 class TranslatedForm(ChatForm):
@@ -116,20 +116,20 @@ class TranslatedForm(ChatForm):
 
 
 def request_of(
-    kind: type[Made], made: Callable[[], Mapping[str, Any]], names: Mapping[str, str] = NONE
-) -> Made:
+    kind: type[Chat], make_body: Callable[[], Mapping[str, Any]], names: Mapping[str, str] = NONE
+) -> Chat:
     """Return the chat, or the text to continue, that another API's body asks for.
 
     Args:
         kind: which of both.
-        made: makes OpenAI's body of it, or raises a `ValueError`.
+        make_body: makes OpenAI's body of it, or raises a `ValueError`.
         names: fields of that API by OpenAI's names, where these differ.
 
     Raises:
         ApiError: it cannot be answered.
     """
     try:
-        body = made()
+        body = make_body()
         return kind.model_validate(body).named(names)
     except ValidationError as error:
         raise of_body(error, lambda path: _place(body, path, names)) from error
@@ -138,7 +138,7 @@ def request_of(
 
 
 def _place(body: Any, path: Sequence[int | str], names: Mapping[str, str]) -> str:
-    """Return where a field of OpenAI's body stands in the body that this one was made of."""
+    """Return the path in the client's body of a field of OpenAI's body."""
     steps = list(path)
     for count, step in enumerate(path, 1):
         try:

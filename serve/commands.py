@@ -149,7 +149,7 @@ class Address:
         """
         from kvcap.serve.server import is_loopback
 
-        found = list(self.api_key or ())
+        keys = list(self.api_key or ())
         if self.api_key_file is not None:
             try:
                 data = self.api_key_file.read_bytes()
@@ -158,18 +158,18 @@ class Address:
                     f"cannot read --api-key-file {self.api_key_file}: {error.strerror}"
                 ) from error
             lines = as_text(data, repr(str(self.api_key_file))).splitlines()
-            found += [line.strip() for line in lines if line.strip()]
-            if not found:
+            keys += [line.strip() for line in lines if line.strip()]
+            if not keys:
                 raise ValueError(f"there is no key in {self.api_key_file}; give one in each line")
-        for number, key in enumerate(found, 1):
+        for number, key in enumerate(keys, 1):
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ValueError(
                     f"API key {number} is empty or has a space or a letter beyond "
                     "ASCII; use letters, digits and dashes"
                 )
-        if not found and not self.insecure and not is_loopback(self.host):
+        if not keys and not self.insecure and not is_loopback(self.host):
             raise ValueError(ADVICE.format(host=self.host))
-        return found
+        return keys
 
 
 @dataclass(frozen=True)
@@ -253,10 +253,10 @@ class EngineOptions:
             ValueError: naming the option.
         """
         if self.engine == "local":
-            for name, given in (("--replicas", self.replicas), ("--ray-address", self.ray_address)):
-                if given is not None:
+            for name, value in (("--replicas", self.replicas), ("--ray-address", self.ray_address)):
+                if value is not None:
                     raise ValueError(
-                        f"{name} {given} needs --engine ray; add that, or leave it out"
+                        f"{name} {value} needs --engine ray; add that, or leave it out"
                     )
 
 
@@ -391,17 +391,17 @@ def opened(
         if engine.engine == "ray":
             from kvcap.serve.replicas import Opening, open_replicas
 
-            found: Any = open_replicas(
+            opening: Any = open_replicas(
                 Opening(model, backend, budget, running, taken_on),
                 settings.model,
                 engine.replicas,
                 engine.ray_address,
                 limits.connections,
             )
-            conversations, summary = found, found.summary
+            conversations, summary = opening, opening.summary
         else:
-            found = open_conversations(model, backend, budget, running, output, **taken_on)
-            conversations, summary = found.scheduler, found.plan.summary
+            opening = open_conversations(model, backend, budget, running, output, **taken_on)
+            conversations, summary = opening.scheduler, opening.plan.summary
         app = application(conversations, settings, page_routes())
         server = Server(app, listening, limits, load.grace, tls)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Defines what the API asks of the conversations behind it, and what it gets back.
+"""Defines the requests that the API makes of conversations, and their replies.
 
 Knows neither HTTP nor a model: `app.py` is written against these types, `scheduler.py` fulfils
 them, and a test of either can put a small stand-in in the place of the other.
@@ -100,7 +100,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """A count of what an answer took, in tokens; `cap_bytes` are bytes."""
+    """A count of the tokens of one request and its answer; `cap_bytes` are bytes."""
 
     prompt_tokens: int  # the whole request's: those that were read, and those reused
     reused_tokens: int  # those that it, or one with its system prompt, had read; evicted ones too

@@ -66,7 +66,7 @@ class OfferedPlace(NamedTuple):
     leaving: Conversation | None = None  # the conversation that must be saved and leave it first
 
 
-class Held:
+class ConversationPool:
     """A store that has the places in memory, and the conversations in them and on disk.
 
     Args:
@@ -84,9 +84,12 @@ class Held:
     @property
     def index_bytes(self) -> int:
         """Return the bytes of the indexes of all sessions; any thread may ask."""
-        sessions = [*self.free, *(one.session for one in list(self.conversations))]
-        known = {id(session): session for session in sessions if session is not None}
-        return sum(session.recall.store.nbytes for session in known.values())
+        sessions = [
+            *self.free,
+            *(conversation.session for conversation in list(self.conversations)),
+        ]
+        by_id = {id(session): session for session in sessions if session is not None}
+        return sum(session.recall.store.nbytes for session in by_id.values())
 
     def find(self, ask: Ask, counts: Mapping[str, int]) -> MatchedConversation:
         """Find the longest conversation that a request goes on.
@@ -104,17 +107,23 @@ class Held:
         if ask.messages is None:
             return held
         named = None if ask.session_id is None else tag(ask.session_id)
-        for one in self.conversations:
-            if one.owner != ask.owner or named not in (None, tag(one.id)):
+        for conversation in self.conversations:
+            if conversation.owner != ask.owner or named not in (None, tag(conversation.id)):
                 continue
-            if named is not None and one.state != "idle":
+            if named is not None and conversation.state != "idle":
                 return MatchedConversation(wait=True)
-            count = counts.get(one.key, 0)
-            if one.state == "answering" or count < max(1, held.messages):
+            count = counts.get(conversation.key, 0)
+            if conversation.state == "answering" or count < max(1, held.messages):
                 continue
-            if count == held.messages and held.conversation and one.used < held.conversation.used:
+            if (
+                count == held.messages
+                and held.conversation
+                and conversation.used < held.conversation.used
+            ):
                 continue
-            held = MatchedConversation(one, None, count, wait=one.state == "moving")
+            held = MatchedConversation(
+                conversation, None, count, wait=conversation.state == "moving"
+            )
         on_disk = (
             None if self.disk is None else self.disk.find(ask.owner, ask.session_id, [*counts])
         )
@@ -130,9 +139,13 @@ class Held:
 
     def known(self, owner: str, id_: str, state: State | None = None) -> Conversation | None:
         """Find the conversation in memory of that owner and id, if it is in that state."""
-        for one in self.conversations:
-            if one.owner == owner and tag(one.id) == tag(id_) and state in (None, one.state):
-                return one
+        for conversation in self.conversations:
+            if (
+                conversation.owner == owner
+                and tag(conversation.id) == tag(id_)
+                and state in (None, conversation.state)
+            ):
+                return conversation
         return None
 
     def place(self, ask: Ask, room: bool = True) -> OfferedPlace | None:
@@ -149,10 +162,10 @@ class Held:
         if self.made < self.places and (room or not self.made):
             self.made += 1
             return OfferedPlace(None)
-        idle = [one for one in self.conversations if one.state == "idle"]
+        idle = [conversation for conversation in self.conversations if conversation.state == "idle"]
         if not idle:
             return None
-        oldest = min(idle, key=lambda one: one.used)
+        oldest = min(idle, key=lambda conversation: conversation.used)
         if oldest.clean or self.disk is None:
             self.conversations.remove(oldest)
             return OfferedPlace(oldest.session)
@@ -164,31 +177,38 @@ class Held:
     ) -> Conversation:
         """Put a conversation into a place, to be answered."""
         named = None if ask.messages is None else ask.session_id
-        made = ask.fresh_id or secrets.token_hex(8)
+        new_id = ask.fresh_id or secrets.token_hex(8)
         if saved is not None and self.known(ask.owner, saved.tag) is None:
-            made = saved.tag  # else another conversation with the same beginning has that id
-        found = Conversation(ask.owner, named or made, session=session)
+            new_id = saved.tag  # else another conversation with the same beginning has that id
+        conversation = Conversation(ask.owner, named or new_id, session=session)
         if saved is not None:
-            found.key, found.file, found.clean = saved.key, saved.name, True
-        self.conversations.append(found)
-        return found
+            conversation.key, conversation.file, conversation.clean = saved.key, saved.name, True
+        self.conversations.append(conversation)
+        return conversation
 
-    def close(self, one: Conversation) -> None:
+    def close(self, conversation: Conversation) -> None:
         """Give up a conversation and its place."""
-        self.conversations.remove(one)
-        if one.session is not None:
-            self.free.append(one.session)
-            one.session = None
+        self.conversations.remove(conversation)
+        if conversation.session is not None:
+            self.free.append(conversation.session)
+            conversation.session = None
 
-    def save(self, one: Conversation, wanted: ConversationFile | None = None) -> None:
-        """Write a conversation to disk; what that comes to, its fields say.
+    def save(self, conversation: Conversation, needed: ConversationFile | None = None) -> None:
+        """Write a conversation to disk, and set its `file` and `clean`.
 
-        The file `wanted` is restored next, and kept if that can be.
+        The file `needed` is restored next, and kept if that can be.
         """
         assert self.disk is not None
-        name = self.disk.save(one.session, one.owner, one.id, one.key, one.file, wanted)
-        one.clean = True  # if writing failed, too, as it would fail again
-        one.file = name or one.file
+        name = self.disk.save(
+            conversation.session,
+            conversation.owner,
+            conversation.id,
+            conversation.key,
+            conversation.file,
+            needed,
+        )
+        conversation.clean = True  # if writing failed, too, as it would fail again
+        conversation.file = name or conversation.file
 
 
 def salt_of(runtime: Engine) -> str:
@@ -203,11 +223,11 @@ def keys_of(ask: Ask, salt: str) -> list[str]:
     """
     total = hashlib.blake2b(digest_size=16)
     _add(total, [salt, ask.tools])
-    found = []
+    keys = []
     for index, message in enumerate(ask.messages or ()):
         _add(total, [_known(message), index in ask.pins])
-        found.append(total.copy().hexdigest())
-    return found
+        keys.append(total.copy().hexdigest())
+    return keys
 
 
 def key_of(session: Session, tools: Sequence[Mapping[str, Any]], salt: str) -> str:
@@ -223,14 +243,16 @@ def key_of(session: Session, tools: Sequence[Mapping[str, Any]], salt: str) -> s
 
 
 def _known(message: Message) -> dict[str, Any]:
-    found = {name: value for name, value in message.items() if value or name in ("role", "content")}
-    if found["role"] == "assistant":  # clients send answers back without thoughts, and stripped
-        found["content"] = without_thoughts(found["content"]).strip()
-    return found
+    fields = {
+        name: value for name, value in message.items() if value or name in ("role", "content")
+    }
+    if fields["role"] == "assistant":  # clients send answers back without thoughts, and stripped
+        fields["content"] = without_thoughts(fields["content"]).strip()
+    return fields
 
 
-def _add(total: Any, what: Any) -> None:
-    data = json.dumps(what, sort_keys=True, default=list).encode()
+def _add(total: Any, part: Any) -> None:
+    data = json.dumps(part, sort_keys=True, default=list).encode()
     total.update(len(data).to_bytes(8, "little") + data)
 
 
@@ -240,13 +262,13 @@ def beginnings(ask: Ask, keys: Sequence[str]) -> dict[str, int]:
     A session pins all messages that it is sent at once, or none of them, so that those behind a
     beginning must all be pinned, or none.
     """
-    found, total = dict[str, int](), len(keys)
+    counts, total = dict[str, int](), len(keys)
     pinned = total - 1 in ask.pins
     same = next((n for n in range(1, total + 1) if (total - n in ask.pins) != pinned), total + 1)
     for count, key in enumerate(keys[:-1], 1):
         if total - count < same:  # so many messages at the end are all pinned, or none is
-            found[key] = count
-    return found
+            counts[key] = count
+    return counts
 
 
 def check(ask: Ask) -> None:
@@ -284,13 +306,13 @@ def recall_of(ask: Ask, usual: RecallSettings) -> RecallSettings:
     """
     if ask.recall is None:
         return usual
-    wanted = RecallSettings.parse(ask.recall, usual.store_bytes)
-    if wanted.nbytes > usual.nbytes:
+    chosen = RecallSettings.parse(ask.recall, usual.store_bytes)
+    if chosen.nbytes > usual.nbytes:
         raise ValueError(
             f"recall {ask.recall!r} will not work, as the server was started with --recall off and "
             "has no memory for an index; leave recall out, or start it with --recall auto"
         )
-    return wanted
+    return chosen
 
 
 def blank(session: Session) -> None:
@@ -301,7 +323,7 @@ def blank(session: Session) -> None:
 
 
 def _options(session: Session, ask: Ask) -> Mapping[str, Any]:
-    """Return the settings of a request, without what its calls cannot be held to.
+    """Return a request's settings, without constraints that calls of tools cannot be held to.
 
     They cannot where the chat template writes them in another form than `call_schema` is of, or
     llguidance is not installed.

@@ -82,19 +82,24 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """Return the error as OpenAI's API has it, sent alone or as the last event of a stream."""
-        said = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": said}
+        fields = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": fields}
 
     @property
     def anthropic(self) -> dict[str, Any]:
-        """Return the error as Anthropic's API has it, sent likewise."""
+        """Return the error in Anthropic's format, sent alone or as the last event of a stream."""
         usual = "api_error" if self.status >= 500 else "invalid_request_error"
-        said = {"type": KINDS.get(self.status, usual), "message": self.message}
-        return {"type": "error", "error": said}
+        fields = {"type": KINDS.get(self.status, usual), "message": self.message}
+        return {"type": "error", "error": fields}
 
     @property
     def ollama(self) -> dict[str, Any]:
-        """Return the error as ollama has it, sent likewise."""
+        """Return the error in ollama's format, sent alone or as the last line of a stream."""
         return {"error": self.message}
 
     @property
@@ -109,35 +114,35 @@ class ApiError(Exception):
 
     def answer(self, path: str) -> JSONResponse:
         """Return the whole answer to a request for an address, in the form of its API."""
-        said = self.body
+        body = self.body
         if f"{path}/".startswith(f"{MESSAGES}/"):
-            said = self.anthropic
+            body = self.anthropic
         elif path.startswith(OLLAMA):
-            said = self.ollama
-        return JSONResponse(said, self.status, self.headers)
+            body = self.ollama
+        return JSONResponse(body, self.status, self.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the API's error for any: itself, or that of one which the conversations raised."""
+    """Map any error to the API's; an `ApiError` stays as it is."""
     if isinstance(error, ApiError):
         return error
-    said = str(error)
+    text = str(error)
     if isinstance(error, Busy):
-        return ApiError(429, said, code="busy", retry_after_s=error.retry_after_s)
+        return ApiError(429, text, code="busy", retry_after_s=error.retry_after_s)
     if isinstance(error, ConversationUnknown):
-        return ApiError(404, said, code="conversation_not_found")
+        return ApiError(404, text, code="conversation_not_found")
     if isinstance(error, MemoryCapExceeded):
-        return ApiError(503, said, code="memory_cap_exceeded", retry_after_s=1)
+        return ApiError(503, text, code="memory_cap_exceeded", retry_after_s=1)
     if isinstance(error, ReplicaLost):
-        return ApiError(503, said, code="replica_lost", retry_after_s=1)
+        return ApiError(503, text, code="replica_lost", retry_after_s=1)
     if isinstance(error, ReaderTooSlow):
-        return ApiError(408, said, code="reader_too_slow")
+        return ApiError(408, text, code="reader_too_slow")
     if isinstance(error, SessionBroken):
-        return ApiError(500, said, code="session_broken")
+        return ApiError(500, text, code="session_broken")
     if isinstance(error, KvcapError) and isinstance(error, ValueError):
-        return ApiError(400, said, code=_words(type(error).__name__))
+        return ApiError(400, text, code=_words(type(error).__name__))
     if isinstance(error, ValueError):  # the house rule: what a user can get wrong
-        return ApiError(400, said)
+        return ApiError(400, text)
     return ApiError(500, "the server failed; its log says why")
 
 
@@ -146,37 +151,37 @@ def _path(steps: Sequence[int | str]) -> str:
 
 
 def of_body(
-    error: ValidationError, place: Callable[[Sequence[int | str]], str] = _path
+    error: ValidationError, path_of: Callable[[Sequence[int | str]], str] = _path
 ) -> ApiError:
     """Return the API's error for a body that is not valid; it names the first thing wrong.
 
     Args:
         error: of the schema.
-        place: returns where a field of the schema stands in the client's body.
+        path_of: returns where a field of the schema stands in the client's body.
     """
-    found = error.errors(include_url=False, include_context=False)
-    first = found[0]
-    where = place(first["loc"])
+    errors = error.errors(include_url=False, include_context=False)
+    first = errors[0]
+    where = path_of(first["loc"])
     where = where if len(where) <= SHOWN else f"{where[:SHOWN]}..."
     if first["type"] == "json_invalid":
-        said = first["msg"].removeprefix("Invalid JSON: ")
-        if "escape" in said or "code point" in said:
-            said += "; give UTF-8, and whole letters: no half of a surrogate pair"
-        return ApiError(400, f"the body is no JSON: {said}")
+        message = first["msg"].removeprefix("Invalid JSON: ")
+        if "escape" in message or "code point" in message:
+            message += "; give UTF-8, and whole letters: no half of a surrogate pair"
+        return ApiError(400, f"the body is no JSON: {message}")
     text = first["msg"].removeprefix("Value error, ")
     text = f"is {_shown(first['input'])}: {text[:1].lower()}{text[1:]}"
-    said = ADVICE.get(first["type"], text)
+    message = ADVICE.get(first["type"], text)
     if not where:
-        return ApiError(400, f"the body {said}")
+        return ApiError(400, f"the body {message}")
     code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
-    return ApiError(400, f"{where} {said}", param=where, code=code)
+    return ApiError(400, f"{where} {message}", param=where, code=code)
 
 
-def _shown(given: Any) -> str:
+def _shown(value: Any) -> str:
     """Return a given value in a few letters."""
-    if isinstance(given, (dict, list)):
-        return "an object" if isinstance(given, dict) else "a list"
-    text = repr(given[: SHOWN + 1] if isinstance(given, str) else given)
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
@@ -189,23 +194,27 @@ def _of_address(request: Request, error: HTTPException) -> JSONResponse:
     """Return the answer to a request for an address that there is not, or not by its method."""
     where, allowed = _shown(request.url.path), dict(error.headers or {})
     if error.status_code == 404:
-        said = f"there is nothing at {where}; use /v1/chat/completions, /v1/completions, /v1/models"
+        message = (
+            f"there is nothing at {where}; use /v1/chat/completions, /v1/completions, /v1/models"
+        )
         if request.url.path in EMBEDDINGS:
-            said = f"{where} is not answered: kvcap writes text; ask a server of an embedding model"
-        return ApiError(404, said, code="unknown_url").answer(request.url.path)
+            message = (
+                f"{where} is not answered: kvcap writes text; ask a server of an embedding model"
+            )
+        return ApiError(404, message, code="unknown_url").answer(request.url.path)
     methods = " or ".join(sorted(allowed.get("Allow", "").split(", ")))
-    said = f"{where} does not answer {request.method}; use {methods}"
-    refused = ApiError(error.status_code, said, code="method_not_supported")
-    found = refused.answer(request.url.path)
-    found.headers.update(allowed)
-    return found
+    message = f"{where} does not answer {request.method}; use {methods}"
+    refused = ApiError(error.status_code, message, code="method_not_supported")
+    response = refused.answer(request.url.path)
+    response.headers.update(allowed)
+    return response
 
 
 async def respond_unforeseen(request: Request, error: Exception) -> JSONResponse:
-    """Handle an error that is raised again for the log, whereupon uvicorn ends the connection."""
-    found = await respond(request, error)
-    found.headers["Connection"] = "close"
-    return found
+    """Answer an unforeseen error; the header says that uvicorn will close the connection."""
+    response = await respond(request, error)
+    response.headers["Connection"] = "close"
+    return response
 
 
 async def respond(request: Request, error: Exception) -> JSONResponse:

@@ -66,8 +66,8 @@ class Bodies:
                         )
             yield bytes(body)
         except TimeoutError:
-            said = f"the body did not arrive within {limits.body_seconds:g} s"
-            raise ApiError(408, said) from None
+            message = f"the body did not arrive within {limits.body_seconds:g} s"
+            raise ApiError(408, message) from None
         finally:
             self.held -= len(body)
 
@@ -82,7 +82,7 @@ def _too_long(limits: RequestLimits) -> ApiError:
 
 
 def _check_head(request: Request, limits: RequestLimits) -> None:
-    """Refuse a body by what is said of it.
+    """Refuse a body by its headers: its length or its type.
 
     Raises:
         ApiError: it is too long, or no JSON.
@@ -91,8 +91,8 @@ def _check_head(request: Request, limits: RequestLimits) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and (kind not in UNSAID or from_browser(request)):
         raise ApiError(415, "the body must be sent with Content-Type: application/json")
-    said = request.headers.get("content-length", "")
-    if said.isdecimal() and (len(said) >= 20 or int(said) > limits.body_bytes):
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) >= 20 or int(length) > limits.body_bytes):
         raise _too_long(limits)
 
 
@@ -119,10 +119,10 @@ class Patient(H11Protocol):
             self.waiting = self.loop.call_later(self.limits.head_seconds, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, unless the request was answered already; end the connection."""
+        """Answer malformed HTTP with an error, unless an answer has begun; end the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            said = "what was sent is no request of HTTP/1.1; use a client that speaks it"
-            response = ApiError(400, said).answer("")
+            message = "what was sent is no request of HTTP/1.1; use a client that speaks it"
+            response = ApiError(400, message).answer("")
             headers = [*response.raw_headers, (b"connection", b"close")]
             for event in (
                 h11.Response(status_code=400, reason=b"Bad Request", headers=headers),

@@ -57,15 +57,18 @@ class MessageTool(schemas.Strict):
     @property
     def openai(self) -> dict[str, Any]:
         """Return the tool as OpenAI's API has it."""
-        examples = [f"Example: {json.dumps(one)}" for one in self.input_examples or ()]
+        examples = [f"Example: {json.dumps(example)}" for example in self.input_examples or ()]
         description = "\n".join([*filter(None, [self.description]), *examples])
-        said: dict[str, Any] = {"description": description or None, "parameters": self.input_schema}
-        said |= {} if self.strict is None else {"strict": self.strict}
-        return {"type": "function", "function": {"name": self.name, **said}}
+        function: dict[str, Any] = {
+            "description": description or None,
+            "parameters": self.input_schema,
+        }
+        function |= {} if self.strict is None else {"strict": self.strict}
+        return {"type": "function", "function": {"name": self.name, **function}}
 
 
 class ThinkingSettings(schemas.Strict):
-    """A group of settings of what the model thinks."""
+    """A group of settings of the model's thoughts."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -96,7 +99,7 @@ class ContextEdit(schemas.Strict):
 
 
 class ContextManagement(schemas.Strict):
-    """A group of wishes of what is to be left out of a long conversation."""
+    """A group of rules for leaving parts out of a long conversation."""
 
     edits: list[ContextEdit] | None = None
 
@@ -126,29 +129,29 @@ class CountBody(schemas.Strict):
         Raises:
             ValueError: a block that this server does not read.
         """
-        found: dict[str, Any] = {"model": self.model, "messages": self._messages()}
+        body: dict[str, Any] = {"model": self.model, "messages": self._messages()}
         names = _referenced(self.messages)
         if tools := [t.openai for t in self.tools or () if not t.defer_loading or t.name in names]:
-            found["tools"] = tools
+            body["tools"] = tools
         choice = dict(self.tool_choice or {})
         if choice.pop("disable_parallel_tool_use", None):
-            found["parallel_tool_calls"] = False
+            body["parallel_tool_calls"] = False
         if kind := choice.pop("type", None):
             named = {"type": "function", "function": {"name": choice.pop("name", None)}}
             words = {"any": "required", "tool": named}
-            found["tool_choice"] = words.get(kind, kind) if isinstance(kind, str) else kind
+            body["tool_choice"] = words.get(kind, kind) if isinstance(kind, str) else kind
         if choice:
             raise ValueError(f"tool_choice has {next(iter(choice))[:40]!r}; leave it out")
-        found["chat_template_kwargs"] = {"enable_thinking": self.thinks}
+        body["chat_template_kwargs"] = {"enable_thinking": self.thinks}
         if self.thinking is not None and self.thinks:
-            found["thinking_budget"] = self.thinking.budget_tokens
+            body["thinking_budget"] = self.thinking.budget_tokens
         config = self.output_config or OutputSettings()
         if config.effort is not None:
-            found["reasoning_effort"] = EFFORTS.get(config.effort, config.effort)
+            body["reasoning_effort"] = EFFORTS.get(config.effort, config.effort)
         if format_ := config.format or self.output_format:
             named = {"schema": format_.schema_}
-            found["response_format"] = {"type": "json_schema", "json_schema": named}
-        return found
+            body["response_format"] = {"type": "json_schema", "json_schema": named}
+        return body
 
     @property
     def thinks(self) -> bool:
@@ -156,9 +159,9 @@ class CountBody(schemas.Strict):
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def _messages(self) -> list[dict[str, Any]]:
-        found = list[dict[str, Any]]()
+        messages = list[dict[str, Any]]()
         if self.system:
-            found.append({"role": "system", "content": _text(self.system, "system")})
+            messages.append({"role": "system", "content": _text(self.system, "system")})
         begun = False  # by others than the system
         for number, message in enumerate(self.messages):
             where, system = f"messages.{number}", message.get("role") == "system"
@@ -166,8 +169,8 @@ class CountBody(schemas.Strict):
                 text = LATER_SYSTEM.format(_text(message.get("content"), f"{where}.content"))
                 message = {**message, "role": "user", "content": text}
             begun = begun or not system
-            found += _translated(message, where)
-        return joined(found)
+            messages += _translated(message, where)
+        return joined(messages)
 
 
 class MessageBody(CountBody):
@@ -185,12 +188,12 @@ class MessageBody(CountBody):
     def openai(self) -> dict[str, Any]:
         """Return the body as OpenAI's API has it."""
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k")
-        given = {name: getattr(self, name) for name in same}
-        return super().openai() | given | {"stop": self.stop_sequences}
+        fields = {name: getattr(self, name) for name in same}
+        return super().openai() | fields | {"stop": self.stop_sequences}
 
     @property
     def shows_thoughts(self) -> bool:
-        """Return whether the answer has a block of what the model thinks."""
+        """Return whether the answer has a block with the model's thoughts."""
         return self.thinks and self.thinking is not None and self.thinking.display != "omitted"
 
 
@@ -203,47 +206,51 @@ def _translated(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         return [TranslatedPart(where, role=role, content=content)]
     results, texts, calls = list[dict[str, Any]](), list[Any](), list[dict[str, Any]]()
     for number, block in enumerate(content if isinstance(content, list) else [None]):
-        place = f"{where}.content.{number}"
+        path = f"{where}.content.{number}"
         match block:
             case {"type": "text"}:
                 texts.append(block)
             case {"type": "tool_result", "tool_use_id": str(id_)} if role == "user":
-                text = _text(block.get("content") or "", f"{place}.content")
+                text = _text(block.get("content") or "", f"{path}.content")
                 text = f"Error: {text}" if block.get("is_error") else text
-                results.append(TranslatedPart(place, role="tool", tool_call_id=id_, content=text))
+                results.append(TranslatedPart(path, role="tool", tool_call_id=id_, content=text))
             case {"type": "tool_use", "id": id_, "name": name, "input": input_} if (
                 role == "assistant"
             ):
                 if not isinstance(input_, dict):
-                    raise ValueError(f"{place}.input is no object; give the call's arguments")
+                    raise ValueError(f"{path}.input is no object; give the call's arguments")
                 function = {"name": name, "arguments": json.dumps(input_)}
-                calls.append(TranslatedPart(place, type="function", id=id_, function=function))
+                calls.append(TranslatedPart(path, type="function", id=id_, function=function))
             case {"type": kind} if kind in UNUSED:
                 pass
             case _:
                 kind = block.get("type") if isinstance(block, dict) else None
                 raise ValueError(
-                    f"{place} is {str(kind)[:40]!r}; a message of the {role} has "
+                    f"{path} is {str(kind)[:40]!r}; a message of the {role} has "
                     "text, tool_use or tool_result here"
                 )
     if not texts and not calls:
         return results
     called = {"tool_calls": calls} if calls else {}
-    said = TranslatedPart(where, role=role, content=_text(texts, f"{where}.content"), **called)
-    return [*results, said]
+    translated = TranslatedPart(
+        where, role=role, content=_text(texts, f"{where}.content"), **called
+    )
+    return [*results, translated]
 
 
 def _referenced(messages: list[dict[str, Any]]) -> set[str]:
     """Return the names of the tools that results of a search for tools refer to."""
     results = [block for message in messages for block in _blocks(message)]
-    found = [block for result in results for block in _blocks(result)]
-    return {str(one.get("tool_name")) for one in found if one.get("type") == "tool_reference"}
+    blocks = [block for result in results for block in _blocks(result)]
+    return {str(part.get("tool_name")) for part in blocks if part.get("type") == "tool_reference"}
 
 
 def _blocks(of: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the blocks that the content of a message, or of a block, has."""
     content = of.get("content")
-    return [one for one in content if isinstance(one, dict)] if isinstance(content, list) else []
+    return (
+        [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
+    )
 
 
 def _text(content: Any, where: str) -> str:
@@ -271,17 +278,17 @@ class MessageForm(TranslatedForm):
     Args:
         model: the name that the server has for it.
         most_calls: of tools.
-        asked: the body.
+        body: the body.
     """
 
     prefix = "msg"
     alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, model: str, most_calls: int, asked: MessageBody) -> None:
+    def __init__(self, model: str, most_calls: int, body: MessageBody) -> None:
         super().__init__(model, include_usage=False, usage_each=True, most_calls=most_calls)
-        self.shows_thoughts = asked.shows_thoughts
+        self.shows_thoughts = body.shows_thoughts
         edits: dict[str, Any] = {"context_management": {"applied_edits": []}}  # none is taken
-        self.edits = edits if asked.context_management else {}
+        self.edits = edits if body.context_management else {}
         self.blocks = 0  # that were opened
         self.open: str | None = None  # the kind of the last one, until it is closed
 
@@ -289,8 +296,8 @@ class MessageForm(TranslatedForm):
         """Write the message without its content."""
         assert self.so_far is not None
         usage = {"input_tokens": self.so_far["prompt_tokens"], "output_tokens": 0}
-        said = {**self._message([], None), "stop_sequence": None, "usage": usage}
-        return _event("message_start", message=said)
+        message = {**self._message([], None), "stop_sequence": None, "usage": usage}
+        return _event("message_start", message=message)
 
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and why the answer ended."""
@@ -311,9 +318,9 @@ class MessageForm(TranslatedForm):
         if self.content:
             content.append({"type": "text", "text": self.content})
         content += [{**_call(call), "input": arguments_of(call)} for call in self.calls]
-        said = self._message(content, self._stopped(reply))
+        message = self._message(content, self._stopped(reply))
         stopped = {"stop_sequence": _stop_string(reply), "usage": _usage(reply)}
-        return {**said, **stopped, **self.edits}
+        return {**message, **stopped, **self.edits}
 
     def _message(self, content: list[Any], reason: str | None) -> dict[str, Any]:
         return {
@@ -330,18 +337,18 @@ class MessageForm(TranslatedForm):
 
     def delta(self, delta: Mapping[str, Any]) -> bytes:
         """Write the blocks that a delta opens or continues."""
-        found = b""
+        events = b""
         if (text := delta.get("reasoning_content")) and self.shows_thoughts:
-            found += self._begin("thinking", {"thinking": "", "signature": ""})
-            found += self._go_on({"type": "thinking_delta", "thinking": text})
+            events += self._begin("thinking", {"thinking": "", "signature": ""})
+            events += self._go_on({"type": "thinking_delta", "thinking": text})
         if text := delta.get("content"):
-            found += self._begin("text", {"text": ""})
-            found += self._go_on({"type": "text_delta", "text": text})
+            events += self._begin("text", {"text": ""})
+            events += self._go_on({"type": "text_delta", "text": text})
         for call in delta.get("tool_calls", ()):
-            found += self._close() + self._begin("tool_use", {**_call(call), "input": {}})
+            events += self._close() + self._begin("tool_use", {**_call(call), "input": {}})
             text = call["function"]["arguments"]
-            found += self._go_on({"type": "input_json_delta", "partial_json": text})
-        return found
+            events += self._go_on({"type": "input_json_delta", "partial_json": text})
+        return events
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         """Write that a block begins, unless it is open."""
@@ -382,8 +389,8 @@ def _stop_string(reply: Reply) -> str | None:
     return None if reply.usage is None else reply.usage.stop_string
 
 
-def _event(type: str, **said: Any) -> bytes:
-    return f"event: {type}\ndata: {WRITTEN({'type': type, **said})}\n\n".encode("ascii")
+def _event(type: str, **fields: Any) -> bytes:
+    return f"event: {type}\ndata: {WRITTEN({'type': type, **fields})}\n\n".encode("ascii")
 
 
 class Messages:
@@ -398,15 +405,15 @@ class Messages:
 
     async def create(self, request: Request) -> Response:
         """Answer messages: `POST /v1/messages`."""
-        body = await self.api.said(request, MessageBody)
-        said = request_of(schemas.ChatRequest, body.openai, NAMES)
+        body = await self.api.body_of(request, MessageBody)
+        request_body = request_of(schemas.ChatRequest, body.openai, NAMES)
         return await self.api.answer(
-            request, said, lambda: MessageForm(self.api.name, said.most_calls, body)
+            request, request_body, lambda: MessageForm(self.api.name, request_body.most_calls, body)
         )
 
     async def count(self, request: Request) -> Response:
         """Count the tokens that messages would take: `POST /v1/messages/count_tokens`."""
-        body = await self.api.said(request, CountBody)
+        body = await self.api.body_of(request, CountBody)
         ask = self.api.ask(request, body.openai, NAMES)
-        found = await self.api.conversations.encode(ask)
-        return JSONResponse({"input_tokens": len(found)})
+        ids = await self.api.conversations.encode(ask)
+        return JSONResponse({"input_tokens": len(ids)})

@@ -90,7 +90,7 @@ class Metrics(Collector):
             yield CounterMetricFamily(f"kvcap_{name}", text, getattr(now, name))
 
     async def timed(self, reply: Reply) -> AsyncIterator[Piece]:
-        """Yield the pieces of an answer, whose times are noted if it comes to its end."""
+        """Yield the pieces of an answer, and record their times if it ends normally."""
         begun, first = time.perf_counter(), True
         async for piece in reply:
             if first and piece.progress is None:

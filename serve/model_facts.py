@@ -1,4 +1,4 @@
-"""Says what the model of a server is and can do, as APIs that describe models ask for."""
+"""Describes the model of a server and its abilities, for APIs that list models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "fp32": "F32",
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A record of what a model is, and of what its chat template writes."""
+    """A record of a model's family, size and types, and of its chat template's abilities."""
 
     architecture: str = "kvcap"  # as transformers and GGUF files call it
     context_length: int = 0  # tokens that it was trained on
@@ -37,20 +37,20 @@ class ModelFacts:
             level = gguf.weights_type
             return cls(gguf.architecture, length, gguf.parameters, level, tools, thinking)
         if model is None:
-            told = getattr(runtime, "manifest", None)
-            family = told.model.get("family", "") if told is not None else ""
-            level = _level(told.facts["dtype"] if told is not None else runtime.plan.dtype)
+            manifest = getattr(runtime, "manifest", None)
+            family = manifest.model.get("family", "") if manifest is not None else ""
+            level = _level(manifest.facts["dtype"] if manifest is not None else runtime.plan.dtype)
             return cls(family or "kvcap", length, 0, level, tools, thinking)
         from kvcap.runtime.models.packed_matrix import PackedMatrix
 
         sizes, held = Counter[str](), set[int]()
         for module in model.modules():
             if isinstance(module, PackedMatrix):
-                held |= {id(one) for one in module.parameters()}
+                held |= {id(parameter) for parameter in module.parameters()}
                 sizes[str(runtime.plan.weights_dtype)] += module.rows * module.columns
-        for one in model.parameters():
-            if id(one) not in held:
-                sizes[str(one.dtype).removeprefix("torch.")] += one.numel()
+        for parameter in model.parameters():
+            if id(parameter) not in held:
+                sizes[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
         config = model.config.get_text_config(decoder=True)
         level = _level(sizes.most_common(1)[0][0])
         return cls(config.model_type, length, sizes.total(), level, tools, thinking)

@@ -1,4 +1,4 @@
-"""Answers at ollama's addresses, `/api/chat`, `/api/generate` and others, by the path of chats.
+"""Answers ollama's API (`/api/chat`, `/api/generate` and others) as OpenAI's chats are.
 
 A body becomes a `ChatRequest`, and `OllamaForm` puts the answer into ollama's words: lines of JSON,
 streamed unless the body says otherwise.
@@ -77,18 +77,18 @@ class GoBody(schemas.Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_zeros(cls, said: Any) -> Any:
-        if not isinstance(said, dict):
-            return said
+    def _without_zeros(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
         return {
             name: value
-            for name, value in said.items()
+            for name, value in body.items()
             if value or (name in cls.KEPT and value not in ("", None))
         }
 
 
 class OllamaBody(GoBody):
-    """A body with what a chat and a text have in common."""
+    """A body with the fields that a chat and a text share."""
 
     model: Annotated[str, Field(max_length=256)]
     stream: bool | None = None
@@ -103,29 +103,29 @@ class OllamaBody(GoBody):
 
     @property
     def load_or_unload(self) -> str:
-        """Return what a body asks for that has nothing to answer; the model stays in any case."""
+        """Return "load" or "unload" for a body without a prompt; the model stays in any case."""
         kept = "1" if self.keep_alive is None else str(self.keep_alive)  # 0, "0", "0s", "0m0s"
         return "unload" if "0" in kept and not kept.strip("0.smh") else "load"
 
-    def openai(self, **asked: Any) -> dict[str, Any]:
+    def openai(self, **prompt: Any) -> dict[str, Any]:
         """Return the body as OpenAI's API has it, with the messages or the prompt that it asks.
 
         Raises:
             ValueError: an option that this server has not.
         """
-        found: dict[str, Any] = {"model": self.model.removesuffix(":latest"), **asked}
-        found["stream"] = self.stream is not False
-        given = dict(self.options or {})
-        last = given.pop("repeat_last_n", -1)
+        body: dict[str, Any] = {"model": self.model.removesuffix(":latest"), **prompt}
+        body["stream"] = self.stream is not False
+        options = dict(self.options or {})
+        last = options.pop("repeat_last_n", -1)
         if type(last) is not int or last < -1:
             raise ValueError(f"options.repeat_last_n is {last!r}; use a whole number, -1 or more")
         if last == 0:  # the penalty looks at no token
-            given["repeat_penalty"] = 1.0
-        if type(most := given.get("num_predict")) is int and most in UNLIMITED:
-            del given["num_predict"]
-        for name, value in given.items():
+            options["repeat_penalty"] = 1.0
+        if type(most := options.get("num_predict")) is int and most in UNLIMITED:
+            del options["num_predict"]
+        for name, value in options.items():
             if name in OPTIONS:
-                found[OPTIONS[name]] = value
+                body[OPTIONS[name]] = value
             elif name not in UNUSED and not _changes_nothing(name, value):
                 raise ValueError(
                     f"options has {name[:40]!r}, which this server has not; use "
@@ -134,18 +134,21 @@ class OllamaBody(GoBody):
         if self.format:
             schema = {"type": "object"} if self.format == "json" else self.format
             named = {"name": "answer", "schema": schema}
-            found["response_format"] = {"type": "json_schema", "json_schema": named}
+            body["response_format"] = {"type": "json_schema", "json_schema": named}
         if self.logprobs or self.top_logprobs:
-            found |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
+            body |= {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         if isinstance(self.think, str):
-            found["reasoning_effort"] = self.think
+            body["reasoning_effort"] = self.think
         elif self.think is not None:
-            found["chat_template_kwargs"] = {"enable_thinking": self.think}
-        return found
+            body["chat_template_kwargs"] = {"enable_thinking": self.think}
+        return body
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
-    return any(type(value) in (type(one), float) and value == one for one in NEUTRAL.get(name, ()))
+    return any(
+        type(value) in (type(neutral), float) and value == neutral
+        for neutral in NEUTRAL.get(name, ())
+    )
 
 
 class ChatBody(OllamaBody):
@@ -161,26 +164,28 @@ class ChatBody(OllamaBody):
 
     def chat(self) -> dict[str, Any]:
         """Return the body as OpenAI's API has it; ollama's calls have no ids, and get their own."""
-        found, waiting = list[dict[str, Any]](), list[str]()
+        messages, waiting = list[dict[str, Any]](), list[str]()
         for number, message in enumerate(self.messages):
-            said = {k: v for k, v in message.items() if v and k not in ("thinking", "tool_name")}
-            said.setdefault("content", "")
+            translated = {
+                k: v for k, v in message.items() if v and k not in ("thinking", "tool_name")
+            }
+            translated.setdefault("content", "")
             if message.get("images"):
                 raise ValueError(f"messages.{number} has images; this server reads texts")
             if calls := message.get("tool_calls"):
                 if not isinstance(calls, list):
                     raise ValueError(f"messages.{number}.tool_calls is no list; give one of calls")
-                said["tool_calls"] = [
-                    _as_openai(call, number, place) for place, call in enumerate(calls)
+                translated["tool_calls"] = [
+                    _as_openai(call, number, index) for index, call in enumerate(calls)
                 ]
-                waiting = [call["id"] for call in said["tool_calls"]]
-            if message.get("role") == "tool" and "tool_call_id" not in said:
-                said["tool_call_id"] = waiting.pop(0) if waiting else "call"
-            found.append(said)
-        return {**self.openai(messages=found), "tools": self.tools}
+                waiting = [call["id"] for call in translated["tool_calls"]]
+            if message.get("role") == "tool" and "tool_call_id" not in translated:
+                translated["tool_call_id"] = waiting.pop(0) if waiting else "call"
+            messages.append(translated)
+        return {**self.openai(messages=messages), "tools": self.tools}
 
 
-def _as_openai(call: Any, number: int, place: int) -> dict[str, Any]:
+def _as_openai(call: Any, number: int, index: int) -> dict[str, Any]:
     """Return the call at a place of a message with that number as OpenAI's API has it.
 
     Raises:
@@ -188,11 +193,11 @@ def _as_openai(call: Any, number: int, place: int) -> dict[str, Any]:
     """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        where = f"messages.{number}.tool_calls.{place}"
+        where = f"messages.{number}.tool_calls.{index}"
         raise ValueError(f"{where} has no function; give one with name and arguments")
     arguments = json.dumps(function.get("arguments") or {})
     named = {"name": function.get("name"), "arguments": arguments}
-    return {"type": "function", "id": call.get("id") or f"call_{number}_{place}", "function": named}
+    return {"type": "function", "id": call.get("id") or f"call_{number}_{index}", "function": named}
 
 
 class GenerateBody(OllamaBody):
@@ -228,9 +233,9 @@ class GenerateBody(OllamaBody):
                 )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true; add that, or leave it out")
-        said = {"logprobs": self.top_logprobs or 0 if self.logprobs else None}
+        likelihoods = {"logprobs": self.top_logprobs or 0 if self.logprobs else None}
         without = {"chat_template_kwargs": None, "top_logprobs": None}
-        return {**self.openai(prompt=self.prompt), **without, **said}
+        return {**self.openai(prompt=self.prompt), **without, **likelihoods}
 
 
 class ShowBody(GoBody):
@@ -265,7 +270,7 @@ class OllamaForm(TranslatedForm):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices of a piece, and note when the first came."""
         self.first = self.first or time.perf_counter_ns()
-        self.likely += [_likely(one.as_dict()) for one in piece.logprobs or ()]
+        self.likely += [_likely(logprob.as_dict()) for logprob in piece.logprobs or ()]
         return self.parts(piece)
 
     def parts(self, piece: Piece) -> list[dict[str, Any]]:
@@ -284,8 +289,8 @@ class OllamaForm(TranslatedForm):
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole answer, with its figures."""
         delta = {"content": self.content, "reasoning_content": self.thoughts}
-        said = self._said({**delta, "tool_calls": self.calls})
-        return {**said, **self._likely(), **self._figures(reply)}
+        line = self._said({**delta, "tool_calls": self.calls})
+        return {**line, **self._likely(), **self._figures(reply)}
 
     def delta(self, delta: Mapping[str, Any]) -> bytes:
         """Write a delta's line."""
@@ -295,16 +300,16 @@ class OllamaForm(TranslatedForm):
 
     def _likely(self) -> dict[str, Any]:
         """Return how likely the tokens were that no line has had, if that was asked for."""
-        found, self.likely = self.likely, []
-        return {"logprobs": found} if found else {}
+        logprobs, self.likely = self.likely, []
+        return {"logprobs": logprobs} if logprobs else {}
 
     def _said(self, delta: Mapping[str, Any]) -> dict[str, Any]:
         """Return one delta of a chat's stream in ollama's words."""
         text, thoughts = delta.get("content") or "", delta.get("reasoning_content")
-        found = {"model": self.model, "created_at": now()}
+        line = {"model": self.model, "created_at": now()}
         thinking = {"thinking": thoughts} if thoughts else {}
         if not self.chat:
-            return {**found, "response": text, **thinking}
+            return {**line, "response": text, **thinking}
         message = {"role": "assistant", "content": text, **thinking}
         if calls := delta.get("tool_calls"):
             message["tool_calls"] = [
@@ -317,7 +322,7 @@ class OllamaForm(TranslatedForm):
                 }
                 for call in calls
             ]
-        return {**found, "message": message}
+        return {**line, "message": message}
 
     def _figures(self, reply: Reply) -> dict[str, Any]:
         usage, ended = reply.usage, time.perf_counter_ns()
@@ -362,7 +367,7 @@ class Ollama:
 
     @property
     def facts(self) -> ModelFacts:
-        """Return what the model is and can do."""
+        """Return the model's description and abilities."""
         return self.api.conversations.figures().model
 
     @property
@@ -409,7 +414,7 @@ class Ollama:
         self, request: Request, kind: type[ChatBody] | type[GenerateBody]
     ) -> Response:
         chats, name = kind is ChatBody, self.api.name
-        body = await self.api.said(request, kind)
+        body = await self.api.body_of(request, kind)
         if body.is_empty:
             self.api.check_model(body.model.removesuffix(":latest"))
             answer = (
@@ -422,15 +427,15 @@ class Ollama:
                 schemas.CompletionRequest, body.text, {**NAMES, "logprobs": "top_logprobs"}
             )
             return await self.api.go_on(request, text, lambda: RawForm(name))
-        said = request_of(schemas.ChatRequest, body.chat, NAMES)
+        chat = request_of(schemas.ChatRequest, body.chat, NAMES)
         return await self.api.answer(
-            request, said, lambda: OllamaForm(name, said.most_calls, chat=chats)
+            request, chat, lambda: OllamaForm(name, chat.most_calls, chat=chats)
         )
 
     async def show(self, request: Request) -> Response:
         """Describe the model."""
-        said = await self.api.said(request, ShowBody)
-        self.api.check_model((said.model or said.name or "").removesuffix(":latest"))
+        body = await self.api.body_of(request, ShowBody)
+        self.api.check_model((body.model or body.name or "").removesuffix(":latest"))
         facts = self.facts
         can = {"completion": True, "tools": facts.tools, "thinking": facts.thinking}
         more = {"general.parameter_count": facts.parameters} if facts.parameters else {}
@@ -474,5 +479,5 @@ def _likely(noted: dict[str, Any]) -> dict[str, Any]:
     return noted if noted["top_logprobs"] else {k: noted[k] for k in ("token", "logprob", "bytes")}
 
 
-def _json_line(said: dict[str, Any]) -> bytes:
-    return f"{WRITTEN(said)}\n".encode("ascii")
+def _json_line(fields: dict[str, Any]) -> bytes:
+    return f"{WRITTEN(fields)}\n".encode("ascii")

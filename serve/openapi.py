@@ -1,4 +1,4 @@
-"""Describes what the server answers as OpenAPI does, by the schemas of the bodies."""
+"""Describes the server's API in OpenAPI's form, from the schemas of its bodies."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from kvcap.serve.contract import Conversations
 PAGE = Path(__file__).parent / "page"
 TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 FILES = {"": ("index.html", "text/html")}  # by their paths, with their types
-for found in sorted(PAGE.rglob("*")):
-    if found.suffix in TYPES:
-        name = found.relative_to(PAGE).as_posix()
-        FILES[f"page/{name}"] = (name, TYPES[found.suffix])
+for file in sorted(PAGE.rglob("*")):
+    if file.suffix in TYPES:
+        name = file.relative_to(PAGE).as_posix()
+        FILES[f"page/{name}"] = (name, TYPES[file.suffix])
 HEADERS = {
     # Nothing is loaded from, sent to or framed by anywhere else; no text becomes markup or code.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -41,7 +41,7 @@ OPEN_PATHS = frozenset(f"/{path}" for path in FILES)
 
 
 def page_routes() -> list[BaseRoute]:
-    """Return routes for the page's files, and for what it asks for beside OpenAI's API.
+    """Return the routes of the page's files, and of the page's own requests beside OpenAI's API.
 
     `conversations` are found in the application's state, and whose a request is in `request.user`.
     """
@@ -69,17 +69,17 @@ def _file(path: str, source: Path, kind: str) -> Route:
 async def _memory(request: Request) -> Response:
     """Return the policy and the slots of every conversation, as `{policy, budget_tokens}`."""
     conversations: Conversations = request.app.state.conversations
-    found = conversations.figures()
-    slots = found.budget_tokens  # `budget` is its old name, for one release
-    return JSONResponse({"policy": found.policy, "budget_tokens": slots})
+    figures = conversations.figures()
+    slots = figures.budget_tokens  # `budget` is its old name, for one release
+    return JSONResponse({"policy": figures.policy, "budget_tokens": slots})
 
 
 async def _strip(request: Request) -> Response:
     """Return a `Strip`, to its owner alone."""
     conversations: Conversations = request.app.state.conversations
-    found = await conversations.strip(request.user.username, request.path_params["session_id"])
+    strip = await conversations.strip(request.user.username, request.path_params["session_id"])
     headers = {"Cache-Control": "no-store"}
-    return Response(found.model_dump_json(), media_type="application/json", headers=headers)
+    return Response(strip.model_dump_json(), media_type="application/json", headers=headers)
 
 
 async def _delete(request: Request) -> Response:

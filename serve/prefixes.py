@@ -14,7 +14,7 @@ from kvcap.runtime.session.engine import CacheCopy
 
 
 class SharedPrompts:
-    """A store of copies of caches, of which the least recently used one goes first.
+    """A store of copies of caches that drops the least recently used first.
 
     Args:
         most: copies that are kept.
@@ -49,8 +49,8 @@ class SharedPrompts:
         while self._copies and not self._has_room():
             self._forget_oldest()
         if self.most and self._has_room():
-            self._copies[key] = made = copied()
-            self.nbytes += made.nbytes
+            self._copies[key] = copy = copied()
+            self.nbytes += copy.nbytes
 
     def _forget_oldest(self) -> None:
         self.nbytes -= self._copies.popitem(last=False)[1].nbytes

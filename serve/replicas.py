@@ -48,7 +48,7 @@ log = logging.getLogger("kvcap.serve")
 
 @dataclass(frozen=True)
 class Opening:
-    """A description that says what every replica loads; see `open_conversations`."""
+    """A description of the model and settings of every replica; see `open_conversations`."""
 
     model: str
     backend: Backend
@@ -76,7 +76,7 @@ class AnswerEnd(NamedTuple):
 
 
 class ReplicaState(NamedTuple):
-    """A state that a replica reports: what it holds, or why it could not open."""
+    """A state that a replica reports: its figures, or the error with which it could not open."""
 
     replica: str
     summary: str = ""  # of its memory plan
@@ -158,7 +158,7 @@ class Replica:
             return sent(error)
 
     async def state(self) -> ReplicaState:
-        """Return the replica's state: what it holds, or why it could not open."""
+        """Return the replica's figures, or the error with which it could not open."""
         from ray import serve
 
         name = serve.get_replica_context().replica_id.unique_id
@@ -224,21 +224,21 @@ class Forwarded:
 
     async def __anext__(self) -> Piece:
         if self._end is None:
-            found = await self._next()
-            self.session_id = found.session_id
-            if isinstance(found, AnswerPiece):
-                return found.piece
-            self._end = found
-            if found.error is not None:
-                raise found.error
+            part = await self._next()
+            self.session_id = part.session_id
+            if isinstance(part, AnswerPiece):
+                return part.piece
+            self._end = part
+            if part.error is not None:
+                raise part.error
         raise StopAsyncIteration
 
     async def _next(self) -> AnswerPiece | AnswerEnd:
         from ray.exceptions import RayError
 
         try:
-            found: AnswerPiece | AnswerEnd = await self._parts.__anext__()
-            return found
+            part: AnswerPiece | AnswerEnd = await self._parts.__anext__()
+            return part
         except (RayError, StopAsyncIteration) as error:
             log.warning("a replica is lost: %s", error)
             return AnswerEnd(
@@ -296,8 +296,8 @@ class Replicas:
         check(ask)
         if not self._up or self._closing.is_set():
             raise ReplicaLost("no replica is up yet or any more; ask again")
-        ask, place = routed(ask)
-        stream = self._handle.options(method_name="answer", stream=True, session_id=place)
+        ask, ring_key = routed(ask)
+        stream = self._handle.options(method_name="answer", stream=True, session_id=ring_key)
         return Forwarded(stream.remote(ask))
 
     async def delete(self, owner: str, session_id: str) -> None:
@@ -312,13 +312,13 @@ class Replicas:
         """
         deleted = self._handle.broadcast("delete", owner, session_id)
         try:
-            found = await deleted.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
+            outcomes = await deleted.results_async(timeout_s=PATIENCE_S, return_exceptions=True)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise ReplicaLost("a replica says nothing; ask again") from error
-        if any(one is None for one in found):
+        if any(outcome is None for outcome in outcomes):
             return
-        known = [one for one in found if isinstance(one, KvcapError)]
-        raise known[0] if known else ReplicaLost("no replica is up; ask again")
+        errors = [outcome for outcome in outcomes if isinstance(outcome, KvcapError)]
+        raise errors[0] if errors else ReplicaLost("no replica is up; ask again")
 
     async def strip(self, owner: str, session_id: str) -> Strip:
         """Return which tokens of a conversation are held, evicted and pinned.
@@ -327,20 +327,20 @@ class Replicas:
             ConversationUnknown: its replica has none of that id in memory.
             ReplicaLost: it has gone.
         """
-        found: Strip = await self._asked("strip", place_of(owner, session_id), owner, session_id)
-        return found
+        strip: Strip = await self._ask("strip", place_of(owner, session_id), owner, session_id)
+        return strip
 
     async def encode(self, ask: Ask, *, special: bool = True) -> list[int]:
         """Return the tokens of a text or of messages; see `Conversations.encode`."""
-        found: list[int] = await self._asked("encode", "", ask, special)
-        return found
+        ids: list[int] = await self._ask("encode", "", ask, special)
+        return ids
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
-        found: str = await self._asked("decode", "", tokens)
-        return found
+        text: str = await self._ask("decode", "", tokens)
+        return text
 
-    async def _asked(self, method: str, place: str, *given: Any) -> Any:
+    async def _ask(self, method: str, ring_key: str, *arguments: Any) -> Any:
         """Ask the replica of a place on the ring; of none, any.
 
         Raises:
@@ -349,21 +349,21 @@ class Replicas:
         """
         from ray.exceptions import RayError
 
-        handle = self._handle.options(method_name=method, session_id=place)
+        handle = self._handle.options(method_name=method, session_id=ring_key)
         try:
-            found = await handle.remote(*given)
+            result = await handle.remote(*arguments)
         except RayError as error:
             raise ReplicaLost("the conversation's replica has gone; ask again") from error
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def figures(self) -> Figures:
         """Add up the figures of all replicas, as they were some seconds ago."""
         known, up = dict(self._known), set(self._up)
         together = total(known[name] for name in up)
-        gone = total(figures for name, figures in known.items() if name not in up)
-        counts = {name: getattr(together, name) + getattr(gone, name) for name in COUNTS}
+        ended = total(figures for name, figures in known.items() if name not in up)
+        counts = {name: getattr(together, name) + getattr(ended, name) for name in COUNTS}
         return replace(together, **counts, closing=self._closing.is_set())
 
     async def aclose(self) -> None:
@@ -373,10 +373,10 @@ class Replicas:
             await asyncio.to_thread(self._leave)
 
     def _look(self) -> list[ReplicaState]:
-        found = self._handle.broadcast("state").results(timeout_s=30.0, return_exceptions=True)
-        states = [one for one in found if isinstance(one, ReplicaState)]
-        self._known |= {one.replica: one.figures for one in states}
-        self._up = {one.replica for one in states if one.failure is None}
+        results = self._handle.broadcast("state").results(timeout_s=30.0, return_exceptions=True)
+        states = [state for state in results if isinstance(state, ReplicaState)]
+        self._known |= {state.replica: state.figures for state in states}
+        self._up = {state.replica for state in states if state.failure is None}
         return states
 
     def _keep_looking(self) -> None:
@@ -387,15 +387,15 @@ class Replicas:
 
 def total(figures: Iterable[Figures]) -> Figures:
     """Add up sizes and counts of several replicas."""
-    known = list(figures)
-    if not known:
+    parts = list(figures)
+    if not parts:
         return Figures()
     added = {
-        one.name: sum(getattr(each, one.name) for each in known)
-        for one in fields(Figures)
-        if type(getattr(known[0], one.name)) is int and one.name not in SHARED
+        figure.name: sum(getattr(each, figure.name) for each in parts)
+        for figure in fields(Figures)
+        if type(getattr(parts[0], figure.name)) is int and figure.name not in SHARED
     }
-    return replace(known[0], **added)
+    return replace(parts[0], **added)
 
 
 SHARED = frozenset({"budget_tokens", "on_disk", "disk_bytes", "disk_cap"})
@@ -424,7 +424,7 @@ def place_of(owner: str, id_: str) -> str:
 
 
 def shared(nodes: Sequence[dict[str, float]], replicas: int | None, running: Running) -> Share:
-    """Return what each replica takes of its machine: a GPU, or CPUs where there is none.
+    """Return the share of a machine that each replica gets: a GPU, or CPUs where there is none.
 
     Args:
         nodes: what each machine has.
@@ -448,16 +448,16 @@ def shared(nodes: Sequence[dict[str, float]], replicas: int | None, running: Run
             n for n in range(most, 0, -1) if sum(x.get("CPU", 0) // n for x in usable) >= replicas
         )
         threads = next(fitting, 1)
-    found = Share.of(usable, replicas, threads)
-    if replicas is not None and found.workers < replicas:
-        room = f"{found.workers} GPUs"
-        if not found.gpus:
-            room = f"room for {found.workers} of {found.cpus} CPUs each"
+    share = Share.of(usable, replicas, threads)
+    if replicas is not None and share.workers < replicas:
+        room = f"{share.workers} GPUs"
+        if not share.gpus:
+            room = f"room for {share.workers} of {share.cpus} CPUs each"
         raise ValueError(
             f"--replicas {replicas} do not fit: the cluster has {room}; give fewer replicas, or "
             "fewer --threads of each"
         )
-    return found
+    return share
 
 
 def open_replicas(

@@ -71,7 +71,7 @@ class TextSettings(schemas.Strict):
 
 
 class ReasoningSettings(schemas.Strict):
-    """A group of settings of what the model thinks."""
+    """A group of settings of the model's thoughts."""
 
     effort: str | None = None
     summary: Any = None  # thoughts are given whole
@@ -130,7 +130,7 @@ class ResponseBody(schemas.Strict):
                 tools += [(f"{where}.tools.{i}", tool) for i, tool in enumerate(item["tools"])]
             else:
                 _add(messages, item, where)
-        found: dict[str, Any] = {
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": joined(messages),
             "max_tokens": self.max_output_tokens,
@@ -146,21 +146,23 @@ class ResponseBody(schemas.Strict):
             case {"type": "allowed_tools", "mode": str(mode), "tools": list(allowed), **more} if (
                 not more
             ):
-                names = [one.get("name") for one in allowed if isinstance(one, dict)]
-                functions = [one for one in functions if one["function"].get("name") in names]
+                names = [function.get("name") for function in allowed if isinstance(function, dict)]
+                functions = [
+                    function for function in functions if function["function"].get("name") in names
+                ]
                 choice = mode
             case {"type": type_, "name": name, **more} if not more:
                 choice = {"type": type_, "function": {"name": name}}
         if functions:
-            found["tools"] = functions
-        found["tool_choice"] = choice
+            body["tools"] = functions
+        body["tool_choice"] = choice
         if self.text is not None and self.text.verbosity is not None:
-            found["chat_template_kwargs"] = {"verbosity": self.text.verbosity}
+            body["chat_template_kwargs"] = {"verbosity": self.text.verbosity}
         if self.text is not None and (format_ := self.text.format) is not None:
-            said = format_.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
-            shaped = {"json_schema": said} if format_.type == "json_schema" else {}
-            found["response_format"] = {"type": format_.type, **shaped}
-        return found, left_out
+            schema = format_.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+            shaped = {"json_schema": schema} if format_.type == "json_schema" else {}
+            body["response_format"] = {"type": format_.type, **shaped}
+        return body, left_out
 
     @property
     def items(self) -> list[dict[str, Any]]:
@@ -170,7 +172,7 @@ class ResponseBody(schemas.Strict):
 
 
 def _sorted(tools: list[tuple[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the functions among tools as OpenAI's older API has them, and the names of all others.
+    """Return the functions among tools in the format of chats, and the names of the other tools.
 
     Raises:
         ValueError: one is no tool.
@@ -179,8 +181,8 @@ def _sorted(tools: list[tuple[str, Any]]) -> tuple[list[dict[str, Any]], list[st
     for where, tool in tools:
         match tool:
             case {"type": "function", **function}:
-                said = TranslatedPart(where, **{str(name): x for name, x in function.items()})
-                functions.append(TranslatedPart(where, type="function", function=said))
+                translated = TranslatedPart(where, **{str(name): x for name, x in function.items()})
+                functions.append(TranslatedPart(where, type="function", function=translated))
             case {"type": str(type_)}:
                 name = str(tool.get("name") or tool.get("server_label") or "")
                 left_out.append(f"{type_} {name}".strip()[:64])
@@ -189,30 +191,30 @@ def _sorted(tools: list[tuple[str, Any]]) -> tuple[list[dict[str, Any]], list[st
     return functions, left_out
 
 
-def _add(found: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     """Add an item of the input to messages; calls join the assistant's message before them."""
     match item:
         case {"type": "reasoning"}:
             pass
         case {"type": "function_call", "call_id": id_, "name": name, "arguments": arguments}:
             function = {"name": name, "arguments": arguments}
-            if not found or found[-1]["role"] != "assistant":
-                found.append(TranslatedPart(where, role="assistant", content=""))
-            calls = found[-1].setdefault("tool_calls", [])
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append(TranslatedPart(where, role="assistant", content=""))
+            calls = messages[-1].setdefault("tool_calls", [])
             calls.append(TranslatedPart(where, type="function", id=id_, function=function))
         case {"type": "function_call_output", "call_id": id_, "output": output}:
             text = _text(output, f"{where}.output")
-            found.append(TranslatedPart(where, role="tool", tool_call_id=id_, content=text))
+            messages.append(TranslatedPart(where, role="tool", tool_call_id=id_, content=text))
         case {"type": "function_call_output", "name": str(name), "output": output}:
             # Codex's own word on its state: it answers no call, so that no template takes it.
             text = f"{name}: {_text(output, f'{where}.output')}"
-            found.append(TranslatedPart(where, role="user", content=text))
+            messages.append(TranslatedPart(where, role="user", content=text))
         case {
             "role": "system" | "developer" | "user" | "assistant" as role,
             "content": content,
         } if item.get("type", "message") == "message":
             role = "system" if role == "developer" else role
-            found.append(
+            messages.append(
                 TranslatedPart(where, role=role, content=_text(content, f"{where}.content"))
             )
         case _:
@@ -240,8 +242,8 @@ def _text(content: Any, where: str) -> str:
     return "".join(texts)
 
 
-class Said(NamedTuple):
-    """A record of a response, and of what was said to it."""
+class KeptResponse(NamedTuple):
+    """A record of a response and of the input items that it answers."""
 
     items: list[dict[str, Any]]
     response: dict[str, Any]
@@ -258,35 +260,37 @@ class Responses:
     def __init__(self, api: ChatPath) -> None:
         self.api = api
         self.most_bytes = 4 * api.limits.body_bytes
-        self.kept = OrderedDict[tuple[str, str], Said]()  # by owner and id
+        self.kept = OrderedDict[tuple[str, str], KeptResponse]()  # by owner and id
         self.items = dict[tuple[str, str], dict[str, Any]]()  # of the outputs of those, likewise
         self.nbytes = 0
 
     async def create(self, request: Request) -> Response:
         """Answer an input: `POST /v1/responses`."""
-        body = await self.api.said(request, ResponseBody)
+        body = await self.api.body_of(request, ResponseBody)
         owner, own, left_out = request.user.username, list[dict[str, Any]](), list[str]()
 
-        def made() -> dict[str, Any]:
-            own.extend(self._item(owner, one, f"input.{i}") for i, one in enumerate(body.items))
+        def make_body() -> dict[str, Any]:
+            own.extend(self._item(owner, item, f"input.{i}") for i, item in enumerate(body.items))
             before = [("previous_response_id", x) for x in self._before(owner, body)]
-            found, left = body.openai([*before, *((f"input.{i}", x) for i, x in enumerate(own))])
+            chat_body, left = body.openai(
+                [*before, *((f"input.{i}", x) for i, x in enumerate(own))]
+            )
             left_out.extend(left)
-            return found
+            return chat_body
 
-        said = request_of(schemas.ChatRequest, made, NAMES)
+        chat = request_of(schemas.ChatRequest, make_body, NAMES)
         if left_out:
             _log_left_out(", ".join(left_out))
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
                 size = len(json.dumps([own, response]))
-                self._keep((owner, response["id"]), Said(own, response, size))
+                self._keep((owner, response["id"]), KeptResponse(own, response, size))
 
         return await self.api.answer(
             request,
-            said,
-            lambda: ResponseForm(self.api.name, said.most_calls, body, left_out, keep),
+            chat,
+            lambda: ResponseForm(self.api.name, chat.most_calls, body, left_out, keep),
         )
 
     async def read(self, request: Request) -> Response:
@@ -300,14 +304,14 @@ class Responses:
         self._forget((owner, id_))
         return JSONResponse({"id": id_, "object": "response", "deleted": True})
 
-    def _known(self, owner: str, id_: str, param: str | None = None) -> Said:
+    def _known(self, owner: str, id_: str, param: str | None = None) -> KeptResponse:
         """Return a response that is kept.
 
         Raises:
             ApiError: it is not known any more.
         """
-        said = self.kept.get((owner, id_))
-        if said is None:
+        kept = self.kept.get((owner, id_))
+        if kept is None:
             raise ApiError(
                 404,
                 f"the response {id_[:80]!r} is not kept, or not any more; send the whole input "
@@ -316,17 +320,17 @@ class Responses:
                 code="previous_response_not_found" if param else "response_not_found",
             )
         self.kept.move_to_end((owner, id_))
-        return said
+        return kept
 
     def _before(self, owner: str, body: ResponseBody) -> Iterator[dict[str, Any]]:
-        """Yield the items of the response before a body, and of those before it."""
-        chain, id_ = list[Said](), body.previous_response_id
+        """Yield the items of all earlier responses that a body continues, the oldest first."""
+        chain, id_ = list[KeptResponse](), body.previous_response_id
         while id_ is not None:
             chain.append(self._known(owner, id_, "previous_response_id"))
             id_ = chain[-1].response["previous_response_id"]
-        for said in reversed(chain):
-            yield from said.items
-            yield from said.response["output"]
+        for kept in reversed(chain):
+            yield from kept.items
+            yield from kept.response["output"]
 
     def _item(self, owner: str, item: dict[str, Any], where: str) -> dict[str, Any]:
         """Return an item, or that which it refers to.
@@ -346,17 +350,17 @@ class Responses:
             )
         return self.items[owner, id_]
 
-    def _keep(self, name: tuple[str, str], said: Said) -> None:
-        self.kept[name] = said
-        self.items |= {(name[0], item["id"]): item for item in said.response["output"]}
-        self.nbytes += said.nbytes
+    def _keep(self, name: tuple[str, str], kept: KeptResponse) -> None:
+        self.kept[name] = kept
+        self.items |= {(name[0], item["id"]): item for item in kept.response["output"]}
+        self.nbytes += kept.nbytes
         while self.nbytes > self.most_bytes:
             self._forget(next(iter(self.kept)))
 
     def _forget(self, name: tuple[str, str]) -> None:
-        said = self.kept.pop(name)
-        self.nbytes -= said.nbytes
-        for item in said.response["output"]:
+        kept = self.kept.pop(name)
+        self.nbytes -= kept.nbytes
+        for item in kept.response["output"]:
             del self.items[name[0], item["id"]]
 
 
@@ -372,7 +376,7 @@ class ResponseForm(TranslatedForm):
     Args:
         model: the name that the server has for it.
         most_calls: of tools.
-        asked: the body.
+        body: the body.
         left_out: names of its tools that are not offered.
         keep: takes the response once it has ended.
     """
@@ -383,33 +387,35 @@ class ResponseForm(TranslatedForm):
         self,
         model: str,
         most_calls: int,
-        asked: ResponseBody,
+        body: ResponseBody,
         left_out: list[str],
         keep: Callable[[dict[str, Any]], None],
     ) -> None:
         super().__init__(model, include_usage=False, most_calls=most_calls)
-        self.asked, self.left_out, self.keep = asked, left_out, keep
+        self.request, self.left_out, self.keep = body, left_out, keep
         self.output = list[dict[str, Any]]()  # items, of which the last may be open
         self.open = ""  # the type of the item that is open
         self.number = 0  # of the next event
 
     def opening(self) -> bytes:
         """Write the response without its output."""
-        said = self._response(None, "in_progress")
-        return self._event("created", response=said) + self._event("in_progress", response=said)
+        response = self._response(None, "in_progress")
+        return self._event("created", response=response) + self._event(
+            "in_progress", response=response
+        )
 
     def closing(self, reply: Reply) -> bytes:
         """Write what was held back, the calls, and the whole response."""
         last = self.rest(reply) + self._close()
-        said = self._response(reply)
-        self.keep(said)
-        return last + self._event(said["status"], response=said)
+        response = self._response(reply)
+        self.keep(response)
+        return last + self._event(response["status"], response=response)
 
     def failed(self, error: ApiError) -> bytes:
         """Write the response as one that failed."""
-        said = self._response(None, "failed")
+        response = self._response(None, "failed")
         code = {"code": error.code or error.kind, "message": error.message}
-        return self._event("failed", response={**said, "error": code})
+        return self._event("failed", response={**response, "error": code})
 
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole response."""
@@ -420,25 +426,25 @@ class ResponseForm(TranslatedForm):
         ):
             self.delta(delta)
         self._close()
-        said = self._response(reply)
-        self.keep(said)
-        return said
+        response = self._response(reply)
+        self.keep(response)
+        return response
 
     def _response(self, reply: Reply | None, status: str = "") -> dict[str, Any]:
         """Return the response as it is so far; with a reply, once it has ended."""
-        asked, cut, usage = self.asked, False, None
+        body, cut, usage = self.request, False, None
         if reply is not None:
             cut = self._reason(reply) == "length"
             status = "incomplete" if cut else "completed"
-        if reply is not None and (found := reply.usage) is not None:
+        if reply is not None and (tokens := reply.usage) is not None:
             usage = {
-                "input_tokens": found.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": found.reused_tokens},
-                "output_tokens": found.completion_tokens,
+                "input_tokens": tokens.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": tokens.reused_tokens},
+                "output_tokens": tokens.completion_tokens,
                 "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-                "total_tokens": found.prompt_tokens + found.completion_tokens,
+                "total_tokens": tokens.prompt_tokens + tokens.completion_tokens,
             }
-        format_ = asked.text and asked.text.format
+        format_ = body.text and body.text.format
         shown = {"type": "text"}
         if format_:
             shown = format_.model_dump(by_alias=True, exclude_none=True)
@@ -452,41 +458,41 @@ class ResponseForm(TranslatedForm):
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self.model,
             "output": list(self.output),
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "max_tool_calls": asked.max_tool_calls,
-            "metadata": {**(asked.metadata or {}), **left_out},
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "previous_response_id": asked.previous_response_id,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": [tool for tool in asked.tools or () if tool["type"] == "function"],
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": {**(body.metadata or {}), **left_out},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool for tool in body.tools or () if tool["type"] == "function"],
             "text": {
                 "format": shown,
-                "verbosity": (asked.text and asked.text.verbosity) or "medium",
+                "verbosity": (body.text and body.text.verbosity) or "medium",
             },
-            "reasoning": {"effort": asked.reasoning and asked.reasoning.effort, "summary": None},
-            "store": asked.store is not False,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "store": body.store is not False,
             "truncation": "disabled",
             "usage": usage,
         }
 
     def delta(self, delta: Mapping[str, Any]) -> bytes:
         """Write the items that a delta opens or continues."""
-        found = b""
+        events = b""
         if text := delta.get("reasoning_content"):
-            found += self._begin("reasoning", "reasoning_text", {"summary": [], "content": []})
-            found += self._go_on("reasoning_text", text)
+            events += self._begin("reasoning", "reasoning_text", {"summary": [], "content": []})
+            events += self._go_on("reasoning_text", text)
         if text := delta.get("content"):
-            found += self._begin("message", "output_text", {"role": "assistant", "content": []})
-            found += self._go_on("output_text", text)
+            events += self._begin("message", "output_text", {"role": "assistant", "content": []})
+            events += self._go_on("output_text", text)
         for call in delta.get("tool_calls", ()):
             function = call["function"]
             item = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-            found += self._close() + self._begin("function_call", "", item)
-            found += self._go_on("function_call_arguments", function["arguments"])
-        return found
+            events += self._close() + self._begin("function_call", "", item)
+            events += self._go_on("function_call_arguments", function["arguments"])
+        return events
 
     def _begin(self, kind: str, part: str, item: dict[str, Any]) -> bytes:
         """Write that an item begins, and its one part, unless it is open."""
@@ -495,12 +501,12 @@ class ResponseForm(TranslatedForm):
         closed, self.open = self._close(), kind
         name = {"type": kind, "id": f"{kind[:3]}_{secrets.token_hex(12)}"}
         self.output.append({**name, "status": "in_progress", **item})
-        found = closed + self._event("output_item.added", **self._place(), item=self.output[-1])
+        events = closed + self._event("output_item.added", **self._place(), item=self.output[-1])
         if not part:
-            return found
+            return events
         empty = {"type": part, "text": "", "annotations": []}
         self.output[-1]["content"].append(empty)
-        return found + self._event("content_part.added", **self._within(), part=empty)
+        return events + self._event("content_part.added", **self._within(), part=empty)
 
     def _go_on(self, kind: str, text: str) -> bytes:
         """Write more of the item that is open."""
@@ -518,14 +524,14 @@ class ResponseForm(TranslatedForm):
         item, self.open = self.output[-1], ""
         item["status"] = "completed"
         if item["type"] == "function_call":
-            said = {"item_id": item["id"], "arguments": item["arguments"], "name": item["name"]}
-            found = self._event("function_call_arguments.done", **self._place(), **said)
+            fields = {"item_id": item["id"], "arguments": item["arguments"], "name": item["name"]}
+            events = self._event("function_call_arguments.done", **self._place(), **fields)
         else:
             (part,) = item["content"]
             text = {"text": part["text"], "logprobs": []}
-            found = self._event(f"{part['type']}.done", **self._within(), **text)
-            found += self._event("content_part.done", **self._within(), part=part)
-        return found + self._event("output_item.done", **self._place(), item=item)
+            events = self._event(f"{part['type']}.done", **self._within(), **text)
+            events += self._event("content_part.done", **self._within(), part=part)
+        return events + self._event("output_item.done", **self._place(), item=item)
 
     def _place(self) -> dict[str, Any]:
         return {"output_index": len(self.output) - 1}
@@ -533,8 +539,8 @@ class ResponseForm(TranslatedForm):
     def _within(self) -> dict[str, Any]:
         return {**self._place(), "item_id": self.output[-1]["id"], "content_index": 0}
 
-    def _event(self, kind: str, **said: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> bytes:
         kind = f"response.{kind}"
-        said = {"type": kind, "sequence_number": self.number, **said}
+        fields = {"type": kind, "sequence_number": self.number, **fields}
         self.number += 1
-        return f"event: {kind}\ndata: {WRITTEN(said)}\n\n".encode("ascii")
+        return f"event: {kind}\ndata: {WRITTEN(fields)}\n\n".encode("ascii")

@@ -44,7 +44,7 @@ log = logging.getLogger("kvcap.serve")
 
 
 def tag(id_: str) -> str:
-    """Return an id as a file's name has it: a server's own id as it is, of others a digest."""
+    """Return the part of a file's name for an id: a server's own id unchanged, else a digest."""
     return id_ if re.fullmatch("[0-9a-f]{16}", id_) else digest(id_)
 
 
@@ -141,7 +141,7 @@ class SavedConversations:
 
     def _scan(self) -> None:
         """Read the names of all files, and the sizes of those that are new."""
-        known = {one.name: one for one in self._all()}
+        by_name = {file.name: file for file in self._all()}
         self._files.clear()
         self._aside = 0
         for entry in os.scandir(self.folder):
@@ -150,17 +150,17 @@ class SavedConversations:
                     self._aside += entry.stat().st_size
             if not NAME.fullmatch(entry.name) or entry.name in self._left_out:
                 continue
-            one = known.get(entry.name)
-            if one is None:
+            file = by_name.get(entry.name)
+            if file is None:
                 with contextlib.suppress(FileNotFoundError):  # another has removed it
                     if entry.is_file(follow_symlinks=False):
-                        found = entry.stat()
-                        one = ConversationFile(entry.name, found.st_size, found.st_mtime)
-            if one is not None:
-                self._add(one)
+                        stat = entry.stat()
+                        file = ConversationFile(entry.name, stat.st_size, stat.st_mtime)
+            if file is not None:
+                self._add(file)
 
     def _look(self) -> None:
-        """Know what others have written and removed."""
+        """Update the list of files by those that other processes have written and removed."""
         if not self._shared:
             return
         with self._lock, contextlib.suppress(OSError):
@@ -179,7 +179,7 @@ class SavedConversations:
         """Return the bytes of all files."""
         self._look()
         with self._lock:
-            return sum(one.nbytes for one in self._all())
+            return sum(file.nbytes for file in self._all())
 
     def __len__(self) -> int:
         self._look()
@@ -197,13 +197,13 @@ class SavedConversations:
             keys: of the first message, the first two, and so on.
         """
         self._look()
-        mine, wanted = digest(owner), None if id_ is None else tag(id_)
+        mine, wanted_tag = digest(owner), None if id_ is None else tag(id_)
         with self._lock:
             for count in range(len(keys), 0, -1):
                 by_id = self._files.get((mine, keys[count - 1]), {})
-                found = [one for name, one in by_id.items() if wanted in (None, name)]
-                if found:
-                    return max(found, key=lambda one: one.used), count
+                candidates = [file for name, file in by_id.items() if wanted_tag in (None, name)]
+                if candidates:
+                    return max(candidates, key=lambda file: file.used), count
         return None
 
     def save(
@@ -213,7 +213,7 @@ class SavedConversations:
         id_: str,
         key: str,
         before: str | None,
-        wanted: ConversationFile | None = None,
+        needed_file: ConversationFile | None = None,
     ) -> str | None:
         """Write a conversation; returns its file's name, None where it could not be written.
 
@@ -223,11 +223,11 @@ class SavedConversations:
             id_: its id.
             key: of its messages.
             before: the name of its file with fewer messages, which is the first to go from now on.
-            wanted: a file that is restored next: it makes room only where no other does.
+            needed_file: a file that is restored next: it makes room only where no other does.
         """
         name = f"{digest(owner)}-{tag(id_)}-{key}.kvcap"
-        said = sum(4 * len(message["content"] or "") for message in session.messages)
-        needed = session.cache.nbytes + 16 * session.cache.seen + said + FACTS
+        text_bytes = sum(4 * len(message["content"] or "") for message in session.messages)
+        needed = session.cache.nbytes + 16 * session.cache.seen + text_bytes + FACTS
         if before is not None:
             self._age(before)
         try:
@@ -240,9 +240,9 @@ class SavedConversations:
                     f"a conversation takes up to {needed:,} bytes, and the cap on disk is "
                     f"{self.cap:,}{also}; {do}"
                 )
-            spared = {name, "" if wanted is None else wanted.name}
+            spared = {name, "" if needed_file is None else needed_file.name}
             with self._writing():
-                self._make_room(needed, name, "" if wanted is None else wanted.name)
+                self._make_room(needed, name, "" if needed_file is None else needed_file.name)
                 self._write(session, name, needed, spared)
             nbytes = os.stat(self.folder / name).st_size
         except (KvcapError, OSError) as error:
@@ -260,7 +260,7 @@ class SavedConversations:
         return name
 
     def _write(self, session: Any, name: str, needed: int, spared: Collection[str]) -> None:
-        """Write a conversation; where the disk is full, those used longest ago go for it.
+        """Write a conversation; on a full disk remove the least recently used files for it.
 
         As many go as it takes, and no more bytes than it needs: others may fill the disk.
 
@@ -271,10 +271,10 @@ class SavedConversations:
             session.save(self.folder / name)
         except SessionNotSaved as error:
             with self._lock:
-                others = [one for one in self._all() if one.name not in spared]
+                others = [file for file in self._all() if file.name not in spared]
             if not _disk_is_full(error) or needed <= 0 or not others:
                 raise
-            oldest = min(others, key=lambda one: one.used)
+            oldest = min(others, key=lambda file: file.used)
             log.warning("the disk is full: the conversation used longest ago is forgotten")
             self._remove(oldest)
         else:
@@ -312,14 +312,16 @@ class SavedConversations:
         return True
 
     def remove(self, owner: str, id_: str) -> bool:
-        """Remove all files of a conversation, also those set aside; whether there were any."""
+        """Remove a conversation's files, also those set aside; return whether there were any."""
         self._look()
-        mine, wanted = digest(owner), tag(id_)
+        mine, wanted_tag = digest(owner), tag(id_)
         with self._lock:
-            files = [x for x in self._all() if x.name.startswith(f"{mine}-") and x.tag == wanted]
-            aside = list(self.folder.glob(f"{mine}-{wanted}-*.kvcap{ASIDE}*"))
-        for one in files:
-            self._remove(one)
+            files = [
+                x for x in self._all() if x.name.startswith(f"{mine}-") and x.tag == wanted_tag
+            ]
+            aside = list(self.folder.glob(f"{mine}-{wanted_tag}-*.kvcap{ASIDE}*"))
+        for file in files:
+            self._remove(file)
         for path in aside:
             with self._lock, contextlib.suppress(OSError):
                 size = path.stat().st_size
@@ -345,54 +347,54 @@ class SavedConversations:
     def _age(self, name: str) -> None:
         """Let a file be the first to go."""
         with self._lock:
-            for one in self._all():
-                if one.name == name:
-                    one.used = 0.0
+            for file in self._all():
+                if file.name == name:
+                    file.used = 0.0
         with contextlib.suppress(OSError):
             os.utime(self.folder / name, (0, 0))
 
-    def _make_room(self, nbytes: int, keep: str = "", wanted: str = "") -> None:
+    def _make_room(self, nbytes: int, keep: str = "", last: str = "") -> None:
         """Remove the least recently used until so many bytes more stay within the cap.
 
-        The file `keep` stays, and `wanted` is the last that goes.
+        The file `keep` stays, and the file `last` goes only after all others.
         """
         self._look()
         with self._lock:
             files = self._all()
-        for one in files if self._shared else ():
+        for file in files if self._shared else ():
             with contextlib.suppress(OSError):  # another process removed it
-                found = os.stat(self.folder / one.name)
-                one.nbytes, one.used = found.st_size, found.st_mtime
-        files.sort(key=lambda one: (one.name == wanted, one.used))
-        held = self._aside + sum(one.nbytes for one in files)
-        for one in files:
+                stat = os.stat(self.folder / file.name)
+                file.nbytes, file.used = stat.st_size, stat.st_mtime
+        files.sort(key=lambda file: (file.name == last, file.used))
+        held = self._aside + sum(file.nbytes for file in files)
+        for file in files:
             if held + nbytes <= self.cap:
                 return
-            if one.name != keep:
-                self._remove(one)
-                held -= one.nbytes
+            if file.name != keep:
+                self._remove(file)
+                held -= file.nbytes
 
-    def _remove(self, one: ConversationFile) -> None:
+    def _remove(self, file: ConversationFile) -> None:
         with self._lock:
-            self._drop(one)
+            self._drop(file)
         with contextlib.suppress(OSError):
-            os.unlink(self.folder / one.name)
+            os.unlink(self.folder / file.name)
 
     def _all(self) -> list[ConversationFile]:
-        return [one for by_id in self._files.values() for one in by_id.values()]
+        return [file for by_id in self._files.values() for file in by_id.values()]
 
-    def _add(self, one: ConversationFile) -> None:
-        self._files.setdefault((one.name[:16], one.key), {})[one.tag] = one
+    def _add(self, file: ConversationFile) -> None:
+        self._files.setdefault((file.name[:16], file.key), {})[file.tag] = file
 
-    def _drop(self, one: ConversationFile) -> None:
-        place = one.name[:16], one.key
-        by_id = self._files.get(place, {})
-        by_id.pop(one.tag, None)
+    def _drop(self, file: ConversationFile) -> None:
+        group = file.name[:16], file.key
+        by_id = self._files.get(group, {})
+        by_id.pop(file.tag, None)
         if not by_id:
-            self._files.pop(place, None)
+            self._files.pop(group, None)
 
 
 def _disk_is_full(error: BaseException) -> bool:
-    """Return whether an error, or what it came from, says that the disk has no more room."""
+    """Return whether an error, or one of its causes, is that the disk is full."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in FULL

@@ -40,7 +40,7 @@ from kvcap.runtime.types import SlotUse
 from kvcap.serve.contract import Ask, Figures, Piece, PromptProgress, Usage
 from kvcap.serve.conversations import (
     Conversation,
-    Held,
+    ConversationPool,
     begin,
     beginnings,
     blank,
@@ -63,12 +63,12 @@ if TYPE_CHECKING:
 LONG = 1 << 16  # letters of a long request; tokenising takes some 200 bytes a letter for a while
 log = logging.getLogger("kvcap.serve")
 
-Looked = TypeVar("Looked")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """A set of limits that say what a server takes on at once."""
+    """A set of limits on the requests that a server handles at once."""
 
     places: int = 64  # conversations in memory
     together: int = 8  # answers that are written at once
@@ -141,9 +141,9 @@ class Job:
 
     def likely(self, session: Session) -> tuple[Logprob, ...] | None:
         """Return how likely the tokens of the newest piece were, if that was asked for."""
-        found = tuple(session.logprobs[self.noted :])
-        self.noted += len(found)
-        return found or None
+        logprobs = tuple(session.logprobs[self.noted :])
+        self.noted += len(logprobs)
+        return logprobs or None
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Mark the job as ended: no more pieces come."""
@@ -274,7 +274,7 @@ class Scheduler:
         self.runtime, self.limits, self.disk, self.recall = runtime, limits, disk, recall
         self._watch, self._memory_cap = watch, memory_cap
         self.batch = runtime.batch(limits.together)
-        self._held = Held(runtime, limits.places, disk)
+        self._pool = ConversationPool(runtime, limits.places, disk)
         self._shared = SharedPrompts(limits.shared_prompts, self._has_room)
         self._salt, self._model = salt_of(runtime), ModelFacts.of(runtime)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -373,13 +373,13 @@ class Scheduler:
         def look() -> Strip | None:
             from kvcap.serve.strip import strip_of
 
-            one = self._held.known(owner, session_id)
-            if one is None:
+            conversation = self._pool.known(owner, session_id)
+            if conversation is None:
                 raise unknown
-            if any(one is job.conversation for job in self._preparing):
+            if any(conversation is job.conversation for job in self._preparing):
                 return None
-            assert one.session is not None
-            return strip_of(one.session, one.id)
+            assert conversation.session is not None
+            return strip_of(conversation.session, conversation.id)
 
         return await self._looked_up(look, unknown)
 
@@ -389,47 +389,47 @@ class Scheduler:
             f"there is no conversation {session_id!r}; it was deleted, or forgotten as others "
             "needed its place"
         )
-        found = False
+        known = False
 
         def look() -> bool | None:
-            nonlocal found
-            one = self._held.known(owner, session_id)
-            if one is None:
+            nonlocal known
+            conversation = self._pool.known(owner, session_id)
+            if conversation is None:
                 files = self.disk is not None and self.disk.remove(owner, session_id)
-                if not (found or files):
+                if not (known or files):
                     raise unknown
                 return True
             for job in (*self._preparing, *self._answering.values()):
-                if job.conversation is one:
+                if job.conversation is conversation:
                     job.cancelled = True
                     self._stop(job)
-            found = True  # an answer that is stopped may leave nothing to hold
-            if one.state == "idle":
-                assert one.session is not None
-                blank(one.session)
-                self._held.close(one)
+            known = True  # an answer that is stopped may leave nothing to hold
+            if conversation.state == "idle":
+                assert conversation.session is not None
+                blank(conversation.session)
+                self._pool.close(conversation)
             return None  # look again, as it may be on its way to disk
 
         await self._looked_up(look, unknown)
 
-    async def _looked_up(self, look: Callable[[], Looked | None], closing: Exception) -> Looked:
+    async def _looked_up(self, look: Callable[[], Result | None], closing: Exception) -> Result:
         """Have the worker look after each of its rounds, and return the first result but None.
 
         Raises:
             Exception: what `look` raises; `closing` where nobody looks any more.
         """
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[Looked] = loop.create_future()
+        future: asyncio.Future[Result] = loop.create_future()
 
-        def settle(result: Looked | None, error: Exception | None) -> None:
-            if found.done():
+        def settle(result: Result | None, error: Exception | None) -> None:
+            if future.done():
                 return
             if error is not None:
-                found.set_exception(error)
+                future.set_exception(error)
             elif result is not None:
-                found.set_result(result)
+                future.set_result(result)
 
-        def give(result: Looked | None, error: Exception | None = None) -> None:
+        def give(result: Result | None, error: Exception | None = None) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(settle, result, error)
 
@@ -447,11 +447,11 @@ class Scheduler:
             if self._closing:
                 raise closing
             self._calls.put(lambda: self._looks.append(looked))
-        return await found
+        return await future
 
     def figures(self) -> Figures:
         """Return figures of what is held and was done."""
-        plan, disk, held = self.runtime.plan, self.disk, self._held
+        plan, disk, held = self.runtime.plan, self.disk, self._pool
         jobs = list(self._answering.values())
         with self._lock:
             counts, queued = dict(self._count), self._queued
@@ -550,7 +550,8 @@ class Scheduler:
     def _tick(self) -> float | None:
         """Return the seconds after which something may be due; None: not before a call."""
         unsaved = self.disk is not None and any(
-            one.state == "idle" and not one.clean for one in self._held.conversations
+            conversation.state == "idle" and not conversation.clean
+            for conversation in self._pool.conversations
         )
         timed = unsaved or self._answering or self._looks
         return 0.1 if timed and not self._closing else 0.01 if self._closing else None
@@ -579,35 +580,35 @@ class Scheduler:
             )
             if self._closing or active >= self.limits.together:
                 return
-            found = self._held.find(job.ask, job.counts)
-            if found.wait:
+            lookup = self._pool.find(job.ask, job.counts)
+            if lookup.wait:
                 continue  # this request waits for its conversation, others need not
             leaving = None
-            if found.conversation is not None:
-                conversation = found.conversation
+            if lookup.conversation is not None:
+                conversation = lookup.conversation
                 conversation.state = "answering"
             else:
                 room = self._has_room()
-                place = self._held.place(job.ask, room)
+                place = self._pool.place(job.ask, room)
                 if place is None and self._give_up_stalled(self.limits.grace_s):
-                    place = self._held.place(job.ask, room)
+                    place = self._pool.place(job.ask, room)
                 if place is None:
                     return
                 leaving = place.leaving
-                conversation = self._held.open(job.ask, place.session, found.saved)
+                conversation = self._pool.open(job.ask, place.session, lookup.saved)
             self._waiting.remove(job)
             self._unqueue(job)
             self._preparing.append(job)
             job.conversation, job.key = conversation, conversation.key
-            held = found.conversation is not None
-            self._hand(partial(self._prepare, job, leaving, found.saved, found.messages, held))
+            held = lookup.conversation is not None
+            self._hand(partial(self._prepare, job, leaving, lookup.saved, lookup.messages, held))
 
     def _has_room(self) -> bool:
         """Return whether the process has memory for one more cache."""
         return self._watch is None or self._watch.has_room()
 
     def _hand(self, task: Callable[[], Callable[[], None]]) -> None:
-        """Have another thread do a task, and the worker what that returns."""
+        """Run a task on another thread, then the function that it returns on the worker."""
         self._moving += 1
 
         def run() -> None:
@@ -642,7 +643,7 @@ class Scheduler:
         assert conversation is not None
         try:
             if leaving is not None:
-                self._held.save(leaving, saved)
+                self._pool.save(leaving, saved)
             if conversation.session is None:
                 conversation.session = self._new_session()
             session = conversation.session
@@ -676,12 +677,12 @@ class Scheduler:
         conversation = job.conversation
         assert conversation is not None
         if leaving is not None:
-            self._held.conversations.remove(leaving)
+            self._pool.conversations.remove(leaving)
             leaving.session = None
         if job.ask.messages is not None:
             job.session_id = conversation.id
         if conversation.session is None:  # it could not be made
-            self._held.made -= 1
+            self._pool.made -= 1
         if error is not None or job.cancelled or self._closing:
             self._put_back(conversation, job.key)
             if error is not None:
@@ -699,14 +700,14 @@ class Scheduler:
         self.batch.add(session, job.answer)
 
     def _put_back(self, conversation: Conversation, key: str) -> None:
-        """Keep a conversation for later whose messages are known by that key; without one, not."""
+        """Keep a conversation under the key of its messages; forget it without one."""
         if key and conversation.session is not None:
             changed = key != conversation.key
             conversation.key, conversation.state = key, "idle"
             conversation.used = time.monotonic()
             conversation.clean = conversation.clean and not changed
         else:
-            self._held.close(conversation)
+            self._pool.close(conversation)
 
     def _step(self) -> None:
         """Have the batch read a block and a token of every answer; hand the pieces to readers."""
@@ -738,7 +739,7 @@ class Scheduler:
             self.batch.resume(job.conversation.session)
 
     def _stop(self, job: Job, error: Exception | None = None) -> None:
-        """End a job whose reader is gone, or for the reason `error`."""
+        """End a job because its reader is gone, or with `error`."""
         if job.ended or job in self._preparing:  # `cancelled` is checked once it is prepared
             return
         if job in self._waiting:
@@ -754,7 +755,7 @@ class Scheduler:
         self._finish(job, error)
 
     def _finish(self, job: Job, error: Exception | None) -> None:
-        """Note what an answer took, and keep or close its conversation, behind the last piece."""
+        """Record an answer's usage after its last piece, and keep or close its conversation."""
         conversation = job.conversation
         assert conversation is not None
         session = conversation.session
@@ -807,9 +808,9 @@ class Scheduler:
         )
         job.end(reason, error)
 
-    def _counted(self, what: str, by: int = 1) -> None:
+    def _counted(self, name: str, by: int = 1) -> None:
         with self._lock:
-            self._count[what] += by
+            self._count[name] += by
 
     def _end_stalled(self) -> None:
         """End answers that nobody has read for long."""
@@ -835,18 +836,20 @@ class Scheduler:
             return
         before = time.monotonic() - (0 if self._closing else self.limits.save_after_s)
         idle = [
-            one
-            for one in self._held.conversations
-            if one.state == "idle" and not one.clean and one.used <= before
+            conversation
+            for conversation in self._pool.conversations
+            if conversation.state == "idle"
+            and not conversation.clean
+            and conversation.used <= before
         ]
         if not idle:
             return
-        one = min(idle, key=lambda one: one.used)
-        one.state = "moving"
+        conversation = min(idle, key=lambda conversation: conversation.used)
+        conversation.state = "moving"
 
         def save() -> Callable[[], None]:
-            self._held.save(one)
-            return lambda: setattr(one, "state", "idle")
+            self._pool.save(conversation)
+            return lambda: setattr(conversation, "state", "idle")
 
         self._hand(save)
 
@@ -854,4 +857,6 @@ class Scheduler:
         """Return whether nothing is left to be done before the worker ends."""
         if self._waiting or self._preparing or self._answering or self._moving:
             return False
-        return self.disk is None or all(one.clean for one in self._held.conversations)
+        return self.disk is None or all(
+            conversation.clean for conversation in self._pool.conversations
+        )

@@ -54,11 +54,11 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_null(cls, said: Any) -> Any:
-        """Leave out what is null, which says of any field that it is not given."""
-        if not isinstance(said, dict):
-            return said
-        return {name: value for name, value in said.items() if value is not None}
+    def _without_null(cls, body: Any) -> Any:
+        """Drop fields that are null, since a null field counts as not given."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
 
 
 def _only_text(content: Any) -> Any:
@@ -69,9 +69,9 @@ def _only_text(content: Any) -> Any:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "refusal") or part.keys() - {"cache_control"} != {"type", kind}:
-            what = f"{kind!r}"[:40] if isinstance(kind, str) else "no part of a message"
+            found_kind = f"{kind!r}"[:40] if isinstance(kind, str) else "no part of a message"
             raise ValueError(
-                f"part {index} is {what}; this server reads {{'type': 'text', 'text': TEXT}}"
+                f"part {index} is {found_kind}; this server reads {{'type': 'text', 'text': TEXT}}"
             )
         if not isinstance(part[kind], str):
             raise ValueError(f"part {index} has no text; give one")
@@ -98,34 +98,36 @@ def _all(value: Any) -> Any:
 def _prompts(value: Any) -> Any:
     """Return a completion's prompts, each a text or its tokens."""
     listed = isinstance(value, list)
-    found = value if listed and not all(type(one) is int for one in value) else [value]
-    for one in found:
+    prompts = value if listed and not all(type(prompt) is int for prompt in value) else [value]
+    for prompt in prompts:
         tokens = (
-            isinstance(one, list)
-            and one
-            and all(type(token) is int and 0 <= token < TOKENS for token in one)
+            isinstance(prompt, list)
+            and prompt
+            and all(type(token) is int and 0 <= token < TOKENS for token in prompt)
         )
-        if not isinstance(one, str) and not tokens:
+        if not isinstance(prompt, str) and not tokens:
             raise ValueError("give a text, a list of token ids, or a list of such prompts")
-    return [one if isinstance(one, str) else tuple(one) for one in found]
+    return [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]
 
 
 def _biases(value: Any) -> Any:
-    """Return what is added to logits, by the ids of tokens; nothing where there are none."""
+    """Return the numbers added to logits by token id; an empty dictionary where there are none."""
     settings.check({"logit_bias": value})
     return value or None
 
 
 def _shallow(value: Any) -> Any:
-    """Refuse what is nested too deeply for libraries that read it by recursion."""
+    """Refuse JSON that is nested too deeply for libraries that read it by recursion."""
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > SCHEMA_DEPTH:
             raise ValueError(f"it is nested too deeply; use at most {SCHEMA_DEPTH} levels")
         inner: list[Any] = []
-        for one in level:
-            inner += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        for item in level:
+            inner += (
+                item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+            )
         level = inner
     return value
 
@@ -157,15 +159,15 @@ class Called(Strict):
             ValueError: they are no JSON object.
         """
         try:
-            found = json.loads(self.arguments or "{}")
+            arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            arguments = None
+        if not isinstance(arguments, dict):
             raise ValueError(
                 f"the arguments of a call of {self.name!r} are no JSON object; give its text"
             )
-        _shallow(found)
-        return found
+        _shallow(arguments)
+        return arguments
 
 
 class MessageToolCall(Strict):
@@ -218,9 +220,9 @@ class ChatMessage(Strict):
     def message(self) -> Message:
         """Return the message as the runtime and chat templates take it."""
         role = "system" if self.role == "developer" else self.role
-        found: dict[str, Any] = {"role": role, "content": self.content or ""}
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.tool_calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -229,10 +231,10 @@ class ChatMessage(Strict):
                 for call in self.tool_calls
             ]
         if self.tool_call_id is not None:
-            found["tool_call_id"] = self.tool_call_id
+            message["tool_call_id"] = self.tool_call_id
         if self.name and role != "assistant":  # an answer in the cache has none, and is the same
-            found["name"] = self.name
-        return found
+            message["name"] = self.name
+        return message
 
 
 class Function(Strict):
@@ -303,8 +305,8 @@ class ResponseFormat(Strict):
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        given = sum(one is not None for one in (self.json_schema, self.schema_))
-        if self.type == "json_schema" and given != 1:
+        count = sum(schema is not None for schema in (self.json_schema, self.schema_))
+        if self.type == "json_schema" and count != 1:
             raise ValueError("type 'json_schema' has no schema, or two; give one as json_schema")
         if self.json_schema is not None and self.type != "json_schema":
             raise ValueError("json_schema goes with type 'json_schema', and with no other")
@@ -338,8 +340,8 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="after")
     def _has_one(self) -> StructuredOutputs:
-        given = (self.json_, self.json_object or None, self.regex, self.choice)
-        if sum(one is not None for one in given) != 1:
+        forms = (self.json_, self.json_object or None, self.regex, self.choice)
+        if sum(form is not None for form in forms) != 1:
             raise ValueError("give json, json_object: true, regex or choice, and one of them")
         _ = self.schema_of_answer
         return self
@@ -354,24 +356,24 @@ class StructuredOutputs(Strict):
         if not isinstance(self.json_, str):
             return {"type": "object"} if self.json_object else self.json_
         try:
-            found = json.loads(self.json_)
+            schema = json.loads(self.json_)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            schema = None
+        if not isinstance(schema, dict):
             raise ValueError("json is a text that is no JSON object; give a JSON schema")
-        _shallow(found)
-        return found
+        _shallow(schema)
+        return schema
 
     @property
     def regex_of_answer(self) -> str | None:
         """Return the regular expression that the answer matches; None: it need match none."""
         if self.choice is None:
             return self.regex
-        return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", one) for one in self.choice)
+        return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", text) for text in self.choice)
 
 
 class StreamOptions(Strict):
-    """A group of options that say what a stream has beside the answer."""
+    """A group of options of what a stream contains beside the answer."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -470,18 +472,18 @@ class Request(Strict):
             ApiError: an answer may be longer than the server allows, or the runtime has no such
                 setting.
         """
-        given = {name: getattr(self, field) for field, name in self.OPTIONS.items()}
+        fields = {name: getattr(self, field) for field, name in self.OPTIONS.items()}
         if self.ignore_eos:
-            given["eos_token_id"] = []
-        given |= {"regex": self.regex, "min_tokens": self.min_tokens or None}
-        given |= self.further_options()
+            fields["eos_token_id"] = []
+        fields |= {"regex": self.regex, "min_tokens": self.min_tokens or None}
+        fields |= self.further_options()
         if self.max_tokens == 0:
-            given |= {"max_new_tokens": None, "only_read": True}
-        found = {**defaults, **{k: v for k, v in given.items() if v is not None}}
+            fields |= {"max_new_tokens": None, "only_read": True}
+        options = {**defaults, **{k: v for k, v in fields.items() if v is not None}}
         if "template_options" in defaults:  # a request changes those that it names
-            found["template_options"] = defaults["template_options"] | found["template_options"]
+            options["template_options"] = defaults["template_options"] | options["template_options"]
         field_of = {name: field for field, name in self.OPTIONS.items()}
-        for name in found:
+        for name in options:
             if name not in settings.NAMES:
                 field = self._named(field_of.get(name, name))
                 raise ApiError(
@@ -490,12 +492,14 @@ class Request(Strict):
                     param=field,
                     code="unsupported_parameter",
                 )
-        self._check_thoughts(found)
-        least = found.get("min_tokens", 0)
-        if least > found.get("max_new_tokens", limits.answer_tokens):
-            said = f"min_tokens is {least:,}, and the answer has fewer at most; give a lower number"
-            raise ApiError(400, said, param="min_tokens")
-        if (most := found.get("max_new_tokens", 1)) > limits.answer_tokens:
+        self._check_thoughts(options)
+        least = options.get("min_tokens", 0)
+        if least > options.get("max_new_tokens", limits.answer_tokens):
+            message = (
+                f"min_tokens is {least:,}, and the answer has fewer at most; give a lower number"
+            )
+            raise ApiError(400, message, param="min_tokens")
+        if (most := options.get("max_new_tokens", 1)) > limits.answer_tokens:
             given_as = [name for name in LIMITS if getattr(self, name, None) is not None]
             field = self._named(given_as[0] if given_as else LIMITS[0])
             raise ApiError(
@@ -504,24 +508,26 @@ class Request(Strict):
                 f"most {limits.answer_tokens:,} tokens",
                 param=field,
             )
-        return found
+        return options
 
-    def _check_thoughts(self, found: dict[str, Any]) -> None:
-        """Leave half of an answer to what is not thought; refuse a budget that takes all of it."""
-        budget, most = found.get("thinking_budget"), found.get("max_new_tokens")
+    def _check_thoughts(self, options: dict[str, Any]) -> None:
+        """Limit thoughts to half of an answer by default; refuse a budget that takes all of it."""
+        budget, most = options.get("thinking_budget"), options.get("max_new_tokens")
         if budget is None or most is None or budget < most:
             return
         if getattr(self, "thinking_budget", None) is not None:
             field, longest = self._named("thinking_budget"), self._named("max_tokens")
-            said = f"{field} is {budget:,}, which leaves no token of {longest}, {most:,}; lower it"
-            raise ApiError(400, said, param=field)
-        found["thinking_budget"] = most // 2
+            message = (
+                f"{field} is {budget:,}, which leaves no token of {longest}, {most:,}; lower it"
+            )
+            raise ApiError(400, message, param=field)
+        options["thinking_budget"] = most // 2
 
     @property
     def held_to(self) -> dict[str, Any] | None:
         """Return the JSON schema that the answer is held to."""
-        said = self.structured_outputs
-        return None if said is None else said.schema_of_answer
+        outputs = self.structured_outputs
+        return None if outputs is None else outputs.schema_of_answer
 
     @property
     def regex(self) -> str | None:
@@ -534,7 +540,7 @@ class Request(Strict):
         return self.held_to is not None or self.regex is not None
 
     def check_form(self, form: str) -> None:
-        """Refuse what does not go with an answer that is held to a form.
+        """Refuse settings that contradict an answer's form.
 
         Args:
             form: the fields that may hold it.
@@ -556,12 +562,12 @@ class Request(Strict):
         """Return settings that are no plain parameter."""
         return {}
 
-    def asks(self, one: Ask) -> list[Ask]:
+    def asks(self, ask: Ask) -> list[Ask]:
         """Return one request `n` times, each with another seed where one was given."""
-        seed = settings.seeded(one.options.get("seed"))
+        seed = settings.seeded(ask.options.get("seed"))
         more = [{} if seed is None else {"seed": (seed + i) % 2**64} for i in range(self.n or 1)]
         return [
-            replace(one, number=i, options={**one.options, **also}) if i else one
+            replace(ask, number=i, options={**ask.options, **also}) if i else ask
             for i, also in enumerate(more)
         ]
 
@@ -627,11 +633,11 @@ class ChatRequest(Request):
         """Refuse an answer that is begun by the last message, and cannot be, or is not to be."""
         last = self.messages[-1] if self.messages else None
         begun = last is not None and last.role == "assistant"
-        for name, wanted in (
+        for name, flag in (
             ("continue_final_message", self.continue_final_message),
             ("add_generation_prompt", _not(self.add_generation_prompt)),
         ):
-            if wanted not in (None, begun):
+            if flag not in (None, begun):
                 whose = "an assistant's, which is continued" if begun else "no assistant's"
                 raise ValueError(f"{name} does not fit: the last message is {whose}; leave it out")
         if last is None or not begun:
@@ -652,8 +658,8 @@ class ChatRequest(Request):
         """
         if self.forced:
             return schema_of_call(self.forced)
-        said = self.response_format
-        schema = super().held_to if said is None else said.schema_of_answer
+        format_ = self.response_format
+        schema = super().held_to if format_ is None else format_.schema_of_answer
         return schema_of_call(self.offered, schema) if schema and self.offered else schema
 
     @property
@@ -672,7 +678,7 @@ class ChatRequest(Request):
 
     @property
     def forced(self) -> tuple[Mapping[str, Any], ...]:
-        """Return the tools of which the answer must call one; none: it need not."""
+        """Return the tools of which the answer must call one; empty if it need not call any."""
         if isinstance(self.tool_choice, dict):
             name = self.tool_choice["function"]["name"]
             return tuple(tool for tool in self.offered if tool["function"]["name"] == name)
@@ -688,34 +694,34 @@ class ChatRequest(Request):
     @property
     def most_calls(self) -> int:
         """Return how many calls of tools the answer may have; 0: no tools are offered."""
-        one = self.held_to is not None or self.parallel_tool_calls is False
-        return (1 if one else TOOLS) if self.offered else 0
+        single = self.held_to is not None or self.parallel_tool_calls is False
+        return (1 if single else TOOLS) if self.offered else 0
 
     @property
     def template_options(self) -> dict[str, Any] | None:
         """Return the further names that the chat template gets; None: none were given."""
         if self.reasoning_effort is None:
             return self.chat_template_kwargs
-        found: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        options: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
         if self.reasoning_effort == "none":
-            found["enable_thinking"] = False
-        return found | (self.chat_template_kwargs or {})
+            options["enable_thinking"] = False
+        return options | (self.chat_template_kwargs or {})
 
     def further_options(self) -> dict[str, Any]:
         """Return settings that are no plain parameter."""
-        found: dict[str, Any] = {
+        options: dict[str, Any] = {
             "json_schema": self.held_to,
             "call_schema": self.call_schema,
             "template_options": self.template_options,
             "thinking_budget": EFFORTS.get(self.reasoning_effort or ""),
         }
         if self.thinking_budget is not None:
-            found["thinking_budget"] = self.thinking_budget
+            options["thinking_budget"] = self.thinking_budget
         if self.max_completion_tokens is not None:
-            found["max_new_tokens"] = self.max_completion_tokens
+            options["max_new_tokens"] = self.max_completion_tokens
         if self.logprobs:
-            found["logprobs"] = self.top_logprobs or 0
-        return found
+            options["logprobs"] = self.top_logprobs or 0
+        return options
 
     def ask(
         self, owner: str, session_id: str | None, limits: RequestLimits, defaults: Mapping[str, Any]
@@ -736,14 +742,14 @@ class ChatRequest(Request):
         if messages and messages[-1].role == "assistant":
             begin = messages.pop().content or ""
         return Ask(
-            messages=tuple(one.message for one in messages),
+            messages=tuple(message.message for message in messages),
             begin=begin,
             options=self.options(limits, defaults),
             owner=owner,
             session_id=session_id,
             tools=self.offered,
             must_call=bool(self.forced),
-            pins=frozenset(i for i, one in enumerate(messages) if one.pin),
+            pins=frozenset(i for i, message in enumerate(messages) if message.pin),
             recall=self.recall,
             progress=bool(self.return_progress),
         )

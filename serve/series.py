@@ -37,15 +37,15 @@ class Series:
 
     @property
     def usage(self) -> Usage | None:
-        """Return what all answers took; slots and the cap are those of the last."""
-        found = [reply.usage for reply in self.replies]
-        if self._left or any(usage is None for usage in found):
+        """Return the summed usage of all answers; slots and the cap are the last answer's."""
+        usages = [reply.usage for reply in self.replies]
+        if self._left or any(usage is None for usage in usages):
             return None
-        return _added([usage for usage in found if usage is not None], self._each)
+        return _added([usage for usage in usages if usage is not None], self._each)
 
     @property
     def parsed(self) -> Parsed | None:
-        """Return the calls of the last answer; of others ask `replies`."""
+        """Return the calls of the last answer; `replies` has those of the others."""
         return self.replies[-1].parsed
 
     def __aiter__(self) -> Series:
@@ -74,12 +74,12 @@ class Series:
 
 
 def _added(usages: Sequence[Usage], each: int) -> Usage:
-    """Return the tokens of several answers, of which `each` have one prompt."""
+    """Return the summed usage of several answers, where every `each` answers share a prompt."""
     if not usages:
         return Usage(0, 0, 0, 0, 0, 0, 0)
     last, first_of_each = usages[-1], usages[::each]
-    found = {field.name: getattr(last, field.name) for field in fields(Usage)}
+    totals = {field.name: getattr(last, field.name) for field in fields(Usage)}
     for name in ("prompt_tokens", "reused_tokens", "recalled_tokens", "recalled_passages"):
-        found[name] = sum(getattr(usage, name) for usage in first_of_each)
-    found["completion_tokens"] = sum(usage.completion_tokens for usage in usages)
-    return Usage(**found)
+        totals[name] = sum(getattr(usage, name) for usage in first_of_each)
+    totals["completion_tokens"] = sum(usage.completion_tokens for usage in usages)
+    return Usage(**totals)

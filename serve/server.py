@@ -136,8 +136,8 @@ class Server:
         app: ASGIApp = self.app
         open_now = len(self.server.server_state.connections)
         if scope["type"] == "http" and open_now >= self.limits.connections:
-            said = f"the server has {open_now} connections, and takes no more; ask again"
-            busy = ApiError(503, said, code="busy", retry_after_s=1)
+            message = f"the server has {open_now} connections, and takes no more; ask again"
+            busy = ApiError(503, message, code="busy", retry_after_s=1)
             app = refused = busy.answer(scope["path"])
             refused.headers["Connection"] = "close"
         await app(scope, receive, send)
@@ -174,21 +174,21 @@ def bound(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP
         )[0]
         # asyncio sets TCP_NODELAY only on what is said to be TCP; without it answers are 40 ms late
-        found = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise PortTaken(
             f"--host {host} is no address ({error.strerror}); give one of this machine, such as "
             "127.0.0.1"
         ) from error
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind(address)
+        listener.bind(address)
     except OSError as error:
-        found.close()
+        listener.close()
         raise PortTaken(
             f"cannot listen on {host} port {port}: {error.strerror}; --port 0 takes a free port"
         ) from error
-    return found
+    return listener
 
 
 def is_loopback(host: str) -> bool:

@@ -39,7 +39,7 @@ DONE = b"data: [DONE]\n\n"
 ALIVE = b": the prompt is being read\n\n"  # a comment, which every client of SSE passes over
 ENDS: Mapping[FinishReason | None, str] = {"stop": "stop"}  # all others: "length"
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def usage_of(usage: Usage, reasoning: int) -> dict[str, Any]:
@@ -86,8 +86,13 @@ class Form(ABC):
     def __init__(self, model: str, include_usage: bool, usage_each: bool = False) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         self.model, self.created, self.include_usage = model, int(time.time()), include_usage
-        said = {"id": self.id, "object": self.part_object, "created": self.created, "model": model}
-        self._opening = WRITTEN(said)[:-1]  # the fields that every part of the stream begins with
+        fields = {
+            "id": self.id,
+            "object": self.part_object,
+            "created": self.created,
+            "model": model,
+        }
+        self._opening = WRITTEN(fields)[:-1]  # the fields that every part of the stream begins with
         self.texts: list[str] = []
         self.so_far = _usage_so_far(0, 0) if usage_each else None
 
@@ -117,41 +122,41 @@ class Form(ABC):
         return [self.choice(reply)]
 
     def count(self, piece: Piece) -> None:
-        """Note what the request has taken up to a piece that is put next."""
+        """Note the usage up to the piece that is put next."""
         if self.so_far is not None:
             self.so_far = _usage_so_far(piece.prompt_tokens, piece.completion_tokens)
 
     def opening(self) -> bytes:
-        """Write what a stream begins with."""
+        """Write the first part of a stream."""
         return b"".join([self.part([choice]) for choice in self.begin()])
 
     def written(self, piece: Piece) -> bytes:
-        """Write what a piece brings."""
+        """Write the parts of a stream for one piece."""
         if piece.progress is not None:
             return self.part([], prompt_progress=piece.progress._asdict())
         return b"".join([self.part([choice]) for choice in self.put(piece)])
 
     def closing(self, reply: Reply) -> bytes:
-        """Write what a stream ends with."""
+        """Write the last part of a stream."""
         last = b"".join([self.part([choice]) for choice in self.end(reply)])
         if self.include_usage and reply.usage is not None:
             last += self.part([], usage=usage_of(reply.usage, self.reasoning_tokens))
         return last + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """Write what a stream ends with whose answer failed."""
+        """Write the last part of a stream whose answer failed."""
         return event(error.body)
 
     def part(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         """Write one event of the stream."""
-        said = {"choices": choices, **more}
+        fields = {"choices": choices, **more}
         if self.include_usage or self.so_far is not None:
-            said.setdefault("usage", self.so_far)
-        return _line(f"{self._opening},{WRITTEN(said)[1:]}")
+            fields.setdefault("usage", self.so_far)
+        return _line(f"{self._opening},{WRITTEN(fields)[1:]}")
 
     def body(self, reply: Reply) -> dict[str, Any]:
         """Return the whole answer, with its usage."""
-        said = {
+        fields = {
             "id": self.id,
             "object": self.whole_object,
             "created": self.created,
@@ -159,8 +164,8 @@ class Form(ABC):
             "choices": self.choices(reply),
         }
         if reply.usage is not None:
-            said["usage"] = usage_of(reply.usage, self.reasoning_tokens)
-        return said
+            fields["usage"] = usage_of(reply.usage, self.reasoning_tokens)
+        return fields
 
 
 class ChatForm(Form):
@@ -202,12 +207,12 @@ class ChatForm(Form):
         thoughts, text = self.thinking.put(piece.text, piece.opened, piece.completion_tokens)
         parts = self._thought(thoughts)
         text = self._certain(text)
-        found: dict[str, Any] | None = None
+        logprobs: dict[str, Any] | None = None
         if piece.logprobs:
-            content = [one.as_dict() for one in piece.logprobs]
+            content = [logprob.as_dict() for logprob in piece.logprobs]
             self.logprobs += content
-            found = {"content": content, "refusal": None}
-        return [*parts, _delta({"content": text}, found)] if text or found else parts
+            logprobs = {"content": content, "refusal": None}
+        return [*parts, _delta({"content": text}, logprobs)] if text or logprobs else parts
 
     def _thought(self, text: str) -> list[dict[str, Any]]:
         """Return a choice with thoughts, if there are any."""
@@ -215,22 +220,22 @@ class ChatForm(Form):
         return [_delta({"reasoning_content": text})] if text else []
 
     def _certain(self, text: str) -> str:
-        """Return what of more content is none of a call."""
+        """Return the part of further content that cannot be the beginning of a call."""
         self.content += text
         return text if self.gate is None else self.gate.put(text)
 
     def end(self, reply: Reply) -> list[dict[str, Any]]:
-        """Return choices with what was held back, the calls, and why the answer ended."""
+        """Return choices with the text held back, the calls, and the reason of the end."""
         thoughts, text = self.thinking.end()
-        found = self._thought(thoughts)
+        deltas = self._thought(thoughts)
         if text := self._certain(text):
-            found.append(_delta({"content": text}))
+            deltas.append(_delta({"content": text}))
         if self.gate is not None:
             parsed = reply.parsed or Parsed(self.content)
             if self.thoughts:
                 parsed = parsed._replace(content=without_thoughts(parsed.content))
             if text := self.gate.end(parsed):
-                found.append(_delta({"content": text}))
+                deltas.append(_delta({"content": text}))
             if not parsed.content:
                 self.content = ""
             if parsed.tool_calls:
@@ -238,8 +243,8 @@ class ChatForm(Form):
                 self.content = parsed.content
                 self.cut = any(call.cut is not None for call in parsed.tool_calls)
                 numbered = [{"index": i, **call} for i, call in enumerate(self.calls)]
-                found.append(_delta({"tool_calls": numbered}))
-        return [*found, _delta({}, finish_reason=self._reason(reply))]
+                deltas.append(_delta({"tool_calls": numbered}))
+        return [*deltas, _delta({}, finish_reason=self._reason(reply))]
 
     def choice(self, reply: Reply) -> dict[str, Any]:
         """Return the choice with the message, once `end` was called."""
@@ -278,13 +283,13 @@ class TextForm(Form):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return a choice with the piece's text."""
         self.texts.append(piece.text)
-        found = None
+        logprobs = None
         if piece.logprobs:
-            found = _columns(piece.logprobs, piece.text, self.letters)
-            for name, more in found.items():
+            logprobs = _columns(piece.logprobs, piece.text, self.letters)
+            for name, more in logprobs.items():
                 self.columns.setdefault(name, []).extend(more)
         self.letters += len(piece.text)
-        return [_text(piece.text, found)]
+        return [_text(piece.text, logprobs)]
 
     def end(self, reply: Reply) -> list[dict[str, Any]]:
         """Return a choice with why the answer ended."""
@@ -324,14 +329,16 @@ class SeveralForm(Form):
     def put(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the choices that a piece brings, behind the ends of answers before its own."""
         ended = self._ended(len(self.series.replies) - 1)
-        before = [one.usage.completion_tokens for one in self.series.replies[:-1] if one.usage]
+        before = [
+            reply.usage.completion_tokens for reply in self.series.replies[:-1] if reply.usage
+        ]
         piece = piece._replace(completion_tokens=piece.completion_tokens - sum(before))
         return ended + self._numbered(self.forms[self.place].put(piece))
 
     def end(self, reply: Reply) -> list[dict[str, Any]]:
         """Return the last choices of all answers that have not ended."""
-        found = self._ended(len(self.forms) - 1)
-        return found + self._numbered(self.forms[-1].end(self.series.replies[-1]))
+        choices = self._ended(len(self.forms) - 1)
+        return choices + self._numbered(self.forms[-1].end(self.series.replies[-1]))
 
     def choice(self, reply: Reply) -> dict[str, Any]:
         """Return the choice of the last answer."""
@@ -340,16 +347,16 @@ class SeveralForm(Form):
     def choices(self, reply: Reply) -> list[dict[str, Any]]:
         """Return a choice of each answer."""
         both = zip(self.forms, self.series.replies, strict=True)
-        return [{**form.choice(one), "index": i} for i, (form, one) in enumerate(both)]
+        return [{**form.choice(each), "index": i} for i, (form, each) in enumerate(both)]
 
-    def _ended(self, place: int) -> list[dict[str, Any]]:
-        """Return the last choices of answers before that at `place`, and the first of others."""
-        found = list[dict[str, Any]]()
-        while self.place < place:
-            found += self._numbered(self.forms[self.place].end(self.series.replies[self.place]))
+    def _ended(self, index: int) -> list[dict[str, Any]]:
+        """Return the last choices of answers before that at `index`, and the first of others."""
+        choices = list[dict[str, Any]]()
+        while self.place < index:
+            choices += self._numbered(self.forms[self.place].end(self.series.replies[self.place]))
             self.place += 1
-            found += self._numbered(self.forms[self.place].begin())
-        return found
+            choices += self._numbered(self.forms[self.place].begin())
+        return choices
 
     def _numbered(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**choice, "index": self.place} for choice in choices]
@@ -372,16 +379,16 @@ def _columns(logprobs: Sequence[Logprob], text: str, start: int) -> dict[str, li
         start: letters before it.
     """
     letters = getincrementaldecoder("utf-8")("replace")  # a token may be a part of a letter
-    ends = [*accumulate((len(letters.decode(one.bytes)) for one in logprobs), initial=0)]
+    ends = [*accumulate((len(letters.decode(token.bytes)) for token in logprobs), initial=0)]
     beyond = ends[-1] + len(letters.decode(b"", final=True)) - len(text)
     return {
-        "tokens": [one.text for one in logprobs],
-        "token_logprobs": [one.logprob for one in logprobs],
+        "tokens": [token.text for token in logprobs],
+        "token_logprobs": [token.logprob for token in logprobs],
         "top_logprobs": [
-            None if one.logprob is None else {each.text: each.logprob for each in one.top}
-            for one in logprobs
+            None if token.logprob is None else {each.text: each.logprob for each in token.top}
+            for token in logprobs
         ],
-        "text_offset": [start + max(0, place - beyond) for place in ends[:-1]],
+        "text_offset": [start + max(0, end - beyond) for end in ends[:-1]],
     }
 
 
@@ -399,9 +406,9 @@ def _text(
     return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def event(said: Mapping[str, Any]) -> bytes:
+def event(fields: Mapping[str, Any]) -> bytes:
     """Write one event of SSE."""
-    return _line(WRITTEN(said))
+    return _line(WRITTEN(fields))
 
 
 def _line(text: str) -> bytes:
@@ -436,7 +443,7 @@ async def whole(request: Request, reply: Reply, form: Form, metrics: Metrics) ->
 async def streamed(
     request: Request, reply: Reply, form: Form, metrics: Metrics, quiet_seconds: float
 ) -> Response:
-    """Stream the answer, once its first piece is there, or it took longer than others wait.
+    """Stream the answer as soon as its first piece is there, or after a short wait for one.
 
     Raises:
         ApiError: it failed before its first piece.
@@ -523,10 +530,10 @@ async def _events(
 
 def _refusal(error: Exception) -> ApiError:
     """Return the error to send; log one that nobody foresaw."""
-    found = as_api_error(error)
-    if found.status == 500:
+    refusal = as_api_error(error)
+    if refusal.status == 500:
         LOG.error("an answer failed", exc_info=error)
-    return found
+    return refusal
 
 
 def _session(reply: Reply) -> dict[str, str]:
@@ -547,18 +554,18 @@ async def _wait(future: asyncio.Future[Any], seconds: float) -> bool:
     return future.done()
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Found]) -> Found:
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """Do `work` for a client.
 
     Raises:
         ClientDisconnect: the client has gone, and the work was cancelled.
     """
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

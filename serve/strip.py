@@ -107,16 +107,16 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:
 
     Where none is unknown they spell the whole conversation, special tokens too.
     """
-    found = list[str | None]()
+    texts = list[str | None]()
     text: Detokenizer | None = None  # a new one begins behind each unknown token
     for token in ids:
         if token < 0:
-            found.append(None)
+            texts.append(None)
             text = None
         else:
             text = text or Detokenizer(tokenizer, special=True)
-            found.append(text.put(token))
-    return found
+            texts.append(text.put(token))
+    return texts
 
 
 def grouped(kept: Sequence[KeptTokens], seen: int) -> list[LayerGroup]:
@@ -126,19 +126,19 @@ def grouped(kept: Sequence[KeptTokens], seen: int) -> list[LayerGroup]:
         kept: what each layer holds, by its number.
         seen: tokens read.
     """
-    capped = [one for one in kept if one.capped]
-    native = [one for one in kept if not one.capped]
+    capped = [layer for layer in kept if layer.capped]
+    native = [layer for layer in kept if not layer.capped]
     number = min(GROUPS, len(capped))
     cuts = [len(capped) * i // number for i in range(number + 1)]
     groups = [capped[a:b] for a, b in pairwise(cuts)]
-    return [_group(one, seen) for one in (*groups, *([native] if native else []))]
+    return [_group(layer, seen) for layer in (*groups, *([native] if native else []))]
 
 
 def _group(kept: Sequence[KeptTokens], seen: int) -> LayerGroup:
-    rows = [np.asarray(row) for one in kept for row in one.heads]
+    rows = [np.asarray(row) for layer in kept for row in layer.heads]
     counts = np.bincount(np.concatenate([np.zeros(0, int), *rows]), minlength=seen)
     return LayerGroup(
-        layers=[one.layer for one in kept],
+        layers=[layer.layer for layer in kept],
         capped=kept[0].capped,
         heads=len(rows),
         held=counts.tolist(),

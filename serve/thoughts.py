@@ -1,4 +1,4 @@
-"""Splits what a model thinks from its answer, also while it is streamed."""
+"""Splits a model's thoughts from its answer, also while it is streamed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ThoughtGate:
         return self._certain - self._first
 
     def put(self, text: str, opened: str = "", tokens: int = 0) -> tuple[str, str]:
-        """Take more text; return what of it is certain to be thoughts, and to be content.
+        """Take more text; return the parts that are certainly thoughts and certainly content.
 
         Args:
             text: of the answer.
@@ -41,8 +41,8 @@ class ThoughtGate:
                 self._first = self._certain = before if self._held.strip() else tokens
         if self._closing is None:
             return "", self._given(len(self._held))
-        thoughts, found, rest = self._held.partition(self._closing)
-        if not found:
+        thoughts, tag, rest = self._held.partition(self._closing)
+        if not tag:
             sizes = range(min(len(self._closing), len(self._held)), 0, -1)
             kept = next((n for n in sizes if self._closing.startswith(self._held[-n:])), 0)
             certain = self._held[: len(self._held) - kept].rstrip()
@@ -54,7 +54,7 @@ class ThoughtGate:
         return thoughts, self._given(len(rest))
 
     def end(self) -> tuple[str, str]:
-        """Return what was held back, since no text follows."""
+        """Return the text held back, since no more follows."""
         if self._closing is not None:
             self._certain = self._before
         text = self._given(len(self._held))
@@ -92,8 +92,8 @@ def without_thoughts(text: str) -> str:
     ('4.', '')
     """
     for opening, closing in THOUGHTS.items():
-        before, found, after = text.partition(closing)
-        if found:
+        before, tag, after = text.partition(closing)
+        if tag:
             return after.lstrip()
         if before.lstrip().startswith(opening):
             return ""

@@ -7,26 +7,26 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def by_a_thread(make: Callable[[], Made]) -> Made:
+def by_a_thread(make: Callable[[], Result]) -> Result:
     """Make something on a thread of its own, so that threads which it computed with end, too.
 
     OpenMP keeps threads for each that ever computed. Where all of them are more than the cores, it
     lets them sleep between two parts of a pass, and a token of a small model takes twice the time.
     So only the thread that computes answers may keep such threads.
     """
-    made = Future[Made]()
+    future = Future[Result]()
 
     def run() -> None:
         try:
-            made.set_result(make())
+            future.set_result(make())
         except BaseException as error:
-            made.set_exception(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=run, name="kvcap-serve-once", daemon=True)
     thread.start()
-    found = made.result()
+    result = future.result()
     thread.join()
-    return found
+    return result

@@ -49,15 +49,15 @@ class TokenizeRequest(schemas.Strict):
 
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeRequest:
-        if sum(given is not None for given in (self.prompt, self.content, self.messages)) != 1:
+        if sum(field is not None for field in (self.prompt, self.content, self.messages)) != 1:
             raise ValueError("give prompt, content or messages, and one of them")
         return self
 
     @property
     def special(self) -> bool:
         """Return whether the tokens are added that open a text: as vLLM, or llama.cpp, has it."""
-        given = self.add_special if self.content is not None else self.add_special_tokens
-        return self.content is None if given is None else given
+        special = self.add_special if self.content is not None else self.add_special_tokens
+        return self.content is None if special is None else special
 
 
 class DetokenizeRequest(schemas.Strict):
@@ -79,18 +79,18 @@ class Tokens:
 
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text, or of messages as the chat template writes them."""
-        said = await self.api.said(request, TokenizeRequest)
-        text = said.content if said.prompt is None else said.prompt
-        if said.messages is None:
+        request_body = await self.api.body_of(request, TokenizeRequest)
+        text = request_body.content if request_body.prompt is None else request_body.prompt
+        if request_body.messages is None:
             ask = Ask(prompt=text)
         else:
-            body = {"messages": said.messages, "tools": said.tools}
+            body = {"messages": request_body.messages, "tools": request_body.tools}
             ask = self.api.ask(request, lambda: body)
-        found = await self.api.conversations.encode(ask, special=said.special)
-        return JSONResponse({"tokens": found, "count": len(found)})
+        ids = await self.api.conversations.encode(ask, special=request_body.special)
+        return JSONResponse({"tokens": ids, "count": len(ids)})
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of tokens."""
-        said = await self.api.said(request, DetokenizeRequest)
-        text = await self.api.conversations.decode(said.tokens)
+        body = await self.api.body_of(request, DetokenizeRequest)
+        text = await self.api.conversations.decode(body.tokens)
         return JSONResponse({"prompt": text, "content": text})

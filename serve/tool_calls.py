@@ -21,7 +21,7 @@ CUT = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*(?:,\s*("arguments
 
 
 class CallGate:
-    r"""Lets through of a streamed answer what is surely text, and holds back what may be a call.
+    r"""Passes on the part of a streamed answer that is surely text, and holds back a possible call.
 
     >>> gate = CallGate()
     >>> gate.put('Wait.\n<tool_call>{"name": "add"'), gate.put("and more")
@@ -33,7 +33,7 @@ class CallGate:
         self._shut = False
 
     def put(self, text: str) -> str:
-        """Take more text, and return what of it is certain to be none of a call."""
+        """Take more text, and return the part that is certainly no call."""
         self._held += text
         if self._shut or (not self._given and JSON_BEGINS.match(self._held)):
             return ""
@@ -46,13 +46,13 @@ class CallGate:
 
     def end(self, parsed: Parsed) -> str:
         """Return the text that was held back, once all calls are known."""
-        given, self._shut = self._given.strip(), True
+        sent, self._shut = self._given.strip(), True
         if not parsed.tool_calls:
             return self._held if parsed.content else ""
-        return parsed.content.removeprefix(given) if parsed.content.startswith(given) else ""
+        return parsed.content.removeprefix(sent) if parsed.content.startswith(sent) else ""
 
 
-def cut_call(parsed: Parsed, place: tuple[int, int]) -> Parsed:
+def cut_call(parsed: Parsed, answer_index: tuple[int, int]) -> Parsed:
     """Return an answer that must call a tool, and was cut short, as the call that it begins.
 
     Its arguments are the text so far. No text is left, and no call before its name is whole.
@@ -63,22 +63,22 @@ def cut_call(parsed: Parsed, place: tuple[int, int]) -> Parsed:
 
     Args:
         parsed: the answer; one that has calls stays.
-        place: as for `Parsed.with_ids`.
+        answer_index: as for `Parsed.with_ids`.
     """
     if parsed.tool_calls:
         return parsed
     text = without_thoughts(parsed.content)
-    if (found := CUT.match(text)) is None:
+    if (match := CUT.match(text)) is None:
         return Parsed("")
-    call = ToolCall(json.loads(found[1]), {}, cut=text[found.end() :] if found[2] else "")
-    return Parsed("", (call,)).with_ids(place)
+    call = ToolCall(json.loads(match[1]), {}, cut=text[match.end() :] if match[2] else "")
+    return Parsed("", (call,)).with_ids(answer_index)
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of OpenAI's call; of a call that was cut short, those that are whole."""
+    """Return the arguments of OpenAI's call; if it was cut short, only the complete ones."""
     text = call["function"]["arguments"]
-    found = from_json(text, allow_partial=True) if text.strip() else {}
-    return found if isinstance(found, dict) else {}
+    arguments = from_json(text, allow_partial=True) if text.strip() else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def as_calls(parsed: Parsed) -> list[dict[str, Any]]:

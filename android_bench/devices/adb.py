@@ -40,8 +40,8 @@ def adb_program() -> str:
     Raises:
         NoAdb: there is neither.
     """
-    if found := shutil.which("adb"):
-        return found
+    if program := shutil.which("adb"):
+        return program
     try:
         import adbutils  # type: ignore[import-untyped]
 

@@ -216,9 +216,9 @@ def _pulled(device: Device, folder: str, plan: Path, target: Path) -> dict[str, 
     except DeviceError as error:
         raise ResultBroken(f"the runner on {device.serial} left no result: {error}") from error
     result = read_result(target)
-    wanted = read_plan(plan)["id"]
-    if result["run"]["plan"] != wanted:
-        raise ResultBroken(f"the result is of plan {result['run']['plan']}, not {wanted}")
+    plan_id = read_plan(plan)["id"]
+    if result["run"]["plan"] != plan_id:
+        raise ResultBroken(f"the result is of plan {result['run']['plan']}, not {plan_id}")
     return result
 
 

@@ -1,4 +1,4 @@
-"""Computes the expected outputs of a cell: those of the eager policy for inputs made by rules.
+"""Computes a cell's expected outputs by the eager policy, for inputs made by rules.
 
 Rules such as `runner.filled` let every runner make the same inputs. Cached state, which has no
 rule, and expected outputs are written to files. Cells of both types share them, as the inputs are
@@ -38,7 +38,7 @@ class Folder:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # entries by sha256
 
     def add(self, name: str, content: bytes) -> str:
-        """Write a file; return its name, or that of an earlier file of the same content."""
+        """Write a file, unless one of the same content was written; return its name."""
         digest = hashlib.sha256(content).hexdigest()
         if digest not in self.files:
             self.files[digest] = {"file": name, "bytes": len(content), "sha256": digest}
@@ -143,8 +143,8 @@ class Expected:
         kept = "kept_" if isinstance(case.graph, Evict) else ""
         self.wanted = Reference(
             *(
-                {name if name == "worth" else kept + name: x for name, x in found.items()}
-                for found in Reference.of(case.graph, inputs)
+                {name if name == "worth" else kept + name: x for name, x in outputs.items()}
+                for outputs in Reference.of(case.graph, inputs)
             )
         )
         self.eager = self.wanted.eager

@@ -149,8 +149,8 @@ def narrowed(
     return replace(whole, groups=tuple(groups))
 
 
-def _known(preset: str, what: str, asked: Sequence[str], there: Sequence[str]) -> None:
-    for name in asked:
+def _known(preset: str, kind: str, names: Sequence[str], there: Sequence[str]) -> None:
+    for name in names:
         if name not in there:
-            known = ", ".join(dict.fromkeys(there))
-            raise PlanBroken(f"preset {preset} has no {what} {name!r}; it has {known}")
+            choices = ", ".join(dict.fromkeys(there))
+            raise PlanBroken(f"preset {preset} has no {kind} {name!r}; it has {choices}")

@@ -28,7 +28,7 @@ REFERENCE = "keydiff.stateless.score"  # relative times are relative to it at it
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanRequest:
     """A request for a plan: a preset on a layer of some model."""
 
     name: str  # the preset's
@@ -39,7 +39,7 @@ class Wanted:
     work: DecoderWork = field(default_factory=DecoderWork)
 
 
-def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
+def write_plan(wanted: PlanRequest, folder: Path) -> dict[str, Any]:
     """Write plan.json and its files into a new or empty folder.
 
     Returns:
@@ -62,7 +62,7 @@ def write_plan(wanted: Wanted, folder: Path) -> dict[str, Any]:
     return plan
 
 
-def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
+def _planned(wanted: PlanRequest, folder: Folder) -> dict[str, Any]:
     producer: dict[str, str] = {}
     cells = list(_cells(wanted, folder, producer))
     references = [cell for cell in cells if cell["id"].startswith(REFERENCE)]
@@ -97,7 +97,9 @@ def _planned(wanted: Wanted, folder: Folder) -> dict[str, Any]:
     return plan
 
 
-def _cells(wanted: Wanted, folder: Folder, producer: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _cells(
+    wanted: PlanRequest, folder: Folder, producer: dict[str, str]
+) -> Iterator[dict[str, Any]]:
     """Yield every cell, and export each graph once; collect versions in `producer`."""
     for group in wanted.preset.groups:
         for variant, dtype, budget in group.models():
@@ -111,10 +113,10 @@ def _cells(wanted: Wanted, folder: Folder, producer: dict[str, str]) -> Iterator
 
 def _spec(shape: Shape, variant: PolicyVariant, stage: str, dtype: str, budget: int | None) -> Spec:
     sizes = shape.as_dict() | ({} if budget is None else {"budget": budget})
-    asked = {"stage": stage, "dtype": dtype}
+    options = {"stage": stage, "dtype": dtype}
     if variant.formulation is not None:
-        asked["formulation"] = variant.formulation
-    return recalled({"parts": variant.policy, "parameters": variant.options}, sizes, **asked)
+        options["formulation"] = variant.formulation
+    return recalled({"parts": variant.policy, "parameters": variant.options}, sizes, **options)
 
 
 def _exported(spec: Spec, variant: PolicyVariant, folder: Folder) -> tuple[dict[str, Any], str]:

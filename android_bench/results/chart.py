@@ -93,7 +93,7 @@ def draw(results: Sequence[Row], path: Path) -> None:
 def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
     """Draw the tokens per second of sustained runs over time, which show the effect of heat."""
     axes = block.subplots(1, 1)
-    for place, (result, row) in enumerate(rows[:MOST]):
+    for index, (result, row) in enumerate(rows[:MOST]):
         windows = row["sustained"]
         ends = list(accumulate(window["seconds"] for window in windows))
         middles = [
@@ -106,9 +106,9 @@ def _sustained(block: Any, rows: list[tuple[Row, Row]]) -> None:
         axes.plot(
             middles,
             speeds,
-            ls=DASHES[place % len(DASHES)],
-            marker=MARKERS[place % 12],
-            color=OTHERS[place % len(OTHERS)],
+            ls=DASHES[index % len(DASHES)],
+            marker=MARKERS[index % 12],
+            color=OTHERS[index % len(OTHERS)],
             ms=4.5,
             lw=1.4,
             label=plain(name, 2 * WIDTH),
@@ -129,14 +129,14 @@ def chosen(result: Row) -> Lines:
     rest = sorted(reference or by_name.values(), key=lambda rows: int(rows[0]["threads"]))
     if not rest:
         return {}
-    wanted = setting(rest[0][0])
-    return {name: rows for name, rows in by_name.items() if setting(rows[0]) == wanted}
+    reference_setting = setting(rest[0][0])
+    return {name: rows for name, rows in by_name.items() if setting(rows[0]) == reference_setting}
 
 
 def _styles(lines: Lines) -> list[dict[str, Any]]:
     """Return the style of every series: a colour per policy, a marker of its own, and a dash."""
     colors, styles, others = dict(COLORS), [], count(1)
-    for place, rows in enumerate(lines.values()):
+    for index, rows in enumerate(lines.values()):
         policy, form = rows[0]["policy"], rows[0]["formulation"]
         color = colors.setdefault(policy, OTHERS[(len(colors) - len(COLORS)) % len(OTHERS)])
         dash = FORMS.get(form, "-") if policy == "keydiff" else DASHES[next(others) % len(DASHES)]
@@ -146,7 +146,7 @@ def _styles(lines: Lines) -> list[dict[str, Any]]:
             {
                 "color": color,
                 "ls": dash,
-                "marker": MARKERS[place % len(MARKERS)],
+                "marker": MARKERS[index % len(MARKERS)],
                 "ms": 4.5,
                 "lw": 1.4,
                 "label": name,
@@ -156,8 +156,8 @@ def _styles(lines: Lines) -> list[dict[str, Any]]:
 
 
 def _absolute(axes: Axes, lines: Lines, result: Row) -> None:
-    for place, (rows, style) in enumerate(zip(lines.values(), _styles(lines), strict=True)):
-        beside = 2 ** (APART * (place - (len(lines) - 1) / 2))
+    for index, (rows, style) in enumerate(zip(lines.values(), _styles(lines), strict=True)):
+        beside = 2 ** (APART * (index - (len(lines) - 1) / 2))
         across = [row["n"] * beside for row in rows]
         medians = [row["p50_us"] for row in rows]
         axes.plot(across, medians, **style)

@@ -111,7 +111,7 @@ def identity(row: Row) -> str:
 
 
 def _complete(row: Row) -> None:
-    """Add statistics to a row; compare those that it has with its samples."""
+    """Add statistics to a row, and check the statistics that it has against its samples."""
     numbers = statistics(row["samples_us"])
     numbers["gb_per_s"] = row["bytes"] / numbers["p50_us"] / 1000
     samples = np.concatenate([np.asarray(part) for part in row["samples_us"]])
@@ -123,9 +123,11 @@ def _complete(row: Row) -> None:
             most = float(np.percentile(samples, share, method="higher"))
         if name == "std_us":
             least = float(samples.std())  # some runners divide by n, not n - 1
-        given = row.get(name, value)
-        if name != "gb_per_s" and not least * (1 - AGREES) <= given <= most * (1 + AGREES):
-            raise ResultBroken(f"{row['id']}: {name} is {given:.6g}, its samples give {value:.6g}")
+        reported = row.get(name, value)
+        if name != "gb_per_s" and not least * (1 - AGREES) <= reported <= most * (1 + AGREES):
+            raise ResultBroken(
+                f"{row['id']}: {name} is {reported:.6g}, its samples give {value:.6g}"
+            )
     row |= numbers
 
 

@@ -68,10 +68,10 @@ def _slower_decoders(now: Row, before: Row, allowed: float) -> Iterator[str]:
             if k in tried:
                 yield f"{identity(row)}: ran before and does no more"
             continue
-        for name, what, times in SPEEDS:
+        for name, label, times in SPEEDS:
             grown = (new[k][name] / row[name]) ** times - 1
             if grown > allowed:
-                yield f"{identity(row)}: {what} {new[k][name]:,.1f}, {row[name]:,.1f} before"
+                yield f"{identity(row)}: {label} {new[k][name]:,.1f}, {row[name]:,.1f} before"
 
 
 def _rows(result: Row) -> dict[tuple[str, int, str], Row]:

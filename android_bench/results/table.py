@@ -167,9 +167,9 @@ def _score_tables(result: Row) -> Iterator[str]:
     for name, _ in groupby(sorted(rows, key=setting), key=setting):
         part = [points for points in series(result).values() if setting(points[0]) == name]
         sizes = sorted({row["n"] for points in part for row in points})
-        said = setting_name(name)
+        caption = setting_name(name)
         yield _sentence(
-            f"Score, {said}: median (least to 90th percentile) in µs by slots held", "**"
+            f"Score, {caption}: median (least to 90th percentile) in µs by slots held", "**"
         )
         yield ""
         body = [
@@ -183,7 +183,7 @@ def _score_tables(result: Row) -> Iterator[str]:
         body += _copies(result, sizes)
         yield from table(["policy", *(f"{n:,}" for n in sizes), "t0 + slope"], body)
         yield ""
-        yield _sentence(f"Score, {said}: relative to {result['run']['reference']}", "**")
+        yield _sentence(f"Score, {caption}: relative to {result['run']['reference']}", "**")
         yield ""
         values = [
             [label(points[0]), *_by_size(points, sizes, lambda r: _ratio(relative.get(key(r))))]
@@ -397,7 +397,7 @@ def _beside(results: Sequence[Row]) -> Iterator[str]:
         ("Whole decoders: first token in ms, tokens a second, long prompt in tokens/s", "decoder",
          timed, _speeds),
     )  # fmt: skip
-    for heading_, what, rows_of, show in shown:
+    for heading_, text, rows_of, show in shown:
         columns = [
             (
                 result,
@@ -411,13 +411,13 @@ def _beside(results: Sequence[Row]) -> Iterator[str]:
             continue
         names = [short(result, provider) for result, provider, _ in columns]
         if len(set(names)) < len(names):
-            names = [f"{place}. {name}" for place, name in enumerate(names, 1)]
+            names = [f"{index}. {name}" for index, name in enumerate(names, 1)]
         by_key = [{(row["id"], row["threads"]): row for row in rows} for *_, rows in columns]
         keys = dict.fromkeys(k for rows in by_key for k in rows)
         yield _sentence(heading_, "**")
         yield ""
         yield from table(
-            [what, "threads", *names],
+            [text, "threads", *names],
             (
                 [k[0], str(k[1]), *(show(rows[k]) if k in rows else "" for rows in by_key)]
                 for k in keys

@@ -48,19 +48,19 @@ def main(arguments: list[str] | None = None) -> int:
         help="cpu, xnnpack, nnapi, qnn or another execution provider of this ONNX Runtime",
     )
     parser.add_argument("--profile", action="store_true", help="add each cell's operators")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        cores_for(asked.cores, 1)
-        run = Run(load_plan(asked.plan), asked.plan.parent, asked)
-        if not asked.out.parent.is_dir():
-            raise Refused(f"no folder {str(asked.out.parent)!r} for {asked.out.name}")
+        cores_for(options.cores, 1)
+        run = Run(load_plan(options.plan), options.plan.parent, options)
+        if not options.out.parent.is_dir():
+            raise Refused(f"no folder {str(options.out.parent)!r} for {options.out.name}")
         result = run.document()
     except Refused as error:
         print(f"runner: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    _write(asked.out, json.dumps(result, allow_nan=False) + "\n")
+    _write(options.out, json.dumps(result, allow_nan=False) + "\n")
     return 0 if any(row["status"] == "ok" for row in run.rows) else 1
 
 

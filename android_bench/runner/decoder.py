@@ -24,11 +24,11 @@ SAME = ("id", "model", "policy", "positions", "dtype", "budget", "block", "evict
 
 def row_of(plan: Cell, threads: int, provider: str) -> Cell:
     """Return the result's row of the plan's decoder, before it is timed."""
-    wanted = plan["decoder"]
+    settings = plan["decoder"]
     sha256 = {entry["file"]: entry["sha256"] for entry in plan["files"]}
     return {
-        **{key: wanted[key] for key in SAME},
-        "model_sha256": sha256[wanted["manifest"]],
+        **{key: settings[key] for key in SAME},
+        "model_sha256": sha256[settings["manifest"]],
         "threads": threads,
         "provider_asked": provider,
         "provider_got": None,
@@ -102,39 +102,41 @@ def compared(logits: Array, expected: Array, allowed: float) -> Cell:
     return parity
 
 
-def measured(decoder: ExportedDecoder, wanted: Cell, rounds: int) -> Cell:
+def measured(decoder: ExportedDecoder, settings: Cell, rounds: int) -> Cell:
     """Measure a decoder; return all samples, as fields of its row."""
-    count = max(wanted["prompt_tokens"], wanted["long_tokens"])
-    ids = (hash11(wanted["seed"], count) % wanted["vocabulary"]).tolist()
+    count = max(settings["prompt_tokens"], settings["long_tokens"])
+    ids = (hash11(settings["seed"], count) % settings["vocabulary"]).tolist()
     TextReader(decoder, ids).read(decoder.block_size)  # warms up: the runtime allocates memory
     row: Cell = {"first_ms": [], "token_us": [], "long_ms": []}
     for _ in range(rounds):
         start = time.perf_counter()
         long = TextReader(decoder, ids)
-        long.read(wanted["long_tokens"])
+        long.read(settings["long_tokens"])
         row["long_ms"].append((time.perf_counter() - start) * 1000)
         start = time.perf_counter()
         text = TextReader(decoder, ids)
-        token = text.read(wanted["prompt_tokens"])
+        token = text.read(settings["prompt_tokens"])
         row["first_ms"].append((time.perf_counter() - start) * 1000)
         samples = []
-        for _ in range(wanted["answer_tokens"] - 1):
+        for _ in range(settings["answer_tokens"] - 1):
             before = time.perf_counter_ns()
             token = text.run([token])
             samples.append((time.perf_counter_ns() - before) / 1000)
         row["token_us"].append(samples)
-    evicting = -(-wanted["long_tokens"] // wanted["block"]) - wanted["budget"] // wanted["block"]
+    evicting = (
+        -(-settings["long_tokens"] // settings["block"]) - settings["budget"] // settings["block"]
+    )
     row["evicting_blocks"] = max(0, evicting)
-    row["sustained"] = sustained(text, token, wanted)
+    row["sustained"] = sustained(text, token, settings)
     return row
 
 
-def sustained(text: TextReader, token: int, wanted: Cell) -> list[Cell]:
+def sustained(text: TextReader, token: int, settings: Cell) -> list[Cell]:
     """Continue an answer for the plan's time; return tokens and seconds of each window."""
     windows: list[Cell] = []
-    end = time.perf_counter() + wanted["sustained_seconds"]
+    end = time.perf_counter() + settings["sustained_seconds"]
     while (start := time.perf_counter()) < end:
-        until, tokens = min(start + wanted["window_seconds"], end), 0
+        until, tokens = min(start + settings["window_seconds"], end), 0
         while tokens == 0 or time.perf_counter() < until:
             token = text.run([token])
             tokens += 1

@@ -115,21 +115,21 @@ def big_cores(count: int) -> list[int]:
     return sorted(order[:count])
 
 
-def cores_for(asked: str, threads: int) -> list[int] | None:
+def cores_for(wish: str, threads: int) -> list[int] | None:
     """Return the cores that `--cores` means for this many threads; None for no pinning.
 
     Raises:
         Refused: the text names no cores, or one that this process may not use.
     """
-    if asked == "none" or not hasattr(os, "sched_setaffinity"):
+    if wish == "none" or not hasattr(os, "sched_setaffinity"):
         return None
-    if asked == "auto":
+    if wish == "auto":
         return big_cores(threads)
     try:
-        parts = [part.split("-") for part in asked.split(",")]
+        parts = [part.split("-") for part in wish.split(",")]
         cores = [n for part in parts for n in range(int(part[0]), int(part[-1]) + 1)]
     except ValueError:
-        raise Refused(f"--cores {asked!r} is not auto, none, 7 or 4-7") from None
+        raise Refused(f"--cores {wish!r} is not auto, none, 7 or 4-7") from None
     if missing := set(cores) - os.sched_getaffinity(0):
-        raise Refused(f"--cores {asked}: core {min(missing)} is not to be had")
+        raise Refused(f"--cores {wish}: core {min(missing)} is not to be had")
     return cores

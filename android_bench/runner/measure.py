@@ -59,10 +59,10 @@ def provider_named(name: str) -> str:
     Raises:
         Refused: this ONNX Runtime has no such provider; the message lists those that it has.
     """
-    known = {short_name(full): full for full in library().get_available_providers()}
-    if name not in known:
-        raise Refused(f"this ONNX Runtime has no provider {name}; it has {', '.join(known)}")
-    return str(known[name])
+    providers = {short_name(full): full for full in library().get_available_providers()}
+    if name not in providers:
+        raise Refused(f"this ONNX Runtime has no provider {name}; it has {', '.join(providers)}")
+    return str(providers[name])
 
 
 def timer_us() -> float:
@@ -318,19 +318,19 @@ class Run:
 
     def _decoder(self, row: Cell) -> None:
         """Measure all rounds of one decoder; if it fails, the run goes on."""
-        wanted = self.plan["decoder"]
+        settings = self.plan["decoder"]
         try:
             if self.provider != "cpu":
                 return _without_samples(row, "skipped", "a decoder runs on the provider cpu only")
             if lack := self._pin(row["threads"]):
                 return _without_samples(row, "skipped", lack)
             start = time.perf_counter()
-            manifest = self.folder / wanted["manifest"]
-            made = decoder.loaded(manifest, wanted["evict_every"], row["threads"])
+            manifest = self.folder / settings["manifest"]
+            loaded = decoder.loaded(manifest, settings["evict_every"], row["threads"])
             row["load_ms"] = (time.perf_counter() - start) * 1000
-            row["parity"] = decoder.checked(made, wanted["check"], self.folder)
-            row |= decoder.measured(made, wanted, self.rules["rounds"])
-            row |= {"held_bytes": made.nbytes, "provider_got": "cpu"}
+            row["parity"] = decoder.checked(loaded, settings["check"], self.folder)
+            row |= decoder.measured(loaded, settings, self.rules["rounds"])
+            row |= {"held_bytes": loaded.nbytes, "provider_got": "cpu"}
         except Exception as error:  # ONNX Runtime's own classes have no common base
             lines = str(error).strip().splitlines() or [""]
             _without_samples(row, "failed", f"{type(error).__name__}: {lines[0][:300]}")

@@ -11,13 +11,13 @@ from kvcap.android_bench.runner.inputs import DTYPES, Array, Cell
 MARK = 1e30  # larger numbers are marks of a policy, not values
 
 
-def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: Path) -> Cell:
+def parity(cell: Cell, inputs: dict[str, Array], outputs: dict[str, Array], folder: Path) -> Cell:
     """Compare a cell's outputs with the expected ones.
 
     Args:
         cell: a cell of the plan.
-        given: its inputs, by name.
-        got: its outputs, by name.
+        inputs: its inputs, by name.
+        outputs: its outputs, by name.
         folder: the plan's folder.
 
     Returns:
@@ -27,7 +27,7 @@ def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: P
     share = 0.0
     for port in sorted(cell["outputs"], key=lambda port: port["check"]["kind"] != "slots"):
         name, check = port["name"], port["check"]
-        fault, error = _checked(port, given, got, folder)
+        fault, error = _checked(port, inputs, outputs, folder)
         allowed = check.get("allowed", 0.0)
         if fault is not None:
             return {"passed": False, "error": error, "allowed": allowed, "text": f"{name} {fault}"}
@@ -37,21 +37,21 @@ def parity(cell: Cell, given: dict[str, Array], got: dict[str, Array], folder: P
 
 
 def _checked(
-    port: Cell, given: dict[str, Array], got: dict[str, Array], folder: Path
+    port: Cell, inputs: dict[str, Array], outputs: dict[str, Array], folder: Path
 ) -> tuple[str | None, float | None]:
     """Return the fault of one output as text, if it has one, and its largest difference."""
-    check, value = port["check"], got[port["name"]]
+    check, value = port["check"], outputs[port["name"]]
     if list(value.shape) != port["shape"] or value.dtype != DTYPES[port["dtype"]]:
         return f"is {value.dtype} {list(value.shape)}", None
     if check["kind"] == "slots":
         return _slots(value, folder / check["file"]), None
     if check["kind"] == "rows":
-        rows = _rows(given[check["of"]], got["kept_slot"])
+        rows = _rows(inputs[check["of"]], outputs["kept_slot"])
         same = rows.tobytes() == value.tobytes()
         return (None if same else f"is not {check['of']} of the slots kept"), None
     expected = np.fromfile(folder / check["file"], dtype="<f4")
     if check["kind"] == "by_slot":
-        expected = _rows(expected.reshape(*value.shape[:2], -1), got["kept_slot"])
+        expected = _rows(expected.reshape(*value.shape[:2], -1), outputs["kept_slot"])
     return _compared(value.astype(np.float64).ravel(), expected.ravel(), check["allowed"])
 
 

@@ -101,14 +101,14 @@ def vendor(folder: Path, packages: Sequence[Package], tarballs: Sequence[Path] =
     Raises:
         VendorError: npm or the network is missing, or a package has another digest.
     """
-    given = {_digest(path.read_bytes()): path for path in tarballs}
+    paths = {_digest(path.read_bytes()): path for path in tarballs}
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
-        work = Path(place)
-        made = work / folder.name
-        made.mkdir()
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        work = Path(temporary)
+        target = work / folder.name
+        target.mkdir()
         for package in packages:
-            file = given.get(package.sha512)
+            file = paths.get(package.sha512)
             if file is None and tarballs:
                 names = ", ".join(path.name for path in tarballs)
                 raise VendorError(f"{names}: none is {package.name} {package.version} as published")
@@ -117,13 +117,13 @@ def vendor(folder: Path, packages: Sequence[Package], tarballs: Sequence[Path] =
                 raise VendorError(
                     f"{package.name} is not {package.name} {package.version} as published"
                 )
-            _unpack(file, package, made)
+            _unpack(file, package, target)
         if ORT in packages:
-            _notices(made)
-        (made / "VERSION").write_text(marker(packages) + "\n")
+            _notices(target)
+        (target / "VERSION").write_text(marker(packages) + "\n")
         if folder.exists():
             shutil.rmtree(folder)
-        made.rename(folder)
+        target.rename(folder)
 
 
 def _digest(data: bytes) -> str:
@@ -139,23 +139,23 @@ def _download(work: Path, package: Package) -> Path:
             f"npm is not installed; install it (Debian: apt install npm), or give the file of "
             f"{name}: {COMMAND} --tarball FILE"
         )
-    with tempfile.TemporaryDirectory(dir=work) as place:
+    with tempfile.TemporaryDirectory(dir=work) as temporary:
         done = subprocess.run(
-            [npm, "pack", "--silent", "--pack-destination", place, name],
+            [npm, "pack", "--silent", "--pack-destination", temporary, name],
             capture_output=True,
             text=True,
             check=False,
             cwd=work,
             stdin=subprocess.DEVNULL,
         )
-        files = list(Path(place).glob("*.tgz"))
+        files = list(Path(temporary).glob("*.tgz"))
         if done.returncode or len(files) != 1:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise VendorError(f"npm could not get {name}: {reason}")
         return files[0].rename(work / files[0].name)
 
 
-def _unpack(file: Path, package: Package, made: Path) -> None:
+def _unpack(file: Path, package: Package, target: Path) -> None:
     """Unpack the files that the page loads; binaries stay compressed, at a quarter of the size."""
     with tarfile.open(file) as archive:
         for path, name in package.files.items():
@@ -163,25 +163,25 @@ def _unpack(file: Path, package: Package, made: Path) -> None:
             assert member is not None, path  # the digest fixes which files there are
             content = member.read()
             if name in BINARIES:
-                (made / f"{name}.gz").write_bytes(gzip.compress(content, mtime=0))
+                (target / f"{name}.gz").write_bytes(gzip.compress(content, mtime=0))
             else:
-                (made / name).write_bytes(content)
+                (target / name).write_bytes(content)
 
 
-def _notices(made: Path) -> None:
+def _notices(target: Path) -> None:
     """Copy the licence from ONNX Runtime's Python package, which has the same sources."""
     try:
         files = importlib.metadata.files("onnxruntime") or []
     except importlib.metadata.PackageNotFoundError:
         files = []
     for name in NOTICES:
-        found = next((file for file in files if str(file) == f"onnxruntime/{name}"), None)
-        if found is None:
+        notice = next((file for file in files if str(file) == f"onnxruntime/{name}"), None)
+        if notice is None:
             raise VendorError(
                 "the licence of ONNX Runtime comes from its Python package, which is not "
                 f"installed; {how_to_install('android')}"
             )
-        shutil.copyfile(str(found.locate()), made / name)
+        shutil.copyfile(str(notice.locate()), target / name)
 
 
 def main(

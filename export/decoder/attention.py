@@ -64,8 +64,8 @@ def group_attention(
     kind = keys.dtype if scales is None else torch.float32
     flat = [x.to(kind).transpose(1, 2).flatten(2) for x in (query, key, value)]
     if not torch.compiler.is_compiling():
-        given = query.to(kind), key, value, keys, values, last
-        found = _plainly(*given, scaling, softcap, scales, window, sinks)
+        tensors = query.to(kind), key, value, keys, values, last
+        results = _plainly(*tensors, scaling, softcap, scales, window, sinks)
     else:
         total = last.squeeze(0) + 1
         attributes: dict[str, Any] = {"num_heads": heads, "kv_num_heads": kv_heads}
@@ -85,8 +85,8 @@ def group_attention(
             shapes=(flat[0].shape, keys.shape, values.shape),
             version=1,
         )
-        found = out.unflatten(2, (heads, -1)).transpose(1, 2), keys, values
-    return found[0].to(query.dtype), *found[1:]
+        results = out.unflatten(2, (heads, -1)).transpose(1, 2), keys, values
+    return results[0].to(query.dtype), *results[1:]
 
 
 def _plainly(
@@ -102,7 +102,7 @@ def _plainly(
     window: int | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what the node computes, by copies."""
+    """Compute attention as the node does, on copies of its buffers."""
     length, stop = query.shape[2], int(last) + 1
     block = slice(stop - length, stop)
     keys, values = held = keys.clone(), values.clone()
@@ -118,10 +118,10 @@ def _plainly(
     z = (q @ keys[:, :, :stop].mT).float().unflatten(2, (group, length))  # [1, K, G, T, n]
     if softcap:
         z = softcap * torch.tanh(z / softcap)
-    places, own = torch.arange(stop), torch.arange(stop - length, stop)[:, None]
-    hidden = places > own
+    slots, own = torch.arange(stop), torch.arange(stop - length, stop)[:, None]
+    hidden = slots > own
     if window is not None:
-        hidden |= places <= own - window
+        hidden |= slots <= own - window
     z = z.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         logits = sinks.float().view(z.shape[1], group, 1, 1).expand(1, -1, -1, length, 1)

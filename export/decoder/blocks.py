@@ -40,8 +40,8 @@ def attend_by_length(model: Any, tokens: str) -> None:
         tokens: its input [1, T].
     """
     make, graph = library("onnx.helper").make_node, model.graph
-    found = [node for node in graph.node if node.op_type == ATTENTION]
-    (heads,) = {a.i for node in found for a in node.attribute if a.name == "kv_num_heads"}
+    attentions = [node for node in graph.node if node.op_type == ATTENTION]
+    (heads,) = {a.i for node in attentions for a in node.attribute if a.name == "kv_num_heads"}
     firsts = np.zeros((1, heads, 1, 3), np.int64)  # every head's first slot: batch, head, slot
     firsts[0, :, 0, 1] = np.arange(heads)
     for name, value in {**CONSTANTS, "firsts": firsts}.items():
@@ -79,7 +79,7 @@ def _choice(node: Any) -> Any:
 
 
 def _branch(name: str, nodes: list[Any], outputs: Sequence[str]) -> Any:
-    """Make a graph that reads what is around it, and gives attention's output, keys and values."""
+    """Make a subgraph that reads outer values, and gives attention's output, keys and values."""
     helper, types = library("onnx.helper"), library("onnx").TensorProto
     kinds = zip(outputs, (types.FLOAT, types.INT8, types.INT8), strict=True)
     values = [helper.make_tensor_value_info(output, kind, None) for output, kind in kinds]
@@ -91,9 +91,9 @@ def _of_block(node: Any) -> tuple[list[Any], list[str]]:
     helper, types, nodes = library("onnx.helper"), library("onnx").TensorProto, list[Any]()
 
     def add(kind: str, inputs: list[str], name: str, **attributes: Any) -> str:
-        made = f"{node.output[0]}.{name}"
-        nodes.append(helper.make_node(kind, inputs, [made], **attributes))
-        return made
+        output = f"{node.output[0]}.{name}"
+        nodes.append(helper.make_node(kind, inputs, [output], **attributes))
+        return output
 
     zero, one, axis, last, slot, unit, no_zero, firsts = map(_shared, (*CONSTANTS, "firsts"))
     total = add("Cast", [node.input[TOTAL]], "total", to=types.INT64)
@@ -115,8 +115,8 @@ def _of_block(node: Any) -> tuple[list[Any], list[str]]:
     numbers = add("Unsqueeze", [add("Range", [begin, total, one], "range"), last], "numbers")
     rows = add("Add", [firsts, add("Mul", [numbers, slot], "steps")], "rows")  # [1, K, T, 3]
     outputs = [attention.output[0]]
-    for (buffer, scale), made in zip(BUFFERS.items(), attention.output[1:], strict=True):
-        new = add("Slice", [made, start, stop, axis], f"new_{buffer}")  # [1, K, T, D]
+    for (buffer, scale), state in zip(BUFFERS.items(), attention.output[1:], strict=True):
+        new = add("Slice", [state, start, stop, axis], f"new_{buffer}")  # [1, K, T, D]
         scaled = add("Div", [new, node.input[scale]], f"scaled_{buffer}")
         rounded = add("QuantizeLinear", [scaled, unit, no_zero], f"rounded_{buffer}")
         outputs.append(add("ScatterND", [node.input[buffer], rows, rounded], f"present_{buffer}"))

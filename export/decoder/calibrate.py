@@ -94,19 +94,19 @@ def calibrate(
         NotExportable: the model's layers cannot be found.
     """
     model = decoder.model
-    found = layers_of(model)
-    if found is None:
+    named_layers = layers_of(model)
+    if named_layers is None:
         raise NotExportable(
             "--calibrate goes layer by layer, and this model's layers cannot be found"
         )
-    packed, layers = dict[str, Packed](), found[1]
+    packed, layers = dict[str, Packed](), named_layers[1]
     names = {id(module): name for name, module in decoder.named_modules()}
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(with_stock_attention(decoder))
         for i, layer in enumerate(layers):
-            said = partial(note, f"calibrating layer {i + 1} of {len(layers)}")
-            forward = _Calibrated(layer, names, rounding, packed, said).forward
+            progress = partial(note, f"calibrating layer {i + 1} of {len(layers)}")
+            forward = _Calibrated(layer, names, rounding, packed, progress).forward
             stack.enter_context(_instead(layer, forward))
         if checkpoint is not None:
             stack.enter_context(streaming(decoder, layers, checkpoint))
@@ -117,14 +117,14 @@ def calibrate(
             seen, tied = _Seen(), head.weight is table.weight
             for row in out.last_hidden_state:
                 seen.see(head, (row,))
-            one = gptq(head.weight, seen.of(head), rounding, TIED if tied else DAMPING)
+            rounded = gptq(head.weight, seen.of(head), rounding, TIED if tied else DAMPING)
             both = (head, table) if tied else (head,)
-            packed |= {f"{names[id(module)]}.weight": one for module in both}
+            packed |= {f"{names[id(module)]}.weight": rounded for module in both}
     return packed
 
 
 class _Calibrated:
-    """A layer that rounds its matrices by what it is given, and then runs with what they became.
+    """A layer that rounds its matrices by its first inputs, then runs with the rounded ones.
 
     Args:
         layer: of the model.
@@ -146,47 +146,48 @@ class _Calibrated:
         self.packed, self.note = packed, note
         self._forward = layer.forward
 
-    def forward(self, hidden: Tensor, *args: Any, **given: Any) -> Any:
-        """Compute what the rounded layer makes of hidden states [pieces, T, hidden]."""
+    def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Any:
+        """Compute the rounded layer's outputs of hidden states [pieces, T, hidden]."""
         self.note()
         pieces, seen = hidden.split(1), _Seen()
         # Pieces are equally long: transformers 4.57 makes the same mask for each of them.
-        given = {
+        options = {
             name: x[:1] if isinstance(x, Tensor) and x.dim() == 4 else x
-            for name, x in given.items()
+            for name, x in options.items()
         }
         linears = [part for part in self.layer.modules() if is_plain(part)]
         hooks = [linear.register_forward_pre_hook(seen.see) for linear in linears]
         for piece in pieces:
-            self._forward(piece, *args, **given)
+            self._forward(piece, *args, **options)
         for hook in hooks:
             hook.remove()
         before = {linear: linear.weight.data for linear in linears if linear in seen}
         try:
             for linear, weight in before.items():
-                found = gptq(weight, seen.of(linear), self.rounding)
-                self.packed[f"{self.names[id(linear)]}.weight"] = found
-                linear.weight.data = unpack(found, weight.shape[1], self.rounding).to(weight.dtype)
-            made = [self._forward(piece, *args, **given) for piece in pieces]
+                packed = gptq(weight, seen.of(linear), self.rounding)
+                self.packed[f"{self.names[id(linear)]}.weight"] = packed
+                linear.weight.data = unpack(packed, weight.shape[1], self.rounding).to(weight.dtype)
+            results = [self._forward(piece, *args, **options) for piece in pieces]
         finally:
             for linear, weight in before.items():
                 linear.weight.data = weight
-        if isinstance(made[0], Tensor):
-            return torch.cat(made)
-        return (torch.cat([one[0] for one in made]), *made[0][1:])  # transformers 4.57
+        if isinstance(results[0], Tensor):
+            return torch.cat(results)
+        # A layer of transformers 4.57 returns a tuple.
+        return torch.cat([outputs[0] for outputs in results]), *results[0][1:]
 
 
 class _Seen:
-    """Sums up `x xᵀ` of what linear layers are given; those that are given the same have one."""
+    """Sums up `x xᵀ` of the inputs of linear layers; layers with the same input share a sum."""
 
     def __init__(self) -> None:
         self._sums = dict[nn.Module, Tensor]()
         self._last: Tensor | None = None
         self._first: nn.Module | None = None  # the first layer that was given `_last`
 
-    def see(self, linear: nn.Module, given: tuple[Any, ...]) -> None:
+    def see(self, linear: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Add up the input of a linear layer; a hook that runs before it."""
-        x = given[0]
+        x = inputs[0]
         if x is self._last and self._first is not None:
             self._sums[linear] = self._sums[self._first]
             return

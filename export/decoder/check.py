@@ -110,10 +110,10 @@ class DecoderReport:
         lines = [f"{self.file}  (ONNX Runtime {self.runtime}, CPU)"]
         lines.append(f"  {'checked':<22} {'tokens':>6} {'held':>6} {'error':>9} {'kept':>8}")
         for row in self.rows:
-            said = "ok" if row.ok else "FAILED"
+            verdict = "ok" if row.ok else "FAILED"
             lines.append(
                 f"  {row.who:<22} {row.tokens:>6} {row.held:>6} {row.error:>9.1e} "
-                f"{row.kept:>8.2%}  {said}"
+                f"{row.kept:>8.2%}  {verdict}"
             )
         answer = len(self.sample.get("greedy", ()))
         lines.append(f"  greedy text, graph alone: {self.agreed} of {answer} tokens as PyTorch")
@@ -164,12 +164,12 @@ class ModuleGraph(Graph):
         return self._described(self.module.outputs)
 
     def _described(self, ports: list[Port]) -> dict[str, Any]:
-        sizes, found = self.module.sizes, {}
+        sizes, arguments = self.module.sizes, {}
         for port in ports:
             kind = str(getattr(torch, port.dtype, torch.float32)).removeprefix("torch.")
             shape = [sizes[axis] or axis for axis in port.axes]
-            found[port.name] = Arg(port.name, ONNX[kind], shape)
-        return found
+            arguments[port.name] = Arg(port.name, ONNX[kind], shape)
+        return arguments
 
     def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Any:
         """Return the arrays themselves."""
@@ -178,18 +178,18 @@ class ModuleGraph(Graph):
     def run_bound(self, binding: Any) -> None:
         """Compute outputs from inputs, as a graph does."""
         inputs, outputs = binding
-        given = [torch.from_numpy(inputs[port.name]) for port in self.module.inputs]
+        tensors = [torch.from_numpy(inputs[port.name]) for port in self.module.inputs]
         with torch.inference_mode():
             if isinstance(self.module, EvictionGraph):
-                found, self.worth = self.module.run(*given)
+                computed, self.worth = self.module.run(*tensors)
             else:
-                found = self.module(*given)
-        for port, tensor in zip(self.module.outputs, found, strict=True):
+                computed = self.module(*tensors)
+        for port, tensor in zip(self.module.outputs, computed, strict=True):
             outputs[port.name][...] = tensor.numpy()
 
 
 class Decided(NamedTuple):
-    """A decision that says by what a layer's slots were chosen."""
+    """A decision with the numbers by which a layer's slots were chosen."""
 
     worth: Tensor  # [1, K, n]
     positions: Tensor  # [1, K, n]
@@ -210,11 +210,11 @@ class Watched(ExportedDecoder):
 
     def _gone(self, layer: LayerSlots, evictor: Graph, *rest: Any) -> Any:
         positions = torch.from_numpy(layer.buffers["positions"][:, :, : layer.held].copy())
-        gone = super()._gone(layer, evictor, *rest)
+        evicted = super()._gone(layer, evictor, *rest)
         assert isinstance(evictor, ModuleGraph)
         assert evictor.worth is not None
         self.decided[self.capped.index(layer)] = Decided(evictor.worth, positions)
-        return gone
+        return evicted
 
 
 def opened(
@@ -231,11 +231,11 @@ def opened(
     Raises:
         GraphBroken, ShapeError: a file cannot be run, or is not this decoder's.
     """
-    evictors, found = evictors_of(decoder), dict[int, Graph]()
+    evictors, graph_of = evictors_of(decoder), dict[int, Graph]()
     for i, (_, layers) in enumerate(evictors):
         file = folder / manifest.evictor_name(i, len(evictors))
-        found |= dict.fromkeys(layers, Graph(file))
-    graph, graphs = Graph(folder / name), [found[layer] for layer in sorted(found)]
+        graph_of |= dict.fromkeys(layers, Graph(file))
+    graph, graphs = Graph(folder / name), [graph_of[layer] for layer in sorted(graph_of)]
     block = decoder.layout.block_size
     return ExportedDecoder(facts, graph, graphs, block, evict_every, scales_in(decoder))
 
@@ -291,12 +291,12 @@ def check(
     tied, seen, runs = False, 0, list[list[int]]()
     for block in _blocks(decoder, quick, brief):
         ids, before = block[0].tolist(), cache.held
-        wanted = loop.read(block)
+        expected = loop.read(block)
         if seen:
             put(module, ort, seen)
         module.decided.clear()
         logits = torch.from_numpy(module.run(ids, seen, []).copy())
-        got = torch.from_numpy(ort.run(ids, seen, []))
+        computed = torch.from_numpy(ort.run(ids, seen, []))
         runs.append(ids)
         seen += len(ids)
         kept = [torch.from_numpy(x[None]) for x in module.positions(seen)]
@@ -308,21 +308,29 @@ def check(
                 before,
                 to_runtime,
                 logits,
-                wanted,
+                expected,
                 kept,
                 stored,
                 module.decided,
             )
             rows.append(row)
             tied = tied or ties
-        found = [torch.from_numpy(x[None]) for x in ort.positions(seen)]
+        positions = [torch.from_numpy(x[None]) for x in ort.positions(seen)]
         row, ties = _row(
-            "graph to module", block, before, to_module, got, logits, found, kept, module.decided
+            "graph to module",
+            block,
+            before,
+            to_module,
+            computed,
+            logits,
+            positions,
+            kept,
+            module.decided,
         )
         rows.append(_with_state(row, module, ort, seen, to_module) if not ties else row)
-    answer = _answer(loop, wanted, BRIEF_ANSWER if brief else ANSWER)
-    said = _alone(alone, runs, len(answer))
-    both = zip(answer, said, strict=True)
+    answer = _answer(loop, expected, BRIEF_ANSWER if brief else ANSWER)
+    answer_alone = _alone(alone, runs, len(answer))
+    both = zip(answer, answer_alone, strict=True)
     agreed = next((i for i, (a, b) in enumerate(both) if a != b), len(answer))
     sample = {
         "prompt": [token for ids in runs for token in ids],
@@ -344,9 +352,9 @@ def check_streaming(
         dtype: of the graph's weights.
         weights: of the module, by their names in it; no more than a layer's are held at once.
     """
-    found = layers_of(decoder.model)
-    assert found is not None
-    with streaming(decoder, found[1], _as_in(folder / manifest.GRAPH, decoder, weights)):
+    named_layers = layers_of(decoder.model)
+    assert named_layers is not None
+    with streaming(decoder, named_layers[1], _as_in(folder / manifest.GRAPH, decoder, weights)):
         return check(folder, decoder, dtype, brief=True)
 
 
@@ -406,10 +414,10 @@ def _of_tied(decoder: DecoderGraph, rounded: Mapping[str, Rounded]) -> dict[str,
     for name, parameter in decoder.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return {
-        name: rounded[known]
+        name: rounded[tied_name]
         for tied in names.values()
-        for known in tied
-        if known in rounded
+        for tied_name in tied
+        if tied_name in rounded
         for name in tied
     }
 
@@ -424,25 +432,25 @@ class _Rounded(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.rounded:
             return self.weights[name]
-        found = self.rounded[name].read()
+        matrix = self.rounded[name].read()
         if name not in self._held:
-            far, most = self._far(name, found), ROUNDED[self.rounded[name].rounding.bits]
+            far, most = self._far(name, matrix), ROUNDED[self.rounded[name].rounding.bits]
             if not far <= most:
                 raise ToleranceError(f"the graph has {name} rounded by {far:.0%} of its norm")
             self._held.add(name)
-        return found
+        return matrix
 
-    def _far(self, name: str, found: Tensor) -> float:
+    def _far(self, name: str, matrix: Tensor) -> float:
         """Return how far a matrix is from the model's, relative to its norm; a part at a time."""
-        step = max(1, ROWS // found[0].numel())
+        step = max(1, ROWS // matrix[0].numel())
         off = norm = torch.zeros((), dtype=torch.float64)
         start = 0
-        for part in found.split(step):
-            wanted = self._rows(name, start, start + len(part)).float()
-            if wanted.shape != part.shape:
+        for part in matrix.split(step):
+            original = self._rows(name, start, start + len(part)).float()
+            if original.shape != part.shape:
                 return float("inf")
-            off = off + (part - wanted).square().sum(dtype=torch.float64)
-            norm = norm + wanted.square().sum(dtype=torch.float64)
+            off = off + (part - original).square().sum(dtype=torch.float64)
+            norm = norm + original.square().sum(dtype=torch.float64)
             start += len(part)
         if len(self._rows(name, start, start + 1)):  # the model's has more rows
             return float("inf")
@@ -467,7 +475,7 @@ def facts_of(decoder: DecoderGraph, dtype: str) -> Manifest:
 
 
 def put(source: ExportedDecoder, target: ExportedDecoder, seen: int) -> None:
-    """Let a decoder hold what another one holds after `seen` tokens."""
+    """Copy into a decoder everything that another one holds after `seen` tokens."""
     held = list(source.held)
     target.held = held
     mine = target.state(seen, held)
@@ -499,14 +507,14 @@ def _row(
     block: Tensor,
     held: int,
     tolerance: Tolerance,
-    got: Tensor,
-    wanted: Tensor,
+    logits: Tensor,
+    expected: Tensor,
     kept: list[Tensor],
     others: list[Tensor],
     decided: Mapping[int, Decided],
 ) -> tuple[CheckedRun, bool]:
     """Compare logits and kept slots of one run with another's; say whether some are tied."""
-    error = _distance(got, wanted)
+    error = _distance(logits, expected)
     shares, tied = [], False
     for layer, (mine, theirs) in enumerate(zip(kept, others, strict=True)):
         same, ties = _same(mine, theirs, decided.get(layer), tolerance.worth)
@@ -518,7 +526,7 @@ def _row(
 
 
 def _looser(a: Tolerance, b: Tolerance) -> Tolerance:
-    """Return a tolerance that allows what either allows."""
+    """Return a tolerance as loose as the looser of two."""
     worth, overlap = max(a.worth, b.worth), min(a.overlap, b.overlap)
     return Tolerance(max(a.values, b.values), worth, overlap, max(a.held, b.held))
 
@@ -526,7 +534,7 @@ def _looser(a: Tolerance, b: Tolerance) -> Tolerance:
 def _with_state(
     row: CheckedRun, module: ExportedDecoder, ort: ExportedDecoder, seen: int, tolerance: Tolerance
 ) -> CheckedRun:
-    """Return the row, failed where what is held differs though the same slots were kept."""
+    """Return the row, failed if held tensors differ although the same slots were kept."""
     if row.kept < 1:
         return row
     allowed = tolerance.held
@@ -537,15 +545,15 @@ def _with_state(
 
 def _in_time(decoder: ExportedDecoder, seen: int) -> list[Tensor]:
     """Return everything that is held, slots in time order."""
-    held, found = decoder.state(seen, decoder.held), []
+    held, arrays = decoder.state(seen, decoder.held), []
     for name, array in held.items():
         kind, layer = name.split(".")
         if f"positions.{layer}" in held and kind != "queries":
             order = held[f"positions.{layer}"].argsort(axis=2)
             order = order.reshape(*order.shape, *(1,) * (array.ndim - 3))
             array = np.take_along_axis(array, order, axis=2)
-        found.append(torch.from_numpy(array.copy()))
-    return found
+        arrays.append(torch.from_numpy(array.copy()))
+    return arrays
 
 
 def _same(mine: Tensor, theirs: Tensor, decided: Decided | None, near: float) -> tuple[float, bool]:
@@ -564,7 +572,7 @@ def _same(mine: Tensor, theirs: Tensor, decided: Decided | None, near: float) ->
         if a == b:
             continue
         of = dict(zip(positions[0, head].tolist(), worth[0, head].tolist(), strict=True))
-        odd = [of[place] for place in a ^ b if place in of]
+        odd = [of[slot] for slot in a ^ b if slot in of]
         if len(odd) == len(a ^ b) and max(odd) - min(odd) <= near:
             tied = True
         else:
@@ -572,53 +580,53 @@ def _same(mine: Tensor, theirs: Tensor, decided: Decided | None, near: float) ->
     return 1 - missed / mine.numel(), tied
 
 
-def _distance(got: Tensor, wanted: Tensor) -> float:
+def _distance(logits: Tensor, expected: Tensor) -> float:
     """Return how far logits [..., vocabulary] are off, relative to their spread around the mean.
 
     The greatest of 262,144 differences is a matter of chance; the root of their mean square is not.
     Both are taken from their means, since what is added to all logits changes no probability.
     """
-    if got.shape != wanted.shape or not bool(got.isfinite().all()):
+    if logits.shape != expected.shape or not bool(logits.isfinite().all()):
         return float("inf")
-    exact = wanted.double()
+    exact = expected.double()
     off, spread = (
-        (x - x.mean(-1, keepdim=True)).norm(dim=-1) for x in (got.double() - exact, exact)
+        (x - x.mean(-1, keepdim=True)).norm(dim=-1) for x in (logits.double() - exact, exact)
     )
     return float((off / spread.clamp_min(1e-12)).max())
 
 
-def _relative(got: Tensor, wanted: Tensor) -> float:
+def _relative(computed: Tensor, expected: Tensor) -> float:
     """Return the largest difference over the largest value; infinite where one is not finite."""
-    if got.shape != wanted.shape or not bool(got.isfinite().all()):
+    if computed.shape != expected.shape or not bool(computed.isfinite().all()):
         return float("inf")
-    if not got.numel():
+    if not computed.numel():
         return 0.0
-    error = (got.double() - wanted.double()).abs().amax()
-    return float(error / wanted.double().abs().amax().clamp_min(1e-12))
+    error = (computed.double() - expected.double()).abs().amax()
+    return float(error / expected.double().abs().amax().clamp_min(1e-12))
 
 
 def _positions(layer: Any) -> Tensor:
     """Return the runtime's slots of one layer, in time order."""
-    found: Tensor = layer.segments[0].positions.sort(-1).values
-    return found
+    positions: Tensor = layer.segments[0].positions.sort(-1).values
+    return positions
 
 
 def _answer(loop: BlockLoop, logits: Tensor, length: int) -> list[int]:
     """Return the runtime's greedy tokens after `logits`."""
-    found = [int(logits.argmax(-1))]
-    while len(found) < length:
-        found.append(int(loop.read(torch.tensor([found[-1:]])).argmax(-1)))
-    return found
+    tokens = [int(logits.argmax(-1))]
+    while len(tokens) < length:
+        tokens.append(int(loop.read(torch.tensor([tokens[-1:]])).argmax(-1)))
+    return tokens
 
 
 def _alone(ort: ExportedDecoder, blocks: list[list[int]], length: int) -> list[int]:
     """Return the graphs' greedy tokens after the blocks."""
-    seen, found = 0, list[int]()
+    seen, tokens = 0, list[int]()
     pending = list(blocks)
-    while len(found) < length:
-        ids = pending.pop(0) if pending else [found[-1]]
+    while len(tokens) < length:
+        ids = pending.pop(0) if pending else [tokens[-1]]
         logits = ort.run(ids, seen, [])
         seen += len(ids)
         if not pending:
-            found.append(int(logits.argmax(-1)[0]))
-    return found
+            tokens.append(int(logits.argmax(-1)[0]))
+    return tokens

@@ -36,11 +36,11 @@ def kinds_of(model: Any, layout: CacheLayout) -> list[int]:
     Layers of one kind differ by their weights alone: they have the same modules, settings and
     sizes, and hold the same number of slots. Where layers cannot be found, each is its own kind.
     """
-    found, held = layers_of(model), held_layers(layout)
-    if found is None:
+    named_layers, held = layers_of(model), held_layers(layout)
+    if named_layers is None:
         return list(range(len(held)))
     numbers = dict[Any, int]()
-    facts = zip(map(settings, found[1]), held, strict=True)
+    facts = zip(map(settings, named_layers[1]), held, strict=True)
     return [numbers.setdefault(fact, len(numbers)) for fact in facts]
 
 
@@ -59,19 +59,19 @@ def enough(kinds: Sequence[int]) -> int | None:
 
 def numbered(model: Any, prefix: str) -> Numbered:
     """Return how layers are numbered in the names of ports and weights, which begin by `prefix`."""
-    found = layers_of(model)
-    assert found is not None
-    layers = re.escape(f"{prefix}{found[0]}")
+    named_layers = layers_of(model)
+    assert named_layers is not None
+    layers = re.escape(f"{prefix}{named_layers[0]}")
     return Numbered(re.compile(rf"^(?:[a-z_]+|{layers})\.(\d+)(?=$|\.)"))
 
 
 @contextmanager
 def first_layers(model: Any, layout: CacheLayout, count: int) -> Iterator[CacheLayout]:
     """Leave a model its first layers alone, and its config; yields the cache's layout of these."""
-    found = layers_of(model)
-    assert found is not None
-    parent, _, name = found[0].rpartition(".")
-    config, total = model.config, len(found[1])
+    named_layers = layers_of(model)
+    assert named_layers is not None
+    parent, _, name = named_layers[0].rpartition(".")
+    config, total = model.config, len(named_layers[1])
     lists = {
         key: value
         for key, value in vars(config).items()
@@ -79,13 +79,13 @@ def first_layers(model: Any, layout: CacheLayout, count: int) -> Iterator[CacheL
     }
     holder = model.get_submodule(parent)
     try:
-        setattr(holder, name, found[1][:count])
+        setattr(holder, name, named_layers[1][:count])
         config.num_hidden_layers = count
         for key, value in lists.items():
             setattr(config, key, value[:count])
         yield replace(layout, shape=replace(layout.shape, layers=layout.shape.layers[:count]))
     finally:
-        setattr(holder, name, found[1])
+        setattr(holder, name, named_layers[1])
         config.num_hidden_layers = total
         for key, value in lists.items():
             setattr(config, key, value)

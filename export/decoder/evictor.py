@@ -83,19 +83,19 @@ class EvictionGraph(nn.Module):
 
     def run(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Compute the outputs; return them and the worth of every slot [1, K, n], which decided."""
-        given = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
-        positions, spans = given["positions"], given["pinned"]
+        feeds = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
+        positions, spans = feeds["positions"], feeds["pinned"]
         slots = positions.shape[-1]
         for name in BUFFERS:
-            if name in given:
-                torch._check(slots <= given[name].shape[2])
-                given[name] = given[name][:, :, :slots]
+            if name in feeds:
+                torch._check(slots <= feeds[name].shape[2])
+                feeds[name] = feeds[name][:, :, :slots]
                 if self.quantised:
-                    given[name] = given[name].float() * given[f"{name[:-1]}_scale"]
+                    feeds[name] = feeds[name].float() * feeds[f"{name[:-1]}_scale"]
         inside = (positions[..., None] >= spans[:, 0]) & (positions[..., None] < spans[:, 1])
-        given["pinned"] = inside.any(-1)
-        worth, state = Evict(self.form).decided(given)
-        stay: Any = given["stay"].item()
+        feeds["pinned"] = inside.any(-1)
+        worth, state = Evict(self.form).decided(feeds)
+        stay: Any = feeds["stay"].item()
         torch._check(stay >= 1)
         torch._check(stay <= slots)
         return (evicted(worth, positions, stay), *state.values()), worth
@@ -121,18 +121,18 @@ class EvictionGraph(nn.Module):
         lengths = {"slots": 11, "capacity": 17, "spans": 2, "queries": 3}
         counts = {"seen": 23, "stay": 7}
 
-        def made(port: Port) -> Tensor:
+        def example_of(port: Port) -> Tensor:
             if port.name in counts:
                 return torch.tensor(counts[port.name], dtype=torch.int32)
             shape = [self.sizes[axis] or lengths[axis] for axis in port.axes]
             if port.name == "positions":
                 return torch.arange(11, dtype=torch.int32).expand(shape).contiguous()
-            found = torch.rand(shape, generator=draws)
+            tensor = torch.rand(shape, generator=draws)
             if port.dtype == "int8":
-                found = found * MOST
-            return found.to(getattr(torch, port.dtype, self.cache))
+                tensor = tensor * MOST
+            return tensor.to(getattr(torch, port.dtype, self.cache))
 
-        return [made(port) for port in self.inputs]
+        return [example_of(port) for port in self.inputs]
 
 
 def _capacity(port: Port, quantised: bool) -> Port:
@@ -154,15 +154,15 @@ def evictors_of(decoder: DecoderGraph) -> list[tuple[EvictionGraph, list[int]]]:
 
     Layers that slide have none: their oldest tokens go.
     """
-    layout, found = decoder.layout, dict[Any, tuple[EvictionGraph, list[int]]]()
+    layout, evictors = decoder.layout, dict[Any, tuple[EvictionGraph, list[int]]]()
     dtype, quantised = decoder.cache, decoder.slot_scales is not None
-    for place, layer in enumerate(layout.shape.capped):
+    for index, layer in enumerate(layout.shape.capped):
         scaling, softcap = decoder.scales[layer]
-        alike = layout.budgets[place], scaling, softcap
-        if alike not in found:
-            found[alike] = EvictionGraph(layout, place, scaling, softcap, dtype, quantised), []
-        found[alike][1].append(layer)
-    return list(found.values())
+        alike = layout.budgets[index], scaling, softcap
+        if alike not in evictors:
+            evictors[alike] = EvictionGraph(layout, index, scaling, softcap, dtype, quantised), []
+        evictors[alike][1].append(layer)
+    return list(evictors.values())
 
 
 def trace(evictor: EvictionGraph) -> Any:

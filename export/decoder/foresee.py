@@ -20,7 +20,7 @@ from kvcap.runtime.models.rounding import Rounding
 def foreseen(
     model: str, settings: CacheSettings, dtype: str, rounding: Rounding | None, text: str | None
 ) -> dict[str, Any]:
-    """Return what the manifest of an export would say of all but its files; reads no weights.
+    """Return the manifest that an export would have, without its files; read no weights.
 
     The bytes of its weights are an estimate, as tensors in a file begin at round places.
 
@@ -30,14 +30,14 @@ def foreseen(
     where = resolve(model)
     config, kind = load_config(where), torch_dtype(CACHE[check_dtype(dtype)])
     layout = layout_for(config, settings)
-    made = empty_model(where, config, kind).eval()
+    empty = empty_model(where, config, kind).eval()
     scales = None
     if settings.kv_dtype is not None:
         shape = layout.shape
         scales = torch.ones(len(shape.layers), 2, shape.kv_heads, shape.head_size)
-    said = manifest.describe(model, DecoderGraph(made, layout, scales), dtype, rounding, text)
-    said["model"]["weights_bytes"] = sum(_bytes(x, rounding) for x in made.parameters())
-    return said
+    facts = manifest.describe(model, DecoderGraph(empty, layout, scales), dtype, rounding, text)
+    facts["model"]["weights_bytes"] = sum(_bytes(x, rounding) for x in empty.parameters())
+    return facts
 
 
 def _bytes(weight: Any, rounding: Rounding | None) -> int:

@@ -1,4 +1,4 @@
-"""Says of a decoder's graph in few nodes what it says in many: a token's time is theirs, too.
+"""Fuses nodes of a decoder's graph, since node overhead dominates a single token.
 
 At a single token a node that computes next to nothing still takes some microseconds, and a layer of
 a traced decoder has dozens. ONNX Runtime fuses RMS norms by itself if they divide, but not with the
@@ -23,7 +23,7 @@ Sizes = list[int]  # sizes of a tensor's axes, 0 for an open one
 
 
 def fuse(model: Any) -> None:
-    """Fuse what can be in an onnx.ModelProto, in place."""
+    """Fuse nodes of an onnx.ModelProto, in place."""
     graph = Fusing(model.graph, _shapes(model))
     for kind, fused in (
         ("Mul", graph.divide),
@@ -51,10 +51,10 @@ def _shapes(model: Any) -> dict[str, Sizes]:
             shape = [1, None, heads * keys.shape.dim[3].dim_value]
             kind, floats = keys.elem_type, onnx.TensorProto.FLOAT
             kind = floats if kind == onnx.TensorProto.INT8 else kind
-            made = onnx.helper.make_tensor_value_info(node.output[0], kind, shape)
-            copy.graph.value_info.append(made)
-    found = onnx.shape_inference.infer_shapes(copy).graph
-    values = (*found.value_info, *found.input)
+            info = onnx.helper.make_tensor_value_info(node.output[0], kind, shape)
+            copy.graph.value_info.append(info)
+    inferred = onnx.shape_inference.infer_shapes(copy).graph
+    values = (*inferred.value_info, *inferred.input)
     return {x.name: [d.dim_value for d in x.type.tensor_type.shape.dim] for x in values}
 
 
@@ -82,12 +82,12 @@ class Fusing:
         self.halves: dict[tuple[str, int], str] = {}  # cosines or sines [T, R/2] by [T, R]
         self.pairs: dict[str, int] = {}  # R/2 by the name of these halves
         self.padded: dict[tuple[str, str], str] = {}  # halves padded to a row for every slot
-        self.places: dict[str, str] = {}  # 0, 1, ... for a block's tokens [1, T], by halves
+        self.token_indices: dict[str, str] = {}  # 0, 1, ... for a block's tokens [1, T], by halves
         self.constants = {x.name: x for x in graph.initializer}
         self._survey()
 
     def _survey(self) -> None:
-        """Note what makes every tensor, and how often each is read."""
+        """Note the node that makes each tensor, and how often the tensor is read."""
         nodes = self.graph.node
         self.made = {name: node for node in nodes for name in node.output if name}
         self.uses = Counter(name for node in nodes for name in node.input)
@@ -95,11 +95,11 @@ class Fusing:
 
     def divide(self, node: Any) -> None:
         """Turn `x · (1 / √y)` into `x / √y`, by which RMS norms are known."""
-        for one, other in (node.input, reversed(node.input)):
+        for factor, other in (node.input, reversed(node.input)):
             inverse = self._alone(other, "Reciprocal")
             if inverse is not None and self._alone(inverse.input[0], "Sqrt") is not None:
                 node.op_type = "Div"
-                node.input[:] = [one, inverse.input[0]]
+                node.input[:] = [factor, inverse.input[0]]
                 return
 
     def rotate(self, node: Any) -> None:
@@ -126,7 +126,7 @@ class Fusing:
             node.input[:] = [x, self._constant("first_place", np.zeros(1, np.int64)), *angles]
 
     def _angles(self, name: str, pairs: int) -> str | None:
-        """Return cosines or sines [1, 1, T, R] of a rotation as those [T, R/2] of its node."""
+        """Return the name of cosines or sines [T, R/2] for a rotation's [1, 1, T, R]."""
         wide = self.made.get(name)
         if wide is None or wide.op_type != "Unsqueeze" or self._sizes(wide.input[1]) != [1]:
             return None  # heads lie behind tokens (Gemma 4), or these are no angles
@@ -136,13 +136,13 @@ class Fusing:
                 self._constant(f"bound_{number}", np.array([number], np.int64))
                 for number in (0, pairs, 2)
             ]
-            found = f"{whole}_half"
+            halved = f"{whole}_half"
             nodes = [
-                self.make("Slice", [whole, *bounds], [f"{found}_kept"]),
-                self.make("Squeeze", [f"{found}_kept", bounds[0]], [found]),
+                self.make("Slice", [whole, *bounds], [f"{halved}_kept"]),
+                self.make("Squeeze", [f"{halved}_kept", bounds[0]], [halved]),
             ]
             self._insert(nodes, list(self.graph.node).index(self.made[whole]) + 1)
-            self.halves[whole, pairs], self.pairs[found] = found, pairs
+            self.halves[whole, pairs], self.pairs[halved] = halved, pairs
         return self.halves[whole, pairs]
 
     def attend(self, node: Any) -> None:
@@ -155,23 +155,23 @@ class Fusing:
         turned = [self._rotation(name) for name in node.input[:2]]
         if turned[0] is None or turned[1] is None or turned[0].input[1:] != turned[1].input[1:]:
             return
-        places, cos, sin = turned[0].input[1:]
+        first, cos, sin = turned[0].input[1:]
         pairs = self.pairs.get(cos, 0)
-        if places != "first_place" or not pairs or pairs % 8 or head % 16:
+        if first != "first_place" or not pairs or pairs % 8 or head % 16:
             return
-        flat = [self._before_heads(found.input[0]) for found in turned]
+        flat = [self._before_heads(rotation.input[0]) for rotation in turned]
         if None in flat:
             return
         for name, source in zip(node.input[:2], flat, strict=True):
             self.made[name].input[0] = source  # heads side by side again, not rotated
-        angles = [self._rows(found, node.input[6], node) for found in (cos, sin)]
-        given, further = node.input[:GIVEN], node.input[GIVEN + 3 :]  # scales of 8 bits, if any
-        node.input[:] = [*given, *angles, self._places(cos, node), *further]
+        angles = [self._rows(rotation, node.input[6], node) for rotation in (cos, sin)]
+        inputs, further = node.input[:GIVEN], node.input[GIVEN + 3 :]  # scales of 8 bits, if any
+        node.input[:] = [*inputs, *angles, self._token_indices(cos, node), *further]
         node.attribute.append(library("onnx.helper").make_attribute("do_rotary", 1))
         self._join(node)
 
     def _rotation(self, name: str) -> Any:
-        """Return the RotaryEmbedding whose result [1, h, T, D] is given as [1, T, h · D]."""
+        """Return the RotaryEmbedding node whose [1, h, T, D] becomes `name` [1, T, h · D]."""
         flat = self._alone(name, "Reshape")
         turned = None if flat is None else self._alone(flat.input[0], "Transpose")
         if turned is None or not _swaps(turned):
@@ -186,7 +186,7 @@ class Fusing:
     def _rows(self, angles: str, total: str, node: Any) -> str:
         """Return angles [T, R/2] with rows behind them, as many as slots."""
         if (angles, total) not in self.padded:
-            found, count = f"{angles}_rows_{total}", f"{total}_rows"
+            padded, count = f"{angles}_rows_{total}", f"{total}_rows"
             none = self._constant("bound_0", np.zeros(1, np.int64))
             nodes = []
             if count not in self.made:
@@ -198,31 +198,31 @@ class Fusing:
                     self.make("Unsqueeze", [f"{count}_long", none], [f"{count}_one"]),
                     self.make("Concat", [two, f"{count}_one", none], [count], axis=0),
                 ]
-            nodes.append(self.make("Pad", [angles, count], [found]))
+            nodes.append(self.make("Pad", [angles, count], [padded]))
             self._before(node, nodes)
-            self.padded[angles, total] = found
+            self.padded[angles, total] = padded
         return self.padded[angles, total]
 
-    def _places(self, angles: str, node: Any) -> str:
+    def _token_indices(self, angles: str, node: Any) -> str:
         """Return 0, 1, ... for a block's tokens, int64 [1, T]."""
-        if angles not in self.places:
-            found = f"{angles}_places"
+        if angles not in self.token_indices:
+            indices = f"{angles}_places"
             zero, one = (self._constant(f"place_{n}", np.array(n, np.int64)) for n in (0, 1))
             none = self._constant("bound_0", np.zeros(1, np.int64))
             nodes = [
-                self.make("Shape", [angles], [f"{found}_shape"], start=0, end=1),
-                self.make("Squeeze", [f"{found}_shape", none], [f"{found}_count"]),
-                self.make("Range", [zero, f"{found}_count", one], [f"{found}_flat"]),
-                self.make("Unsqueeze", [f"{found}_flat", none], [found]),
+                self.make("Shape", [angles], [f"{indices}_shape"], start=0, end=1),
+                self.make("Squeeze", [f"{indices}_shape", none], [f"{indices}_count"]),
+                self.make("Range", [zero, f"{indices}_count", one], [f"{indices}_flat"]),
+                self.make("Unsqueeze", [f"{indices}_flat", none], [indices]),
             ]
             self._before(node, nodes)
-            self.places[angles] = found
-        return self.places[angles]
+            self.token_indices[angles] = indices
+        return self.token_indices[angles]
 
     def _join(self, node: Any) -> None:
         """Join the products of one activation for queries, keys and values into one."""
-        found = [self._product(name) for name in node.input[:3]]
-        products = [product for product in found if product is not None]
+        producers = [self._product(name) for name in node.input[:3]]
+        products = [product for product in producers if product is not None]
         if len(products) < 3 or len({(p.x, p.bias is None) for p in products}) > 1:
             return
         last = joined = f"{node.output[0]}_given"
@@ -246,17 +246,17 @@ class Fusing:
         """Return the product [1, T, N] of an activation and a weight that gives `name`."""
         while (view := self._alone(name, "Reshape")) is not None:
             name = view.input[0]
-        bias, found = None, self._alone(name, "MatMul")
+        bias, matmul = None, self._alone(name, "MatMul")
         if (added := self._alone(name, "Add")) is not None:
-            for one, other in (added.input, reversed(added.input)):
+            for term, other in (added.input, reversed(added.input)):
                 if other in self.inputs and len(self.shapes[other]) == 1:
-                    bias, found = other, self._alone(one, "MatMul")
-        weight = None if found is None else self._alone(found.input[1], "Transpose")
-        if found is None or weight is None or weight.input[0] not in self.inputs:
+                    bias, matmul = other, self._alone(term, "MatMul")
+        weight = None if matmul is None else self._alone(matmul.input[1], "Transpose")
+        if matmul is None or weight is None or weight.input[0] not in self.inputs:
             return None
-        if self.uses[weight.input[0]] > 1 or len(self.shapes.get(found.input[0], [])) != 3:
+        if self.uses[weight.input[0]] > 1 or len(self.shapes.get(matmul.input[0], [])) != 3:
             return None
-        return WeightProduct(found.input[0], found.input[1], bias)
+        return WeightProduct(matmul.input[0], matmul.input[1], bias)
 
     def reshape(self, node: Any) -> None:
         """Replace a view that gives a tensor [1, T, W] its own shape again by the tensor."""
@@ -270,18 +270,18 @@ class Fusing:
 
     def norm(self, node: Any) -> None:
         """Turn an RMS norm of a sum into SkipSimplifiedLayerNormalization, which gives both."""
-        for one, gain in (node.input, reversed(node.input)):
-            found = self._rms(one)
-            if found is None or len(self.shapes.get(gain, [])) != 1 or gain in self.made:
+        for normed, gain in (node.input, reversed(node.input)):
+            rms = self._rms(normed)
+            if rms is None or len(self.shapes.get(gain, [])) != 1 or gain in self.made:
                 continue
-            total, epsilon = found
+            total, epsilon = rms
             added = self.made.get(total)
             if added is None or added.op_type != "Add" or total in self.outputs:
                 continue
             sides = [self.shapes.get(name, []) for name in added.input]
             if any(len(side) != 3 or side[-1] != self._width(gain) for side in sides):
                 continue
-            place = list(self.graph.node).index(added)
+            index = list(self.graph.node).index(added)
             fused = self.make(
                 "SkipSimplifiedLayerNormalization",
                 [*added.input, gain],
@@ -289,7 +289,7 @@ class Fusing:
                 domain=MS,
                 epsilon=epsilon,
             )
-            self.graph.node.insert(place, fused)
+            self.graph.node.insert(index, fused)
             self.graph.node.remove(added)
             self.graph.node.remove(node)
             del self.made[total]
@@ -302,8 +302,8 @@ class Fusing:
         added = None if root is None else self._alone(root.input[0], "Add")
         if divided is None or added is None:
             return None
-        for one, other in (added.input, reversed(added.input)):
-            mean, epsilon = self._alone(one, "ReduceMean"), self._number(other)
+        for term, other in (added.input, reversed(added.input)):
+            mean, epsilon = self._alone(term, "ReduceMean"), self._number(other)
             square = None if mean is None else self._alone(mean.input[0], "Pow")
             if square is None or epsilon is None or square.input[0] != divided.input[0]:
                 continue
@@ -322,17 +322,17 @@ class Fusing:
     def _before(self, node: Any, nodes: list[Any]) -> None:
         self._insert(nodes, list(self.graph.node).index(node))
 
-    def _insert(self, nodes: list[Any], place: int) -> None:
+    def _insert(self, nodes: list[Any], index: int) -> None:
         for i, node in enumerate(nodes):
-            self.graph.node.insert(place + i, node)
+            self.graph.node.insert(index + i, node)
             self.made |= dict.fromkeys(node.output, node)
             self.uses.update(node.input)
 
     def _constant(self, name: str, value: Any) -> str:
         if name not in self.constants:
-            made = library("onnx.numpy_helper").from_array(value, name)
-            self.graph.initializer.append(made)
-            self.constants[name] = made
+            tensor = library("onnx.numpy_helper").from_array(value, name)
+            self.graph.initializer.append(tensor)
+            self.constants[name] = tensor
         return name
 
     def _alone(self, name: str, kind: str) -> Any:
@@ -346,8 +346,8 @@ class Fusing:
 
     def _whole(self, name: str) -> int | None:
         """Return the whole number that a constant holds."""
-        found = self._number(name)
-        return None if found is None else int(found)
+        number = self._number(name)
+        return None if number is None else int(number)
 
     def _number(self, name: str) -> float | None:
         """Return the number that a constant holds."""

@@ -61,7 +61,7 @@ class RunBuffer(NamedTuple):
 
     @property
     def present(self) -> Port:
-        """Return the port by which the decoder gives a buffer of slots back, in the same memory."""
+        """Return the output port of a buffer of slots, which shares the input's memory."""
         meaning = f"{self.port.name} with the block in it: bind both to one memory"
         return replace(self.port, name=f"present_{self.port.name}", meaning=meaning)
 
@@ -88,9 +88,9 @@ class DecoderGraph(nn.Module):
         counts = [HELD, SEEN] if _counts_seen(layout) else [HELD]
         scales = [] if slot_scales is None else scale_ports(len(self.layers))
         self.inputs: list[Port] = [TOKENS, *counts, *(s.port for s in self.past), *scales]
-        made = _made(layout)
-        self.outputs: list[Port] = [LOGITS, *(s.present for s in self.past), *made.values()]
-        self._made = list(made)
+        ports = _made(layout)
+        self.outputs: list[Port] = [LOGITS, *(s.present for s in self.past), *ports.values()]
+        self._made = list(ports)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Compute `outputs` from `inputs`, in their order."""
@@ -100,18 +100,18 @@ class DecoderGraph(nn.Module):
 
     def run(self, *tensors: Tensor) -> Any:
         """Compute the logits [1, V] float32 of a block's last token; return them and its layers."""
-        given = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
-        ids, held = given["input_ids"], given["held"]
-        seen = given.get("seen")
+        feeds = {port.name: x for port, x in zip(self.inputs, tensors, strict=True)}
+        ids, held = feeds["input_ids"], feeds["held"]
+        seen = feeds.get("seen")
         block = Block(self.layout, self.table, held, ids.shape[1], seen)
 
         def scales(layer: int) -> tuple[Tensor, Tensor] | None:
             if self.slot_scales is None:
                 return None
-            return given[f"key_scale.{layer}"], given[f"value_scale.{layer}"]
+            return feeds[f"key_scale.{layer}"], feeds[f"value_scale.{layer}"]
 
         layers = [
-            LayerPass(block, i, given[f"keys.{i}"], given[f"values.{i}"], scales(i))
+            LayerPass(block, i, feeds[f"keys.{i}"], feeds[f"values.{i}"], scales(i))
             for i in range(len(self.layers))
         ]
         # Compact positions are ranks: those behind the slots in use. Layers that slide have
@@ -228,11 +228,11 @@ def state_of(layout: CacheLayout, quantised: bool = False) -> list[RunBuffer]:
     Keys that are `quantised`, and turned as older ones go, are kept once more as they were written:
     they are turned from there every time, so that no rounding adds up.
     """
-    found, ports = list[RunBuffer](), ports_of(layout.eviction.state)
+    buffers, ports = list[RunBuffer](), ports_of(layout.eviction.state)
     shape, block = layout.shape, layout.block_size
-    one = len(lengths(layout)) == 1
+    one_length = len(lengths(layout)) == 1
     for layer, held in enumerate(held_layers(layout)):
-        slots = "slots" if one else f"slots_{held.budget}"
+        slots = "slots" if one_length else f"slots_{held.budget}"
         rows = (1, held.kv_heads, held.budget + block)
         names = ["keys", "values"]
         if held.window is None:
@@ -246,28 +246,28 @@ def state_of(layout: CacheLayout, quantised: bool = False) -> list[RunBuffer]:
             if held.window is not None:
                 axes = tuple(SLIDING.get(axis, axis) for axis in axes)
             own = Port(f"{name}.{layer}", port.dtype, axes, port.unit, port.meaning)
-            found.append(RunBuffer(name, layer, own, full))
+            buffers.append(RunBuffer(name, layer, own, full))
         if (window := layout.window_length) and held.window is None:
             port = PORTS["queries"]
             axes = ("batch", "heads", "window", "head_dim")
             own = Port(f"queries.{layer}", port.dtype, axes, port.unit, port.meaning)
             full = (1, shape.heads, window, shape.head_size)
-            found.append(RunBuffer("queries", layer, own, full))
-    return found
+            buffers.append(RunBuffer("queries", layer, own, full))
+    return buffers
 
 
 def _made(layout: CacheLayout) -> dict[tuple[str, int], Port]:
     """Return the ports that a run gives an evictor besides the buffers, by name and layer."""
-    found = dict[tuple[str, int], Port]()
+    ports_by_layer = dict[tuple[str, int], Port]()
     for layer in layout.shape.capped:
         if layout.eviction.policy.queries_observed != 0:
-            what = "queries of the block, as attention saw them"
-            port = replace(PORTS["queries"], name="block_queries", meaning=what)
-            found["queries", layer] = _of_block(port, layer)
+            meaning = "queries of the block, as attention saw them"
+            port = replace(PORTS["queries"], name="block_queries", meaning=meaning)
+            ports_by_layer["queries", layer] = _of_block(port, layer)
         if "output_norm" in layout.eviction.state:
             port = new_port("output_norm")
-            found[port.name, layer] = _of_block(port, layer)
-    return found
+            ports_by_layer[port.name, layer] = _of_block(port, layer)
+    return ports_by_layer
 
 
 def _of_block(port: Port, layer: int) -> Port:

@@ -25,7 +25,7 @@ from kvcap.runtime.models.rope import rotate, rotations
 
 
 class HeldLayer(NamedTuple):
-    """A layer as the graph holds it: its slots, and what chooses their tokens."""
+    """A layer as the graph holds it: its budget, its window if it slides, and its heads."""
 
     budget: int  # slots that stay after a block
     window: int | None  # the last tokens that it sees and holds; None: a policy chooses
@@ -35,18 +35,18 @@ class HeldLayer(NamedTuple):
 
 
 def held_layers(layout: CacheLayout) -> list[HeldLayer]:
-    """Return what every layer of a model holds, in order; each is capped, or slides."""
-    found, capped = [], zip(layout.budgets, layout.rotates, strict=True)
+    """Return every layer's slots in order; each layer is capped or has a sliding window."""
+    layers, capped = [], zip(layout.budgets, layout.rotates, strict=True)
     for layer in layout.shape.layers:
         sizes = layer.kv_heads, layer.head_size
         if layer.kind == "capped":
             budget, rotates = next(capped)
-            found.append(HeldLayer(budget, None, rotates, *sizes))
+            layers.append(HeldLayer(budget, None, rotates, *sizes))
         else:
             assert layer.window is not None
             # With the token that is read they are the window's.
-            found.append(HeldLayer(max(1, layer.window - 1), layer.window, False, *sizes))
-    return found
+            layers.append(HeldLayer(max(1, layer.window - 1), layer.window, False, *sizes))
+    return layers
 
 
 class Block:
@@ -72,8 +72,8 @@ class Block:
     def last(self, budget: int) -> Tensor:
         """Return the block's last slot in layers of this budget, int32 [1]; made once."""
         if budget not in self._last:
-            place = self.lengths.index(budget)
-            self._last[budget] = self.held[place : place + 1] + (self.length - 1)
+            index = self.lengths.index(budget)
+            self._last[budget] = self.held[index : index + 1] + (self.length - 1)
         return self._last[budget]
 
     def ahead(self, budget: int) -> Tensor | None:
@@ -82,11 +82,11 @@ class Block:
         They are [1, 2, R/2]; None for layers that hold as many as the longest, by which the model
         counts. Where layers slide, it counts the tokens that were read, which is any number.
         """
-        place = self.lengths.index(budget)
+        index = self.lengths.index(budget)
         if self.seen is None:
-            return self.table.index_select(0, self.held[:1] - self.held[place]) if place else None
+            return self.table.index_select(0, self.held[:1] - self.held[index]) if index else None
         if budget not in self._ahead:
-            self._ahead[budget] = rotations(self.table, self.seen - self.held[place : place + 1])
+            self._ahead[budget] = rotations(self.table, self.seen - self.held[index : index + 1])
         return self._ahead[budget]
 
 
@@ -185,7 +185,7 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         return out
 
     def _aligned(self, x: Tensor) -> Tensor:
-        """Return keys or queries [1, h, T, D] at the positions behind what this layer holds."""
+        """Rotate keys or queries [1, h, T, D] to the positions behind this layer's tokens."""
         rope = self.block.layout.rope
         ahead = self.block.ahead(self.budget) if self.rotates else None
         if rope is None or ahead is None:
@@ -199,8 +199,8 @@ class LayerPass(CacheLayerMixin):  # type: ignore[misc]
         form = form_of(graph_part(layout.eviction), shape)
         if not form.update_inputs:
             return {}
-        given = dict(zip(("new_keys", "new_values"), self.arrived, strict=True))
+        arrived = dict(zip(("new_keys", "new_values"), self.arrived, strict=True))
         if "output_projection" in form.update_inputs:
-            given["output_projection"] = output_projection(module, model)
-        made = zip(form.update_outputs(), form.update(given), strict=True)
-        return {port.name: tensor for port, tensor in made}
+            arrived["output_projection"] = output_projection(module, model)
+        updated = zip(form.update_outputs(), form.update(arrived), strict=True)
+        return {port.name: tensor for port, tensor in updated}

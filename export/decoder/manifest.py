@@ -78,22 +78,22 @@ def describe(
     rounding: Rounding | None = None,
     text: str | None = None,
 ) -> dict[str, Any]:
-    """Describe a decoder before its files are written, by what was `asked`."""
+    """Describe a decoder before its files are written, with its `settings_of`."""
     layout, kv_dtype = decoder.layout, None if decoder.slot_scales is None else KV_DTYPE
     sizes, slides = decoder.sizes, layout.shape.slides
     element = str(decoder.cache).removeprefix("torch.")
 
-    def said(ports: list[Port]) -> list[dict[str, Any]]:
+    def described(ports: list[Port]) -> list[dict[str, Any]]:
         return [port.as_dict(element, sizes) for port in ports]
 
     return {
         "schema": SCHEMA,
-        **asked(name, layout, dtype, rounding, text, kv_dtype),
+        **settings_of(name, layout, dtype, rounding, text, kv_dtype),
         **({"slot_scales": SLOT_SCALES} if kv_dtype else {}),
         **({"windows": [layer.window for layer in decoder.layers]} if slides else {}),
         "rule": RULE + (RULE_OF_WINDOWS if slides else []) + (RULE_OF_INT8 if kv_dtype else []),
-        "inputs": said(decoder.inputs),
-        "outputs": said(decoder.outputs),
+        "inputs": described(decoder.inputs),
+        "outputs": described(decoder.outputs),
         "state": _state(decoder),
         "state_bytes": sum(decoder.dtype(s.port).itemsize * prod(s.full) for s in decoder.state),
         **_turns(layout),
@@ -105,7 +105,7 @@ def describe(
     }
 
 
-def asked(
+def settings_of(
     name: str,
     layout: CacheLayout,
     dtype: str,
@@ -113,7 +113,7 @@ def asked(
     text: str | None = None,
     kv_dtype: str | None = None,
 ) -> dict[str, Any]:
-    """Return the part of a manifest that was asked for: two decoders are the same if this is.
+    """Return an export's settings as its manifest has them; equal settings give equal decoders.
 
     Args:
         name: of the model.
@@ -180,21 +180,21 @@ def generation_facts(config: Any) -> dict[str, Any]:
 
 
 def file_facts(folder: Path) -> dict[str, Any]:
-    """List all `files` but the manifest, and of these what the `tokenizer` is read from."""
+    """List all `files` but the manifest, and the names of those that the `tokenizer` needs."""
     entries = [file_entry(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST]
-    names = {found["file"] for found in entries}
+    names = {entry["file"] for entry in entries}
     tokenizer = {kind: name if name in names else None for kind, name in TOKENIZER.items()}
     return {"files": entries, "tokenizer": tokenizer}
 
 
-def write(folder: Path, said: dict[str, Any]) -> None:
+def write(folder: Path, facts: dict[str, Any]) -> None:
     """Write the manifest into `folder`.
 
     Raises:
         ManifestError: it is not what its schema says.
     """
-    check(said)
-    text = json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False)
+    check(facts)
+    text = json.dumps(facts, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 

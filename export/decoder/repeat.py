@@ -20,14 +20,14 @@ class Numbered(NamedTuple):
 
     def of(self, name: str) -> int | None:
         """Return the number of the layer that a name belongs to; None: of no layer."""
-        found = self.pattern.search(name)
-        return None if found is None else int(found[1])
+        match = self.pattern.search(name)
+        return None if match is None else int(match[1])
 
     def at(self, name: str, layer: int) -> str:
         """Return the name with this number in it instead."""
-        found = self.pattern.search(name)
-        assert found is not None
-        return f"{name[: found.start(1)]}{layer}{name[found.end(1) :]}"
+        match = self.pattern.search(name)
+        assert match is not None
+        return f"{name[: match.start(1)]}{layer}{name[match.end(1) :]}"
 
 
 Naming = tuple[Literal["own", "numbered", "shared", "before"], str]  # whose output, which name
@@ -99,7 +99,7 @@ def repeat(model: Any, numbered: Numbered, traced: int, kinds: Sequence[int]) ->
 
 
 def _share_lengths(graph: Any, numbered: Numbered, kinds: Sequence[int]) -> None:
-    """Take the lengths of what is held from the first layer of a kind: all of it have the same."""
+    """Read a kind's held lengths from its first layer alone, since all its layers have the same."""
     for node in graph.node:
         layer = numbered.of(node.input[0]) if node.op_type == "Shape" else None
         if layer is not None:
@@ -123,7 +123,7 @@ def _levels(graph: Any, numbered: Numbered, traced: int) -> list[int]:
         if node.op_type == "Transpose":  # a weight, as products read it
             number[node.output[0]] = number.get(node.input[0])
     reader = dict.fromkeys(ends, traced)
-    found = []
+    levels = []
     for node in reversed(graph.node):
         level = of[node.output[0]]
         own = any(number.get(name) is not None for name in node.input)
@@ -132,8 +132,8 @@ def _levels(graph: Any, numbered: Numbered, traced: int) -> list[int]:
             level = max(level, min(readers, default=level))
         for name in filter(None, node.input):
             reader[name] = min(level, reader.get(name, traced))
-        found.append(level)
-    return found[::-1]
+        levels.append(level)
+    return levels[::-1]
 
 
 def _examples(
@@ -155,7 +155,7 @@ def _examples(
     constants = {tensor.name: _content(tensor) for tensor in graph.initializer}
     if any({*node.input} & own for node in rest for own in outputs[:-1]):
         return None
-    found = dict[int, _Example]()
+    examples = dict[int, _Example]()
     for kind, layer in like.items():
         theirs = set[str]().union(*outputs[1 : layer - 1])  # of layers before the one before
         steps, before = list[_Step](), outputs[layer - 1]
@@ -174,20 +174,23 @@ def _examples(
             steps.append(_Step(node, names))
         after = rest if layer == last else groups[layer + 1]
         reads, gives = _read(groups[layer], before), _read(after, outputs[layer])
-        found[kind] = _Example(layer, steps, reads, gives)
-    if not found or len({len(x) for each in found.values() for x in (each.reads, each.gives)}) > 1:
+        examples[kind] = _Example(layer, steps, reads, gives)
+    if (
+        not examples
+        or len({len(x) for each in examples.values() for x in (each.reads, each.gives)}) > 1
+    ):
         return None
     handed, later = _read(groups[2], outputs[1]), set[str]().union(*outputs[1:])
     first = {name for node in graph.node for name in node.output}.difference(later)
-    example = found[kinds[1]]
+    example = examples[kinds[1]]
     alike = len(groups[1]) == len(example.steps) and _agree(
         example, groups[1], first, handed, numbered, constants
     )
-    return found if alike else None
+    return examples if alike else None
 
 
 def _read(nodes: list[Any], names: set[str]) -> list[str]:
-    """Return those of the names that nodes read, each once, in the order of reading."""
+    """Return the `names` that nodes read, each once, in the order of reading."""
     return list(dict.fromkeys(name for node in nodes for name in node.input if name in names))
 
 
@@ -210,20 +213,20 @@ def _agree(
         if _kind(step.node) != _kind(node):
             return False
         for (whose, theirs), mine in zip(step.inputs, node.input, strict=True):
-            known = {
+            matches = {
                 "own": own.get(theirs) == mine,
                 "numbered": whose == "numbered" and numbered.at(theirs, 1) == mine,
                 "shared": theirs == mine or _equal(constants, theirs, mine),
                 "before": mine in first,
             }
-            if not known[whose]:
+            if not matches[whose]:
                 return False
         own |= {x: y for x, y in zip(step.node.output, node.output, strict=True) if x}
     return [own[name] for name in example.gives] == handed
 
 
 def _equal(constants: dict[str, bytes], one: str, other: str) -> bool:
-    """Return whether two names are those of equal constants."""
+    """Return whether two names belong to constants of the same value."""
     return one in constants and constants[one] == constants.get(other)
 
 
@@ -270,7 +273,7 @@ def _values(values: Any, numbered: Numbered, more: Sequence[tuple[int, int]]) ->
 
 
 def _set(field: Any, values: list[Any]) -> None:
-    """Replace what a repeated field holds."""
+    """Replace the elements of a repeated field."""
     copies = [type(value).FromString(value.SerializeToString()) for value in values]
     del field[:]
     field.extend(copies)

@@ -73,14 +73,14 @@ def sample(tokenizer: Any, text: str | None, vocabulary: int, longest: int) -> T
     Raises:
         NotExportable: the text is too short, or there is no tokenizer to read it with.
     """
-    draws, found = torch.Generator().manual_seed(0), list[Tensor]()
+    draws, samples = torch.Generator().manual_seed(0), list[Tensor]()
     if tokenizer is not None or text is not None:
         ids = pieces(tokenizer, "\n\n".join(topics.values()) if text is None else text, longest)
         few = torch.linspace(0, len(ids) - 1, min(TEXT, len(ids))).long()
-        found.append(ids[few, :PIECE])
-    length = found[0].shape[1] if found else min(PIECE, longest)
-    found.append(torch.randint(vocabulary, (DRAWN, length), generator=draws))
-    return torch.cat(found)
+        samples.append(ids[few, :PIECE])
+    length = samples[0].shape[1] if samples else min(PIECE, longest)
+    samples.append(torch.randint(vocabulary, (DRAWN, length), generator=draws))
+    return torch.cat(samples)
 
 
 class Widest(DynamicCache):  # type: ignore[misc]
@@ -92,31 +92,31 @@ class Widest(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, ropes: Sequence[Rope | None]) -> None:
         super().__init__()
-        self.ropes, self.found = ropes, dict[int, Tensor]()
+        self.ropes, self.largest = ropes, dict[int, Tensor]()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Note a block [B, K, T, D] of a layer, which attends to itself alone."""
         both = reach(key_states.float(), self.ropes[layer_idx]), value_states.float().abs()
-        self.found[layer_idx] = torch.stack([x.amax((0, 2)) for x in both])
+        self.largest[layer_idx] = torch.stack([x.amax((0, 2)) for x in both])
         return key_states, value_states
 
     def scales(self) -> Tensor:
         """Return the scales [L, 2, K, D]."""
-        layers = torch.stack([self.found[layer] for layer in sorted(self.found)])
+        layers = torch.stack([self.largest[layer] for layer in sorted(self.largest)])
         return (layers * (MARGIN / MOST)).clamp_min(LEAST)
 
 
 def reach(keys: Tensor, rope: Rope | None) -> Tensor:
     """Return how large each number of keys [..., D] can be at another position."""
-    found = keys.abs()
+    magnitude = keys.abs()
     if rope is None or rope.inv_freq is None:
-        return found
+        return magnitude
     pairs = len(rope.inv_freq)
     if rope.interleaved:
-        a, b = found[..., 0 : 2 * pairs : 2], found[..., 1 : 2 * pairs : 2]
+        a, b = magnitude[..., 0 : 2 * pairs : 2], magnitude[..., 1 : 2 * pairs : 2]
     else:
-        a, b = found[..., :pairs], found[..., pairs : 2 * pairs]
+        a, b = magnitude[..., :pairs], magnitude[..., pairs : 2 * pairs]
     a[...] = b[...] = torch.hypot(a, b)
-    return found
+    return magnitude

@@ -1,4 +1,4 @@
-"""Loads what a decoder is made of, and refuses what one graph of fixed sizes cannot do."""
+"""Loads a decoder's model and tokenizer, and refuses models that one graph cannot run."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def open_model(model: str | Path, dtype: str) -> Source:
     """
     where = resolve(model)
     config, kind = load_config(where), torch_dtype(CACHE[check_dtype(dtype)])
-    made = empty_model(where, config, kind).eval()
-    nbytes = sum(p.nbytes for p in made.parameters())
-    weights = Checkpoint.of(where, made, kind, WITHIN) if nbytes > LOADED else None
-    if weights is None or layers_of(made) is None:
+    empty = empty_model(where, config, kind).eval()
+    nbytes = sum(p.nbytes for p in empty.parameters())
+    weights = Checkpoint.of(where, empty, kind, WITHIN) if nbytes > LOADED else None
+    if weights is None or layers_of(empty) is None:
         return load(model, dtype)
     check_generation(where)
-    return Source(str(model), made, load_tokenizer(where), weights)
+    return Source(str(model), empty, load_tokenizer(where), weights)
 
 
 def rounding_of(dtype: str, symmetric: bool | None = None) -> Rounding | None:
@@ -119,15 +119,15 @@ def rounding_of(dtype: str, symmetric: bool | None = None) -> Rounding | None:
     Raises:
         NotExportable: `symmetric` is given and weights are floats.
     """
-    found = ROUNDINGS.get(dtype)
+    preset = ROUNDINGS.get(dtype)
     if symmetric is None:
-        return found
-    if found is None:
+        return preset
+    if preset is None:
         raise NotExportable(
             f"{'--symmetric' if symmetric else '--asymmetric'} is for --dtype "
             f"{' and '.join(ROUNDINGS)}, and this is {dtype}; leave it out"
         )
-    return replace(found, symmetric=symmetric)
+    return replace(preset, symmetric=symmetric)
 
 
 def check_dtype(dtype: str) -> str:
@@ -136,21 +136,21 @@ def check_dtype(dtype: str) -> str:
     Raises:
         NotExportable: there are none of that type; names those there are.
     """
-    found = short(dtype)
-    if found == "gguf":
+    known_name = short(dtype)
+    if known_name == "gguf":
         raise NotExportable(f"no dtype 'gguf': {AS_THEY_ARE}; an export has {', '.join(CACHE)}")
-    if found not in CACHE:
+    if known_name not in CACHE:
         raise NotExportable(f"no dtype {dtype!r} of a decoder; there are {', '.join(CACHE)}")
-    return found
+    return known_name
 
 
 def _slot_sizes(shape: ModelShape) -> list[tuple[int, int]]:
-    """Return how many KV heads of which size layers have, each once."""
+    """Return each pair of a number of KV heads and their size that layers have, once."""
     return sorted({(layer.kv_heads, layer.head_size) for layer in shape.layers})
 
 
 def _check(shape: ModelShape, eviction: Eviction) -> None:
-    """Refuse what one graph of open but equal lengths cannot do."""
+    """Refuse a model or an eviction that a graph with buffers of fixed sizes cannot run."""
     name = eviction.name or "the policy"
     if why := shape.not_exportable:
         raise refusal(shape.family, why)

@@ -90,7 +90,10 @@ def write(
     rounding = rounding or rounding_of(dtype)
     out = out.resolve()
     check_out(
-        out, None if force else manifest.asked(source.name, layout, dtype, rounding, text, kv_dtype)
+        out,
+        None
+        if force
+        else manifest.settings_of(source.name, layout, dtype, rounding, text, kv_dtype),
     )
     refuse_text(text, dtype, kv_dtype)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -99,12 +102,12 @@ def write(
         folder.mkdir()
         export = _Export(source, layout, dtype, rounding, folder, quick, note, text, kv_dtype)
         export.calibrate()
-        said, report = export.made()
-        manifest.write(folder, {**said, "verified": report.as_dict(), "sample": report.sample})
+        facts, report = export.made()
+        manifest.write(folder, {**facts, "verified": report.as_dict(), "sample": report.sample})
         if out.exists():
             os.replace(out, Path(name) / "before")
         os.replace(folder, out)
-    return said, report
+    return facts, report
 
 
 @dataclass
@@ -152,7 +155,7 @@ class _Export:
         weights = decoder.state_dict() if checkpoint is None else checkpoint
         file = self.folder / manifest.GRAPH
         nodes = save(model, decoder, weights, store, file, self.rounding, self.packed)
-        said = self._files(decoder, nodes)
+        facts = self._files(decoder, nodes)
         self.note("checking it beside PyTorch")
         if checkpoint is None:
             with as_rounded(decoder, rounded_in(file)):
@@ -161,7 +164,7 @@ class _Export:
             report = check_streaming(self.folder, decoder, self.dtype, checkpoint)
             report = replace(report, rows=[*rows, *report.rows])
         report.require()
-        return said, report
+        return facts, report
 
     def _traced(self, decoder: DecoderGraph, store: Store) -> tuple[Any, list[CheckedRun]]:
         """Trace the graph of all layers, whose weights are inputs.
@@ -193,7 +196,7 @@ class _Export:
             return trace(decoder), rows
 
     def _save_evictors(self, decoder: DecoderGraph) -> None:
-        """Write the graphs that evict, in place of those written before."""
+        """Write the graphs that evict, replacing earlier ones."""
         for entry in self.evictors:
             (self.folder / entry["file"]).unlink()
         self.evictors = save_evictors(decoder, self.folder)
@@ -212,25 +215,26 @@ class _Export:
         return [replace(row, who=f"{row.who}, {count} layers") for row in report.rows]
 
     def _files(self, decoder: DecoderGraph, nodes: int) -> dict[str, Any]:
-        """Write the files that belong to the graph; returns what the manifest says of all."""
+        """Write the files beside the graph; return the manifest."""
         source, folder = self.source, self.folder
         source.config.save_pretrained(folder)
         source.model.generation_config.save_pretrained(folder)
         if source.tokenizer is not None:
-            one = not isinstance(source.tokenizer.chat_template, dict)
-            source.tokenizer.save_pretrained(folder, save_jinja_files=one)  # no files in folders
+            # Several templates would be files in folders, which an export has none of.
+            in_one_file = not isinstance(source.tokenizer.chat_template, dict)
+            source.tokenizer.save_pretrained(folder, save_jinja_files=in_one_file)
             check_tokenizer(folder)
         if self.scales is not None:
             np.save(folder / manifest.SLOT_SCALES, self.scales.numpy())
-        said = manifest.describe(source.name, decoder, self.dtype, self.rounding, self.text)
+        facts = manifest.describe(source.name, decoder, self.dtype, self.rounding, self.text)
         ends = end_ids(source.tokenizer, source.model.generation_config, source.config)
-        said["generation"]["eos_token_id"] = ends
-        said |= manifest.file_facts(folder)
-        entries = {entry["file"]: entry for entry in said["files"]}
-        said["opset"], said["evictors"] = OPSET, self.evictors
-        said["graphs"] = {"decoder": {**entries[manifest.GRAPH], "nodes": nodes}}
-        said["model"]["weights_bytes"] = entries[manifest.WEIGHTS]["bytes"]
-        return said
+        facts["generation"]["eos_token_id"] = ends
+        facts |= manifest.file_facts(folder)
+        entries = {entry["file"]: entry for entry in facts["files"]}
+        facts["opset"], facts["evictors"] = OPSET, self.evictors
+        facts["graphs"] = {"decoder": {**entries[manifest.GRAPH], "nodes": nodes}}
+        facts["model"]["weights_bytes"] = entries[manifest.WEIGHTS]["bytes"]
+        return facts
 
 
 @contextmanager
@@ -269,61 +273,61 @@ def save(
         (model.graph.input, decoder.inputs),
         (model.graph.output, decoder.outputs),
     ):
-        places = {port.name: place for place, port in enumerate(ports)}
-        values.sort(key=lambda value: places[value.name])
+        order = {port.name: index for index, port in enumerate(ports)}
+        values.sort(key=lambda value: order[value.name])
     file.write_bytes(model.SerializeToString())
     library("onnx.checker").check_model(str(file))
     return len(model.graph.node)
 
 
 def save_evictors(decoder: DecoderGraph, folder: Path) -> list[dict[str, Any]]:
-    """Trace the graphs that evict into `folder`; what the manifest says of each."""
-    found = []
+    """Trace the graphs that evict into `folder`; return each one's entry in the manifest."""
+    facts = []
     evictors = evictors_of(decoder)
     for i, (evictor, layers) in enumerate(evictors):
         model = trace_evictor(evictor)
         file = folder / manifest.evictor_name(i, len(evictors))
         file.write_bytes(model.SerializeToString())
         taken = {port.name for port in model.graph.input}
-        found.append(manifest.evictor_facts(file, evictor, layers, taken))
-    return found
+        facts.append(manifest.evictor_facts(file, evictor, layers, taken))
+    return facts
 
 
 def _example(decoder: DecoderGraph) -> list[Tensor]:
     """Return inputs to trace on: equal lengths, or lengths of 0 or 1, would be frozen."""
     lengths = {"tokens": max(2, decoder.layout.block_size - 1)}
     sizes = decoder.sizes
-    found = []
+    tensors = []
     for port in decoder.counts:
         shape = [sizes[axis] or lengths[axis] for axis in port.axes]
-        found.append(torch.zeros(shape, dtype=decoder.dtype(port)))
-    return found + decoder.empty()
+        tensors.append(torch.zeros(shape, dtype=decoder.dtype(port)))
+    return tensors + decoder.empty()
 
 
 def _open_axes(decoder: DecoderGraph) -> dict[str, Any]:
     """Return the lengths that are open, and how far."""
     dim = torch.export.Dim
-    found = {"tokens": dim("tokens", min=1, max=max(2, decoder.layout.block_size))}
+    axes = {"tokens": dim("tokens", min=1, max=max(2, decoder.layout.block_size))}
     for state in decoder.past:
         axis = state.port.axes[2]
-        found.setdefault(axis, dim(axis, min=1, max=max(4, 2 * state.full[2])))
-    return found
+        axes.setdefault(axis, dim(axis, min=1, max=max(4, 2 * state.full[2])))
+    return axes
 
 
-def check_out(out: Path, asked: dict[str, Any] | None) -> None:
-    """Refuse to replace what is not an earlier export, or one of something else.
+def check_out(out: Path, settings: dict[str, Any] | None) -> None:
+    """Refuse to replace anything but an earlier export with the same settings.
 
     Args:
         out: the directory.
-        asked: what is to be exported, from `manifest.asked`; None replaces any export.
+        settings: what is to be exported, from `manifest.settings_of`; None replaces any export.
 
     Raises:
         ManifestError: `out` holds something else than an export.
         ExportExists: it holds another one.
     """
     if (out / MANIFEST).is_file():
-        if asked is not None:
-            refuse_other(out / MANIFEST, asked)
+        if settings is not None:
+            refuse_other(out / MANIFEST, settings)
     elif out.exists() and (out.is_file() or any(out.iterdir())):
         raise ManifestError(
             f"{str(out)!r} holds something else than an exported decoder, which would be "

@@ -143,7 +143,7 @@ def session(file: Path) -> Any:
 
 
 def signature(run: Any, facts: dict[str, Any]) -> None:
-    """Compare the inputs and outputs of a session with those of a manifest.
+    """Check that a session's inputs and outputs are those that its manifest lists.
 
     Raises:
         ManifestError: the manifest's inputs or outputs cannot be read.
@@ -157,9 +157,9 @@ def signature(run: Any, facts: dict[str, Any]) -> None:
         except (KeyError, TypeError) as error:
             raise ManifestError(f"the manifest's {kind} cannot be read: {error}") from error
         actual = [(p.name, p.type, list(p.shape)) for p in real]
-        for want, got in zip(expected, actual, strict=False):
-            if want != got:
-                raise ShapeError(f"the manifest's {kind} say {want}, the graph has {got}")
+        for want, port in zip(expected, actual, strict=False):
+            if want != port:
+                raise ShapeError(f"the manifest's {kind} say {want}, the graph has {port}")
         if len(expected) != len(actual):
             raise ShapeError(f"the manifest has {len(expected)} {kind}, the graph {len(actual)}")
 
@@ -181,5 +181,5 @@ def feed(run: Any, feeds: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
 
 def _row(run: Any, spec: Spec, graph: StageGraph, case: Case) -> CheckedCase:
     feeds = inputs(graph, case, spec.torch_dtype, SEED)
-    got = {name: torch.from_numpy(array) for name, array in feed(run, feeds).items()}
-    return CheckedCase(case.kind, case.slots, *compare.compared(graph, feeds, got))
+    outputs = {name: torch.from_numpy(array) for name, array in feed(run, feeds).items()}
+    return CheckedCase(case.kind, case.slots, *compare.compared(graph, feeds, outputs))

@@ -25,7 +25,7 @@ TIE = 2.0**-21
 OVERLAP = 0.9  # least overlap with the slots kept in float64, relative to eager's overlap
 HUGE = 1e30  # a score this large is a rescorer's mark of a slot that stays, and is not compared
 
-Named = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]
 
 
 class Difference(NamedTuple):
@@ -39,26 +39,26 @@ class Difference(NamedTuple):
     ok: bool
 
 
-def compared(graph: StageGraph, feeds: Named, got: Named, rtol: float = RTOL) -> Difference:
+def compared(graph: StageGraph, feeds: Tensors, outputs: Tensors, rtol: float = RTOL) -> Difference:
     """Compare the outputs of a graph with eager's for the same inputs.
 
     Args:
         graph: the module that was exported.
         feeds: the inputs, by name.
-        got: the outputs of the exported graph, by name.
+        outputs: the outputs of the exported graph, by name.
         rtol: error that the arithmetic may have, relative to the largest value.
 
     Raises:
         ShapeError: an output has another shape, or a kept slot is not whole.
     """
-    wanted = Reference.of(graph, feeds)
-    finite = all(bool(x.isfinite().all()) for x in got.values() if x.is_floating_point())
+    ref = Reference.of(graph, feeds)
+    finite = all(bool(x.isfinite().all()) for x in outputs.values() if x.is_floating_point())
     differences = [(0.0, 0.0)]
-    for name, value, expected, precise in _pairs(graph, got, wanted):
+    for name, value, expected, precise in _pairs(graph, outputs, ref):
         _same_shape(name, value, expected)
-        differences.append(difference(wanted.settled(name, value), expected, precise, rtol))
+        differences.append(difference(ref.settled(name, value), expected, precise, rtol))
     error, allowed = max(differences, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
-    overlap, reachable, misses = _selection(graph, feeds, got, wanted, rtol)
+    overlap, reachable, misses = _selection(graph, feeds, outputs, ref, rtol)
     same = misses == 0 and overlap >= OVERLAP * reachable
     ok = finite and error <= allowed and (same or overlap == 1)
     return Difference(error, allowed, overlap, misses, finite, ok)
@@ -70,19 +70,21 @@ class Reference(NamedTuple):
     Where scores are ranks, numbers that are equal but for rounding may have each other's.
     """
 
-    eager: Named  # of the policy's own code; where its ranks differ by ties only, those of `exact`
-    exact: Named  # in float64
-    below: Named  # how much less each may be than `exact` by ties; what has no ranks is missing
-    above: Named  # how much more
+    eager: (
+        Tensors  # of the policy's own code; where its ranks differ by ties only, those of `exact`
+    )
+    exact: Tensors  # in float64
+    below: Tensors  # how much less each may be than `exact` by ties; what has no ranks is missing
+    above: Tensors  # how much more
 
     @classmethod
-    def of(cls, graph: StageGraph, feeds: Named) -> Reference:
+    def of(cls, graph: StageGraph, feeds: Tensors) -> Reference:
         """Compute them for the inputs `feeds`."""
         numbers: list[Tensor] = []  # that were ranked: in float32, then in float64
 
-        def noted(given: Tensor) -> Tensor:
-            numbers.append(given)
-            return ranks(given)
+        def noted(scores: Tensor) -> Tensor:
+            numbers.append(scores)
+            return ranks(scores)
 
         eager, exact = reference(graph, feeds, noted), truth(graph, feeds, noted)
         if not numbers:
@@ -92,11 +94,11 @@ class Reference(NamedTuple):
         low, high = (truth(graph, feeds, partial(_rank, near=x)) for x in (-near, near))
         below = {n: (low[n] - x).nan_to_num(0.0).clamp(max=0) for n, x in exact.items()}
         above = {n: (high[n] - x).nan_to_num(0.0).clamp(min=0) for n, x in exact.items()}
-        found = cls(eager, exact, below, above)
-        return found._replace(eager={n: found.settled(n, x) for n, x in eager.items()})
+        raw = cls(eager, exact, below, above)
+        return raw._replace(eager={n: raw.settled(n, x) for n, x in eager.items()})
 
     def settled(self, name: str, value: Tensor) -> Tensor:
-        """Return an output without what ties explain of its difference from `exact`."""
+        """Return an output less the part of its difference from `exact` that ties explain."""
         if name not in self.below:
             return value
         apart = value.double() - self.exact[name]
@@ -116,26 +118,26 @@ def _rank(numbers: Tensor, near: float) -> Tensor:
 
 
 def _pairs(
-    graph: StageGraph, got: Named, wanted: Reference
+    graph: StageGraph, outputs: Tensors, ref: Reference
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Yield the name, value, eager value and float64 value of outputs that are computed.
 
     Outputs that are only moved to other slots are checked by `_moved`.
     """
-    for name, value in got.items():
-        if name in wanted.eager:
-            yield name, value, wanted.eager[name], wanted.exact[name]
+    for name, value in outputs.items():
+        if name in ref.eager:
+            yield name, value, ref.eager[name], ref.exact[name]
     if isinstance(graph, Evict):
-        index = got["kept_slot"].long()
+        index = outputs["kept_slot"].long()
         for name in graph.form.eviction.policy.state:
-            expected, exact = (x[name].gather(-1, index) for x in (wanted.eager, wanted.exact))
-            yield name, got[f"kept_{name}"], expected, exact
-        for port, total in graph.form.kept_state({}, got["kept_keys"]):
-            yield port.name, got[port.name], total, total
+            expected, exact = (x[name].gather(-1, index) for x in (ref.eager, ref.exact))
+            yield name, outputs[f"kept_{name}"], expected, exact
+        for port, total in graph.form.kept_state({}, outputs["kept_keys"]):
+            yield port.name, outputs[port.name], total, total
 
 
 def _selection(
-    graph: StageGraph, feeds: Named, got: Named, wanted: Reference, rtol: float
+    graph: StageGraph, feeds: Tensors, outputs: Tensors, ref: Reference, rtol: float
 ) -> tuple[float, float, int]:
     """Compare kept slots; score graphs are compared by the better half of their slots.
 
@@ -144,22 +146,22 @@ def _selection(
         many slots are kept or evicted against eager.
     """
     if isinstance(graph, Evict):
-        name, index = "worth", got["kept_slot"].long()
-        slots = wanted.eager[name].shape[-1]
-        _moved(graph, feeds, got, index, min(slots, graph.form.shape.budget), rtol)
-    elif "scores" in wanted.eager:
+        name, index = "worth", outputs["kept_slot"].long()
+        slots = ref.eager[name].shape[-1]
+        _moved(graph, feeds, outputs, index, min(slots, graph.form.shape.budget), rtol)
+    elif "scores" in ref.eager:
         name = "scores"
-        half = max(1, got[name].shape[-1] // 2)
-        index = got[name].nan_to_num().topk(half, dim=-1).indices
+        half = max(1, outputs[name].shape[-1] // 2)
+        index = outputs[name].nan_to_num().topk(half, dim=-1).indices
     else:
         return 1.0, 1.0, 0
-    worth, exact = wanted.eager[name], wanted.exact[name]
+    worth, exact = ref.eager[name], ref.exact[name]
     own = worth.topk(index.shape[-1], dim=-1).indices
-    best = exact + wanted.above.get(name, 0)
+    best = exact + ref.above.get(name, 0)
     return (
         _overlap(index, exact, best),
         _overlap(own, exact, best),
-        _misses(index, name, wanted, rtol),
+        _misses(index, name, ref, rtol),
     )
 
 
@@ -170,13 +172,13 @@ class RankedForm(Traced):
         super().__init__(form.eviction, form.shape)
         self.rank = rank
 
-    def score(self, feeds: Named, obs: Observation) -> Tensor:
+    def score(self, feeds: Tensors, obs: Observation) -> Tensor:
         """Compute the worth of every slot, [B, K, n] float32."""
         return self.eviction.policy.scored(obs, self.rank)
 
 
 def reference(
-    graph: StageGraph, feeds: Named, rank: Callable[[Tensor], Tensor] = ranks
+    graph: StageGraph, feeds: Tensors, rank: Callable[[Tensor], Tensor] = ranks
 ) -> dict[str, Tensor]:
     """Compute the expected outputs: scores by the policy's own code, other state by the form."""
     form = graph.form
@@ -192,7 +194,7 @@ def reference(
 
 
 def truth(
-    graph: StageGraph, feeds: Named, rank: Callable[[Tensor], Tensor] = ranks
+    graph: StageGraph, feeds: Tensors, rank: Callable[[Tensor], Tensor] = ranks
 ) -> dict[str, Tensor]:
     """Compute `reference` in float64."""
     doubled = {k: v.double() if v.is_floating_point() else v for k, v in feeds.items()}
@@ -213,13 +215,13 @@ def difference(value: Tensor, eager: Tensor, truth: Tensor, rtol: float) -> tupl
     return float((value - eager)[plain].abs().amax()), rtol * scale + OWN * own + 1e-12
 
 
-def _misses(index: Tensor, name: str, wanted: Reference, rtol: float) -> int:
+def _misses(index: Tensor, name: str, ref: Reference, rtol: float) -> int:
     """Count slots that are kept or evicted although their worth says otherwise, ties apart."""
-    low, high, near = wanted.range(name, rtol)
+    low, high, near = ref.range(name, rtol)
     stays = torch.zeros_like(low, dtype=torch.bool).scatter(-1, index, True)
     if int(stays.sum()) != index.numel():
         return index.numel()  # a slot kept twice
-    least = wanted.eager[name].topk(index.shape[-1], dim=-1).values[..., -1:]
+    least = ref.eager[name].topk(index.shape[-1], dim=-1).values[..., -1:]
     wrong = (stays & (high < least - near)) | (~stays & (low > least + near))
     return int(wrong.sum())
 
@@ -231,7 +233,14 @@ def _overlap(index: Tensor, exact: Tensor, best: Tensor) -> float:
     return float((best.gather(-1, index) >= least - tied).double().mean())
 
 
-def _moved(graph: Evict, feeds: Named, got: Named, index: Tensor, count: int, rtol: float) -> None:
+def _moved(
+    graph: Evict,
+    feeds: Tensors,
+    outputs: Tensors,
+    index: Tensor,
+    count: int,
+    rtol: float,
+) -> None:
     """Check that keys, values, positions and state moved with their slots.
 
     They must be equal to the bit, or in float16 if `rtol` is that of float16.
@@ -244,7 +253,7 @@ def _moved(graph: Evict, feeds: Named, got: Named, index: Tensor, count: int, rt
     for name in ("keys", "values", "positions", *graph.form.slot_state):
         if name in graph.form.eviction.policy.state:
             continue  # the graph updates state before it evicts
-        whole, kept = feeds[name], got[f"kept_{name}"]
+        whole, kept = feeds[name], outputs[f"kept_{name}"]
         at = index.view(*index.shape, *(1,) * (whole.dim() - 3))
         at = at.expand(*index.shape, *whole.shape[3:])
         moved = whole.gather(2, at)

@@ -29,7 +29,7 @@ from kvcap.policies import Eviction, Observation
 from kvcap.policies.keydiff import KeyDiff
 from kvcap.runtime.errors import NotExportable
 
-Named = Mapping[str, Tensor]
+Tensors = Mapping[str, Tensor]
 
 
 class Traced:
@@ -70,7 +70,7 @@ class Traced:
         """Return the names of the state that a slot keeps when it moves."""
         return tuple(self.eviction.state)
 
-    def observe(self, feeds: Named) -> Observation:
+    def observe(self, feeds: Tensors) -> Observation:
         """Make the policy's observation, with the policy's state updated for this block."""
         shape = self.shape
         obs = Observation(
@@ -88,7 +88,7 @@ class Traced:
         obs.state = {**obs.state, **self.eviction.policy.update(obs)}
         return obs
 
-    def score(self, feeds: Named, obs: Observation) -> Tensor:
+    def score(self, feeds: Tensors, obs: Observation) -> Tensor:
         """Compute the worth of every slot, [B, K, n] float32."""
         return self.eviction.policy.score(obs)
 
@@ -97,11 +97,11 @@ class Traced:
         names = self.eviction.policy.state
         return {name: (next_port(self.ports[name]), obs.state[name]) for name in names}
 
-    def kept_state(self, feeds: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
+    def kept_state(self, feeds: Tensors, keys: Tensor) -> list[tuple[Port, Tensor]]:
         """Compute state of a whole head from its kept keys [B, K, N, D]."""
         return []
 
-    def cached(self, feeds: Named) -> dict[str, Tensor]:
+    def cached(self, feeds: Tensors) -> dict[str, Tensor]:
         """Compute from keys the state that a runtime would hold, as inputs of checks."""
         return {}
 
@@ -109,7 +109,7 @@ class Traced:
         """Return the output ports of the update graph."""
         return [new_port("output_norm")] if self.update_inputs else []
 
-    def update(self, feeds: Named) -> list[Tensor]:
+    def update(self, feeds: Tensors) -> list[Tensor]:
         """Compute the state of the arriving tokens, by the rescorer that keeps it."""
         values, rescorer = feeds["new_values"], self.eviction.rescorer
         assert rescorer is not None
@@ -138,7 +138,7 @@ class Stateless(Traced):
         assert isinstance(policy, KeyDiff)
         return policy.anchor == "unit_mean"
 
-    def score(self, feeds: Named, obs: Observation) -> Tensor:
+    def score(self, feeds: Tensors, obs: Observation) -> Tensor:
         """Compute the worth of every slot, [B, K, n] float32."""
         keys = float32(feeds["keys"])
         units = unit(keys)
@@ -161,18 +161,18 @@ class InverseNorms(Stateless):
         """Return the name of the norms, which move with their keys."""
         return ("inverse_norms",)
 
-    def score(self, feeds: Named, obs: Observation) -> Tensor:
+    def score(self, feeds: Tensors, obs: Observation) -> Tensor:
         """Compute the worth of every slot, [B, K, n] float32."""
         keys, inverse = float32(feeds["keys"]), feeds["inverse_norms"]
         return -_products(keys, self.anchor(keys, feeds)) * inverse
 
-    def anchor(self, keys: Tensor, feeds: Named) -> Tensor:
+    def anchor(self, keys: Tensor, feeds: Tensors) -> Tensor:
         """Compute the direction that keys are compared with, [B, K, 1, D], of any length."""
         if self.units:
             return torch.matmul(feeds["inverse_norms"][..., None, :], keys)
         return keys.mean(-2, keepdim=True)
 
-    def cached(self, feeds: Named) -> dict[str, Tensor]:
+    def cached(self, feeds: Tensors) -> dict[str, Tensor]:
         """Compute the inverse norms of the slots' keys."""
         return {"inverse_norms": _inverse_norms(feeds["keys"])}
 
@@ -180,7 +180,7 @@ class InverseNorms(Stateless):
         """Return the port of the arriving keys' inverse norms."""
         return [new_port("inverse_norms")]
 
-    def update(self, feeds: Named) -> list[Tensor]:
+    def update(self, feeds: Tensors) -> list[Tensor]:
         """Compute the inverse norms of the arriving keys, [B, K, T]."""
         return [_inverse_norms(feeds["new_keys"])]
 
@@ -195,15 +195,15 @@ class RunningAnchor(InverseNorms):
         """Return the ports of keys, their inverse norms and their sum."""
         return [*super().inputs(), PORTS["anchor"]]
 
-    def anchor(self, keys: Tensor, feeds: Named) -> Tensor:
+    def anchor(self, keys: Tensor, feeds: Tensors) -> Tensor:
         """Return the sum of all keys, which the runtime keeps, [B, K, 1, D]."""
         return feeds["anchor"][:, :, None]
 
-    def kept_state(self, feeds: Named, keys: Tensor) -> list[tuple[Port, Tensor]]:
+    def kept_state(self, feeds: Tensors, keys: Tensor) -> list[tuple[Port, Tensor]]:
         """Sum the kept keys again, so that rounding errors do not add up."""
         return [(kept_port(PORTS["anchor"]), self._sum(keys))]
 
-    def cached(self, feeds: Named) -> dict[str, Tensor]:
+    def cached(self, feeds: Tensors) -> dict[str, Tensor]:
         """Compute the inverse norms and the sum of the slots' keys."""
         return {**super().cached(feeds), "anchor": self._sum(feeds["keys"])}
 
@@ -211,7 +211,7 @@ class RunningAnchor(InverseNorms):
         """Return the ports of the arriving keys' inverse norms, and of the sum after the block."""
         return [*super().update_outputs(), next_port(PORTS["anchor"])]
 
-    def update(self, feeds: Named) -> list[Tensor]:
+    def update(self, feeds: Tensors) -> list[Tensor]:
         """Compute the arriving keys' inverse norms [B, K, T] and the sum after them [B, K, D]."""
         change = self._sum(feeds["new_keys"]) - self._sum(feeds["gone_keys"])
         return [*super().update(feeds), feeds["anchor"] + change]

@@ -42,7 +42,7 @@ def describe(spec: Spec, graph: StageGraph, used: set[str], outputs: list[Port])
 
     return {
         "schema": SCHEMA,
-        **asked(spec, graph),
+        **settings_of(spec, graph),
         "formula": "; ".join(c.formula for c in part.components),
         "paper": "; ".join(c.paper for c in part.components),
         "inputs": described([port for port in graph.inputs if port.name in used]),
@@ -55,7 +55,7 @@ def describe(spec: Spec, graph: StageGraph, used: set[str], outputs: list[Port])
     }
 
 
-def asked(spec: Spec, graph: StageGraph) -> dict[str, Any]:
+def settings_of(spec: Spec, graph: StageGraph) -> dict[str, Any]:
     """Return the settings of an export, as its manifest has them; equal ones give equal graphs."""
     return {
         "policy": spec.recipe(),
@@ -97,10 +97,10 @@ def read(graph: Path, expected: str = SCHEMA) -> dict[str, Any]:
 def schema_in(file: Path) -> Any:
     """Return the schema that a JSON file names; None if it names none, or is no JSON."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return found.get("schema") if isinstance(found, dict) else None
+    return document.get("schema") if isinstance(document, dict) else None
 
 
 def write(manifest: dict[str, Any], path: Path) -> None:
@@ -133,15 +133,15 @@ def _unchanged(folder: Path, entry: dict[str, Any], manifest: str) -> None:
     """
     file, expected = folder / entry["file"], entry["sha256"]
     try:
-        got = sha256(file)
+        checksum = sha256(file)
     except OSError as error:
         raise ManifestError(
             f"{manifest} names {file.name}, which cannot be read: {error}"
         ) from error
-    if got != expected:
+    if checksum != expected:
         raise ManifestError(
-            f"{file.name} is not the file {manifest} was written with: its sha256 is {got[:12]}…, "
-            f"the manifest says {expected[:12]}…; export it again"
+            f"{file.name} is not the file {manifest} was written with: its sha256 is "
+            f"{checksum[:12]}…, the manifest says {expected[:12]}…; export it again"
         )
 
 

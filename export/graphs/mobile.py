@@ -1,4 +1,4 @@
-"""Converts a graph to ORT format, and reports what mobile execution providers would take of it."""
+"""Converts a graph to ORT format, and reports which nodes mobile execution providers would run."""
 
 from __future__ import annotations
 

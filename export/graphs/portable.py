@@ -43,9 +43,9 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
     def median(x: Any, dim: int, keepdim: bool = False) -> Any:
         length = op.Shape(x, start=dim, end=None if dim == -1 else dim + 1)
-        values, places = op.TopK(x, length, axis=dim, largest=0)
+        values, indices = op.TopK(x, length, axis=dim, largest=0)
         middle = op.Div(op.Sub(length, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
-        results = (op.Gather(values, middle, axis=dim), op.Gather(places, middle, axis=dim))
+        results = (op.Gather(values, middle, axis=dim), op.Gather(indices, middle, axis=dim))
         if keepdim:
             return results
         axes = op.Constant(value_ints=[dim])

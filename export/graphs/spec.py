@@ -72,7 +72,7 @@ class Spec:
         return ".".join(parts)
 
     def notes(self) -> list[str]:
-        """Return sentences on what a user of the graph must know, such as parts it leaves out."""
+        """Return notes for the graph's users, such as parts of the policy that it leaves out."""
         sentences, eviction = [], self.eviction
         if eviction.layer_budget is not None:
             sentences.append("layers hold unequal budgets: export an evict graph for every budget")
@@ -111,9 +111,11 @@ def with_graphs_of_their_own() -> list[str]:
     one with the fewest parts and options stands for all.
     """
     names: dict[tuple[Any, ...], str] = {}
-    known = {name: made for name, made in policies().items() if load_policy(name).policy.evicts}
-    for name in sorted(known, key=lambda name: (len(known[name].parts), len(known[name].options))):
-        parts = known[name].parts
+    recipes = {name: each for name, each in policies().items() if load_policy(name).policy.evicts}
+    for name in sorted(
+        recipes, key=lambda name: (len(recipes[name].parts), len(recipes[name].options))
+    ):
+        parts = recipes[name].parts
         names.setdefault(tuple(parts.get(slot) for slot in IN_GRAPH), name)
     return sorted(names.values())
 
@@ -135,7 +137,7 @@ def recalled(recipe: dict[str, Any], shape: dict[str, Any], **rest: str) -> Spec
 
 def _name(component: Component) -> str:
     """Return the name by which a combination such as `snapkv+adakv` lists a part."""
-    for name, made in policies().items():
-        if set(made.parts) == {"policy"} and made.parts["policy"] is type(component):
+    for name, each in policies().items():
+        if set(each.parts) == {"policy"} and each.parts["policy"] is type(component):
             return name
     return type(component).__module__.rsplit(".", 1)[-1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kvcap.export.graphs.forms import Named, Traced
+from kvcap.export.graphs.forms import Tensors, Traced
 from kvcap.export.graphs.portable import Portable
 from kvcap.export.graphs.ports import PORTS, Port, kept_port, scores_port, sizes
 from kvcap.policies import Observation
@@ -36,11 +36,11 @@ class StageGraph(nn.Module):
             outputs = self.compute({p.name: t for p, t in zip(self.inputs, tensors, strict=True)})
         return tuple(tensor for _, tensor in outputs)
 
-    def outputs(self, feeds: Named) -> list[Port]:
+    def outputs(self, feeds: Tensors) -> list[Port]:
         """Return the ports of the outputs, by computing them for these inputs."""
         return [port for port, _ in self.compute(feeds)]
 
-    def compute(self, feeds: Named) -> list[tuple[Port, Tensor]]:
+    def compute(self, feeds: Tensors) -> list[tuple[Port, Tensor]]:
         """Compute the outputs from inputs by name; return each with its port."""
         raise NotImplementedError
 
@@ -55,7 +55,7 @@ class Score(StageGraph):
         if form.eviction.rescorer is not None:
             self.inputs += [PORTS["pinned"], PORTS["budget"]]
 
-    def compute(self, feeds: Named) -> list[tuple[Port, Tensor]]:
+    def compute(self, feeds: Tensors) -> list[tuple[Port, Tensor]]:
         """Compute scores, and the state that scoring updated."""
         form, obs = self.form, self.form.observe(feeds)
         scores = form.score(feeds, obs)
@@ -79,7 +79,7 @@ class Evict(StageGraph):
         first = {name: PORTS[name] for name in ("keys", "values", "positions", "seen")}
         self.inputs = [*{**first, **scoring}.values(), PORTS["pinned"]]
 
-    def compute(self, feeds: Named) -> list[tuple[Port, Tensor]]:
+    def compute(self, feeds: Tensors) -> list[tuple[Port, Tensor]]:
         """Gather keys, values, positions and state of the slots that stay."""
         form, obs = self.form, self.form.observe(feeds)
         worth = self.worth(feeds, obs)
@@ -100,7 +100,7 @@ class Evict(StageGraph):
             *form.kept_state(feeds, kept[0][1]),
         ]
 
-    def decided(self, feeds: Named) -> tuple[Tensor, dict[str, Tensor]]:
+    def decided(self, feeds: Tensors) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the worth by which slots stay [B, K, n], and the state that scoring updated.
 
         Args:
@@ -112,7 +112,7 @@ class Evict(StageGraph):
         state = {name: tensor for name, (_, tensor) in self.form.next_state(obs).items()}
         return worth, state
 
-    def worth(self, feeds: Named, obs: Observation) -> Tensor:
+    def worth(self, feeds: Tensors, obs: Observation) -> Tensor:
         """Return the worth by which slots stay [B, K, n]: their scores, and more if pinned."""
         form, eviction, pinned = self.form, self.form.eviction, feeds["pinned"]
         scores = eviction.score(obs, by=lambda _, obs: form.score(feeds, obs))
@@ -135,7 +135,7 @@ class Update(StageGraph):
             )
         self.inputs = [PORTS[name] for name in form.update_inputs]
 
-    def compute(self, feeds: Named) -> list[tuple[Port, Tensor]]:
+    def compute(self, feeds: Tensors) -> list[tuple[Port, Tensor]]:
         """Compute the state of the arriving tokens."""
         return list(zip(self.form.update_outputs(), self.form.update(feeds), strict=True))
 
@@ -171,14 +171,14 @@ def survivors(worth: Tensor, positions: Tensor, stays: int) -> Tensor:
     Slots in time order stay in time order, so that a slot's index is its rank.
     """
     slots = worth.shape[-1]
-    gone = evicted(worth, positions, stays)
+    leaving = evicted(worth, positions, stays)
     keep = torch.ones_like(worth, dtype=torch.int64)
-    keep = keep.scatter(-1, gone, torch.zeros_like(gone))  # [B, K, n]
+    keep = keep.scatter(-1, leaving, torch.zeros_like(leaving))  # [B, K, n]
     here, older = torch.arange(slots).expand_as(keep), keep.cumsum(-1)  # survivors up to a slot
     # Survivors move to the front and the others behind them: every place is written once, as ONNX
     # leaves undefined which of two writes wins.
-    place = torch.where(keep > 0, older - 1, stays + here - older)
-    return here.scatter(-1, place, here)[..., :stays]
+    target = torch.where(keep > 0, older - 1, stays + here - older)
+    return here.scatter(-1, target, here)[..., :stays]
 
 
 def rows_of(keep: Tensor, slots: int) -> Tensor:

@@ -161,8 +161,8 @@ def _shorten(graph: Any) -> None:
     zeros = {t.name for t in graph.initializer if t.dims in ([], [1]) and array(t).sum() == 0}
     for node in graph.node:
         if node.op_type == "Where" and node.input[0] in negated:
-            condition, one, other = node.input
-            node.input[:] = [negated[condition], other, one]
+            condition, chosen, other = node.input
+            node.input[:] = [negated[condition], other, chosen]
         elif node.op_type == "Max" and len(node.input) == 2 and node.input[1] in zeros:
             node.op_type = "Relu"
             del node.input[1]
@@ -189,16 +189,16 @@ def _rename(graph: Any, names: list[str]) -> None:
 
     A tensor that is returned twice, or is an input too, gets an Identity node per further name.
     """
-    known = {value.name: value.name for value in graph.input}
+    new_names = {value.name: value.name for value in graph.input}
     twice = []
     for value, name in zip(graph.output, names, strict=True):
-        if value.name in known:
-            twice.append((known[value.name], name))
-        known.setdefault(value.name, name)
+        if value.name in new_names:
+            twice.append((new_names[value.name], name))
+        new_names.setdefault(value.name, name)
         value.name = name
 
     def short(name: str) -> str:
-        return known.setdefault(name, f"v{len(known)}") if name else ""
+        return new_names.setdefault(name, f"v{len(new_names)}") if name else ""
 
     for tensor in graph.initializer:
         tensor.name, tensor.doc_string = short(tensor.name), ""

@@ -44,7 +44,7 @@ def write(
     graph = spec.graph()
     there = folder / f"{spec.stem()}.onnx"
     if there.exists() and not force:
-        refuse_other(there.with_suffix(".json"), manifest.asked(spec, graph))
+        refuse_other(there.with_suffix(".json"), manifest.settings_of(spec, graph))
     case = Case("random", _sample_slots(spec))
     feeds = inputs(graph, case, spec.torch_dtype)
     model = trace(graph, feeds)

@@ -266,8 +266,8 @@ class _Slots:
 
     def by_kernels(self) -> None:
         """Evict as `RowSlots` does."""
-        give_up = row_kernels.give_up_one if self.count == 1 else row_kernels.give_up
-        give_up(self.padded, Pins(0, 0, self.slots, ()), self.moved, self.left)
+        evict = row_kernels.evict_one if self.count == 1 else row_kernels.evict
+        evict(self.padded, Pins(0, 0, self.slots, ()), self.moved, self.left)
 
     def eagerly(self) -> None:
         """Evict the same slots without kernels."""

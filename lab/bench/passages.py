@@ -45,7 +45,7 @@ from kvcap.evals.quality.text import scatter
 from kvcap.pocket.prose import filler
 from kvcap.runtime.backends.pytorch.runtime import Runtime
 from kvcap.runtime.recall.recall import Passage, Recall
-from kvcap.runtime.recall.store import Found, PassageStore
+from kvcap.runtime.recall.store import Match, PassageStore
 from kvcap.runtime.types import Span
 
 DEFAULTS = {"lengths": (2048,), "repeats": 1, "model": "pocket"}
@@ -134,7 +134,7 @@ class Passages(PassageStore):
         self.spans.append(span)
         self.texts.append(" ".join(text.split()))
 
-    def places(self, passages: Iterable[Found | Passage]) -> list[int]:
+    def places(self, passages: Iterable[Match | Passage]) -> list[int]:
         """Return the indices of these passages."""
         return [self.spans.index(one.span) for one in passages]
 

@@ -61,7 +61,7 @@ class LayerBudget(Component):
 
 @dataclass(frozen=True)
 class HeadBudget(Component):
-    """Spreads the slots of a layer over its KV heads, each of which stores only its own."""
+    """Spreads a layer's slots over its KV heads; each head stores only its own."""
 
     moves: ClassVar[bool] = False
     """Says whether slots move between heads after every block of several tokens, by `split`."""
@@ -125,7 +125,7 @@ class Rescorer(Component):
     def best_first(
         self, share: float, scores: Tensor, second: Tensor, pinned: Tensor, obs: Observation
     ) -> Tensor:
-        """Return scores [B, K, n] by which the best by `scores` stay first, and others by `second`.
+        """Rank the best by `scores` first, and all others by `second`; return scores [B, K, n].
 
         Args:
             share: of the slots that stay and are not pinned, how many go by `scores`.
@@ -167,13 +167,13 @@ class Corrector(Component):
         raise NotImplementedError
 
 
-def evenly(total: Count, parts: int, place: Count) -> Count:
-    """Return part `place`, from 0, of `total` shared out evenly: the first ones get one more.
+def evenly(total: Count, parts: int, index: Count) -> Count:
+    """Return part `index`, from 0, of `total` shared out evenly: the first ones get one more.
 
     >>> [evenly(10, 3, place) for place in range(3)]
     [4, 3, 3]
     """
-    return (total + parts - 1 - place) // parts
+    return (total + parts - 1 - index) // parts
 
 
 def apportion(shares: Sequence[float], total: int, most: Sequence[int] | None = None) -> list[int]:
@@ -193,7 +193,7 @@ def apportion(shares: Sequence[float], total: int, most: Sequence[int] | None = 
     [4, 3, 3]
     """
     limits = [total] * len(shares) if most is None else most
-    found = [0] * len(shares)
+    portions = [0] * len(shares)
     open_ = list(range(len(shares)))
     left = min(total, sum(limits))
     while open_:
@@ -206,16 +206,16 @@ def apportion(shares: Sequence[float], total: int, most: Sequence[int] | None = 
             # Of whole numbers all of this is exact, so that equal remainders are.
             parts = {i: divmod(left * weights[i], whole) for i in open_}
             for i, (part, _) in parts.items():
-                found[i] = int(part)
-            rest = left - sum(found[i] for i in open_)
+                portions[i] = int(part)
+            rest = left - sum(portions[i] for i in open_)
             for i in sorted(open_, key=lambda i: (-parts[i][1], i))[:rest]:
-                found[i] += 1
+                portions[i] += 1
             break
         for i in full:
-            found[i] = limits[i]
+            portions[i] = limits[i]
             left -= limits[i]
         open_ = [i for i in open_ if i not in full]
-    return found
+    return portions
 
 
 def apportion_rows(shares: Tensor, total: Tensor, most: Tensor) -> Tensor:
@@ -247,8 +247,8 @@ def _apportion_on_device(shares: Tensor, total: Tensor, most: Tensor) -> Tensor:
     full, enough = some & (rest >= 0), rest >= 0
     left, shares = torch.where(enough, rest, left), torch.where(enough, ~some, shares)
     # Raise all in proportion to their shares until this one is full: does that fit into `left`?
-    given = shares[..., None] * most[..., None, :]  # [B, K, K]
-    fills = (given.minimum(given.mT).sum(-1) <= left * shares) & (shares > 0)
+    proportional = shares[..., None] * most[..., None, :]  # [B, K, K]
+    fills = (proportional.minimum(proportional.mT).sum(-1) <= left * shares) & (shares > 0)
     left, shares = left - (most * fills).sum(-1, keepdim=True), shares * ~fills
     exact, whole = left * shares, shares.sum(-1, keepdim=True).clamp(min=1)
     floor = exact // whole

@@ -75,5 +75,5 @@ class Component:
         """Raise `PolicyError` unless option `name` is `ok`, saying what was got and expected."""
         if not ok:
             component = type(self).__module__.rsplit(".", 1)[-1]
-            got = getattr(self, name)
-            raise PolicyError(f"{component}: {name}={got!r} will not work; expected {expected}")
+            value = getattr(self, name)
+            raise PolicyError(f"{component}: {name}={value!r} will not work; expected {expected}")

@@ -30,7 +30,7 @@ Update = Callable[[Component, Observation], Mapping[str, Tensor]]
 
 
 def by_tier(scores: Tensor, positions: Tensor, regions: Iterable[tuple[int, int, int]]) -> Tensor:
-    """Return scores [..., n] with those of regions below or above all others, by their tiers.
+    """Return scores [..., n] in which regions rank below or above all other slots, by their tier.
 
     Within a tier the newer slots stay.
     """
@@ -144,9 +144,9 @@ class Eviction:
         if self.sink_tokens is not None or not self.policy.evicts:
             return self.plain()
         for count in range(usual_sinks(budget - self.recents(budget)), 0, -1):
-            found = replace(self, sink_tokens=count, sinks_yield=True)
-            if found.holds(budget, layers, kv_heads):
-                return found
+            eviction = replace(self, sink_tokens=count, sinks_yield=True)
+            if eviction.holds(budget, layers, kv_heads):
+                return eviction
         return self.plain()
 
     def plain(self) -> Eviction:
@@ -204,13 +204,13 @@ class Eviction:
             PolicyError: none does, however large.
         """
         holds = partial(self.holds, layers=layers, kv_heads=kv_heads)
-        found = bisect_left(range(1, MOST), True, key=holds) + 1  # larger budgets hold it too
-        if found == MOST:
+        smallest = bisect_left(range(1, MOST), True, key=holds) + 1  # larger budgets hold it too
+        if smallest == MOST:
             raise PolicyError(
                 f"{self.name or 'the policy'} pins {self.sinks()} sinks and all newest tokens, "
                 "which no budget holds; pin fewer"
             )
-        return found
+        return smallest
 
     def holds(self, budget: int, layers: int, kv_heads: int) -> bool:
         """Return whether every head holds a token, and its pins."""
@@ -226,10 +226,10 @@ class Eviction:
 
         `by` runs a component's own update.
         """
-        found = dict(by(self._policy(obs), obs))
+        values = dict(by(self._policy(obs), obs))
         for component in self.components[1:]:
-            found |= by(component, obs)
-        return found
+            values |= by(component, obs)
+        return values
 
     def score(self, obs: Observation, by: Score | None = None, *, finite: bool = True) -> Tensor:
         """Return the policy's scores, made finite if asked. Shape [B, K, n], float32.

@@ -20,7 +20,7 @@ def hashed(x: Tensor) -> Tensor:
 
 def sign_sketch(size: int, width: int, device: torch.device) -> Tensor:
     """Return a matrix [size, width] of random signs, over `sqrt(width)`: a sketch by products."""
-    place = torch.arange(size * width, device=device)
-    signs = (hashed(place * 0x9E3779B1 + 0x85EBCA6B) >> 8 & 1) * 2 - 1
+    index = torch.arange(size * width, device=device)
+    signs = (hashed(index * 0x9E3779B1 + 0x85EBCA6B) >> 8 & 1) * 2 - 1
     sketch: Tensor = signs.view(size, width).float() / width**0.5
     return sketch

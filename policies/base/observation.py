@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Weigher(Protocol):
-    """A protocol of what an observation uses of a `Saliency`."""
+    """A protocol of the part of a `Saliency` that an observation uses."""
 
     def weigh(self, obs: Observation) -> Tensor:
         """Return the weights to add up instead of attention. Shape [B, K, G, w, n]."""
@@ -170,8 +170,8 @@ class Observation:
         returned, in the model's type.
         """
         if self.attended is not None:
-            known: Tensor = self.attended.float().unflatten(1, (-1, self.groups))
-            return known
+            attended: Tensor = self.attended.float().unflatten(1, (-1, self.groups))
+            return attended
         out: Tensor = torch.matmul(self.attention.flatten(2, 3), self.values.float())
         return out.view(*self.attention.shape[:4], -1)
 

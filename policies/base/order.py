@@ -71,6 +71,6 @@ def ranks(numbers: Tensor) -> Tensor:
     return numbers.argsort(dim=-1, stable=True).argsort(dim=-1)
 
 
-def _nth(numbers: Tensor, place: Tensor) -> Tensor:
-    """Return the number of each row that has `place` smaller ones before it. [..., 1]."""
-    return numbers.sort(dim=-1).values.gather(-1, place.long().clamp(0, numbers.shape[-1] - 1))
+def _nth(numbers: Tensor, index: Tensor) -> Tensor:
+    """Return the number of each row that has `index` smaller ones before it. [..., 1]."""
+    return numbers.sort(dim=-1).values.gather(-1, index.long().clamp(0, numbers.shape[-1] - 1))

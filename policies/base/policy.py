@@ -1,4 +1,4 @@
-"""Defines the contract of a policy, and what scores have in common.
+"""Defines the contract of a policy, and operations that scores share.
 
 A policy's `score` is pure tensor code (no `.item()`, no data-dependent Python, no in-place
 writes), because the same method is traced for ONNX and mirrored by a Triton kernel.
@@ -88,7 +88,7 @@ class WindowPolicy(Policy):
 
 
 def over_group(scores: Tensor, group: Group) -> Tensor:
-    """Return one score per KV head from those of its query heads: [B, K, G, n] -> [B, K, n]."""
+    """Combine the scores of the query heads of each KV head: [B, K, G, n] -> [B, K, n]."""
     if group == "max":
         return scores.amax(2)
     return scores.sum(2) if group == "sum" else scores.mean(2)
@@ -116,8 +116,8 @@ def pool_in_time(
     wide = (*positions.shape[:2], *(1,) * (scores.dim() - 3), -1)
     order = positions.argsort(-1).view(wide)  # [B, K, ..., n]
     newest = (positions >= num_tokens - window).view(wide)
-    given = scores.masked_fill(newest, float("-inf") if pool == "max" else 0.0)
-    in_time = given.gather(-1, order.expand_as(scores))
+    filled = scores.masked_fill(newest, float("-inf") if pool == "max" else 0.0)
+    in_time = filled.gather(-1, order.expand_as(scores))
     if pool == "max":
         rows = in_time.flatten(0, -2)[:, None]  # [rows, 1, n]
         rows = torch.nn.functional.max_pool1d(rows, kernel, stride=1, padding=kernel // 2)

@@ -35,19 +35,21 @@ def read_table(path: str, layers: int, kv_heads: int, component: str) -> Table:
     Raises:
         PolicyError: no table, one that cannot be read, or one made for another model.
     """
-    made = f"`kvcap policies calibrate {component} MODEL -f TEXT -o heads.json`"
+    command = f"`kvcap policies calibrate {component} MODEL -f TEXT -o heads.json`"
     if not path:
         raise PolicyError(
             f"{component} needs a table of how much every head matters, and none was given; make "
-            f"one with {made}, then give it with `--policy-option table=heads.json`"
+            f"one with {command}, then give it with `--policy-option table=heads.json`"
         )
     try:
         _READ[path] = _parse(path, os.stat(path).st_mtime_ns, layers, kv_heads)
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
-        raise PolicyError(f"{component}: table={path!r} {why}; make one with {made}") from error
+        raise PolicyError(f"{component}: table={path!r} {why}; make one with {command}") from error
     except ValueError as error:
-        raise PolicyError(f"{component}: table={path!r} {error}; make one with {made}") from error
+        raise PolicyError(
+            f"{component}: table={path!r} {error}; make one with {command}"
+        ) from error
     return _READ[path]
 
 
@@ -66,15 +68,15 @@ def last_read(path: str, component: str) -> Table:
 def _parse(path: str, changed: int, layers: int, kv_heads: int) -> Table:
     """Return the table of a file; its `changed` time is part of the key of the cache."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:  # bad JSON or bad UTF-8
         raise ValueError(f"is not JSON ({error})") from error
-    rows: Any = found.get("scores") if isinstance(found, dict) else None
-    if not _is_table(rows) or found.get("kind", "heads") != "heads":
+    rows: Any = document.get("scores") if isinstance(document, dict) else None
+    if not _is_table(rows) or document.get("kind", "heads") != "heads":
         raise ValueError('has no "scores" of "kind" "heads": rows of as many numbers each')
     if not all(math.isfinite(x) and x >= 0 for row in rows for x in row):
         raise ValueError("has numbers below 0 or not finite")
-    model, width = str(found.get("model", "an unnamed model")), len(rows[0])
+    model, width = str(document.get("model", "an unnamed model")), len(rows[0])
     if len(rows) != layers or width % kv_heads or width == 0:
         raise ValueError(
             f"was made for {model}, {len(rows)} layers of {width} heads; this model has {layers} "

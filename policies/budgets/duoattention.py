@@ -42,15 +42,15 @@ class DuoAttention(HeadBudget):
 
     def allot(self, budgets: Sequence[int], kv_heads: int, pinned: int) -> list[list[int]]:
         table = read_table(self.table, len(budgets), kv_heads, "duoattention")
-        found = []
+        head_budgets = []
         for budget, retrieves in zip(budgets, _retrieving(table, self.retrieval), strict=True):
             small = min(max(self.sinks + self.recents, pinned + 1), budget)
             if not any(retrieves):
                 small = budget
             rest = kv_heads * budget - small * retrieves.count(False)
             shares = iter(apportion([1] * sum(retrieves), rest))
-            found.append([next(shares) if mine else small for mine in retrieves])
-        return found
+            head_budgets.append([next(shares) if mine else small for mine in retrieves])
+        return head_budgets
 
     def policy_of(self, obs: Observation, base: Policy) -> Policy:
         layer = _retrieving(last_read(self.table, "duoattention"), self.retrieval)[obs.layer]

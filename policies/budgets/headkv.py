@@ -34,10 +34,10 @@ class HeadKV(HeadBudget):
 
     def allot(self, budgets: Sequence[int], kv_heads: int, pinned: int) -> list[list[int]]:
         table = read_table(self.table, len(budgets), kv_heads, "headkv")
-        given = [int(max(0, budget - pinned) // self.beta) for budget in budgets]
+        pooled = [int(max(0, budget - pinned) // self.beta) for budget in budgets]
         importance = [score for row in table.scores for score in row]
-        shares = iter(apportion(importance, kv_heads * sum(given)))
+        shares = iter(apportion(importance, kv_heads * sum(pooled)))
         return [
             [budget - gave + next(shares) for _ in range(kv_heads)]
-            for budget, gave in zip(budgets, given, strict=True)
+            for budget, gave in zip(budgets, pooled, strict=True)
         ]

@@ -37,12 +37,12 @@ class CapGuard:
         """
         held = process_bytes()
         before = held if self._before is None else self._before
-        asked = self.workspace * tokens // self.block
-        if max(held, before + asked) > self.cap:
+        needed_workspace = self.workspace * tokens // self.block
+        if max(held, before + needed_workspace) > self.cap:
             return_freed()
             held = process_bytes()
             before = min(before, held)
-        if (needed := max(held, before + asked)) > self.cap:
+        if (needed := max(held, before + needed_workspace)) > self.cap:
             fits = max(0, self.cap - before) * self.block // max(1, self.workspace)
             smaller = f"a block of {fits} would fit, or " if held <= self.cap and fits else ""
             raise MemoryCapExceeded(

@@ -30,8 +30,8 @@ def free_memory(root: Path = Path("/")) -> FreeMemory:
     Args:
         root: the folder that holds `proc` and `sys`.
     """
-    found = [_machine(root), *_version_2(root), *_version_1(root)]
-    return min(found, key=lambda free: free.nbytes)
+    limits = [_machine(root), *_version_2(root), *_version_1(root)]
+    return min(limits, key=lambda free: free.nbytes)
 
 
 def process_bytes() -> int:

@@ -35,9 +35,9 @@ def cache_name(kind: type) -> str:
     return _among(getattr(kind, "forward", None) or kind.__call__) or GENERATION
 
 
-def cache_of(given: dict[str, Any]) -> Any | None:
+def cache_of(arguments: dict[str, Any]) -> Any | None:
     """Return the cache among the arguments of a call, by either name; None without one."""
-    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def _among(function: Any) -> str | None:

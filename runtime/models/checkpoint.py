@@ -1,4 +1,4 @@
-"""A model whose weights stay in their files: each is read when it is asked for, in any type.
+"""Reads a model's weights from their files one by one, when used, in any type.
 
 For checkpoints of plain safetensors whose tensors are the model's own, name by name. The model has
 its sizes and its tables of angles; its parameters are on the meta device until they are filled.
@@ -32,12 +32,12 @@ class Checkpoint(Mapping[str, Tensor]):
     """The weights of a model by their names in it, converted to a type as they are read.
 
     Args:
-        places: the file of every weight, and the name that it has there.
+        files: the file of every weight, and the name that it has there.
         dtype: that weights of floating point become.
     """
 
-    def __init__(self, places: Mapping[str, tuple[Path, str]], dtype: torch.dtype) -> None:
-        self.places, self.dtype = places, dtype
+    def __init__(self, files: Mapping[str, tuple[Path, str]], dtype: torch.dtype) -> None:
+        self.files, self.dtype = files, dtype
 
     @classmethod
     def of(cls, where: str, model: Any, dtype: torch.dtype, within: str = "") -> Checkpoint | None:
@@ -67,36 +67,37 @@ class Checkpoint(Mapping[str, Tensor]):
             return None
         files, stored = locations(folder), {text_name(name): name for name in headers}
         prefix = f"{model.base_model_prefix}."
-        known: dict[Tensor, list[str]] = defaultdict(list)
+        names_by_tensor: dict[Tensor, list[str]] = defaultdict(list)
         for name, tensor in model.state_dict(keep_vars=True).items():
-            known[tensor].append(name)
-        places = dict[str, tuple[Path, str]]()
-        for tensor, own in known.items():  # a file may have another of a tied weight's names
+            names_by_tensor[tensor].append(name)
+        paths = dict[str, tuple[Path, str]]()
+        # A file may have any one of a tied weight's names.
+        for tensor, own in names_by_tensor.items():
             there = [stored[n] for x in own for n in (x, x.removeprefix(prefix)) if n in stored]
             if not there or headers[there[0]].shape != tuple(tensor.shape):
                 return None
-            place = files[there[0]], there[0]
-            places |= dict.fromkeys((within + name for name in own), place)
-        return cls(places, dtype)
+            location = files[there[0]], there[0]
+            paths |= dict.fromkeys((within + name for name in own), location)
+        return cls(paths, dtype)
 
     def __getitem__(self, name: str) -> Tensor:
-        path, stored = self.places[name]
+        path, stored = self.files[name]
         with safe_open(path, framework="pt") as file:
-            found: Tensor = file.get_tensor(stored)
-        return found.to(self.dtype) if found.is_floating_point() else found
+            tensor: Tensor = file.get_tensor(stored)
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return some rows of a weight in the type that the file has; no others are read."""
-        path, stored = self.places[name]
+        path, stored = self.files[name]
         with safe_open(path, framework="pt") as file:
-            found: Tensor = file.get_slice(stored)[start:stop]
-        return found
+            rows: Tensor = file.get_slice(stored)[start:stop]
+        return rows
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
+        return iter(self.files)
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.files)
 
 
 def _conversions(architecture: str, config: Any) -> list[Any]:
@@ -132,19 +133,19 @@ def add_biases(where: str, config: Any) -> None:
 
 def unused_tensors(where: str, config: Any) -> list[str]:
     """Return the tensors of a GGUF file that its model has no place for; N stands for any layer."""
-    found = header(where)
+    gguf = header(where)
     model = on_meta(copy.deepcopy(config), torch.float32)  # transformers writes its type there
-    architecture, own = found.value("general.architecture"), model.state_dict()
+    architecture, own = gguf.value("general.architecture"), model.state_dict()
     steps = _conversions(architecture, config)
     if steps:
-        places = {name: _converted(name, steps) for name in found.tensors}
+        targets = {name: _converted(name, steps) for name in gguf.tensors}
     else:
         own = names_in_file(architecture, config.num_hidden_layers, own)
-        places = {name: name for name in found.tensors}
+        targets = {name: name for name in gguf.tensors}
     left = (
         name
-        for name, place in places.items()
-        if place not in own and not any(re.fullmatch(known, place) for known in NEEDLESS)
+        for name, target in targets.items()
+        if target not in own and not any(re.fullmatch(pattern, target) for pattern in NEEDLESS)
     )
     return sorted({re.sub(r"^blk\.\d+\.", "blk.N.", name) for name in left})
 
@@ -190,22 +191,22 @@ def fill(
     Returns:
         What `empty` takes away again.
     """
-    filled, known = Filled(), dict[int, nn.Parameter]()  # tied ones stay one
+    filled, loaded = Filled(), dict[int, nn.Parameter]()  # tied ones stay one
     left = {id(part) for whole in without for part in whole.modules()}
     for path, part in module.named_modules():
         for name, parameter in list(part._parameters.items()):
             if parameter is None or not parameter.is_meta or id(part) in left:
                 continue
-            if id(parameter) not in known:
+            if id(parameter) not in loaded:
                 weight = weights[".".join(filter(None, (prefix, path, name)))]
-                known[id(parameter)] = nn.Parameter(weight.to(parameter.dtype), False)
-            part._parameters[name] = known[id(parameter)]
+                loaded[id(parameter)] = nn.Parameter(weight.to(parameter.dtype), False)
+            part._parameters[name] = loaded[id(parameter)]
             filled.append((part, name, parameter))
     return filled
 
 
 def fill_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give buffers that a checkpoint has, such as what balances experts, their values there."""
+    """Fill buffers that a checkpoint stores, such as the biases that balance experts."""
     for name, buffer in model.named_buffers():
         if name in weights:
             buffer.copy_(weights[name])
@@ -223,13 +224,13 @@ def streaming(
 ) -> Iterator[None]:
     """Let a model run without weights: a layer has its own while it runs, all else throughout."""
     names = {id(module): name for name, module in model.named_modules()}
-    held, given = fill(model, weights, without=layers), dict[int, Filled]()
+    held, filled = fill(model, weights, without=layers), dict[int, Filled]()
 
     def before(layer: nn.Module, _: Any) -> None:
-        given[id(layer)] = fill(layer, weights, names[id(layer)])
+        filled[id(layer)] = fill(layer, weights, names[id(layer)])
 
     def after(layer: nn.Module, _: Any, __: Any) -> None:
-        empty(given.pop(id(layer), []))
+        empty(filled.pop(id(layer), []))
 
     hooks = [layer.register_forward_pre_hook(before) for layer in layers]
     hooks += [layer.register_forward_hook(after, always_call=True) for layer in layers]

@@ -1,4 +1,4 @@
-"""Reads from a model's config what kvcap must know: capped layers, head counts, positions.
+"""Reads capped layers, head counts and positions from a model's config.
 
 This is where it is decided which architectures run; the others are refused with their reason.
 """
@@ -81,7 +81,7 @@ LayerKind = Literal["capped", "sliding", "shared", "state", "none"]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer's sizes, which say what it holds of a conversation.
+    """A record of a layer's sizes: of its keys and values, or of its recurrent state.
 
     `capped`: keys and values of tokens that the policy chose, in slots; in some models a recurrent
     state beside them. `sliding`: those of its own last tokens, which transformers' cache layer
@@ -139,12 +139,12 @@ class ModelShape:
         return [i for i, layer in enumerate(self.layers) if layer.kind == kind]
 
     def readers(self, index: int) -> int:
-        """Return how many layers attend to what layer `index` holds, itself included."""
+        """Return how many layers attend to the slots of layer `index`, itself included."""
         return 1 + sum(layer.reads == index for layer in self.layers)
 
     @property
     def shared(self) -> str:
-        """Return the layers that read others' slots, and those others, for messages; '' if none do.
+        """Say which layers read which other layers' slots, for messages; '' if none do.
 
         The readers are the last layers.
         """
@@ -187,7 +187,7 @@ class ModelShape:
 
     @cached_property
     def most_slots(self) -> int:
-        """Return how many slots a head and its block may have without passing what was trained."""
+        """Return how many slots a head and its block may have within the trained window."""
         windows = {self.layers[i].window for i in self.capped} - {None}
         return min([self.trained_window, *filter(None, windows)])
 
@@ -230,7 +230,7 @@ class ModelShape:
 
     @property
     def held(self) -> str:
-        """Return in words what the layers hold, kind by kind."""
+        """Describe in words what each kind of layer holds."""
         ropes = {rope.kind for rope in self.capped_ropes}
         rope = f"RoPE {', '.join(sorted(ropes))}" if ropes else "no positions"
         beside = any(self.layers[i].states for i in self.capped)
@@ -391,8 +391,8 @@ def _ropes(config: Any, kinds: list[str], trial: Trial | None) -> list[Rope | No
     still = Rope(
         rope.kind, None, obstacle="a key read at another position is not the same key rotated"
     )
-    found = {"none": None, "still": None, "neighbours" if neighbours else "halves": rope}
-    return [found.get(one, still if rope.exact else rope) for one in trial.keys]
+    rope_by_kind = {"none": None, "still": None, "neighbours" if neighbours else "halves": rope}
+    return [rope_by_kind.get(kind, still if rope.exact else rope) for kind in trial.keys]
 
 
 def _known_ropes(config: Any, kinds: list[str]) -> list[Rope | None]:
@@ -407,7 +407,7 @@ def _known_ropes(config: Any, kinds: list[str]) -> list[Rope | None]:
             return [None] * len(kinds)
         full = next((kind for kind in kinds if kind in FULL), "full_attention")
         rope = rope_of(config, full, interleaved=config.model_type in INTERLEAVED)
-        return [rope if one else None for one in layers_with_rope(config, kinds)]
+        return [rope if rotates else None for rotates in layers_with_rope(config, kinds)]
     pairs = list(zip(thetas, kinds, strict=True))
     several = sorted({theta for theta, kind in pairs if theta and kind == "full_attention"})
     if len(several) > 1:
@@ -440,7 +440,7 @@ def _states(config: Any, kinds: list[str]) -> list[tuple[StateShape, ...]]:
     Raises:
         UnsupportedModel: states of unknown sizes, or a transformers that keeps none in a cache.
     """
-    found = [states_of(config, kind) if kind in STATES else () for kind in kinds]
+    states = [states_of(config, kind) if kind in STATES else () for kind in kinds]
     recurrent = [i for i, kind in enumerate(kinds) if kind in STATES]
     if recurrent and not KEPT:
         raise refusal(
@@ -448,13 +448,13 @@ def _states(config: Any, kinds: list[str]) -> list[tuple[StateShape, ...]]:
             f"{layers_named(recurrent)} are recurrent, and this version of transformers keeps no "
             "states in a cache: install 5.23 or newer",
         )
-    if unknown := [i for i in recurrent if not found[i]]:
+    if unknown := [i for i in recurrent if not states[i]]:
         raise refusal(
             config.model_type,
             f"{layers_named(unknown)} are recurrent, but no gated delta net, short convolution or "
             "Mamba 2 as Granite 4 and Nemotron-H have it, and their states of unknown size",
         )
-    return found
+    return states
 
 
 def _slot_sizes(family: str, sizes: set[tuple[int, int]]) -> tuple[int, int]:
@@ -530,12 +530,12 @@ def layer_kinds(config: Any) -> list[str]:
         return [kind] * config.num_hidden_layers
     unknown = set(kinds) - ATTENTIONS - STATES - WITHOUT
     if unknown:
-        those = "; ".join(
-            f"{layers_named([i for i, kind in enumerate(kinds) if kind == one])} are "
-            f"{KINDS.get(one, one)}"
-            for one in sorted(unknown)
+        unsupported = "; ".join(
+            f"{layers_named([i for i, kind in enumerate(kinds) if kind == unsupported_kind])} are "
+            f"{KINDS.get(unsupported_kind, unsupported_kind)}"
+            for unsupported_kind in sorted(unknown)
         )
-        raise refusal(family, those)
+        raise refusal(family, unsupported)
     return list(kinds)
 
 
@@ -554,4 +554,4 @@ def layers_with_rope(config: Any, kinds: Sequence[str]) -> list[bool]:
     family = getattr(config, "model_type", None)
     if family == "cohere2" or (family == "exaone4" and config.sliding_window is not None):
         return [kind == "sliding_attention" for kind in kinds]
-    return [bool(one) for one in getattr(config, "no_rope_layers", None) or [1] * len(kinds)]
+    return [bool(flag) for flag in getattr(config, "no_rope_layers", None) or [1] * len(kinds)]

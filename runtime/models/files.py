@@ -71,7 +71,7 @@ MOST_LAYERS = 10_000  # a config with more would fill the memory before it could
 
 
 def load_config(where: str) -> Any:
-    """Return the model's config, checked; of a wrapper, that of its text model.
+    """Return the model's checked config; for a wrapper, its text model's.
 
     Its `tie_word_embeddings` says what transformers makes of the files, if they are here.
 
@@ -93,7 +93,7 @@ def load_config(where: str) -> Any:
     try:
         if folder.is_dir() and not there:
             raise ModelNotFound("there is no config.json")
-        given, _ = PretrainedConfig.get_config_dict(where)
+        fields, _ = PretrainedConfig.get_config_dict(where)
     except Exception as error:
         if there:
             raise _broken(where, "config.json", error) from error
@@ -104,7 +104,7 @@ def load_config(where: str) -> Any:
     try:
         if (folder / "custom_generate").exists():  # 4.57 runs it, whatever it is told to trust
             raise ValueError("beside it is code, in custom_generate; remove that folder")
-        config = _checked(where, given)
+        config = _checked(where, fields)
     except UnsupportedModel:
         raise
     except Exception as error:  # whatever transformers makes of values that it does not expect
@@ -136,7 +136,7 @@ def _config_in_gguf(where: str) -> Any:
     folder, options = source(where)
     try:
         with reading(where):
-            given, _ = PretrainedConfig.get_config_dict(folder, **options)
+            fields, _ = PretrainedConfig.get_config_dict(folder, **options)
     except Exception as error:
         if "architecture" not in str(error):
             raise _broken(where, "the fields", error) from error
@@ -145,9 +145,9 @@ def _config_in_gguf(where: str) -> Any:
             "from GGUF; give the repository or directory that it was made from, with safetensors"
         ) from error
     if (tokens := header(where).fields.get(TOKENS)) is not None:
-        given.setdefault("vocab_size", len(tokens.values))
+        fields.setdefault("vocab_size", len(tokens.values))
     try:
-        config = _checked(where, given)
+        config = _checked(where, fields)
     except UnsupportedModel:
         raise
     except Exception as error:  # whatever transformers makes of values that it does not expect
@@ -172,23 +172,23 @@ def _config_in_gguf(where: str) -> Any:
     return config
 
 
-def _checked(where: str, given: dict[str, Any]) -> Any:
+def _checked(where: str, fields: dict[str, Any]) -> Any:
     """Return the config, if it is of a known kind of model and its values are usable."""
-    kind = given.get("model_type")
+    kind = fields.get("model_type")
     if not kind:
         raise ValueError("it names no model_type")
     if kind not in CONFIG_MAPPING:
-        own = "; code that comes with a model is not run" if "auto_map" in given else ""
+        own = "; code that comes with a model is not run" if "auto_map" in fields else ""
         raise UnsupportedModel(
             f"model type {kind!r} is not known{own}; supported: {', '.join(FAMILIES)}"
         )
-    for part in (given, *(part for part in given.values() if isinstance(part, dict))):
+    for part in (fields, *(part for part in fields.values() if isinstance(part, dict))):
         if (layers := part.get("num_hidden_layers", 0)) > MOST_LAYERS:
             raise ValueError(f"it asks for {layers:,} layers")
-    if given.get("transformers_weights") is not None:
+    if fields.get("transformers_weights") is not None:
         raise ValueError("it names other files of weights, in transformers_weights")
     if is_gguf(where):
-        config: Any = CONFIG_MAPPING[kind].from_dict(given)
+        config: Any = CONFIG_MAPPING[kind].from_dict(fields)
     else:
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
     if is_wrapper(config):
@@ -238,11 +238,11 @@ def load_tokenizer(where: str) -> Any:
             f"{where!r} has no tokenizer: there is no tokenizer.json; copy the tokenizer's files "
             "there from where the model comes from (in Python: tokenizer.save_pretrained)"
         )
-    place, options = source(where)
+    path, options = source(where)
 
     try:
         with reading(where, vocabulary=True):
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False, **options)
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
         if options:
             tokenizer = split_as_named(where, tokenizer)
         return_freed()  # reading 262,144 tokens takes 200 MB meanwhile
@@ -280,7 +280,7 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
 
 
 def check_generation(where: str) -> None:
-    """Refuse a model whose settings of generation cannot be used; it may have none.
+    """Refuse a model with unusable generation settings; it may have none.
 
     A GGUF file has none but its config's: those of a model beside it are not read.
 
@@ -474,8 +474,8 @@ def _quiet(wrapped: bool) -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _broken(where: str, what: str, error: Exception) -> ModelFilesBroken:
+def _broken(where: str, part: str, error: Exception) -> ModelFilesBroken:
     return ModelFilesBroken(
-        f"{what} of {where!r} cannot be used: {first_line(error)}; get the files again, or give a "
+        f"{part} of {where!r} cannot be used: {first_line(error)}; get the files again, or give a "
         "model that transformers can load without running its code"
     )

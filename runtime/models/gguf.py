@@ -73,7 +73,7 @@ AS_THEY_ARE = (
 
 
 class GgufFile(NamedTuple):
-    """A record of what a GGUF file says of itself."""
+    """A record of a GGUF file's header: sizes, types and end tokens."""
 
     architecture: str  # by llama.cpp's name, such as 'llama'
     numbers: str  # the type of most of its weights, such as 'Q8_0'
@@ -82,7 +82,7 @@ class GgufFile(NamedTuple):
     scaled: bool  # its rotary embedding is stretched to longer contexts
 
     def becomes(self, nbytes: int, dtype: str) -> str:
-        """Say what its weights take once they are loaded as a type."""
+        """Say how many bytes its weights take once loaded as a type."""
         there = f"{format_bytes(self.nbytes)} of {self.numbers} in the file"
         return f"{there} become {format_bytes(nbytes)} of {dtype} in memory"
 
@@ -97,7 +97,7 @@ def is_gguf(where: str | Path) -> bool:
 
 
 def source(where: str) -> tuple[str, dict[str, Any]]:
-    """Return what transformers' `from_pretrained` is given for a model: its place, and options."""
+    """Return the path and options for transformers' `from_pretrained`."""
     if not is_gguf(where):
         return where, {}
     path = Path(where)
@@ -134,8 +134,8 @@ class Field:
 
     def contents(self) -> Any:
         """Return the value as Python has it."""
-        found = self.values.tolist() if self._numeric else [str(x, "utf-8") for x in self.values]
-        return found if self.types[0] == ARRAY else found[0]
+        contents = self.values.tolist() if self._numeric else [str(x, "utf-8") for x in self.values]
+        return contents if self.types[0] == ARRAY else contents[0]
 
 
 class _Strings:
@@ -210,9 +210,9 @@ class Header:
         return self.fields[name].contents() if name in self.fields else default
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(layout, self.data, self.place)
+        numbers = struct.unpack_from(layout, self.data, self.place)
         self.place += struct.calcsize(layout)
-        return found
+        return numbers
 
     def _string(self) -> str:
         (length,) = self._unpack("<Q")
@@ -241,18 +241,18 @@ class Header:
         if kind not in NUMBERS:
             raise ValueError(f"{name} is of an unknown type, {kind}")
         numbers = np.dtype(NUMBERS[kind])
-        found = np.frombuffer(self._take(count * numbers.itemsize), numbers)
-        return Field(name, types, found)
+        values = np.frombuffer(self._take(count * numbers.itemsize), numbers)
+        return Field(name, types, values)
 
     def _strings(self, count: int) -> _Strings:
-        length, place, starts = struct.Struct("<Q").unpack_from, self.place, array("Q")
+        length, offset, starts = struct.Struct("<Q").unpack_from, self.place, array("Q")
         for _ in range(count):
-            starts.append(place + 8)
-            place += 8 + length(self.data, place)[0]
-        if place > len(self.data):
+            starts.append(offset + 8)
+            offset += 8 + length(self.data, offset)[0]
+        if offset > len(self.data):
             raise ValueError("it ends within its header")
-        self.place = place
-        return _Strings(self.data, starts, place)
+        self.place = offset
+        return _Strings(self.data, starts, offset)
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
@@ -265,18 +265,18 @@ class Header:
         import numpy as np
 
         constants: Any = importlib.import_module("gguf.constants")
-        known = constants.GGMLQuantizationType(kind)
-        numbers, nbytes = constants.GGML_QUANT_SIZES[known]
-        count, place, rows = prod(shape), start + offset, tuple(reversed(shape))
+        quantisation = constants.GGMLQuantizationType(kind)
+        numbers, nbytes = constants.GGML_QUANT_SIZES[quantisation]
+        count, position, rows = prod(shape), start + offset, tuple(reversed(shape))
         size = count // numbers * nbytes
-        if (rows and rows[-1] % numbers) or place + size > len(self.data):
+        if (rows and rows[-1] % numbers) or position + size > len(self.data):
             raise ValueError(f"it ends before {name} does")
-        if known.name in PLAIN:
-            view = np.frombuffer(self.data, PLAIN[known.name], count, place).reshape(rows)
+        if quantisation.name in PLAIN:
+            view = np.frombuffer(self.data, PLAIN[quantisation.name], count, position).reshape(rows)
         else:
             rows = (*rows[:-1], rows[-1] // numbers * nbytes)
-            view = np.frombuffer(self.data, "u1", size, place).reshape(rows)
-        return GgufTensor(name, known, shape, count, size, place, view)
+            view = np.frombuffer(self.data, "u1", size, position).reshape(rows)
+        return GgufTensor(name, quantisation, shape, count, size, position, view)
 
 
 class Reader:
@@ -343,7 +343,7 @@ def _missing() -> list[str]:
 
 
 def _need_packages(where: str | Path) -> None:
-    """Raise an error that names the command which installs what is missing."""
+    """Raise an error with the command that installs the missing packages."""
     if missing := _missing():
         raise ExtraMissing(
             f"{str(where)!r} is a GGUF file, and reading it needs {' and '.join(missing)}, not "
@@ -352,34 +352,34 @@ def _need_packages(where: str | Path) -> None:
 
 
 def read_gguf(where: str) -> GgufFile:
-    """Read what a GGUF file says of itself; no weight is read.
+    """Read a GGUF file's header; no weight is read.
 
     Raises:
         ExtraMissing: a package that reads it is not installed.
         ModelFilesBroken: it is damaged or cut short.
         UnsupportedModel: it is big-endian, one of several parts, or holds no language model.
     """
-    found = header(where)
-    architecture = found.value("general.architecture")
-    if (parts := found.value("split.count", 0)) > 1:
+    file_header = header(where)
+    architecture = file_header.value("general.architecture")
+    if (parts := file_header.value("split.count", 0)) > 1:
         raise UnsupportedModel(
             f"{where!r} is one of {parts} parts of a model; join them, by llama.cpp's "
             "llama-gguf-split --merge"
         )
-    if not isinstance(architecture, str) or not found.tensors:
+    if not isinstance(architecture, str) or not file_header.tensors:
         raise UnsupportedModel(
             f"{where!r} holds no model, but a vocabulary, an adapter or settings alone; give the "
             "GGUF file of a whole language model"
         )
     sizes = Counter[str]()
-    for tensor in found.tensors.values():
+    for tensor in file_header.tensors.values():
         sizes[tensor.tensor_type.name] += tensor.n_bytes
-    scaling = found.value(f"{architecture}.rope.scaling.type", "none")
-    factors = any(name.startswith(("rope_freqs", "rope_factors")) for name in found.tensors)
-    ends = [found.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    known = list(dict.fromkeys(token for token in ends if token is not None))
+    scaling = file_header.value(f"{architecture}.rope.scaling.type", "none")
+    factors = any(name.startswith(("rope_freqs", "rope_factors")) for name in file_header.tensors)
+    ends = [file_header.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    end_ids = list(dict.fromkeys(token for token in ends if token is not None))
     numbers, scaled = max(sizes, key=lambda kind: sizes[kind]), factors or scaling != "none"
-    return GgufFile(architecture, numbers, sizes.total(), known, scaled)
+    return GgufFile(architecture, numbers, sizes.total(), end_ids, scaled)
 
 
 @contextmanager
@@ -425,10 +425,12 @@ def names_in_file(architecture: str, layers: int, names: Iterable[str]) -> set[s
     constants: Any = importlib.import_module("gguf.constants")
     package: Any = importlib.import_module("gguf")
     numbers = {name: number for number, name in constants.MODEL_ARCH_NAMES.items()}
-    known, found = package.get_tensor_name_map(numbers[architecture], layers), set[str]()
+    name_map, gguf_names = package.get_tensor_name_map(numbers[architecture], layers), set[str]()
     for name in names:
         stem, end = re.fullmatch(r"(.*?)(?:[._](weight|bias))?", name).groups()  # type: ignore[union-attr]
         stem = re.sub(r"\.experts\.\d+\.", ".experts.", stem)
         parts = (stem, *(stem.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj")))
-        found |= {f"{there}.{end or 'weight'}" for x in parts if (there := known.get_name(x))}
-    return found
+        gguf_names |= {
+            f"{there}.{end or 'weight'}" for x in parts if (there := name_map.get_name(x))
+        }
+    return gguf_names

@@ -60,10 +60,10 @@ def kept_gguf(name: str) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     there = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF}")]
-    found = _meant(there, part)
-    if len(found) > 1:
-        raise _several(name, repository, found)
-    return folder / found[0][0] if found else None
+    choices = _meant(there, part)
+    if len(choices) > 1:
+        raise _several(name, repository, choices)
+    return folder / choices[0][0] if choices else None
 
 
 def gguf_file(name: str) -> Path:
@@ -95,14 +95,14 @@ def pulled(name: str) -> Path:
         )
     files = [entry.rfilename for entry in described(name).siblings or []]
     check_files(name, files)
-    wanted = [
+    needed = [
         x
         for x in files
         if x.endswith(ENDS) and ("/" not in x or x.startswith("additional_chat_templates/"))
     ]
-    if not any(x.endswith(".safetensors") for x in wanted):
+    if not any(x.endswith(".safetensors") for x in needed):
         raise ModelNotFound(f"{name!r} holds no safetensors, from which weights are read")
-    return _downloaded(name, wanted)
+    return _downloaded(name, needed)
 
 
 def download_bytes(name: str) -> int:
@@ -115,7 +115,7 @@ def download_bytes(name: str) -> int:
 
 
 def described(repository: str, *, sizes: bool = False) -> Any:
-    """Return what the hub says of a repository that may be read.
+    """Return the hub's description of a repository that may be read.
 
     Args:
         repository: as OWNER/NAME.
@@ -128,14 +128,14 @@ def described(repository: str, *, sizes: bool = False) -> Any:
 
     hub = HfApi()
     try:
-        found = hub.model_info(repository, timeout=TIMEOUT, files_metadata=sizes)
-        if found.gated:
+        info = hub.model_info(repository, timeout=TIMEOUT, files_metadata=sizes)
+        if info.gated:
             hub.auth_check(repository)
     except Exception as error:  # any HTTP library's own; or the hub is set to stay offline
         raise ModelNotFound(
             f"{repository!r} {_refusal(error, hub.endpoint, repository)}"
         ) from error
-    return found
+    return info
 
 
 def check_files(repository: str, files: list[str]) -> None:
@@ -146,10 +146,10 @@ def check_files(repository: str, files: list[str]) -> None:
     """
     if not files or CONFIG in files:
         return
-    found = _meant(files, "")
-    if found:
+    gguf_files = _meant(files, "")
+    if gguf_files:
         raise ModelNotFound(
-            f"{repository!r} holds GGUF files; give one of them, {_choices(repository, found)}"
+            f"{repository!r} holds GGUF files; give one of them, {_choices(repository, gguf_files)}"
         )
     raise ModelNotFound(f"{repository!r} holds no {CONFIG}, so it is no model of transformers")
 
@@ -163,16 +163,16 @@ def cached() -> Iterator[Cached]:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
         return
-    for one in sorted(repositories, key=lambda x: x.repo_id.lower()):
-        if one.repo_type != "model" or not one.revisions:
+    for repository in sorted(repositories, key=lambda x: x.repo_id.lower()):
+        if repository.repo_type != "model" or not repository.revisions:
             continue
-        newest = max(one.revisions, key=lambda x: ("main" in x.refs, x.last_modified))
+        newest = max(repository.revisions, key=lambda x: ("main" in x.refs, x.last_modified))
         folder = newest.snapshot_path
         sizes = {x.file_path.relative_to(folder).as_posix(): x.size_on_disk for x in newest.files}
         if CONFIG in sizes and any(x.endswith(".safetensors") for x in sizes):
-            yield Cached(one.repo_id, folder, sum(sizes.values()))
+            yield Cached(repository.repo_id, folder, sum(sizes.values()))
         for parts in _meant(sizes, ""):
-            name = f"{one.repo_id}:{_stem(parts[0])}"
+            name = f"{repository.repo_id}:{_stem(parts[0])}"
             yield Cached(name, folder / parts[0], sum(sizes[x] for x in parts))
 
 
@@ -187,37 +187,37 @@ def _listed(name: str) -> tuple[str, dict[str, int]]:
     repository, part = _parts(name)
     entries = described(repository, sizes=True).siblings or []
     sizes = {entry.rfilename: entry.size or 0 for entry in entries}
-    found = _meant(sizes, part)
-    if len(found) != 1:
-        raise _several(name, repository, found or _meant(sizes, ""))
-    return repository, {file: sizes[file] for file in found[0]}
+    choices = _meant(sizes, part)
+    if len(choices) != 1:
+        raise _several(name, repository, choices or _meant(sizes, ""))
+    return repository, {file: sizes[file] for file in choices[0]}
 
 
 def _meant(files: Iterable[str], part: str) -> list[list[str]]:
-    """Return the GGUF files whose names end with `part`, else those that have it in them."""
+    """Return the GGUF files whose names end with `part`; if none do, those that contain it."""
     models: dict[str, list[str]] = {}
     for file in sorted(files):
         if file.endswith(GGUF) and NO_TEXT not in file.lower():
             models.setdefault(_stem(file), []).append(file)
-    wanted = part.lower()
-    exact = [x for stem, x in models.items() if stem.lower().endswith(wanted)]
-    return exact or [x for stem, x in models.items() if wanted in stem.lower()]
+    suffix = part.lower()
+    exact = [x for stem, x in models.items() if stem.lower().endswith(suffix)]
+    return exact or [x for stem, x in models.items() if suffix in stem.lower()]
 
 
 def _stem(file: str) -> str:
     return Path(PARTS.sub("", file)).stem
 
 
-def _several(name: str, repository: str, found: list[list[str]]) -> ModelNotFound:
-    if not found:
+def _several(name: str, repository: str, choices: list[list[str]]) -> ModelNotFound:
+    if not choices:
         return ModelNotFound(f"{repository!r} holds no GGUF file; leave the part behind ':' out")
     return ModelNotFound(
-        f"{name!r} does not mean one GGUF file; give {_choices(repository, found)}"
+        f"{name!r} does not mean one GGUF file; give {_choices(repository, choices)}"
     )
 
 
-def _choices(repository: str, found: list[list[str]]) -> str:
-    return " or ".join(f"{repository}:{_stem(files[0])}" for files in found[:8])
+def _choices(repository: str, choices: list[list[str]]) -> str:
+    return " or ".join(f"{repository}:{_stem(files[0])}" for files in choices[:8])
 
 
 def _downloaded(repository: str, files: list[str]) -> Path:

@@ -1,4 +1,4 @@
-"""Names the types of layers that configs have, and tells by them what no graph can run.
+"""Names the types of layers in configs, and says which of them no graph can run.
 
 Imports neither torch nor transformers, so that a config's JSON is judged at once. `config.py` reads
 the config that transformers makes of it, which also has what the JSON leaves out.
@@ -22,7 +22,7 @@ AMONG_EXPERTS = "every token chooses among experts"
 
 
 def read_layers(config: Any, kinds: list[str]) -> list[int | None]:
-    """Return for each layer the earlier one whose keys and values it reads; None: its own.
+    """Return for each layer the earlier layer whose keys and values it reads; None if its own.
 
     The last `num_kv_shared_layers` read the last layer of their kind before them (Gemma 3n and 4).
     """
@@ -32,7 +32,7 @@ def read_layers(config: Any, kinds: list[str]) -> list[int | None]:
 
 
 def named_readers(reads: Sequence[int | None]) -> str:
-    """Return in words which layers read which others, from `read_layers`; '' if none do.
+    """Describe which layers read which others, from `read_layers`; '' if none do.
 
     >>> named_readers([None, None, 0, 1])
     'layers 2 to 3 read 0 and 1'
@@ -52,8 +52,12 @@ def named_without_slots(recurrent: list[int], without: list[int], readers: str) 
         without: layers that hold nothing.
         readers: from `named_readers`.
     """
-    found = {"keep a recurrent state": recurrent, "hold no keys and values": without}
-    words = [f"{layers_named(those)} {what}" for what, those in found.items() if those]
+    layers_by_content = {"keep a recurrent state": recurrent, "hold no keys and values": without}
+    words = [
+        f"{layers_named(layers)} {content}"
+        for content, layers in layers_by_content.items()
+        if layers
+    ]
     return ", ".join([*words, readers] if readers else words)
 
 
@@ -68,8 +72,8 @@ def not_exportable(config: Mapping[str, Any]) -> str:
 
     It is what `ModelShape.not_exportable` says of the config that transformers makes of it.
     """
-    given = of_text(config)
-    kinds, last = given.get("layer_types"), given.get("num_kv_shared_layers")
+    fields = of_text(config)
+    kinds, last = fields.get("layer_types"), fields.get("num_kv_shared_layers")
     if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
         if not isinstance(last, int) or not 0 < last < len(kinds):
             last = 0
@@ -80,7 +84,7 @@ def not_exportable(config: Mapping[str, Any]) -> str:
         )
         if why := named_without_slots(recurrent, without, named_readers(reads)):
             return why
-    counts = [given.get(name) for name in EXPERTS]
-    if any(type(count) is int and count > 1 for count in counts) and "kv_lora_rank" not in given:
+    counts = [fields.get(name) for name in EXPERTS]
+    if any(type(count) is int and count > 1 for count in counts) and "kv_lora_rank" not in fields:
         return AMONG_EXPERTS
     return ""

@@ -47,7 +47,7 @@ def _compares(name: str, value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that equals that of another module, where both do the same."""
+    """Return a value in a form that is equal for two modules that compute the same."""
     if isinstance(value, partial):  # equal to none but itself
         return value.func, repr(value.args), repr(sorted(value.keywords.items()))
     return repr(value) if isinstance(value, (tuple, list)) else value

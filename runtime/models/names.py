@@ -113,20 +113,23 @@ def check_here(model: str) -> None:
     if not names_gguf(model) or Path(model).expanduser().exists():
         return
     if model in PACKAGED:
-        known = PACKAGED[model]
+        packaged = PACKAGED[model]
         if kept_file(model) is not None:
             return
-        what, nbytes = f"{known.title}, from the package {known.package}", known.wheel_bytes
+        description, nbytes = (
+            f"{packaged.title}, from the package {packaged.package}",
+            packaged.wheel_bytes,
+        )
         held = (
-            f"; its weights take {format_bytes(known.weight_bytes)} of memory and a slot "
-            f"{format_bytes(known.slot_bytes)}"
+            f"; its weights take {format_bytes(packaged.weight_bytes)} of memory and a slot "
+            f"{format_bytes(packaged.slot_bytes)}"
         )
     else:
         if hub.kept_gguf(model) is not None:
             return
-        what, nbytes, held = "a file of the hub", hub.download_bytes(model), ""
+        description, nbytes, held = "a file of the hub", hub.download_bytes(model), ""
     raise ModelNotFound(
-        f"{model!r} is not here yet, and planning downloads nothing: it is {what}, "
+        f"{model!r} is not here yet, and planning downloads nothing: it is {description}, "
         f"{format_bytes(nbytes)}{held}. kvcap pull {model} downloads it, and then this plans it"
     )
 
@@ -199,8 +202,8 @@ def _folders(where: Path) -> list[str]:
         return []
 
 
-def _like(name: str, known: Iterable[str]) -> str:
-    by_case = {other.lower(): other for other in known}
+def _like(name: str, names: Iterable[str]) -> str:
+    by_case = {other.lower(): other for other in names}
     close = difflib.get_close_matches(name.lower(), by_case, n=1)
     return f"; did you mean {by_case[close[0]]!r}?" if close else ""
 
@@ -210,11 +213,11 @@ def _on_the_hub(name: str) -> str:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = hub.described(name)
+        info = hub.described(name)
     except ModelNotFound as error:
         cached = try_to_load_from_cache(name, CONFIG)
         if isinstance(cached, str):
             return str(Path(cached).parent)
         raise ModelNotFound(f"{error}{_nearby(Path(name))}") from error
-    hub.check_files(name, [entry.rfilename for entry in found.siblings or []])
+    hub.check_files(name, [entry.rfilename for entry in info.siblings or []])
     return name

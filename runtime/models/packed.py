@@ -34,10 +34,10 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return products [..., N] of [..., K]."""
-        found: Tensor = self.matrix(x.reshape(-1, x.shape[-1]))
+        products: Tensor = self.matrix(x.reshape(-1, x.shape[-1]))
         if self.bias is not None:
-            found = found + self.bias
-        return found.reshape(*x.shape[:-1], self.out_features)
+            products = products + self.bias
+        return products.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """Return its sizes."""
@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Takes the place of an `nn.Embedding`, and of one that scales what it looks up."""
+    """Replaces an `nn.Embedding`, also one that scales its rows."""
 
     embed_scale: Tensor | float | None
 
@@ -59,11 +59,11 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return rows [..., K] of ids [...]."""
-        found: Tensor = self.matrix.lookup(ids)
+        rows: Tensor = self.matrix.lookup(ids)
         scale = self.embed_scale
         if isinstance(scale, Tensor):
-            scale = scale.to(found.dtype)
-        return found if scale is None else found * scale
+            scale = scale.to(rows.dtype)
+        return rows if scale is None else rows * scale
 
 
 def pack(model: nn.Module, kind: str, rows_of: Callable[[str], Rows] | None = None) -> None:
@@ -137,7 +137,7 @@ def check_packing(config: Any, dtype: torch.dtype, device: Any, kind: str) -> No
 
 @functools.cache
 def _fault(kind: str, dtype: torch.dtype) -> str | None:
-    """Return what is wrong with products on this CPU; None: they are right.
+    """Return the fault of products on this CPU as text; None if they are right.
 
     Extreme numbers are among those tried, as some CPUs sum pairs of products in 16 bits.
     """
@@ -168,7 +168,7 @@ def _is_packable(name: str, module: nn.Module) -> bool:
 
 
 def _embedding_scale(module: nn.Module) -> Tensor | float | None:
-    """Return what an embedding that scales multiplies its rows by, as in Gemma 3."""
+    """Return the factor by which an embedding scales its rows, as in Gemma 3; None without one."""
     if not isinstance(module, nn.Embedding) or "ScaledWordEmbedding" not in type(module).__name__:
         return None
     scale: Tensor | float | None = getattr(module, "embed_scale", None)

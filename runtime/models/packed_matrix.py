@@ -1,4 +1,4 @@
-"""A matrix in fewer bits, multiplied on a CPU: what every file of `formats` makes its own of.
+"""Defines a matrix in fewer bits, multiplied on a CPU; each file of `formats` is one kind.
 
 A few tokens are multiplied by the packed numbers as they are: what is read is what decides the time
 of a token. Many are rounded to 8 bits, each token by a scale of its own, and multiplied as integers
@@ -87,7 +87,7 @@ class PackedMatrix(nn.Module):
 
     @property
     def row_scales(self) -> Tensor:
-        """Return what an integer of each row is worth [N]."""
+        """Return the scale of each row's integers [N]."""
         raise NotImplementedError
 
     def lookup(self, ids: Tensor) -> Tensor:

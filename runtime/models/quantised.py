@@ -82,7 +82,7 @@ def is_plain(module: Any) -> TypeGuard[nn.Linear]:
 
 
 def name_of(module: Any) -> str:
-    """Return a module's type and that of its weights, for messages about one that is not plain."""
+    """Return the types of a module and its weights, for messages about unusual modules."""
     if module is None:
         return "missing"
     weight = getattr(module, "weight", None)
@@ -94,7 +94,7 @@ def name_of(module: Any) -> str:
 
 
 def parts(tensor: Any) -> Iterator[Tensor]:
-    """Return the ordinary tensors of which a tensor of a library's own type consists."""
+    """Return the plain tensors inside a tensor of a library's own type."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None:
         names, _ = flatten()

@@ -52,8 +52,10 @@ def has_rope(config: Any) -> bool:
 
 def has_m_rope(config: Any) -> bool:
     """Return whether a text model's config gives tokens of images three positions (M-RoPE)."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return "mrope_section" in given
+    parameters = (
+        getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    )
+    return "mrope_section" in parameters
 
 
 def rope_of(config: Any, layer_type: str = "full_attention", *, interleaved: bool = False) -> Rope:
@@ -94,15 +96,15 @@ def with_one_rope(config: Any, reach: int | None) -> Any:
         reach: positions that tokens can be read at; None: any number.
     """
     for name in ("rope_parameters", "rope_scaling"):  # the latter is 4.57's
-        given = getattr(config, name, None)
-        if not isinstance(given, dict):
+        stated = getattr(config, name, None)
+        if not isinstance(stated, dict):
             continue
-        nested = {key: part for key, part in given.items() if isinstance(part, dict)}
+        nested = {key: part for key, part in stated.items() if isinstance(part, dict)}
         parts = {key: _one_rope(config, part, reach) for key, part in nested.items()}
-        found = given | parts if nested else _one_rope(config, given, reach)
-        if found != given:
+        parameters = stated | parts if nested else _one_rope(config, stated, reach)
+        if parameters != stated:
             config = copy.deepcopy(config)
-            setattr(config, name, found)
+            setattr(config, name, parameters)
     return config
 
 
@@ -144,8 +146,8 @@ def _has_longrope(module: Any) -> bool:
     return "longrope" in (kind.values() if isinstance(kind, dict) else (kind,))
 
 
-def _rotation_by(long: Any, short: Any, *given: Any, **named: Any) -> Any:
-    return (short if _SHORT.get() else long)(*given, **named)
+def _rotation_by(long: Any, short: Any, *args: Any, **named: Any) -> Any:
+    return (short if _SHORT.get() else long)(*args, **named)
 
 
 def _one_rope(config: Any, parameters: dict[str, Any], reach: int | None) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def _one_rope(config: Any, parameters: dict[str, Any], reach: int | None) -> dic
 
 
 def _long_alone(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters of longrope whose values for short texts are those for long ones."""
+    """Return longrope's parameters with the factors of long texts also for short ones."""
     long = {key: parameters.get(re.sub("^short_", "long_", key)) for key in parameters}
     return {key: value if long[key] is None else long[key] for key, value in parameters.items()}
 
@@ -165,8 +167,10 @@ def _long_alone(parameters: dict[str, Any]) -> dict[str, Any]:
 def _longest(config: Any, parameters: dict[str, Any]) -> int:
     """Return the tokens of the longest sequence that longrope takes its short factors for."""
     trained = "original_max_position_embeddings"
-    found: int = parameters.get(trained) or getattr(config, trained, config.max_position_embeddings)
-    return found
+    trained_length: int = parameters.get(trained) or getattr(
+        config, trained, config.max_position_embeddings
+    )
+    return trained_length
 
 
 def heads_of(config: Any) -> tuple[int, int, int]:

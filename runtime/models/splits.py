@@ -102,14 +102,14 @@ def split_as_named(where: str, tokenizer: Any) -> Any:
         UnsupportedModel: the file has a name that is not known, or none, so that tokens would
             differ from those that the model was trained on.
     """
-    found = header(where)
-    if found.value("tokenizer.ggml.model") != BYTE_LEVEL:
+    gguf = header(where)
+    if gguf.value("tokenizer.ggml.model") != BYTE_LEVEL:
         return tokenizer
-    name = found.value("tokenizer.ggml.pre")
+    name = gguf.value("tokenizer.ggml.pre")
     if name not in SPLITS:
-        given = "does not say how text is split" if name is None else f"splits text as {name!r}"
+        fault = "does not say how text is split" if name is None else f"splits text as {name!r}"
         raise UnsupportedModel(
-            f"the tokenizer of {where!r} {given} (tokenizer.ggml.pre), and by another rule its "
+            f"the tokenizer of {where!r} {fault} (tokenizer.ggml.pre), and by another rule its "
             f"tokens would be others; known: {', '.join(SPLITS)}. Give the repository or directory "
             "that it was made from, with safetensors, or convert that by a newer llama.cpp"
         )
@@ -117,7 +117,7 @@ def split_as_named(where: str, tokenizer: Any) -> Any:
     backend.pre_tokenizer = splitter(name)
     backend.model.ignore_merges = name in WHOLE
     first = tokenizer.bos_token
-    if name in OPENED and first and found.value("tokenizer.ggml.add_bos_token") is None:
+    if name in OPENED and first and gguf.value("tokenizer.ggml.add_bos_token") is None:
         backend.post_processor = TemplateProcessing(
             single=f"{first} $A",
             pair=f"{first} $A {first}:1 $B:1",
@@ -127,7 +127,7 @@ def split_as_named(where: str, tokenizer: Any) -> Any:
 
 
 def splitter(name: str) -> Any:
-    """Return what splits text for the tokenizers of a name, one of `SPLITS`."""
-    cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in SPLITS[name]]
+    """Return the pre-tokenizer of a name in `SPLITS`."""
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[name]]
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([*cuts, whole])

@@ -75,7 +75,7 @@ config; or in another way.
 
 @dataclass(frozen=True)
 class Trial:
-    """A result that says what a small copy of a model showed."""
+    """A result of trying a small copy of a model."""
 
     obstacle: str  # why it cannot run under a cap; '': it can
     keys: tuple[Keys, ...] = ()  # of every layer
@@ -170,13 +170,16 @@ def _random_model(config: Any, attention: str) -> Any:
 
 
 def _compare(config: Any, plain: Any, ours: Any) -> Trial:
-    """Read the same tokens by both, and by the first once more further on."""
+    """Run both models on the same tokens, and the first again at shifted positions; compare."""
     ids = 3 + torch.arange(TOKENS)[None] * 7 % 90
     caches = DynamicCache(config=config), DynamicCache(config=config), _Recorder(config=config)
     further = SHIFT + torch.arange(TOKENS)[None]
-    given, last = [cache_argument(plain, c) for c in caches[:2]], cache_argument(ours, caches[2])
-    expected = plain(input_ids=ids, **given[0], use_cache=True).logits
-    plain(input_ids=ids, **given[1], use_cache=True, position_ids=further)
+    cache_arguments, last = (
+        [cache_argument(plain, c) for c in caches[:2]],
+        cache_argument(ours, caches[2]),
+    )
+    expected = plain(input_ids=ids, **cache_arguments[0], use_cache=True).logits
+    plain(input_ids=ids, **cache_arguments[1], use_cache=True, position_ids=further)
     logits = ours(input_ids=ids, **last, use_cache=True).logits
     latent = latent_of(config)
     if not caches[2].updated:
@@ -195,10 +198,10 @@ def _compare(config: Any, plain: Any, ours: Any) -> Trial:
     heads, size = heads_of(config)[1:] if latent is None else (1, latent.slot)
     shapes = {(x.shape[1], x.shape[3]) for x in caches[2].tensors} - {(heads, size)}
     if shapes:
-        found = ", ".join(f"{k} of {d}" for k, d in sorted(shapes))
+        listed = ", ".join(f"{k} of {d}" for k, d in sorted(shapes))
         return Trial(
             f"its config tells of {heads} KV heads of size {size}, and its layers have "
-            f"keys or values of {found}"
+            f"keys or values of {listed}"
         )
     rope = rope_of(config) if has_rope(config) else None
     pairs = zip(caches[0].layers, caches[1].layers, strict=True)
@@ -227,7 +230,7 @@ def _dependence(keys: Tensor | None, moved: Tensor | None, rope: Rope | None) ->
 
 
 class _Recorder(DynamicCache):  # type: ignore[misc]
-    """A cache that notes which layers attend to what it returned."""
+    """A cache that notes which layers attend to the keys and values it returned."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -239,7 +242,7 @@ class _Recorder(DynamicCache):  # type: ignore[misc]
 
     @property
     def not_attended(self) -> list[int]:
-        """Return the layers that did not attend exactly once to what they were given."""
+        """Return the layers that did not attend exactly once to the cache's keys and values."""
         return [i for i in self.updated if self.attended.count(i) != 1]
 
     def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -278,7 +281,7 @@ class _Recorder(DynamicCache):  # type: ignore[misc]
 
 @dataclass
 class _RecordedLayer:
-    """Attends to what it was given, and notes that it did."""
+    """Attends to the given keys and values, and notes that it did."""
 
     attended: list[int]
     sinks: set[int]

@@ -203,11 +203,11 @@ def weigh(
         return Weights(sum(p.nbytes for p in needed) + kept, source)
     headers = {text_name(name): x for name, x in headers.items() if not _ignored(name, config)}
     if method is not None:
-        known = {name for parameter in needed for name in parameter.names}
-        modules = {name.rpartition(".")[0] for name in known}
+        parameter_names = {name for parameter in needed for name in parameter.names}
+        modules = {name.rpartition(".")[0] for name in parameter_names}
         # Scales and the like are no parameters of the model, and keep their type.
         held = (
-            _nbytes(x, dtype if name in known else None)
+            _nbytes(x, dtype if name in parameter_names else None)
             for name, x in headers.items()
             if any(name[: dot.start()] in modules for dot in re.finditer(r"\.", name))
         )
@@ -215,11 +215,11 @@ def weigh(
     missing, wrong, count = [], [], 0
     sources = _sources(model, headers, {name for x in needed for name in x.names})
     for parameter in needed:
-        found = next((sources[name] for name in parameter.names if name in sources), None)
-        if found is None:
+        stored = next((sources[name] for name in parameter.names if name in sources), None)
+        if stored is None:
             missing.append(parameter.names[0])
-        elif not found.gives(parameter.shape):
-            first = found.tensors[0]
+        elif not stored.gives(parameter.shape):
+            first = stored.tensors[0]
             wrong.append(
                 f"{parameter.names[0]} is {first.dtype} {list(first.shape)} and not "
                 f"{list(parameter.shape)}"
@@ -258,11 +258,11 @@ def refuse_misfits(missing: Iterable[str], wrong: Iterable[str] = ()) -> None:
     Raises:
         ModelFilesBroken: there are any.
     """
-    for what, found in (("lack", sorted(missing)), ("do not fit the config:", sorted(wrong))):
-        if found:
-            more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
+    for fault, tensors in (("lack", sorted(missing)), ("do not fit the config:", sorted(wrong))):
+        if tensors:
+            more = f" and {len(tensors) - 1:,} more" if len(tensors) > 1 else ""
             raise ModelFilesBroken(
-                f"the model's files {what} {found[0]}{more}, which would be random; get the "
+                f"the model's files {fault} {tensors[0]}{more}, which would be random; get the "
                 "files again, or the config.json that belongs to them"
             )
 
@@ -281,7 +281,7 @@ class _Parameter(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A record of what files have for a parameter."""
+    """A record of the tensors in files that make up a parameter."""
 
     tensors: list[Tensor]
     how: Literal["whole", "joined", "cut"]  # transformers may join tensors, or cut one up
@@ -295,20 +295,24 @@ class _Source(NamedTuple):
         return self.how == "cut" or sum(prod(x.shape) for x in self.tensors) == prod(shape)
 
 
-def _sources(model: Any, headers: Headers, known: set[str]) -> dict[str, _Source]:
-    """Return what files have for every parameter, by its name.
+def _sources(model: Any, headers: Headers, parameter_names: set[str]) -> dict[str, _Source]:
+    """Return the tensors in files for every parameter, by its name.
 
     Other names and parts, such as a matrix for each expert, are put together as transformers does
     when it loads them; its 4.57 loads everything as it is.
     """
-    found = {name: _Source([tensor], "whole") for name, tensor in headers.items() if name in known}
+    sources = {
+        name: _Source([tensor], "whole")
+        for name, tensor in headers.items()
+        if name in parameter_names
+    }
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter
     except ImportError:
-        return found
+        return sources
     steps = get_model_conversion_mapping(model)
-    for name in headers.keys() - known:
+    for name in headers.keys() - parameter_names:
         target, converter = name, None
         for step in sorted(steps, key=lambda step: isinstance(step, WeightConverter)):
             target, matched = step.rename_source_key(target)
@@ -316,15 +320,15 @@ def _sources(model: Any, headers: Headers, known: set[str]) -> dict[str, _Source
                 converter = step
                 break
         if converter is None:
-            found.setdefault(target, _Source([headers[name]], "whole"))
+            sources.setdefault(target, _Source([headers[name]], "whole"))
         elif len(converter.target_patterns) == 1:
-            found.setdefault(target, _Source([], "joined")).tensors.append(headers[name])
+            sources.setdefault(target, _Source([], "joined")).tensors.append(headers[name])
         else:
             first = converter.target_patterns[0]
             for pattern in converter.target_patterns:
-                one = target.replace(first, pattern, 1)
-                found.setdefault(one, _Source([], "cut")).tensors.append(headers[name])
-    return found
+                whole_name = target.replace(first, pattern, 1)
+                sources.setdefault(whole_name, _Source([], "cut")).tensors.append(headers[name])
+    return sources
 
 
 def on_meta(config: Any, dtype: torch.dtype) -> Any:
@@ -349,8 +353,8 @@ def _parameters(model: Any) -> list[_Parameter]:
         # Files of a model without its head lack the prefix, and are loaded all the same.
         names[parameter] += [name, name.removeprefix(f"{model.base_model_prefix}.")]
     return [
-        _Parameter(known, tuple(p.shape), _loaded_bytes(model, known[0], p))
-        for p, known in names.items()
+        _Parameter(names_of, tuple(p.shape), _loaded_bytes(model, names_of[0], p))
+        for p, names_of in names.items()
     ]
 
 
@@ -364,12 +368,12 @@ def _loaded_bytes(model: Any, name: str, tensor: torch.Tensor) -> int:
 
 
 def _in_folder(folder: Path) -> Headers | None:
-    files, found = _files(folder), Headers()
+    files, headers = _files(folder), Headers()
     for name in files:
         if not (folder / name).is_file():
             raise ModelFilesBroken(f"{name!r} is not in {str(folder)!r}; get it again")
-        found |= _header(folder / name)
-    return found if files else None
+        headers |= _header(folder / name)
+    return headers if files else None
 
 
 def _header(path: Path) -> Headers:

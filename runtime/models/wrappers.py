@@ -94,7 +94,7 @@ def text_config(config: Any) -> Any:
 
 
 def text_name(name: str) -> str:
-    """Return the name that a tensor of a wrapper's files has in the text model; others stay."""
+    """Return a tensor's name in the text model of a wrapper; other names stay."""
     for pattern, own in NAMES.items():
         name = re.sub(pattern, own, name)
     return name
@@ -113,10 +113,12 @@ def _without_m_rope(text: Any) -> Any:
     """Return the config of the family that a text model becomes with one position per token."""
     values = {key: value for key, value in text.to_dict().items() if key != "model_type"}
     for name in ("rope_parameters", "rope_scaling"):  # the latter is 4.57's
-        given = {k: v for k, v in (values.get(name) or {}).items() if not k.startswith("mrope_")}
+        parameters = {
+            k: v for k, v in (values.get(name) or {}).items() if not k.startswith("mrope_")
+        }
         for key in ("rope_type", "type"):
-            if given.get(key) == "mrope":
-                given[key] = "default"
+            if parameters.get(key) == "mrope":
+                parameters[key] = "default"
         if name in values:
-            values[name] = given or None
+            values[name] = parameters or None
     return AutoConfig.for_model(M_ROPE[text.model_type], **values)

@@ -115,7 +115,7 @@ def _rehearse(model: Any, cache: BudgetCache, batch: int) -> int:
         pretend_full(cache)  # native sliding layers replace what they hold
         held = tally.peak = tally.now
         ids = torch.zeros(batch, longest, dtype=torch.long)
-        place = torch.arange(longest)
+        index = torch.arange(longest)
         if cache.leaves_window(longest):
             cache.become_compact()
             cache.enable_rotation()
@@ -123,7 +123,7 @@ def _rehearse(model: Any, cache: BudgetCache, batch: int) -> int:
             try:
                 model(
                     input_ids=ids,
-                    position_ids=(cache.next_position + place).expand(batch, -1),
+                    position_ids=(cache.next_position + index).expand(batch, -1),
                     **cache_argument(model, cache),
                     use_cache=True,
                     logits_to_keep=torch.tensor([longest - 1]),
@@ -138,7 +138,7 @@ def _rehearse(model: Any, cache: BudgetCache, batch: int) -> int:
 
 
 def pretend_uneven(cache: BudgetCache) -> None:
-    """Give one layer, or one head of each, all slots that others can do without.
+    """Give one layer, or one head of each layer, the most slots that others can spare.
 
     Does so only where slots move; the cache is empty.
     """
@@ -164,7 +164,7 @@ def _divide(
     resize(segments, shares * (len(segments) // group))
 
 
-def pretend_given_up(cache: BudgetCache) -> None:
+def pretend_evicted(cache: BudgetCache) -> None:
     """Divide slots as `pretend_uneven` does, and mark all beyond the least as to be given up."""
     pretend_uneven(cache)
     segments = [segment for layer in cache.capped_layers for segment in layer.segments]
@@ -174,13 +174,13 @@ def pretend_given_up(cache: BudgetCache) -> None:
 
 
 DIVISIONS: tuple[Callable[[BudgetCache], None], ...] = (
-    lambda _: None, pretend_uneven, pretend_given_up
+    lambda _: None, pretend_uneven, pretend_evicted
 )  # fmt: skip
 """Lists how slots that move may be divided: evenly, or as unevenly as can be."""
 
 
 def pretend_full(cache: BudgetCache) -> None:
-    """Mark every slot as used, as after a very long text; what the slots hold is not touched."""
+    """Mark every slot as used, as after a very long text, without writing to the slots."""
     shape, block = cache.layout.shape, cache.block_size
     windows = [layer.sliding_window for layer in cache.sliding_layers.values()]
     read = max(shape.trained_length, *windows, 0)  # a window may be the longer one
@@ -210,13 +210,13 @@ class Tally(TorchDispatchMode):
     """A counter that adds up the bytes of tensors' storages as they come and go, and their peak.
 
     Args:
-        known: tensors that exist already, whose storages are not counted.
+        existing: tensors that exist already, whose storages are not counted.
     """
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self._known = {x.untyped_storage()._cdata for x in known}
+        self._known = {x.untyped_storage()._cdata for x in existing}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -224,15 +224,15 @@ class Tally(TorchDispatchMode):
         """Run an operator and count the storages it returned."""
         if str(func) == "aten._grouped_mm.default" and args[0].dtype != torch.bfloat16:
             # Experts: torch infers sizes for bfloat16 only, though it computes other types too.
-            found = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+            result = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         else:
-            found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+            result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._count(tensor.untyped_storage())
         if str(func) == "aten._scaled_dot_product_flash_attention_for_cpu.default":
             self.peak = max(self.peak, self.now + attention_buffers(*args[:2]))
-        return found
+        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()

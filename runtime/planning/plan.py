@@ -260,14 +260,14 @@ class MemoryPlan:
         if not eviction.policy.evicts and settings.budget_tokens is None:
             room = free_memory().nbytes + (held.nbytes if loaded else 0)
             usual = search.most_within(room, usual, block)
-        found = search.found(usual, block)
-        if settings.block_size is None and found.block_size > BLOCK_SIZE:
-            found = replace(found, block_why=LARGE)
+        plan = search.best(usual, block)
+        if settings.block_size is None and plan.block_size > BLOCK_SIZE:
+            plan = replace(plan, block_why=LARGE)
         if not rehearse:
-            return found
+            return plan
         least = search.exactly(search.smallest())
         return replace(
-            search.exactly(found),
+            search.exactly(plan),
             least_kv_budget=least.cache_bytes,
             least_memory_cap=with_margin(own + least.run_bytes),
         )
@@ -415,18 +415,18 @@ class PlanSearch:
     most: int | None = None
     largest: int = BLOCK_SIZE
 
-    def found(self, tokens: int, block: int) -> MemoryPlan:
+    def best(self, tokens: int, block: int) -> MemoryPlan:
         """Return the plan; `tokens` and `block` are used where no sizes were asked for.
 
         Raises:
             PlanInfeasible: nothing fits, naming what would.
         """
         cap = None if self.sizes.memory_cap is None else parse_cap(self.sizes.memory_cap)
-        slots, asked = self.sizes.slots(tokens), self.sizes.cache
-        if asked.kv_budget is not None:
-            plan = self.within_cache(parse_bytes(asked.kv_budget))
+        slots, settings = self.sizes.slots(tokens), self.sizes.cache
+        if settings.kv_budget is not None:
+            plan = self.within_cache(parse_bytes(settings.kv_budget))
         elif slots is not None:
-            plan = self.plan(slots, asked.block_size or block)
+            plan = self.plan(slots, settings.block_size or block)
         else:
             assert cap is not None
             plan = self.within_process(cap)
@@ -492,27 +492,29 @@ class PlanSearch:
     def _most_slots(self, block: int, cap: int) -> MemoryPlan | None:
         """Return the plan of such blocks with the most slots within `cap` bytes, or None."""
         fewest = tokens = self._fewest(block)
-        found = self.exactly(self.plan(tokens, block))
-        if found.total_bytes > cap:
+        plan = self.exactly(self.plan(tokens, block))
+        if plan.total_bytes > cap:
             return None
         most = max(fewest, min(self.trained_length, self.most or self.trained_length) - block)
         step = self.plan(fewest + 1, block).total_bytes - self.plan(fewest, block).total_bytes
         for _ in range(4):  # the workspace grows with the slots too, nearly evenly
-            more = (cap - found.total_bytes) // step
+            more = (cap - plan.total_bytes) // step
             if not more or (more > 0 and tokens == most):
                 break
             tokens = min(most, max(fewest, tokens + more))
-            found = self.exactly(self.plan(tokens, block))
-        while found.total_bytes > cap:
-            tokens = max(fewest, tokens - max(1, -((cap - found.total_bytes) // step)))
-            found = self.exactly(self.plan(tokens, block))
-        return found
+            plan = self.exactly(self.plan(tokens, block))
+        while plan.total_bytes > cap:
+            tokens = max(fewest, tokens - max(1, -((cap - plan.total_bytes) // step)))
+            plan = self.exactly(self.plan(tokens, block))
+        return plan
 
     @property
     def _blocks(self) -> list[int]:
         """Return the sizes of a block that may be taken, the largest first."""
-        asked = self.sizes.cache.block_size
-        return [*dict.fromkeys([self.largest, *BLOCK_SIZES])] if asked is None else [asked]
+        block_size = self.sizes.cache.block_size
+        return (
+            [*dict.fromkeys([self.largest, *BLOCK_SIZES])] if block_size is None else [block_size]
+        )
 
     def _fewest(self, block: int) -> int:
         """Return the fewest slots for such blocks: at least twice a block that nobody asked for."""
@@ -547,7 +549,7 @@ def fitting(plan: MemoryPlan, cap: int) -> MemoryPlan:
 
 
 def _needs(plan: MemoryPlan) -> str:
-    """Say what a plan takes, in all and by its parts."""
+    """Say how many bytes a plan takes, in all and by part."""
     rest = plan.workspace + plan.logits
     index = ""
     if plan.recall_store:
@@ -572,9 +574,9 @@ def warn_if_short(plan: MemoryPlan, free: FreeMemory, memory_cap: str | int | No
     held = process_bytes()
     capped = 0 if memory_cap in (None, AUTO) else parse_cap(memory_cap) - held
     if (needed := max(plan.run_bytes, capped)) > free.nbytes:
-        what = "the plan needs" if needed == plan.run_bytes else "the cap allows"
+        reason = "the plan needs" if needed == plan.run_bytes else "the cap allows"
         warnings.warn(
-            f"{what} {needed:,} bytes more than this process has, and {free.nbytes:,} are free "
+            f"{reason} {needed:,} bytes more than this process has, and {free.nbytes:,} are free "
             f"({free.source}); the largest --memory-cap that there is memory for is about "
             f"{(held + free.nbytes) >> 20}MiB",
             stacklevel=2,

@@ -153,23 +153,23 @@ class ServingPlan:
         for number in (together,) if together else TOGETHER:
             if places is not None and places < number and not together:
                 continue
-            found = cls(one, number, shared(number), 0, cap, body, index, shared_prompts or 0)
+            plan = cls(one, number, shared(number), 0, cap, body, index, shared_prompts or 0)
             least = max(number, places or 1)
-            fit = found._fit
+            fit = plan._fit
             if fit is None or fit >= least:
                 if shared_prompts is None:
                     spare = PLACES if fit is None else min(fit // EACH_SHARED, fit - least)
-                    found = replace(found, shared_prompts=min(SHARED_PROMPTS, spare))
-                    fit = found._fit
+                    plan = replace(plan, shared_prompts=min(SHARED_PROMPTS, spare))
+                    fit = plan._fit
                 count = places or (PLACES if fit is None else fit)
-                return replace(found, places=max(number, count))
+                return replace(plan, places=max(number, count))
         assert cap is not None
-        least = found.fixed_bytes + max(found.together, places or 1) * found.place_bytes
-        number = max(found.together, places or 1)
-        asked = f"{number:,} conversation{'s' * (number > 1)}"
+        least = plan.fixed_bytes + max(plan.together, places or 1) * plan.place_bytes
+        number = max(plan.together, places or 1)
+        conversations = f"{number:,} conversation{'s' * (number > 1)}"
         raise PlanInfeasible(
-            f"a server of {asked} takes {least:,} bytes, more than the cap of {cap:,}: "
-            f"{found.fixed_bytes:,} beside them and {found.place_bytes:,} each, so that "
+            f"a server of {conversations} takes {least:,} bytes, more than the cap of {cap:,}: "
+            f"{plan.fixed_bytes:,} beside them and {plan.place_bytes:,} each, so that "
             f"{max(0, fit or 0):,} fit; raise the cap to {with_margin(least) >> 20}MiB, or lower "
             f"{'--shared-prompts, ' if shared_prompts else ''}"
             f"{'--recall-store, the KV budget' if index else 'the KV budget'} or --max-body",

@@ -46,4 +46,4 @@ def asks(text: str) -> bool:
     """
     sentences = [part.strip() for part in SENTENCES.split(text) if part.strip()]
     near = sentences[:ENDS] + sentences[ENDS:][-ENDS:]
-    return any(MARKED.search(one) or re.match(ASKER, one) for one in near)
+    return any(MARKED.search(sentence) or re.match(ASKER, sentence) for sentence in near)

@@ -1,4 +1,4 @@
-"""Ranks what a user told by how near it is in meaning to a question that has none of its words.
+"""Ranks a user's statements by likeness to a question in meaning, if they share no words.
 
 The vectors are the model's own: a word is the sum of the rows of its tokens in the embedding table.
 Nothing is kept of them but their mean and their covariance, by which they become comparable.
@@ -62,10 +62,10 @@ class Meaning:
     def _words(self, words: Sequence[str]) -> Vectors:
         """Return the vector of each word, [n, d] of length 1."""
         mean, matrix = self._plain
-        found = np.empty((len(words), len(mean)), np.float32)
-        for place, word in enumerate(words):
-            found[place] = (self._cut(self._encode(f" {word}")) - mean).sum(0)
-        return unit(found @ matrix)
+        vectors = np.empty((len(words), len(mean)), np.float32)
+        for index, word in enumerate(words):
+            vectors[index] = (self._cut(self._encode(f" {word}")) - mean).sum(0)
+        return unit(vectors @ matrix)
 
     def likeness(self, question: str, texts: Sequence[str]) -> NDArray[np.float32]:
         """Return how near each text is to a question, -1 to 1.
@@ -73,15 +73,24 @@ class Meaning:
         Rare words count more, as they do where passages are found by words; what all texts have in
         common does not (smooth inverse frequency, Arora et al. 2017).
         """
-        said, asked = [telling(one) for one in texts], telling(question)
-        if not asked or not any(said):
+        words_by_text, question_words = [telling(words) for words in texts], telling(question)
+        if not question_words or not any(words_by_text):
             return np.zeros(len(texts), np.float32)
-        known = sorted({*asked, *chain.from_iterable(said)})
-        having = Counter(chain.from_iterable(map(set, said)))
-        weights = np.array([[rarity(having[word], len(said))] for word in known], np.float32)
-        place = {word: i for i, word in enumerate(known)}
-        vectors = self._words(known) * weights
-        own = unit(np.stack([vectors[[place[x] for x in one]].sum(0) for one in (asked, *said)]))
+        vocabulary = sorted({*question_words, *chain.from_iterable(words_by_text)})
+        having = Counter(chain.from_iterable(map(set, words_by_text)))
+        weights = np.array(
+            [[rarity(having[word], len(words_by_text))] for word in vocabulary], np.float32
+        )
+        index_of = {word: i for i, word in enumerate(vocabulary)}
+        vectors = self._words(vocabulary) * weights
+        own = unit(
+            np.stack(
+                [
+                    vectors[[index_of[x] for x in words]].sum(0)
+                    for words in (question_words, *words_by_text)
+                ]
+            )
+        )
         shared = min(COMMON, len(texts) // TEXTS)
         ways = np.linalg.svd(own[1:], full_matrices=False)[2][:shared]
         own = unit(own - own @ ways.T @ ways)
@@ -95,5 +104,5 @@ def telling(text: str) -> list[str]:
 
 def unit(vectors: Vectors) -> Vectors:
     """Return vectors of length 1; zeros stay zeros."""
-    found: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-9)
-    return found
+    units: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-9)
+    return units

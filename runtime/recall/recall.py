@@ -22,7 +22,7 @@ from kvcap.runtime.recall.dialogue import USER, Dialogue
 from kvcap.runtime.recall.meaning import Meaning
 from kvcap.runtime.recall.segments import QUESTION, TextPieces, cuts, question_start, segment_length
 from kvcap.runtime.recall.settings import STORE_BYTES, RecallSettings
-from kvcap.runtime.recall.store import Found, PassageStore, terms
+from kvcap.runtime.recall.store import Match, PassageStore, terms
 from kvcap.runtime.types import KeptTokens, Span
 
 LEAST = 0.3  # share of a question's words that passages must have; below it they agree by chance
@@ -102,7 +102,7 @@ class Recall:
 
     @cached_property
     def dialogue(self) -> Dialogue:
-        """Return a reader of who says what, which conversations in token ids alone do not need."""
+        """Return a reader of the messages within token ids, made when it is first needed."""
         return Dialogue(self._tokenizer, self._pieces)
 
     def set(self, settings: RecallSettings) -> None:
@@ -156,12 +156,12 @@ class Recall:
             ids: every token that was read; below 0 are unknown ones.
         """
         self.index(ids)
-        return [self._passage(one, ids) for one in self.store.search(words)]
+        return [self._passage(match, ids) for match in self.store.search(words)]
 
     def find(
         self, question: str, ids: Sequence[int], kept: Sequence[KeptTokens] | None = None
     ) -> list[Passage]:
-        """Return the passages that a question needs, those first that it needs most.
+        """Return the passages that a question needs, the most needed first.
 
         Args:
             question: a text, which stands behind what was read.
@@ -172,41 +172,41 @@ class Recall:
         self.index(ids)
         if kept is not None and holds_all(kept, len(ids)):
             return []
-        asked, words = asks(question), len([*terms(question)])
-        if not asked and words > MOST_KEYWORDS:
+        is_question, words = asks(question), len([*terms(question)])
+        if not is_question and words > MOST_KEYWORDS:
             return []
-        found = self._needed(question, ids, LEAST if asked else KEYWORDS)
-        if asked and not found and words <= FEW_WORDS:
+        passages = self._needed(question, ids, LEAST if is_question else KEYWORDS)
+        if is_question and not passages and words <= FEW_WORDS:
             before = self._asked_before(ids)
-            found = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
-        few = not found or found[0].score < ENOUGH
-        if asked and few and (meaning := self._meaning()) is not None:
-            found = fused(found, self._meant(meaning, question, ids))[:NEAREST]
-        return [] if kept is not None and all_newest(found, len(ids)) else found
+            passages = self._needed(f"{before} {question}", ids, LEAST, FOLLOWING) if before else []
+        few = not passages or passages[0].score < ENOUGH
+        if is_question and few and (meaning := self._meaning()) is not None:
+            passages = fused(passages, self._meant(meaning, question, ids))[:NEAREST]
+        return [] if kept is not None and all_newest(passages, len(ids)) else passages
 
     def _meant(self, meaning: Meaning, question: str, ids: Sequence[int]) -> list[Passage]:
-        """Return what the user told a while ago that is nearest in meaning to a question.
+        """Return the user's earlier statements that are nearest in meaning to a question.
 
         Only short messages count: a text that was pasted is asked about in its own words, and
         would hide what was told.
         """
-        told = [one for one in self._told(ids) if not all_newest([one], len(ids))]
-        near = meaning.likeness(question, [one.text for one in told])
+        statements = [passage for passage in self._told(ids) if not all_newest([passage], len(ids))]
+        near = meaning.likeness(question, [passage.text for passage in statements])
         best = np.argsort(-near, kind="stable")[:NEAREST]
-        return [told[i]._replace(score=float(near[i])) for i in best if near[i] > 0]
+        return [statements[i]._replace(score=float(near[i])) for i in best if near[i] > 0]
 
     def _told(self, ids: Sequence[int]) -> list[Passage]:
         """Return the newest passages of the user's short messages that ask nothing."""
-        found = list[Passage]()
+        passages = list[Passage]()
         for _, start, stop, role in self.dialogue.messages(ids):
             first = max([start, *(b for a, b in self.spans if start <= a and b <= stop)])
-            if role == USER and stop - first <= QUESTION and len(found) < MOST_TOLD:
+            if role == USER and stop - first <= QUESTION and len(passages) < MOST_TOLD:
                 pieces = [self._pieces(token) for token in ids[first:stop]]
                 for a, b in pairwise([0, *cuts(pieces, self._longest), len(pieces)]):
                     text = "".join(pieces[a:b]).strip()
                     if text and not asks(text):
-                        found.append(Passage((first + a, first + b), text, 0))
-        return found
+                        passages.append(Passage((first + a, first + b), text, 0))
+        return passages
 
     def _needed(
         self, question: str, ids: Sequence[int], least: float, near: float = NEAR_BEST
@@ -215,19 +215,26 @@ class Recall:
 
         What has no other words than the question would say nothing.
         """
-        asked, found = {word.lower() for word in terms(question)}, list[Found]()
-        for one in self.store.search(question):
-            if any(word.lower() not in asked for word in terms(self._text(ids[slice(*one.span)]))):
-                found.append(one)
-        found = needed(found, near)
-        covered = {word: share for one in found for word, share in one.has.items()}
-        return [self._passage(one, ids) for one in found] if sum(covered.values()) >= least else []
+        question_words, matches = {word.lower() for word in terms(question)}, list[Match]()
+        for match in self.store.search(question):
+            if any(
+                word.lower() not in question_words
+                for word in terms(self._text(ids[slice(*match.span)]))
+            ):
+                matches.append(match)
+        matches = needed(matches, near)
+        covered = {word: share for match in matches for word, share in match.has.items()}
+        return (
+            [self._passage(match, ids) for match in matches]
+            if sum(covered.values()) >= least
+            else []
+        )
 
-    def _passage(self, found: Found, ids: Sequence[int]) -> Passage:
-        return Passage(found.span, self._text(ids[slice(*found.span)]), found.score)
+    def _passage(self, match: Match, ids: Sequence[int]) -> Passage:
+        return Passage(match.span, self._text(ids[slice(*match.span)]), match.score)
 
     def read_again(
-        self, question: Sequence[int], ids: Sequence[int], kept: Sequence[KeptTokens], place: int
+        self, question: Sequence[int], ids: Sequence[int], kept: Sequence[KeptTokens], at: int
     ) -> list[int]:
         """Return the tokens to read in front of a question: none, or at most `limit`.
 
@@ -235,17 +242,17 @@ class Recall:
             question: its tokens.
             ids: every token that was read; below 0 are unknown ones.
             kept: what the cache holds of them.
-            place: where the returned tokens will stand among all that was read.
+            at: where the returned tokens will stand among all that was read.
         """
         chosen, tokens = list[Passage](), list[int]()
-        for one in self.find(self._text(question), ids, kept):
-            more = sorted([*chosen, one])
+        for passage in self.find(self._text(question), ids, kept):
+            more = sorted([*chosen, passage])
             written = self._encode(BEFORE + BETWEEN.join(x.text.strip() for x in more) + AFTER)
             if len(written) <= self.limit:
                 chosen, tokens = more, written
         self.passages = chosen
         if tokens:
-            self.spans.append((place, place + len(tokens)))
+            self.spans.append((at, at + len(tokens)))
         return tokens
 
     def insert(
@@ -253,7 +260,7 @@ class Recall:
         cache: Cache,
         question: Sequence[int],
         ids: Sequence[int],
-        place: int,
+        at: int,
         pins: Sequence[Span] = (),
     ) -> list[int]:
         """Return the tokens to read in front of a question; pin them and it until `release`.
@@ -267,21 +274,21 @@ class Recall:
             cache: holds the conversation.
             question: its tokens.
             ids: every token that the cache has read; below 0 are unknown ones.
-            place: where the returned tokens will stand among all that was read.
+            at: where the returned tokens will stand among all that was read.
             pins: what is pinned of the tokens that are to be read, as if nothing was recalled.
         """
-        found = self.read_again(question, ids, cache.kept_tokens(), place)
-        if found:
-            moved, stop = with_gap(pins, place, len(found)), place + len(found)
-            for own in ([(place, stop + len(question))], [(place, stop)], []):
+        recalled = self.read_again(question, ids, cache.kept_tokens(), at)
+        if recalled:
+            moved, stop = with_gap(pins, at, len(recalled)), at + len(recalled)
+            for own in ([(at, stop + len(question))], [(at, stop)], []):
                 with suppress(PinsTooLarge):
                     cache.set_pins(cache.pinned_with([*moved, *own]))
                     self._pins = own
                     break
-        return found
+        return recalled
 
     def release(self, cache: Cache) -> None:
-        """Let what was pinned for an answer be evicted like any other text."""
+        """Unpin the text that was pinned for an answer."""
         if self._pins:
             cache.set_pins(self.lasting(cache.pinned_spans))
             self._pins = []
@@ -343,41 +350,43 @@ class Recall:
         return text if asks(text) else ""
 
     def _text(self, ids: Sequence[int]) -> str:
-        """Return what is said, with a new line in place of special tokens and names."""
+        """Return the text of tokens, with a new line for special tokens and roles."""
         texts = list[str]()
-        for known, run in groupby(range(len(ids)), lambda place: self.dialogue.is_text(ids[place])):
-            if known:
-                places = list(run)
-                start, _ = self.dialogue.opening(ids, places[0])
-                shown = list(ids[start : places[-1] + 1])
+        for is_text, run in groupby(
+            range(len(ids)), lambda place: self.dialogue.is_text(ids[place])
+        ):
+            if is_text:
+                indices = list(run)
+                start, _ = self.dialogue.opening(ids, indices[0])
+                shown = list(ids[start : indices[-1] + 1])
                 texts.append(self._tokenizer.backend_tokenizer.decode(shown))
         return "\n".join(texts)
 
 
-def needed(found: Sequence[Found], near: float = NEAR_BEST) -> list[Found]:
+def needed(matches: Sequence[Match], near: float = NEAR_BEST) -> list[Match]:
     """Return the passages that a question needs: for each of its parts the best, and equal ones.
 
     A part is what a passage has of the question's words and those chosen before it have not.
 
     >>> said = ({"sister": 0.3, "live": 0.2}, {"live": 0.2}, {"cat": 0.3, "name": 0.2})
-    >>> found = [Found((i, i + 1), sum(has.values()), has) for i, has in enumerate(said)]
-    >>> [one.span for one in needed(found)]
+    >>> matches = [Match((i, i + 1), sum(has.values()), has) for i, has in enumerate(said)]
+    >>> [one.span for one in needed(matches)]
     [(0, 1), (2, 3)]
 
     Args:
-        found: passages, the best first.
+        matches: passages, the best first.
         near: share of what the best one has of a part that an equal one must have.
     """
-    chosen, covered, rest = list[Found](), set[str](), list(found)
+    chosen, covered, rest = list[Match](), set[str](), list(matches)
 
-    def adds(one: Found) -> float:
-        return sum(share for word, share in one.has.items() if word not in covered)
+    def adds(match: Match) -> float:
+        return sum(share for word, share in match.has.items() if word not in covered)
 
-    while rest and found[0].score and (most := max(map(adds, rest))) >= PART * found[0].score:
-        best = [one for one in rest if adds(one) >= near * most]
+    while rest and matches[0].score and (most := max(map(adds, rest))) >= PART * matches[0].score:
+        best = [match for match in rest if adds(match) >= near * most]
         chosen += best
-        covered.update(*(one.has for one in best))
-        rest = [one for one in rest if one not in best]
+        covered.update(*(match.has for match in best))
+        rest = [match for match in rest if match not in best]
     return chosen
 
 
@@ -387,12 +396,12 @@ def holds_all(kept: Sequence[KeptTokens], seen: int) -> bool:
     >>> holds_all([KeptTokens(0, True, [np.arange(9)] * 2)], 9)
     True
     """
-    return all(len(row) >= seen for one in kept if one.capped for row in one.heads)
+    return all(len(row) >= seen for layer in kept if layer.capped for row in layer.heads)
 
 
-def all_newest(found: Sequence[Passage], seen: int) -> bool:
+def all_newest(passages: Sequence[Passage], seen: int) -> bool:
     """Return whether all passages are of the last tokens of `seen` ones."""
-    return all(one.span[0] >= seen - NEWEST for one in found)
+    return all(passage.span[0] >= seen - NEWEST for passage in passages)
 
 
 def fused(*orders: Sequence[Passage]) -> list[Passage]:
@@ -402,31 +411,31 @@ def fused(*orders: Sequence[Passage]) -> list[Passage]:
     >>> [one.span[0] for one in fused([a, b], [c, b])]
     [1, 0, 2]
     """
-    sums, known = defaultdict[Span, float](float), dict[Span, Passage]()
+    sums, by_span = defaultdict[Span, float](float), dict[Span, Passage]()
     for order in orders:
-        for place, one in enumerate(order):
-            sums[one.span] += 1 / (FUSE + place)
-            known.setdefault(one.span, one)
-    return sorted(known.values(), key=lambda one: -sums[one.span])
+        for rank, passage in enumerate(order):
+            sums[passage.span] += 1 / (FUSE + rank)
+            by_span.setdefault(passage.span, passage)
+    return sorted(by_span.values(), key=lambda one: -sums[one.span])
 
 
 def held_shares(kept: Sequence[KeptTokens], seen: int) -> list[float]:
     """Return how many of the first 0, 1, ... `seen` tokens the capped layers hold, on average."""
-    heads = [np.asarray(row) for one in kept if one.capped for row in one.heads]
+    heads = [np.asarray(row) for layer in kept if layer.capped for row in layer.heads]
     if not heads:
         return [float(n) for n in range(seen + 1)]
     counts = np.bincount(np.concatenate(heads), minlength=seen)[:seen]
     return [0.0, *accumulate(counts / len(heads))]
 
 
-def with_gap(spans: Sequence[Span], place: int, tokens: int) -> list[Span]:
+def with_gap(spans: Sequence[Span], at: int, tokens: int) -> list[Span]:
     """Return where spans lie once so many tokens were inserted at a place.
 
     >>> with_gap([(0, 4), (2, 9), (6, 8)], 5, 10)
     [(0, 4), (2, 5), (15, 19), (16, 18)]
     """
-    before = [(start, min(stop, place)) for start, stop in spans if start < place]
-    after = [(max(start, place) + tokens, stop + tokens) for start, stop in spans if stop > place]
+    before = [(start, min(stop, at)) for start, stop in spans if start < at]
+    after = [(max(start, at) + tokens, stop + tokens) for start, stop in spans if stop > at]
     return sorted(before + after)
 
 

@@ -46,14 +46,14 @@ class TextPieces:
 
     def __call__(self, token: int) -> str:
         """Return the token's text."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._decode([*self._before, token])[self._skipped :]
-        return found
+        piece = self._known.get(token)
+        if piece is None:
+            piece = self._known[token] = self._decode([*self._before, token])[self._skipped :]
+        return piece
 
 
 def breaks(pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
-    r"""Yield where a text may be cut, and what ends there; each is decided by the word behind it.
+    r"""Yield the index of each token before which a text may be cut, and the rank of that cut.
 
     >>> list(breaks(["Dr.", " Li", " paid", " 3", ".", "5", "!", " why?", " she", ".", "\n", "I"]))
     [(1, 0), (2, 0), (3, 0), (7, 1), (8, 1), (11, 3)]
@@ -62,11 +62,11 @@ def breaks(pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
         pieces: the text, token by token.
     """
     text, at = "".join(pieces), [0, *accumulate(map(len, pieces))]
-    fences = [found.end() for found in FENCE.finditer(text)]
+    fences = [match.end() for match in FENCE.finditer(text)]
     for gap in GAP.finditer(text):
         first, last = gap.span()
-        place = bisect_right(at, last) - 1
-        if last == len(text) or not place or at[place] < first:
+        index = bisect_right(at, last) - 1
+        if last == len(text) or not index or at[index] < first:
             continue
         ending = text[max(0, first - 8) : first]
         sentence = SENTENCE_END.search(ending) and not SHORTENED.search(ending)
@@ -76,13 +76,13 @@ def breaks(pieces: Sequence[str]) -> Iterator[tuple[int, int]]:
             text[last].islower() and (line or not ending.endswith("."))
         ):
             # A line goes on in one that is indented, or that begins with a small letter.
-            yield place, CLAUSE if line or sentence else WORD
+            yield index, CLAUSE if line or sentence else WORD
         else:
-            yield place, LINE if line else SENTENCE if sentence else WORD
+            yield index, LINE if line else SENTENCE if sentence else WORD
 
 
 def cuts(pieces: Sequence[str], longest: int = LONGEST) -> Iterator[int]:
-    """Yield where the passages of a text end; what is left needs more text, or is its end.
+    """Yield where the passages of a text end; the last part waits for more text.
 
     >>> list(cuts([" word"] * 10 + [".", " Then"] + [" word"] * 120, 100))
     [11, 111]
@@ -91,24 +91,24 @@ def cuts(pieces: Sequence[str], longest: int = LONGEST) -> Iterator[int]:
         pieces: the text, token by token.
         longest: tokens of a passage, at most.
     """
-    places, start = list(breaks(pieces)), 0
+    cut_points, start = list(breaks(pieces)), 0
     while True:
-        after = bisect_right(places, (start, LINE))
-        near = places[after : after + longest]
-        within = [(place, rank) for place, rank in near if place - start <= longest]
-        ends = (place for place, rank in within if rank >= SENTENCE and place - start >= LEAST)
+        after = bisect_right(cut_points, (start, LINE))
+        near = cut_points[after : after + longest]
+        within = [(index, rank) for index, rank in near if index - start <= longest]
+        ends = (index for index, rank in within if rank >= SENTENCE and index - start >= LEAST)
         end = next(ends, None)
         if end is None:
             if len(pieces) - start <= longest:
                 return
-            late = [one for one in within if one[0] - start > longest * 2 // 5] or within
-            end = max(late, key=lambda one: (one[1], one[0]), default=(start + longest, WORD))[0]
+            late = [cut for cut in within if cut[0] - start > longest * 2 // 5] or within
+            end = max(late, key=lambda cut: (cut[1], cut[0]), default=(start + longest, WORD))[0]
         yield end
         start = end
 
 
 def question_start(ids: Sequence[int], first: int, stop: int, pieces: Callable[[int], str]) -> int:
-    r"""Return where the question of a message begins, in front of which text is read again.
+    r"""Return the index of the token at which a message's question begins.
 
     A short message is a question as a whole. In a long one it stands at the end: the last line that
     is no closing word, or the last sentences.
@@ -128,12 +128,12 @@ def question_start(ids: Sequence[int], first: int, stop: int, pieces: Callable[[
     earliest = stop - QUESTION
     if first >= earliest:
         return first
-    found = [(earliest + at, rank) for at, rank in breaks([*map(pieces, ids[earliest:stop])])]
+    starts = [(earliest + at, rank) for at, rank in breaks([*map(pieces, ids[earliest:stop])])]
     for least in (LINE, SENTENCE):
-        places = [place for place, rank in found if rank >= least and place <= stop - SHORT]
-        if places:
-            return places[-1]
-    return found[0][0] if found else earliest
+        near = [index for index, rank in starts if rank >= least and index <= stop - SHORT]
+        if near:
+            return near[-1]
+    return starts[0][0] if starts else earliest
 
 
 def segment_length(limit: int) -> int:

@@ -47,14 +47,14 @@ class RecallSettings(NamedTuple):
         Raises:
             ValueError: naming what would work.
         """
-        said = str(tokens).strip().lower()
-        if said not in (AUTO, OFF) and not (said.isascii() and said.isdigit()):
+        text = str(tokens).strip().lower()
+        if text not in (AUTO, OFF) and not (text.isascii() and text.isdigit()):
             raise ValueError(
                 f"recall of {tokens!r} will not work; use auto, off, or the most tokens to read "
                 "again for a message, such as 128"
             )
         nbytes = index_bytes(store, cap, served=served)
-        return cls(None if said == AUTO else 0 if said == OFF else int(said), nbytes)
+        return cls(None if text == AUTO else 0 if text == OFF else int(text), nbytes)
 
     def limit(self, budget: int) -> int:
         """Return the most tokens that are read again at a budget of so many slots."""
@@ -68,7 +68,7 @@ class RecallSettings(NamedTuple):
 
 
 def index_bytes(
-    asked: str | int | None = None, cap: int | None = None, *, served: bool = False
+    wanted: str | int | None = None, cap: int | None = None, *, served: bool = False
 ) -> int:
     """Return the most bytes of a conversation's index; 0: there is none, and nothing is recalled.
 
@@ -76,17 +76,17 @@ def index_bytes(
     (2097152, 8388608, 2097152, 1048576)
 
     Args:
-        asked: a number of bytes or such as '8MiB', or 0 for none; None: by what follows.
+        wanted: a number of bytes or such as '8MiB', or 0 for none; None: by what follows.
         cap: bytes of the process, of which a 32nd is for the index; None: there is no such cap.
         served: the conversation is one of a server's, whose cap its many caches share.
 
     Raises:
         ValueError: an index needs more.
     """
-    if asked == 0:
+    if wanted == 0:
         return 0
-    if asked is not None:
-        nbytes = parse_bytes(asked)
+    if wanted is not None:
+        nbytes = parse_bytes(wanted)
     elif served:
         nbytes = SERVED_BYTES
     else:

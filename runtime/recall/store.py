@@ -45,7 +45,7 @@ WORD = f"[{UNSPACED}]+|(?:[^\\W_{UNSPACED}]|[{MARKS}])+"  # compiled with the fi
 IS_UNSPACED = f"[{UNSPACED}]"
 
 
-class Found(NamedTuple):
+class Match(NamedTuple):
     """A passage that has words of a question."""
 
     span: Span
@@ -87,7 +87,7 @@ class PassageStore:
             self._drop_older_half()
             self._insert([row])
 
-    def search(self, words: str, count: int = 64) -> list[Found]:
+    def search(self, words: str, count: int = 64) -> list[Match]:
         """Return the passages with the largest shares of a question's words, the best first.
 
         A word weighs the more the fewer passages have it: `log(1 + (N - n + 0.5) / (n + 0.5))` of
@@ -95,14 +95,14 @@ class PassageStore:
         counts as a whole. Of equal passages the newest comes first; those are left out that have
         none but common words.
         """
-        asked = [word.lower() for word in [*terms(words), *joined(words)]]
-        asked = list(dict.fromkeys(word for word in asked if word not in EMPTY))
-        if self._database is None or not asked:
+        query_words = [word.lower() for word in [*terms(words), *joined(words)]]
+        query_words = list(dict.fromkeys(word for word in query_words if word not in EMPTY))
+        if self._database is None or not query_words:
             return []
         everything = self._all("SELECT count(*) FROM passages_docsize")[0][0]
         most = max(FEW, int(COMMON * everything))
         total, having = 0.0, defaultdict[int, dict[str, float]](dict)
-        for word in asked[:MOST_WORDS]:
+        for word in query_words[:MOST_WORDS]:
             # Quoted, a word is no operator of FTS5.
             rows = self._all(
                 "SELECT rowid FROM passages WHERE passages MATCH ? LIMIT ?", f'"{word}"', most + 1
@@ -116,14 +116,14 @@ class PassageStore:
         sums = {row: sum(has.values()) for row, has in having.items()}
         enough = [row for row, weight in sums.items() if weight >= LEAST_WEIGHT]
         best = nlargest(count, enough, key=lambda row: (round(sums[row] / total, 2), row))
-        shares = ({word: one / total for word, one in having[row].items()} for row in best)
+        shares = ({word: share / total for word, share in having[row].items()} for row in best)
         return [
-            Found(self._span(row), sums[row] / total, has)
+            Match(self._span(row), sums[row] / total, has)
             for row, has in zip(best, shares, strict=True)
         ]
 
-    def _all(self, query: str, *given: Any) -> list[tuple[Any, ...]]:
-        return self._opened().execute(query, given).fetchall()
+    def _all(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._opened().execute(query, values).fetchall()
 
     def _span(self, row: int) -> Span:
         ((start, stop),) = self._all("SELECT start, stop FROM passages WHERE rowid = ?", row)
@@ -186,15 +186,15 @@ def terms(text: str) -> Iterator[str]:
 
 
 def joined(text: str) -> Iterator[str]:
-    """Yield what is written as one and has several words, as FTS5 takes a phrase.
+    """Yield words joined by punctuation, such as a path, as phrases for FTS5.
 
     >>> list(joined("Is the red-fox at /tmp/3.14, or not?"))
     ['red fox', 'tmp 3 14']
     """
-    for one in text.split():
-        found = re.findall(WORD, one)
-        if len(found) > 1 and not re.search(IS_UNSPACED, one):
-            yield " ".join(found)
+    for chunk in text.split():
+        words = re.findall(WORD, chunk)
+        if len(words) > 1 and not re.search(IS_UNSPACED, chunk):
+            yield " ".join(words)
 
 
 def _pairs(letters: str) -> Iterable[str]:

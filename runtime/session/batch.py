@@ -37,18 +37,18 @@ class Answer:
 
     session: Session
     steps: Generator[Step, Any, None]
-    asked: Step | None = None  # the step whose token is to be read; None while a prompt is read
-    found: Any = None  # the result of reading it: logits [1, V], the next token, or an error
+    step: Step | None = None  # the step whose token is to be read; None while a prompt is read
+    result: Any = None  # the result of reading it: logits [1, V], the next token, or an error
 
     @property
     def next_token(self) -> int | None:
         """Return the token to read next; None while it is not known yet."""
-        asked, found = self.asked, self.found
-        assert asked is not None
-        if found is None:
-            return asked.token
-        known = isinstance(found, int) and asked.ends is not None and found not in asked.ends
-        return found if known else None
+        step, result = self.step, self.result
+        assert step is not None
+        if result is None:
+            return step.token
+        is_token = isinstance(result, int) and step.ends is not None and result not in step.ends
+        return result if is_token else None
 
 
 class SharedRows(Protocol):
@@ -200,38 +200,38 @@ class Batch:
             answer = self._waiting.popleft()
             answer.session.loop.in_batch = True
             self._answers.append(answer)
-        answering = [answer for answer in self._answers if answer.asked is not None]
+        answering = [answer for answer in self._answers if answer.step is not None]
         self._read(answering)
-        found: list[Progress] = []
-        prompt = next((answer for answer in self._answers if answer.asked is None), None)
+        progress: list[Progress] = []
+        prompt = next((answer for answer in self._answers if answer.step is None), None)
         if prompt is not None:
-            found += self._proceed(prompt)  # a GPU reads it while the others go on
+            progress += self._proceed(prompt)  # a GPU reads it while the others go on
             earlier, self._launched = self._launched, prompt.session.loop.launched()
             earlier()  # wait, so that a prompt's blocks are not all launched ahead of the answers
             if prompt in self._answers:  # the next step reads another prompt
                 self._answers.remove(prompt)
                 self._answers.append(prompt)
         for answer in answering:
-            if answer.found is not None:
-                found += self._proceed(answer)
+            if answer.result is not None:
+                progress += self._proceed(answer)
         try:
-            return found
+            return progress
         finally:
-            del found  # the traceback of an error in it has this frame
+            del progress  # the traceback of an error in it has this frame
 
     def _proceed(self, answer: Answer) -> Iterator[Progress]:
         """Go on with an answer until a block of its prompt was read, or it asks for a token."""
-        session, steps, error, found = answer.session, answer.steps, None, answer.found
-        answer.asked = answer.found = None
+        session, steps, error, result = answer.session, answer.steps, None, answer.result
+        answer.step = answer.result = None
         try:
-            step = steps.send(found)
+            step = steps.send(result)
             while step.text:
                 yield Progress(session, step.text)
                 step = next(steps)
             if step.token is None:
                 yield Progress(session)
             else:
-                answer.asked = step
+                answer.step = step
             return
         except StopIteration:
             pass
@@ -241,7 +241,7 @@ class Batch:
         try:
             yield Progress(session, ended=True, error=error)
         finally:
-            del error, found  # their tracebacks refer to this frame: a cycle
+            del error, result  # their tracebacks refer to this frame: a cycle
 
     @property
     def _all(self) -> list[Answer]:
@@ -254,12 +254,12 @@ class Batch:
         self._leave(answer)
 
     def _leave(self, answer: Answer) -> None:
-        for those in (self._answers, self._waiting, self._paused):
-            if answer in those:
-                those.remove(answer)
+        for answers in (self._answers, self._waiting, self._paused):
+            if answer in answers:
+                answers.remove(answer)
 
     def _read(self, answers: list[Answer]) -> None:
-        """Read the token that each of these answers asks for, and set its `found`.
+        """Read the token that each of these answers asks for, and set its `result`.
 
         Where a pass has begun already, an answer may have to wait for the next one.
         """
@@ -271,14 +271,14 @@ class Batch:
             shared[0].session.fetch_cache()
             single.append(shared.pop())
         for answer in single:
-            if answer.found is None and answer not in self._begun[0]:
+            if answer.result is None and answer not in self._begun[0]:
                 try:
                     token = self.runtime.token_ids([answer.next_token])
-                    answer.found = answer.session.loop.read(token)
+                    answer.result = answer.session.loop.read(token)
                 except Exception as error:
-                    answer.found = error
+                    answer.result = error
         if not self._begun[0]:
-            self._begin([answer for answer in shared if answer.found is None])
+            self._begin([answer for answer in shared if answer.result is None])
         self._wait()
         early = rows is not None and rows.asynchronous and len(shared) > 1
         if early and all(answer.next_token is not None for answer in shared):
@@ -294,7 +294,7 @@ class Batch:
             try:
                 rows.join(answer)
             except Exception as error:
-                answer.found = error
+                answer.result = error
                 continue
             joined.append(answer)
             tokens.append(token)
@@ -305,17 +305,17 @@ class Batch:
                     self._begun = joined, rows.begin(joined, tokens)
                 except Exception as error:
                     for answer in joined:
-                        answer.found = error
+                        answer.result = error
 
     def _wait(self) -> None:
-        """Wait for the pass that has begun, if any, and set `found` of its answers."""
+        """Wait for the pass that has begun, if any, and set `result` of its answers."""
         if not self._begun[0]:
             return
         with interrupts_deferred():
             (answers, wait), self._begun = self._begun, ([], list)
             try:
-                for answer, found in zip(answers, wait(), strict=True):
-                    answer.found = found
+                for answer, result in zip(answers, wait(), strict=True):
+                    answer.result = result
             except Exception as error:
                 for answer in answers:
-                    answer.found = error
+                    answer.result = error

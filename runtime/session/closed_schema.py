@@ -25,7 +25,7 @@ NESTED = (
 
 
 def closed(schema: Any) -> Any:
-    """Return a schema whose objects have no properties but those that it names.
+    """Return a schema whose objects allow only the properties that it names.
 
     Objects stay open where the schema says so (`additionalProperties`), names no property, requires
     one that it does not name, or has several parts that must all fit, as each names a few.
@@ -41,21 +41,21 @@ def closed(schema: Any) -> Any:
 
 def _closed(schema: Any, joined: set[int]) -> Any:
     if isinstance(schema, list):
-        return [_closed(one, joined) for one in schema]
+        return [_closed(part, joined) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    result = {}
     for word, value in schema.items():
         if word == "uniqueItems" or (word == "format" and not _is_held(value)):
             continue
         if word in NAMED and isinstance(value, dict):
-            value = {name: _closed(one, joined) for name, one in value.items()}
+            value = {name: _closed(part, joined) for name, part in value.items()}
         elif word in NESTED:
             value = _closed(value, joined)
-        found[word] = value
+        result[word] = value
     if id(schema) not in joined and _names_all(schema):
-        found["additionalProperties"] = False
-    return found
+        result["additionalProperties"] = False
+    return result
 
 
 def _is_held(name: Any) -> bool:
@@ -63,7 +63,7 @@ def _is_held(name: Any) -> bool:
 
 
 def _names_all(schema: dict[str, Any]) -> bool:
-    """Return whether an object's properties are those that a schema names."""
+    """Return whether a schema names all properties that its object may have."""
     if "additionalProperties" in schema or not schema.keys() & {"properties", "patternProperties"}:
         return False
     named, required = schema.get("properties", {}), schema.get("required", [])
@@ -71,16 +71,16 @@ def _names_all(schema: dict[str, Any]) -> bool:
 
 
 def _joined(root: Any) -> set[int]:
-    """Return the ids of the schemas that must fit together with others, and of all within them."""
-    found, left = set[int](), list[Any](one for one in _objects(root) if _is_joined(one))
+    """Return the ids of schemas combined with others, as by `allOf`, and of those within."""
+    ids, left = set[int](), list[Any](value for value in _objects(root) if _is_joined(value))
     while left:
-        one = left.pop()
-        if isinstance(one, list):
-            left += one
-        elif isinstance(one, dict) and id(one) not in found:
-            found.add(id(one))
-            left += [*one.values(), _target(root, one.get("$ref"))]
-    return found
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict) and id(value) not in ids:
+            ids.add(id(value))
+            left += [*value.values(), _target(root, value.get("$ref"))]
+    return ids
 
 
 def _is_joined(schema: dict[str, Any]) -> bool:
@@ -95,22 +95,22 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
     """Yield all objects within a value, itself included."""
     left = [value]
     while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            yield one
-        if isinstance(one, (dict, list)):
-            left += one.values() if isinstance(one, dict) else one
+        part = left.pop()
+        if isinstance(part, dict):
+            yield part
+        if isinstance(part, (dict, list)):
+            left += part.values() if isinstance(part, dict) else part
 
 
 def _target(root: Any, reference: Any) -> Any:
-    """Return what a reference within the schema is to; None: it is none, or to nothing."""
+    """Return the schema that a reference within `root` points to, or None."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
-    found = root
+    target = root
     for step in unquote(reference[1:]).split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
+        if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
         else:
-            found = found.get(step) if isinstance(found, dict) else None
-    return found
+            target = target.get(step) if isinstance(target, dict) else None
+    return target

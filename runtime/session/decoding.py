@@ -155,13 +155,13 @@ class Decoding:
 
     def _check_known(self, ids: Sequence[int]) -> None:
         """Refuse tokens that a tokenizer has beyond the model's embedding, such as added ones."""
-        known, tokenizer = self.engine.vocabulary, self.engine.tokenizer
-        if (largest := max(ids, default=0)) >= known:
+        vocabulary, tokenizer = self.engine.vocabulary, self.engine.tokenizer
+        if (largest := max(ids, default=0)) >= vocabulary:
             text = tokenizer.backend_tokenizer.id_to_token(largest)
             raise TokenUnknown(
                 f"the text has {text!r}, token {largest:,} of the tokenizer, and the model has "
-                f"embeddings of {known:,} tokens (0 to {known - 1:,}); leave it out of messages, "
-                "or use the tokenizer that belongs to the model"
+                f"embeddings of {vocabulary:,} tokens (0 to {vocabulary - 1:,}); leave it out of "
+                "messages, or use the tokenizer that belongs to the model"
             )
 
     def _check_scored(self, config: Any) -> None:
@@ -193,8 +193,8 @@ class Decoding:
             self._guide = None
             return None
         if self._guide is None or self._guide[0] != (ends, forms):
-            made = Guide(self.engine.tokenizer, ends, **forms)
-            self._guide = ((ends, copy.deepcopy(forms)), made)
+            guide = Guide(self.engine.tokenizer, ends, **forms)
+            self._guide = ((ends, copy.deepcopy(forms)), guide)
         return self._guide[1]
 
     def answer(
@@ -219,22 +219,24 @@ class Decoding:
         sampler, stops = engine.sampler(config, rng), settings.stop_strings(config)
         guide = self.guide(settings.end_tokens(config), settings.forms(config))
         start = time.perf_counter()
-        top, found = getattr(config, "prompt_logprobs", None), None
+        top, logits = getattr(config, "prompt_logprobs", None), None
         blocks = (
             self._blocks(ids, insertion, prefix, turn)
             if top is None
             else self._scored(ids, sampler, top, written.prompt_logprobs)
         )
-        for done, found in blocks:
+        for done, logits in blocks:
             if on_block is not None:
                 on_block(done, turn.prompt_tokens)
-            if found is None:
+            if logits is None:
                 yield Step()
         turn.read_tokens = turn.prompt_tokens
         least = getattr(config, "min_tokens", None) or 0
         stream = TextStream(engine.tokenizer, stops, self.read_ids, least)
         listeners = self._listeners(config, sampler, guide, stream, written, turn.prompt_tokens)
-        ends = dict.fromkeys(settings.end_tokens(config).union(*(one.ends for one in listeners)))
+        ends = dict.fromkeys(
+            settings.end_tokens(config).union(*(listener.ends for listener in listeners))
+        )
         ends |= special_tokens(engine.tokenizer, stops)  # streams of text leave these out
         if least:
             listeners.append(LeastTokens(least, frozenset(ends), engine.vocabulary))
@@ -247,7 +249,7 @@ class Decoding:
         reason: FinishReason | None = None if most else "length"
         while reason is None:
             self._warn_beyond()
-            number = source.draw(found)
+            number = source.draw(logits)
             turn.count_token(time.perf_counter() - start)
             self.read_ids.append(number)
             cache.unread = None if number in ends else (number, cache.seen)
@@ -256,17 +258,17 @@ class Decoding:
                 break
             written.tokens.append(number)
             source.begin()
-            for one in listeners:
-                reason = one.token(number, found) or reason
+            for listener in listeners:
+                reason = listener.token(number, logits) or reason
             turn.stop_string = stream.stopped
             if stream.piece:
                 written.pieces.append(stream.piece)
                 yield Step(stream.piece)
             if reason is None:
-                found = yield from source.read()
+                logits = yield from source.read()
         turn.finish_reason = reason
-        for one in listeners:
-            turn.finish_reason = one.finish() or turn.finish_reason
+        for listener in listeners:
+            turn.finish_reason = listener.finish() or turn.finish_reason
         turn.stop_string = stream.stopped or turn.stop_string
         if stream.piece:
             written.pieces.append(stream.piece)
@@ -285,17 +287,17 @@ class Decoding:
 
         `read` tokens of a prompt were read for it.
         """
-        found: list[Listener] = [AnswerLimits(answer_limit(config), self.loop), stream]
+        listeners: list[Listener] = [AnswerLimits(answer_limit(config), self.loop), stream]
         if (top := getattr(config, "logprobs", None)) is not None:
             texts = TokenTexts(self.engine.tokenizer)
-            found.append(Logprobs(to.logprobs, sampler, top, texts, stream))
+            listeners.append(Logprobs(to.logprobs, sampler, top, texts, stream))
         if guide is not None:
             guide.restart()
-            found.append(guide)
+            listeners.append(guide)
         budget = getattr(config, "thinking_budget", None)
         regions, seen = self.loop.cache.regions, self.loop.cache.seen
 
-        found.append(
+        listeners.append(
             Thoughts(
                 self.engine.tokenizer,
                 to.prompt,
@@ -304,7 +306,7 @@ class Decoding:
                 lambda stop: regions.close_thoughts(seen + stop),
             )
         )
-        return found
+        return listeners
 
     def _blocks(
         self,
@@ -329,18 +331,18 @@ class Decoding:
                     done = first + more
                     insertion.prepare(done)
                     yield done, None
-            found = insertion.tokens()
-            ids = [*ids[: insertion.at], *found, *ids[insertion.at :]]
+            recalled = insertion.tokens()
+            ids = [*ids[: insertion.at], *recalled, *ids[insertion.at :]]
             self.read_ids = array("i", [*before, *ids])
-            turn.prompt_tokens, turn.recalled_tokens = len(ids), len(found)
+            turn.prompt_tokens, turn.recalled_tokens = len(ids), len(recalled)
         for more, logits in loop.blocks(engine.token_ids(ids[done:])):
             yield done + more, logits
 
     def _prefix_blocks(self, ids: list[int], prefix: SharedPrefix, turn: Turn) -> Iterator[int]:
         """Read the prefix of a prompt, or copy it; yield the tokens read so far."""
-        found = prefix.find()
-        if found is not None:
-            self.loop.go_on_from(found)
+        shared = prefix.find()
+        if shared is not None:
+            self.loop.go_on_from(shared)
             turn.copied_tokens = prefix.tokens
             yield prefix.tokens
             return
@@ -362,15 +364,15 @@ class Decoding:
         done, last = 0, None
         while done < len(ids):
             block = ids[done : done + loop.cache.room]
-            found = loop.read_every(self.engine.token_ids(block))  # [1, T, V]
-            for place, token in enumerate(block):
-                before = found[:, place - 1] if place else last
+            logits = loop.read_every(self.engine.token_ids(block))  # [1, T, V]
+            for index, token in enumerate(block):
+                before = logits[:, index - 1] if index else last
                 if before is None:
                     noted.append(texts.noted([(token, None)], begins=begins))
                     continue
                 likely = sampler.logprobs(before, token, top)
                 noted.append(texts.noted(likely))
-            done, last = done + len(block), copy.deepcopy(found[:, -1])
+            done, last = done + len(block), copy.deepcopy(logits[:, -1])
             yield done, last if done == len(ids) else None
 
     def ids_read(self, seen: int) -> list[int]:
@@ -406,7 +408,7 @@ class TokenSource:
     _begun: Any = None  # the result of reading it, if that has begun: logits, or an error
 
     def __post_init__(self) -> None:
-        self._ending = any(one.may_end for one in self.listeners)
+        self._ending = any(listener.may_end for listener in self.listeners)
 
     @property
     def _free(self) -> bool:
@@ -418,20 +420,20 @@ class TokenSource:
         """Return whether moreover the next token is read, unless it ends the answer."""
         return self._free and not self._ending
 
-    def draw(self, found: Any) -> int:
+    def draw(self, result: Any) -> int:
         """Draw the next token from logits [1, V], or return the one that a batch has drawn."""
-        if isinstance(found, int):
+        if isinstance(result, int):
             self._token = None
-            return found
+            return result
         allowed: NDArray[np.bool_] | None = None
-        for one in self.listeners:
-            mask = one.allowed() if one.reads_logits else None
+        for listener in self.listeners:
+            mask = listener.allowed() if listener.reads_logits else None
             if allowed is not None and mask is not None:
-                known = min(len(allowed), len(mask))
-                both = allowed[:known] & mask[:known]
+                size = min(len(allowed), len(mask))
+                both = allowed[:size] & mask[:size]
                 mask = both if both.any() else None  # thoughts cannot be closed within a call
             allowed = allowed if mask is None else mask
-        self._token = self.sampler.next(found, self.history, allowed, self.tokens)
+        self._token = self.sampler.next(result, self.history, allowed, self.tokens)
         if self.sampler.recipe is None:
             self.history = self.engine.append_token(self.history, self._token)
         return int(self._token.item())
@@ -449,29 +451,29 @@ class TokenSource:
                 self._begun = error
 
     def read(self) -> Generator[Step, Any, Any]:
-        """Read the last token, or ask a batch to; return what `draw` needs for the next one.
+        """Read the last token, or let a batch read it; return the input of the next `draw`.
 
         Raises:
             Exception: why it was not read; `MemoryCapExceeded` where nothing may be evicted for it.
         """
         loop, number, left = self.loop, self.tokens[-1], self.most - len(self.tokens)
-        found, self._begun = self._begun, None
-        if found is None:
+        result, self._begun = self._begun, None
+        if result is None:
             if loop.may_be_full:  # all else is checked as the token is read
                 loop.check_room(1, left)
             if loop.in_batch:
                 ends = self.ends if self._certain and left > 1 else None
                 drawer = self.sampler if self._free else None
-                found = yield Step(token=number, sampler=drawer, ends=ends)
+                result = yield Step(token=number, sampler=drawer, ends=ends)
             else:
                 token = self.engine.token_ids([number])[0] if self._token is None else self._token
-                found = loop.read(token[:, None])
-        if isinstance(found, Exception):
+                result = loop.read(token[:, None])
+        if isinstance(result, Exception):
             try:
-                raise found
+                raise result
             finally:
-                del found  # its traceback refers to this frame: a cycle would keep both alive
-        return found
+                del result  # its traceback refers to this frame: a cycle would keep both alive
+        return result
 
 
 def answer_limit(config: Any) -> int:
@@ -540,15 +542,15 @@ class TextStream(Listener):
         return text + self._give(len(self._held))
 
     def _take(self, piece: str) -> str:
-        """Add a piece to the text held back; return what of it is certain."""
+        """Add a piece to the text held back; return the part that belongs to no stop string."""
         self.decoded += len(piece)
         self._held += piece
         if self._least >= 0:
             return self._give(len(self._held))
-        found = [(place, stop) for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if found:
-            place, self.stopped = min(found)
-            return self._give(place, dropped=True)
+        matches = [(offset, stop) for stop in self._stop if (offset := self._held.find(stop)) >= 0]
+        if matches:
+            offset, self.stopped = min(matches)
+            return self._give(offset, dropped=True)
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         return self._give(len(self._held) - keep)
 
@@ -563,8 +565,8 @@ def special_tokens(tokenizer: Any, texts: Sequence[str]) -> dict[int, str]:
     """Return the texts that are special tokens, by their ids."""
     if not texts:
         return {}
-    known = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-    return {id: token.content for id, token in known.items() if token.content in texts}
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    return {id: token.content for id, token in added.items() if token.content in texts}
 
 
 def _overlap(text: str, stop: str) -> int:

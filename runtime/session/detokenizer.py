@@ -66,13 +66,13 @@ class Detokenizer:
 
     def _last(self, tokens: Sequence[int]) -> list[int]:
         """Return the last tokens that are text, as many as the next one's text may depend on."""
-        found = list[int]()
+        ids = list[int]()
         for token in reversed(tokens):
-            if token < 0 or len(found) == WINDOW:
+            if token < 0 or len(ids) == WINDOW:
                 break
             if not self._is_left_out(token):
-                found.append(token)
-        return found[::-1]
+                ids.append(token)
+        return ids[::-1]
 
     def _is_left_out(self, token: int) -> bool:
         """Return whether a token is special and left out of the text."""

@@ -32,10 +32,10 @@ def encode(backend: Any, text: str, *, special: bool = False) -> list[int]:
     parts = [text[a:b] for a, b in pairwise([0, *cuts(backend, text), len(text)])]
     whole = len(parts) == 1
     # `fast` skips the offsets of tokens in the text, which take half the time of a long one.
-    found = backend.encode_batch_fast(parts, add_special_tokens=special and whole)
-    ids = [token for part in found for token in part.ids]
+    encodings = backend.encode_batch_fast(parts, add_special_tokens=special and whole)
+    ids = [token for part in encodings for token in part.ids]
     if special and not whole:
-        first = backend.post_process(found[0], None, True)
+        first = backend.post_process(encodings[0], None, True)
         added: list[int] = first.special_tokens_mask  # 0 for what the text itself has
         begin, end = added.index(0), len(added) - added[::-1].index(0)
         ids = [*first.ids[:begin], *ids, *first.ids[end:]]
@@ -93,31 +93,31 @@ def check_letters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        place = error.start
-        near, code = ascii(text[max(0, place - NEAR) : place + NEAR]), ord(text[place])
+        offset = error.start
+        near, code = ascii(text[max(0, offset - NEAR) : offset + NEAR]), ord(text[offset])
         if 0xDC80 <= code <= 0xDCFF:
-            what = f"the byte 0x{code - 0xDC00:02x}, which is no UTF-8; convert the text to UTF-8"
-            what += ", as iconv -f LATIN1 -t UTF-8 does"
+            fault = f"the byte 0x{code - 0xDC00:02x}, which is no UTF-8; convert the text to UTF-8"
+            fault += ", as iconv -f LATIN1 -t UTF-8 does"
         else:
-            what = f"half of a letter (the surrogate U+{code:04X}); give whole ones"
+            fault = f"half of a letter (the surrogate U+{code:04X}); give whole ones"
         raise MessagesInvalid(
-            f"the text {near} cannot be read: at letter {place + 1:,} it has {what}"
+            f"the text {near} cannot be read: at letter {offset + 1:,} it has {fault}"
         ) from error
 
 
 def cuts(backend: Any, text: str) -> list[int]:
     """Return where a text can be cut: about every `PIECE` letters, before a space between words."""
-    found = list[int]()
+    offsets = list[int]()
     for start in range(PIECE, len(text) - PIECE // 2, PIECE):
         space = CUT.search(text, start, start + SOUGHT)
         if space is not None and _apart(backend, text, space.start()):
-            found.append(space.start())
-    return found
+            offsets.append(space.start())
+    return offsets
 
 
-def _apart(backend: Any, text: str, place: int) -> bool:
-    """Return whether the text around a place has the same tokens in one piece as cut in two."""
-    before, behind = text[place - NEAR : place], text[place : place + NEAR]
+def _apart(backend: Any, text: str, offset: int) -> bool:
+    """Return whether cutting the text at `offset` leaves the tokens around it unchanged."""
+    before, behind = text[offset - NEAR : offset], text[offset : offset + NEAR]
 
     def words(part: str) -> list[str]:
         """Return the words that the tokenizer turns into tokens one by one."""

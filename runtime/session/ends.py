@@ -42,15 +42,15 @@ def end_ids(tokenizer: Any, generation: Any = None, config: Any = None) -> list[
     first = getattr(generation, "eos_token_id", None)
     if isinstance(first, (list, tuple)) and not first:
         return []
-    found, others = _listed(first), _listed(getattr(config, "eos_token_id", None))
+    ends, others = _listed(first), _listed(getattr(config, "eos_token_id", None))
     if tokenizer is None:
-        return list(dict.fromkeys(found or others))
+        return list(dict.fromkeys(ends or others))
     backend = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder()
-    found += [token for token in others if token in added and added[token].special]
+    ends += [token for token in others if token in added and added[token].special]
     text = tokenizer.special_tokens_map.get("eos_token")
     own = None if text is None else backend.token_to_id(str(text))
-    return list(dict.fromkeys([*found, *_listed(own), *closing_tokens(tokenizer)]))
+    return list(dict.fromkeys([*ends, *_listed(own), *closing_tokens(tokenizer)]))
 
 
 def ends_of(tokenizer: Any, generation: Any = None, config: Any = None) -> list[End]:
@@ -78,22 +78,22 @@ def closing_tokens(tokenizer: Any) -> list[int]:
     templates = getattr(tokenizer, "chat_template", None)
     if not templates:
         return []
-    backend, found = tokenizer.backend_tokenizer, dict[int, None]()
+    backend, closing = tokenizer.backend_tokenizer, dict[int, None]()
     added = backend.get_added_tokens_decoder()
     for name in [None] if isinstance(templates, str) else templates:
         tail = closing_text(tokenizer, {} if name is None else {"chat_template": name})
         ids: list[int] = backend.encode(tail, add_special_tokens=False).ids if tail else []
         token = added.get(ids[0]) if ids else None
         if token is not None and tail.startswith(token.content):
-            found[ids[0]] = None
-    return list(found)
+            closing[ids[0]] = None
+    return list(closing)
 
 
 def closing_text(tokenizer: Any, options: Mapping[str, Any] = NO_OPTIONS) -> str:
     """Return the text that the chat template writes behind an assistant's message."""
     user: Message = {"role": "user", "content": "."}
-    said: list[Message] = [user, {"role": "assistant", "content": MARK}]
-    for messages in (said, [*said, user]):
+    answered: list[Message] = [user, {"role": "assistant", "content": MARK}]
+    for messages in (answered, [*answered, user]):
         try:
             whole = render(tokenizer, messages, options=options, prompt=False)
         except ChatTemplateMissing:  # it may not write such a conversation; a message is refused
@@ -105,6 +105,6 @@ def closing_text(tokenizer: Any, options: Mapping[str, Any] = NO_OPTIONS) -> str
 
 def _listed(ids: Any) -> list[int]:
     """Return the token ids that a file names, without invalid ones: some write -1 for no token."""
-    given = ids if isinstance(ids, (list, tuple)) else [ids]
-    numbers = [x for x in given if isinstance(x, int) and not isinstance(x, bool)]
+    listed = ids if isinstance(ids, (list, tuple)) else [ids]
+    numbers = [x for x in listed if isinstance(x, int) and not isinstance(x, bool)]
     return [x for x in numbers if 0 <= x < MOST]

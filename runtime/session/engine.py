@@ -1,4 +1,4 @@
-"""Defines what a session needs of a backend that runs a model: the protocols between the two.
+"""Defines the protocols between a session and the backend that runs its model.
 
 `Runtime` (PyTorch) and `OrtRuntime` (ONNX Runtime) are engines, and each has a loop of its own.
 Token ids and logits are arrays of the backend's own kind, which a session only hands on. Imports
@@ -50,7 +50,7 @@ class Engine(Protocol):
 
     @property
     def meaning(self) -> Meaning | None:
-        """Return what compares texts by the model's embedding table; None: it cannot be read."""
+        """Return a comparer of texts by the model's embedding table; None if it cannot be read."""
 
     @property
     def cap_bytes(self) -> int:
@@ -69,7 +69,7 @@ class Engine(Protocol):
         """Return a loop over an empty cache of the planned size."""
 
     def reserve(self, conversations: int) -> int:
-        """Allocate what so many conversations hold, where the backend allocates them together.
+        """Allocate the caches of so many conversations, if the backend allocates them together.
 
         Returns:
             The bytes that each of them holds from now on; 0 where each allocates its own.
@@ -146,7 +146,7 @@ class TokenSampler(Protocol):
 
 @dataclass(frozen=True)
 class CacheCopy:
-    """A copy of what a cache holds, from which a cache of the same kind goes on; see `Loop`.
+    """A copy of a cache's content, from which a cache of the same kind goes on; see `Loop`.
 
     Bytes are those of its tensors, which are at most the cache's own.
     """
@@ -207,11 +207,11 @@ class Loop(ABC):
 
     @abstractmethod
     def copied(self) -> CacheCopy:
-        """Return a copy of what the cache holds."""
+        """Return a copy of the cache's content."""
 
     @abstractmethod
     def go_on_from(self, copy: CacheCopy) -> None:
-        """Have the cache hold what a cache of the same kind held when it was copied.
+        """Replace the cache's content by a copy of a cache of the same kind.
 
         What it pins stays as it is: a copy is of tokens that were read under the same pins.
         """
@@ -236,13 +236,13 @@ class Loop(ABC):
         Raises:
             MemoryCapExceeded: nothing may be evicted, and too many tokens; nothing is read.
         """
-        found = None
+        last_logits = None
         for done, logits in self.blocks(ids):
-            found = logits
+            last_logits = logits
             if on_block is not None:
                 on_block(done)
-        assert found is not None, "prefill of no tokens"
-        return found
+        assert last_logits is not None, "prefill of no tokens"
+        return last_logits
 
     def blocks(self, ids: Any) -> Iterator[tuple[int, Any]]:
         """Read a prompt [B, T] as `prefill` does, one block for every step of the iterator.
@@ -285,7 +285,7 @@ class Loop(ABC):
 
 
 class Room(NamedTuple):
-    """A record that says what a cache holds and what still fits, in tokens per KV head."""
+    """A record of the tokens per KV head that a cache holds, and of how many still fit."""
 
     held: int
     spare: int  # tokens that fit before any head must evict
@@ -321,6 +321,6 @@ class Room(NamedTuple):
 
     def _enough(self, needed: int) -> int | None:
         """Return the smallest budget in which every head holds so many tokens, or None."""
-        found = range(needed, needed * MOST)
-        place = bisect_left(found, needed, key=self.least)
-        return found[place] if place < len(found) else None  # None: some heads never get more
+        budgets = range(needed, needed * MOST)
+        index = bisect_left(budgets, needed, key=self.least)
+        return budgets[index] if index < len(budgets) else None  # None: some heads never get more

@@ -169,11 +169,11 @@ class SessionFile:
         session = about.get("session", "")
         self.names = frozenset(self._file.keys())
         try:
-            found = digest(session, ((name, [self.tensor(name)]) for name in sorted(self.names)))
+            actual = digest(session, ((name, [self.tensor(name)]) for name in sorted(self.names)))
             facts = parse_json(session)
         except (SafetensorError, ValueError, KeyError, RuntimeError, TypeError) as error:
             raise self.corrupt("it cannot be decoded") from error
-        if found != about.get("digest") or not isinstance(facts, dict):
+        if actual != about.get("digest") or not isinstance(facts, dict):
             raise self.corrupt("its content is not what was saved")
         return facts
 
@@ -189,13 +189,13 @@ class SessionFile:
         """
         if name not in self.names:
             raise self.corrupt(f"{name} is missing")
-        found = self.tensor(name)
-        if tuple(found.shape) != shape or found.dtype != dtype:
+        tensor = self.tensor(name)
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             raise self.corrupt(
-                f"{name} is {list(found.shape)} of {_name(found.dtype)}, not {list(shape)} of "
+                f"{name} is {list(tensor.shape)} of {_name(tensor.dtype)}, not {list(shape)} of "
                 f"{_name(dtype)}"
             )
-        return found
+        return tensor
 
     def corrupt(self, why: str) -> SessionFileCorrupt:
         """Return the error that refuses this file for the reason `why`."""
@@ -232,31 +232,31 @@ def check_conversation(file: SessionFile, vocabulary: int) -> None:
     Raises:
         SessionFileCorrupt: naming the contradiction.
     """
-    said = file.facts["conversation"]
-    messages = said["messages"]
-    if any(n >= len(messages) for n in said["pinned"]):
+    conversation = file.facts["conversation"]
+    messages = conversation["messages"]
+    if any(n >= len(messages) for n in conversation["pinned"]):
         raise file.corrupt("a message is pinned that is none of the conversation")
-    if any(token >= vocabulary for token in said["unread"]):
+    if any(token >= vocabulary for token in conversation["unread"]):
         raise file.corrupt(f"a token is unread that is none of the model's {vocabulary:,}")
-    if any(token >= vocabulary for token in said.get("read_ids", ())):
+    if any(token >= vocabulary for token in conversation.get("read_ids", ())):
         raise file.corrupt(f"a token was read that is none of the model's {vocabulary:,}")
-    spans = [*file.facts["pinned_spans"], *said.get("recalled_spans", ())]
-    spans += [span for some in said.get("regions", {}).values() for span in some]
+    spans = [*file.facts["pinned_spans"], *conversation.get("recalled_spans", ())]
+    spans += [span for some in conversation.get("regions", {}).values() for span in some]
     if any(start >= stop for start, stop in spans):
         raise file.corrupt("pinned or recalled tokens, or a region, end before they begin")
     try:
-        described = [messages, said["system"], said.get("tools")]
+        described = [messages, conversation["system"], conversation.get("tools")]
         json.dumps(described, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise file.corrupt("what was said is no Unicode text") from error
 
 
-def generation_of(given: dict[str, Any]) -> dict[str, Any]:
+def generation_of(saved: dict[str, Any]) -> dict[str, Any]:
     """Return the saved settings of generation with the types that samplers expect."""
-    found = {name: given.get(name) for name in SETTINGS}
+    values = {name: saved.get(name) for name in SETTINGS}
     for name in FLOATS:
-        if (value := found[name]) is not None:
-            found[name] = float(value)
-    if isinstance(found["stop_strings"], str):
-        found["stop_strings"] = [found["stop_strings"]]
-    return found
+        if (value := values[name]) is not None:
+            values[name] = float(value)
+    if isinstance(values["stop_strings"], str):
+        values["stop_strings"] = [values["stop_strings"]]
+    return values

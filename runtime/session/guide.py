@@ -100,7 +100,7 @@ class Guide(Listener):
         call_schema: dict[str, Any] | None,
     ) -> Any:
         """Return llguidance's matcher; it is in an error state if the schema cannot be held."""
-        found = library()
+        llguidance = library()
         try:
             if regex is not None:
                 text = regex
@@ -110,19 +110,19 @@ class Guide(Listener):
             if len(text) > LONGEST:
                 raise ValueError(f"it has {len(text):,} letters, and the most is {LONGEST:,}")
             if regex is not None:
-                grammar = found.LLMatcher.grammar_from_regex(text)
+                grammar = llguidance.LLMatcher.grammar_from_regex(text)
             elif json_schema is not None:
                 text = json.dumps(closed(json.loads(text)))
-                grammar = found.LLMatcher.grammar_from_json_schema(text, overrides=STRICT)
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=STRICT)
             else:
                 grammar = self._with_calls(closed(json.loads(text)))
         except (ValueError, TypeError, RecursionError) as error:
             raise self._refused(str(error)) from error
-        limits = found.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
-        return found.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        limits = llguidance.LLParserLimits(max_lexer_states=STATES, verbose_errors=False)
+        return llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
 
     def _with_calls(self, schema: dict[str, Any]) -> str:
-        """Return the grammar of a text whose calls fit a schema.
+        """Return the grammar of text in which every call matches a schema.
 
         Special tokens, which no text can have, are written by their ids: those that mark calls, and
         all others but the ends, such as the marks of thoughts.
@@ -156,10 +156,10 @@ class Guide(Listener):
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         self._check()
-        found = np.unpackbits(self._bits.view(np.uint8), bitorder="little").view(np.bool_)
-        if not found.any():
+        mask = np.unpackbits(self._bits.view(np.uint8), bitorder="little").view(np.bool_)
+        if not mask.any():
             raise SchemaRefused(f"no text fits {self._what}")
-        return found[: self._vocabulary.vocab_size]
+        return mask[: self._vocabulary.vocab_size]
 
     def token(self, number: int, logits: Any = None) -> FinishReason | None:
         """Advance over an allowed token; end the answer where it fits and no text can follow."""
@@ -196,19 +196,19 @@ def library() -> Any:
 
 def _vocabulary(tokenizer: Any, ends: frozenset[int]) -> Any:
     """Return llguidance's index of a vocabulary, shared by all answers of its tokenizer."""
-    made = _vocabularies.setdefault(tokenizer, {})
-    if ends not in made:
+    by_ends = _vocabularies.setdefault(tokenizer, {})
+    if ends not in by_ends:
         kind = library().LLTokenizer
         backend = tokenizer.backend_tokenizer
-        known = sorted(end for end in ends if end < backend.get_vocab_size())
+        known_ends = sorted(end for end in ends if end < backend.get_vocab_size())
         try:
             if indexed := getattr(backend, "indexed_by", None):
-                made[ends] = indexed(kind, known)
+                by_ends[ends] = indexed(kind, known_ends)
             else:
-                made[ends] = kind(backend.to_str(), eos_token=known or None)
+                by_ends[ends] = kind(backend.to_str(), eos_token=known_ends or None)
         except (ValueError, RuntimeError) as error:
             raise SchemaRefused(
                 f"answers of this model cannot be held to anything: llguidance cannot read its "
                 f"tokenizer ({error})"
             ) from error
-    return made[ends]
+    return by_ends[ends]

@@ -15,7 +15,7 @@ from kvcap.runtime.session.stats import FinishReason
 
 
 class Listener:
-    """A base class of what takes an answer's tokens and may end it; this one does nothing."""
+    """A base class of objects that get an answer's tokens and may end it; this one does nothing."""
 
     reads_logits = False
     """Says whether it limits what is drawn or looks at logits: nobody else may draw then.

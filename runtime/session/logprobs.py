@@ -38,7 +38,7 @@ class Logprob(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the token as OpenAI's API writes it."""
-        return {**self._alone(), "top_logprobs": [one._alone() for one in self.top]}
+        return {**self._alone(), "top_logprobs": [token._alone() for token in self.top]}
 
     def _alone(self) -> dict[str, Any]:
         return {"token": self.text, "logprob": self.logprob, "bytes": list(self.bytes)}
@@ -55,14 +55,14 @@ class TokenTexts:
         self._bytes, self._letters = byte_tokens(self._tokenizer), _byte_letters()
 
     def noted(self, likely: Sequence[tuple[int, float | None]], *, begins: bool = False) -> Logprob:
-        """Return the first of some likely tokens, with all others in its `top`.
+        """Return the first of the likely tokens as a `Logprob`, with the others in its `top`.
 
         Args:
             likely: tokens with their log probabilities.
             begins: whether a text begins with them, so that none is before.
         """
-        one, *top = [self._one(token, logprob, begins) for token, logprob in likely]
-        return one._replace(top=tuple(top))
+        first, *top = [self._one(token, logprob, begins) for token, logprob in likely]
+        return first._replace(top=tuple(top))
 
     def _one(self, token: int, logprob: float | None, begins: bool) -> Logprob:
         if begins:
@@ -107,10 +107,10 @@ class Logprobs(Listener):
         self._begins, self._start = stream.begins, stream.decoded
 
     def token(self, number: int, logits: Any) -> None:
-        """Add the token to those that wait, and note those whose text was given."""
+        """Queue the token, and note queued tokens whose text was already streamed."""
         stream, likely = self._stream, self._sampler.logprobs(logits, number, self._top)
-        one = self._texts.noted(likely, begins=self._begins)
-        self._waiting.append((self._start, max(self._start + 1, stream.decoded), one))
+        logprob = self._texts.noted(likely, begins=self._begins)
+        self._waiting.append((self._start, max(self._start + 1, stream.decoded), logprob))
         self._begins, self._start = stream.begins, stream.decoded
         self.note(stream.given)
 
@@ -126,12 +126,12 @@ class Logprobs(Listener):
         """
         stopped = self._stream.stopped is not None
         while self._waiting:
-            start, end, one = self._waiting[0]
+            start, end, logprob = self._waiting[0]
             if not (start < letters if stopped else end <= letters):
                 return
             if end > letters:
-                one = one.without_last(int(end - letters))
-            self._noted.append(one)
+                logprob = logprob.without_last(int(end - letters))
+            self._noted.append(logprob)
             self._waiting.popleft()
 
 

@@ -50,7 +50,7 @@ MARK = "\u2402answer\u2403"  # stands for the answer that is already in the cach
 MARK_BEGUN = "\u2402begun\u2403"  # stands for the beginning of the next answer
 
 
-def checked_messages(said: Any) -> list[Message]:
+def checked_messages(sent: Any) -> list[Message]:
     """Return the messages given to `Session.send`, checked.
 
     One of the user, a tool or the system comes last.
@@ -59,42 +59,42 @@ def checked_messages(said: Any) -> list[Message]:
         MessagesInvalid: neither a text nor such messages, naming the first that is wrong.
         EmptyPrompt: there is nothing to answer.
     """
-    if isinstance(said, str):
-        said = [{"role": "user", "content": said}]
-    elif not isinstance(said, (list, tuple)):
+    if isinstance(sent, str):
+        sent = [{"role": "user", "content": sent}]
+    elif not isinstance(sent, (list, tuple)):
         raise MessagesInvalid(
-            f"a {type(said).__name__} was given; give a text, or a list of messages such as "
+            f"a {type(sent).__name__} was given; give a text, or a list of messages such as "
             "{'role': 'user', 'content': 'Hello!'}"
         )
-    if not said:
+    if not sent:
         raise EmptyPrompt("there are no messages; give at least one of the user")
-    found = [_checked_message(index, one) for index, one in enumerate(said)]
-    if found[-1]["role"] == "assistant":
+    messages = [_checked_message(index, message) for index, message in enumerate(sent)]
+    if messages[-1]["role"] == "assistant":
         raise MessagesInvalid(
             "the last message is of the assistant; it must be of the user, who is to be answered, "
             "of a tool or of the system"
         )
-    if found[-1]["role"] != "tool" and not found[-1]["content"].strip():
+    if messages[-1]["role"] != "tool" and not messages[-1]["content"].strip():
         raise EmptyPrompt("the message is empty; write something to answer")
-    return found
+    return messages
 
 
-def _checked_message(index: int, given: Any) -> Message:
+def _checked_message(index: int, entry: Any) -> Message:
     """Return a copy of one message, if it is one."""
-    if not isinstance(given, dict):
+    if not isinstance(entry, dict):
         raise MessagesInvalid(
-            f"message {index} is a {type(given).__name__}; give a dictionary with 'role' and "
+            f"message {index} is a {type(entry).__name__}; give a dictionary with 'role' and "
             "'content'"
         )
-    called = given.get("tool_calls") and given.get("role") == "assistant"
+    called = entry.get("tool_calls") and entry.get("role") == "assistant"
     for key in ("role", "content"):
-        if key not in given and not (called and key == "content"):
+        if key not in entry and not (called and key == "content"):
             raise MessagesInvalid(f"message {index} has no {key!r}; give 'role' and 'content'")
-    role, content = given["role"], given.get("content")
+    role, content = entry["role"], entry.get("content")
     if role not in ROLES:
         raise MessagesInvalid(f"message {index} has role {role!r}; use {', '.join(ROLES)}")
     also = ALSO.get(role, ())
-    if others := [k for k in given if k not in ("role", "content", *also) and given[k]]:
+    if others := [k for k in entry if k not in ("role", "content", *also) and entry[k]]:
         raise MessagesInvalid(
             f"message {index} has {others[0]!r}, which is not read; leave it out and say it in "
             "'content'"
@@ -106,23 +106,23 @@ def _checked_message(index: int, given: Any) -> Message:
             f"the content of message {index} is a {type(content).__name__}; give its text"
         )
     check_letters(content)
-    found: Message = {"role": role, "content": content}
+    message: Message = {"role": role, "content": content}
     for key in also:
-        if not (value := given.get(key)):
+        if not (value := entry.get(key)):
             continue
         if key == "tool_calls":
             value = _checked_calls(index, value)
         elif not isinstance(value, str):
             raise MessagesInvalid(f"message {index} has {key} {value!r}; give a text")
-        found[key] = value
-    return found
+        message[key] = value
+    return message
 
 
-def _checked_calls(index: int, given: Any) -> list[dict[str, Any]]:
+def _checked_calls(index: int, entries: Any) -> list[dict[str, Any]]:
     """Return a copy of a message's calls, with arguments in dictionaries as templates take them."""
-    found = []
-    for one in given if isinstance(given, (list, tuple)) else [given]:
-        function = one.get("function") if isinstance(one, Mapping) else None
+    calls = []
+    for entry in entries if isinstance(entries, (list, tuple)) else [entries]:
+        function = entry.get("function") if isinstance(entry, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
         try:
@@ -140,24 +140,24 @@ def _checked_calls(index: int, given: Any) -> list[dict[str, Any]]:
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }
-        if one.get("id"):
-            call["id"] = str(one["id"])
-        found.append(call)
-    return found
+        if entry.get("id"):
+            call["id"] = str(entry["id"])
+        calls.append(call)
+    return calls
 
 
-def checked_tools(given: Any) -> list[Tool]:
+def checked_tools(entries: Any) -> list[Tool]:
     """Return copies of the tools that a model may call, checked.
 
     Raises:
         MessagesInvalid: they are no such tools, naming the first that is wrong.
     """
     try:
-        found = json.loads(json.dumps(given, allow_nan=False))
+        tools = json.loads(json.dumps(entries, allow_nan=False))
     except (ValueError, TypeError, RecursionError) as error:
         raise MessagesInvalid(f"the tools are no JSON ({error})") from error
     names = list[Any]()
-    for index, tool in enumerate(found if isinstance(found, list) else [None]):
+    for index, tool in enumerate(tools if isinstance(tools, list) else [None]):
         function = tool.get("function") if isinstance(tool, dict) else None
         names.append(function.get("name") if isinstance(function, dict) else None)
         if not isinstance(names[-1], str):
@@ -165,7 +165,7 @@ def checked_tools(given: Any) -> list[Tool]:
                 f"tool {index} is none; give a list of such as {{'type': 'function', 'function': "
                 "{'name': 'add', 'description': '...', 'parameters': a JSON schema}}"
             )
-    return list(found)
+    return list(tools)
 
 
 def system_message(system: str | None) -> list[Message]:
@@ -199,15 +199,15 @@ def render(
     if begin:
         begun: Message = {"role": "assistant", "content": MARK_BEGUN}
         text = render(tokenizer, [*messages, begun], tools, options, prompt=False)
-        before, found, _ = text.rpartition(MARK_BEGUN)
-        if not found:
+        before, mark, _ = text.rpartition(MARK_BEGUN)
+        if not mark:
             raise ChatTemplateMissing(
                 "this model's chat template rewrites answers, so none can be continued; let the "
                 "last message be of the user"
             )
         return before + begin
     template, write = _writer(tokenizer, tools, options, prompt=prompt)
-    if tools or any(one["role"] == "tool" or one.get("tool_calls") for one in messages):
+    if tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         can = abilities_of(tokenizer, tools, options)
         if not (can.tools or (can.calls and not tools)):
             messages = told(messages, tools, in_system=can.system)
@@ -256,7 +256,7 @@ def _writer(
 def _chosen(
     tokenizer: Any, tools: Sequence[Tool], options: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Return the chat template, and what it gets besides messages and tools."""
+    """Return the chat template, and the names it gets besides messages and tools."""
     if not getattr(tokenizer, "chat_template", None):
         raise ChatTemplateMissing(
             "this tokenizer has no chat template; give one by --chat-template FILE or NAME, such "
@@ -272,7 +272,7 @@ def _chosen(
 def abilities_of(
     tokenizer: Any, tools: Sequence[Tool] = (), options: Mapping[str, Any] = NO_OPTIONS
 ) -> Abilities:
-    """Return what the chat template writes.
+    """Return the abilities of the tokenizer's chat template.
 
     Args:
         tokenizer: that has the template, or several.
@@ -292,7 +292,7 @@ def check_tools_read(
     tools: Sequence[Tool],
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> None:
-    """Refuse tools that the chat template leaves out of these messages, though not of others.
+    """Refuse tools that the chat template writes for other messages, but not for these.
 
     Raises:
         ChatTemplateMissing: the chat template does not write them.
@@ -362,11 +362,13 @@ def turn_has_results(
     except ChatTemplateMissing:
         return False
     if answer and answer[0].get("tool_calls"):
-        said = [*system_message(system), {"role": "user", "content": "."}, *answer, *marked]
+        conversation = [*system_message(system), {"role": "user", "content": "."}, *answer, *marked]
         with contextlib.suppress(ChatTemplateMissing):  # it may take only one call at a time
-            if not render(tokenizer, said, tools, options).endswith(tail):
+            if not render(tokenizer, conversation, tools, options).endswith(tail):
                 return False
-    return all(one["content"] in tail for one in marked if one["role"] in MAY_BE_LEFT_OUT)
+    return all(
+        message["content"] in tail for message in marked if message["role"] in MAY_BE_LEFT_OUT
+    )
 
 
 def check_written(
@@ -376,7 +378,7 @@ def check_written(
     tools: Sequence[Tool] = (),
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> None:
-    """Refuse what a tool returned, or the system says later on, where the template leaves it out.
+    """Refuse results of tools and later system messages that the chat template leaves out.
 
     Each is replaced by a marker, so that it does not matter how the template writes it.
 
@@ -394,18 +396,20 @@ def check_written(
     if marked == list(messages):
         return
     text = render(tokenizer, [*first, *marked], tools, options)
-    for one, message in zip(marked, messages, strict=True):
-        if one["role"] in MAY_BE_LEFT_OUT and one["content"] not in text:
+    for marked_message, message in zip(marked, messages, strict=True):
+        if marked_message["role"] in MAY_BE_LEFT_OUT and marked_message["content"] not in text:
             # Not by its number, which is another in the bodies of some APIs.
-            said = MAY_BE_LEFT_OUT[one["role"]].format(message["content"][:SHOWN])
-            raise ChatTemplateMissing(f"this model's chat template leaves out {said}")
+            missing = MAY_BE_LEFT_OUT[marked_message["role"]].format(message["content"][:SHOWN])
+            raise ChatTemplateMissing(f"this model's chat template leaves out {missing}")
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:
     """Return messages behind a system prompt, with a marker for each that may be left out."""
     return [
-        {**one, "content": f"{MARKER}{index:06}"} if one["role"] in MAY_BE_LEFT_OUT else one
-        for index, one in enumerate(messages)
+        {**message, "content": f"{MARKER}{index:06}"}
+        if message["role"] in MAY_BE_LEFT_OUT
+        else message
+        for index, message in enumerate(messages)
     ]
 
 
@@ -441,8 +445,8 @@ def same_opening(
     """
     if one == other:
         return True
-    said = [{"role": "user", "content": "."}]
-    before, after = (_around_answer(tokenizer, system, said, tools, x)[0] for x in (one, other))
+    messages = [{"role": "user", "content": "."}]
+    before, after = (_around_answer(tokenizer, system, messages, tools, x)[0] for x in (one, other))
     return before == after
 
 
@@ -454,12 +458,12 @@ def _around_answer(
     options: Mapping[str, Any],
     begin: str = "",
 ) -> tuple[str, str]:
-    """Return the text before a stand-in for an answer, and that of the messages after it."""
-    said = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-    all_of_them = [*system_message(system), *said, *messages]
+    """Return the text before an answer, and the text of the messages after it."""
+    exchange = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+    all_of_them = [*system_message(system), *exchange, *messages]
     whole = render(tokenizer, all_of_them, tools, options, begin=begin)
-    head, found, tail = whole.partition(MARK)
-    if not found:
+    head, mark, tail = whole.partition(MARK)
+    if not mark:
         raise ChatTemplateMissing(
             "this tokenizer's chat template rewrites earlier answers, so a conversation cannot be "
             "continued without reading it again; use `kvcap generate`"
@@ -481,8 +485,8 @@ def first_tokens(
         encode: gives the tokens of messages.
         opening: the message of the system prompt, if there is one.
     """
-    one, other = (encode([*opening, {"role": "user", "content": text}]) for text in ("A", "0"))
-    return one[: common_prefix(one, other)]
+    first, other = (encode([*opening, {"role": "user", "content": text}]) for text in ("A", "0"))
+    return first[: common_prefix(first, other)]
 
 
 def message_spans(
@@ -501,7 +505,7 @@ def message_spans(
         pinned: indices of those that are pinned, all of the user.
         ids: tokens of the whole conversation.
     """
-    found = []
+    spans = []
     for index in sorted(pinned):
         before = [*opening, *messages[:index]]
         start = 0
@@ -510,8 +514,8 @@ def message_spans(
         elif opening:
             ((_, start),) = system_span(encode, opening[0]["content"])
         stop = common_prefix(encode([*before, messages[index]]), ids)
-        found.append((start, stop))
-    return found
+        spans.append((start, stop))
+    return spans
 
 
 def result_spans(
@@ -527,28 +531,30 @@ def result_spans(
         messages: that it wrote.
         start: tokens in front of it.
     """
-    found, place = list[Span | None](), 0
-    for one in messages:
-        said = one["content"].strip() if one["role"] == "tool" else ""
-        forms = (said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1])
-        at = max(((text.find(form, place), form) for form in forms if form), default=(-1, ""))
+    spans, offset = list[Span | None](), 0
+    for message in messages:
+        result = message["content"].strip() if message["role"] == "tool" else ""
+        forms = (result, json.dumps(result)[1:-1], json.dumps(result, ensure_ascii=False)[1:-1])
+        at = max(((text.find(form, offset), form) for form in forms if form), default=(-1, ""))
         if at[0] < 0:
-            found.append(None)
+            spans.append(None)
             continue
-        start += len(encode(text[place : at[0]]))
-        found.append((start, start + len(encode(at[1]))))
-        start, place = found[-1][1], at[0] + len(at[1])  # type: ignore[index]
-    return found
+        start += len(encode(text[offset : at[0]]))
+        spans.append((start, start + len(encode(at[1]))))
+        start, offset = spans[-1][1], at[0] + len(at[1])  # type: ignore[index]
+    return spans
 
 
 def results_by_age(
     messages: Sequence[Message], spans: Sequence[Span | None]
 ) -> dict[str, list[Span]]:
-    """Return the spans of results of tools as regions: new ones are those nobody asked behind."""
-    asked = max((i for i, one in enumerate(messages) if one["role"] == "user"), default=-1)
+    """Return the spans of tool results by age: new ones are those after the last user message."""
+    last_user = max(
+        (i for i, message in enumerate(messages) if message["role"] == "user"), default=-1
+    )
     return {
-        "tool results": [span for span in spans[: asked + 1] if span],
-        "new tool results": [span for span in spans[asked + 1 :] if span],
+        "tool results": [span for span in spans[: last_user + 1] if span],
+        "new tool results": [span for span in spans[last_user + 1 :] if span],
     }
 
 

@@ -1,4 +1,4 @@
-"""Gives a model another chat template: one of the usual ones by its name, or that of a file.
+"""Gives a model another chat template: a common one by its name, or one from a file.
 
 The texts in `templates/` are kvcap's own, in the form that models of that name were trained on.
 They write no opening token; that comes first where the tokenizer opens every text with it.
@@ -27,42 +27,42 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
-def check_given(given: str) -> None:
-    """Refuse what is neither the name of a usual template nor a file.
+def check_given(name: str) -> None:
+    """Refuse a name that is neither a common template's nor a file's.
 
     Raises:
         ValueError: naming what would work.
     """
-    if given not in names() and not Path(given).is_file():
+    if name not in names() and not Path(name).is_file():
         raise ValueError(
-            f"--chat-template {given!r} is neither a file nor one of {', '.join(names())}"
+            f"--chat-template {name!r} is neither a file nor one of {', '.join(names())}"
         )
 
 
-def use_template(tokenizer: Any, given: str) -> None:
+def use_template(tokenizer: Any, name: str) -> None:
     """Have a tokenizer write chats by another template; warn where no answer ends by itself.
 
     Args:
         tokenizer: whose `chat_template` is replaced.
-        given: the name of a usual template, or a file with one in Jinja.
+        name: the name of a usual template, or a file with one in Jinja.
 
     Raises:
         ValueError: there is no such template or file, or it is no text.
         ChatTemplateMissing: the template fails.
     """
-    check_given(given)
-    if given in names():
+    check_given(name)
+    if name in names():
         opens = tokenizer.backend_tokenizer.encode("a", add_special_tokens=True).ids
         plain = tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids
-        text = (FOLDER / f"{given}.jinja").read_text(encoding="utf-8")
+        text = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
         tokenizer.chat_template = (OPENING if opens[: len(plain)] != plain else "") + text
     else:
-        tokenizer.chat_template = read_text(given)
+        tokenizer.chat_template = read_text(name)
     render(tokenizer, [{"role": "user", "content": "Hello!"}])  # refuses one that fails
     closing = closing_text(tokenizer).split()[:1]
     if closing and not closing_tokens(tokenizer):
         warnings.warn(
-            f"the chat template {given} closes an answer by {closing[0]!r}, which is no token of "
+            f"the chat template {name} closes an answer by {closing[0]!r}, which is no token of "
             f"this model; where answers do not end, give --stop '{closing[0]}'",
             stacklevel=2,
         )

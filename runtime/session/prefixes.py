@@ -12,7 +12,7 @@ from kvcap.runtime.types import Span
 
 
 class Prefixes(Protocol):
-    """A protocol of stores that have copies of caches by what these had read, and pin."""
+    """A protocol of stores of cache copies, by the tokens read and pinned in them."""
 
     def find(self, key: bytes) -> CacheCopy | None:
         """Return the copy of a cache that has read the prefix of that key, and nothing else."""
@@ -23,6 +23,6 @@ class Prefixes(Protocol):
 
 def prefix_key(ids: Sequence[int], pins: Sequence[Span]) -> bytes:
     """Return a digest of tokens, and of the spans of the conversation that are never evicted."""
-    found = hashlib.sha256(repr(list(pins)).encode())
-    found.update(array("i", ids).tobytes())
-    return found.digest()
+    digest = hashlib.sha256(repr(list(pins)).encode())
+    digest.update(array("i", ids).tobytes())
+    return digest.digest()

@@ -93,8 +93,8 @@ class PreparedPrompt:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A record of what the last answer was given to, so that the same is read for another."""
+class AnsweredPrompt:
+    """A record of the prompt of the last answer, so that `regenerate` reads the same prompt."""
 
     transcript: Transcript  # without the answer
     options: dict[str, Any]  # of the chat template
@@ -160,7 +160,7 @@ class Session:
         self._open: ref[Generator[Step, Any, None]] | None = None  # the answer being written
         self._written = Written()  # the last answer
         self._read_with: dict[str, Any] = {}  # options of the chat template of the last message
-        self._asked: Asked | None = None  # None: not known, or not read to its end
+        self._answered: AnsweredPrompt | None = None  # None: not known, or not read to its end
 
     def __repr__(self) -> str:
         plan, count = self.runtime.plan, len(self.messages)
@@ -188,7 +188,7 @@ class Session:
                 self.cache_away = None
 
     def read_by(self, loop: Any) -> None:
-        """Read into another loop's cache, under the same settings, until `clear`."""
+        """Use another loop's cache, under the same settings, until `clear`."""
         if loop is self.loop:
             return
         self.fetch_cache()
@@ -207,7 +207,7 @@ class Session:
 
     @property
     def on_full(self) -> OnFull:
-        """Return what happens when the budget is used up.
+        """Return what the session does when the budget is used up.
 
         'evict' evicts tokens, 'stop' ends the answer there, and 'error' raises `MemoryCapExceeded`.
         With the last two nothing is ever evicted, and a message that does not fit is refused
@@ -254,10 +254,10 @@ class Session:
         if stop is not None:
             raw = raw.partition(stop)[0]
         prompt = tokenizer.backend_tokenizer.decode(list(written.prompt), skip_special_tokens=False)
-        found = None
+        parsed = None
         if not written.held:
-            found = parsed_by_template(tokenizer, raw, prompt, self.tools)
-        return (found or parsed_text(written.text, raw, self.tools)).with_ids(written.place)
+            parsed = parsed_by_template(tokenizer, raw, prompt, self.tools)
+        return (parsed or parsed_text(written.text, raw, self.tools)).with_ids(written.place)
 
     @property
     def prompt_logprobs(self) -> list[Logprob]:
@@ -338,7 +338,7 @@ class Session:
     @property
     def conversation(self) -> dict[str, Any]:
         """Return messages and settings as a session's file keeps them."""
-        unread, asked = self._unread, self._asked
+        unread, answered = self._unread, self._answered
         return {
             "messages": self.messages,
             "system": self.system,
@@ -350,7 +350,7 @@ class Session:
             "unread_since": self.cache.seen if unread else 0,
             "seed": self.seed,
             "read_ids": self.read_ids,
-            "read_before_answer": 0 if asked is None or asked.begin else asked.tokens,
+            "read_before_answer": 0 if answered is None or answered.begin else answered.tokens,
             "recalled_spans": self.recall.spans,
             "regions": self.loop.cache.regions.facts,
         }
@@ -374,9 +374,9 @@ class Session:
         self.loop.cache.regions.cut(0)
         regions = conversation.get("regions", {})
         self.loop.cache.regions.add({kind: [(a, b) for a, b in regions[kind]] for kind in regions})
-        self._asked = None
+        self._answered = None
         if tokens := conversation.get("read_before_answer", 0):
-            self._asked = Asked(self._unanswered, self._read_with, False, tokens)
+            self._answered = AnsweredPrompt(self._unanswered, self._read_with, False, tokens)
 
     def send(
         self,
@@ -501,7 +501,7 @@ class Session:
             self.cache.reset()
             self.recall.clear()
             self.messages, self.pinned = [], set()
-            self._read_with, self._asked = {}, None
+            self._read_with, self._answered = {}, None
             self.turn = self.notice = None
             self._written = Written()
 
@@ -572,7 +572,7 @@ class Session:
         return [token] if since == self.cache.seen else []
 
     def _message_prompt(
-        self, given: list[Message], pin: bool, called: tuple[Tool, ...] | None, begin: str
+        self, added: list[Message], pin: bool, called: tuple[Tool, ...] | None, begin: str
     ) -> PreparedPrompt:
         """Return the prompt of new messages, with the tools that were given, if any.
 
@@ -586,16 +586,16 @@ class Session:
                 "session.tools and reset its cache"
             )
         system, pin_system = before.system, before.pin_system
-        if given[0]["role"] == "system" and not before.messages:
+        if added[0]["role"] == "system" and not before.messages:
             if seen:
                 raise MessagesInvalid(
                     "a system prompt was given behind a text that was continued; clear it first"
                 )
-            if len(given) > 1 or self._is_answered(given[0], tools):
-                system, given, pin_system = given[0]["content"], given[1:], pin_system or pin
+            if len(added) > 1 or self._is_answered(added[0], tools):
+                system, added, pin_system = added[0]["content"], added[1:], pin_system or pin
             else:
-                given = [{**given[0], "role": "user"}]
-        messages, tokenizer = [*before.messages, *given], self.runtime.tokenizer
+                added = [{**added[0], "role": "user"}]
+        messages, tokenizer = [*before.messages, *added], self.runtime.tokenizer
         new = range(len(before.messages), len(messages))
         pinned = before.pinned | frozenset(new if pin else ())
         after = Transcript(messages, system, pinned, pin_system, tools)
@@ -603,14 +603,14 @@ class Session:
         if (
             seen
             and same_opening(tokenizer, system, tools, self._read_with, options)
-            and turn_has_results(tokenizer, system, before.messages[-1:], given, tools, options)
+            and turn_has_results(tokenizer, system, before.messages[-1:], added, tools, options)
         ):
-            text = self._ready(render_turn(tokenizer, system, given, tools, options, begin))
+            text = self._ready(render_turn(tokenizer, system, added, tools, options, begin))
             ids = self._unread + self.encode(text, follows=True)
             spans = [(seen, seen + len(ids))] if pin else []
-            question = self._question(ids, text, given[-1], seen)
+            question = self._question(ids, text, added[-1], seen)
             regions = results_by_age(
-                given, result_spans(self._encoded, text, given, seen + len(self._unread))
+                added, result_spans(self._encoded, text, added, seen + len(self._unread))
             )
             return self._checked(
                 PreparedPrompt(
@@ -643,18 +643,20 @@ class Session:
         if not ids:
             raise EmptyPrompt("the prompt is empty; give at least one token of text")
         ids = self._unread + ids
-        asked = self._place_of_question(ids, 0, len(ids), self.cache.seen) if recall else None
-        return self._checked(PreparedPrompt(ids, None, [], question=asked))
+        question_index = (
+            self._place_of_question(ids, 0, len(ids), self.cache.seen) if recall else None
+        )
+        return self._checked(PreparedPrompt(ids, None, [], question=question_index))
 
     def _repeated_prompt(self) -> PreparedPrompt:
         """Return the prompt of the conversation without its last answer."""
         after = self._unanswered
         if not after.messages and not (self.messages and after.system):
             raise EmptyPrompt("there is nothing to answer again; say something first")
-        asked, read, begin = self._asked, None, ""
+        answered, read, begin = self._answered, None, ""
         now = (after, self._template_options, self._held)
-        if asked is not None and now == (asked.transcript, asked.options, asked.held):
-            read, begin = self._read_before(asked.tokens), asked.begin
+        if answered is not None and now == (answered.transcript, answered.options, answered.held):
+            read, begin = self._read_before(answered.tokens), answered.begin
         whole = self._whole_prompt(after, begin if read else "", read)
         return self._checked(replace(whole, emptied=True, reread=True))
 
@@ -675,9 +677,9 @@ class Session:
         ids = self.read_ids[:tokens]
         if len(ids) < tokens or min(ids) < 0:
             return None
-        recalled = [place for span in self.recall.spans for place in range(*span) if place < tokens]
-        for place in reversed(recalled):
-            del ids[place]
+        recalled = [index for span in self.recall.spans for index in range(*span) if index < tokens]
+        for index in reversed(recalled):
+            del ids[index]
         pins = [(a, min(b, tokens)) for a, b in self.cache.pinned_spans if a < tokens]
         return ids, [(a - bisect_left(recalled, a), b - bisect_left(recalled, b)) for a, b in pins]
 
@@ -716,11 +718,13 @@ class Session:
             ids = self.encode(text)
             spans = system_span(encode, whole.system) if whole.pin_system and whole.system else []
             spans += message_spans(encode, first, whole.messages, whole.pinned, ids)
-        asked = self._question(ids, text, whole.messages[-1], 0) if whole.messages else None
-        prefix = self._prefix_of(ids[:asked], opening)
+        question_index = (
+            self._question(ids, text, whole.messages[-1], 0) if whole.messages else None
+        )
+        prefix = self._prefix_of(ids[:question_index], opening)
         if read is None:
-            found = result_spans(self._encoded, text, whole.messages)
-            regions = results_by_age(whole.messages, found)
+            results = result_spans(self._encoded, text, whole.messages)
+            regions = results_by_age(whole.messages, results)
             if first or whole.tools:
                 with suppress(ChatTemplateMissing):  # of a message that the user did not write
                     regions["system prompt and tools"] = [(0, common_prefix(opening(), ids))]
@@ -731,7 +735,7 @@ class Session:
             whole,
             spans,
             options,
-            question=asked,
+            question=question_index,
             prefix=prefix,
             begin=begin,
             regions=regions,
@@ -746,11 +750,11 @@ class Session:
             ids: tokens of the conversation.
             first: returns those that it begins with, whatever the user says.
         """
-        least, found = self.runtime.plan.block_size, 0
+        least, length = self.runtime.plan.block_size, 0
         if self.prefixes is not None and len(ids) > least:
             with suppress(ChatTemplateMissing):  # of a message that the user did not write
-                found = min(common_prefix(first(), ids), len(ids) - 1)
-        return found if found >= least else 0
+                length = min(common_prefix(first(), ids), len(ids) - 1)
+        return length if length >= least else 0
 
     def _question(self, ids: list[int], text: str, last: Message, seen: int) -> int | None:
         """Return where in `ids` the user's question begins; None: nothing is recalled for it.
@@ -766,16 +770,16 @@ class Session:
         if last["role"] != "user" or not content or begins < 0:
             return None
         first, stop = (
-            len(ids) - common_suffix(ids, self._encoded(text[place:]))
-            for place in (begins, begins + len(content))
+            len(ids) - common_suffix(ids, self._encoded(text[offset:]))
+            for offset in (begins, begins + len(content))
         )
         return self._place_of_question(ids, first, stop, seen)
 
     def _place_of_question(self, ids: list[int], first: int, stop: int, seen: int) -> int | None:
         """Return where the question begins in a message whose text is from `first` to `stop`."""
-        place = self.recall.place(ids, first, stop)
-        evicts = not self.loop.may_be_full and seen + place > self.runtime.plan.budget_tokens
-        return place if self.recall.limit and evicts else None
+        index = self.recall.place(ids, first, stop)
+        evicts = not self.loop.may_be_full and seen + index > self.runtime.plan.budget_tokens
+        return index if self.recall.limit and evicts else None
 
     def _encoded(self, text: str) -> list[int]:
         return self.encode(text, follows=True)
@@ -855,8 +859,8 @@ class Session:
     def _answer(self, prompt: PreparedPrompt) -> Generator[Step, Any, None]:
         """Answer a prompt; however that ends, the conversation can go on."""
         before, ended = self._transcript, False
-        place = 0 if prompt.transcript is None else len(prompt.transcript.messages)
-        tail, at = prompt.ids[-PROMPT_SEEN:], (place, self.number)
+        message_index = 0 if prompt.transcript is None else len(prompt.transcript.messages)
+        tail, at = prompt.ids[-PROMPT_SEEN:], (message_index, self.number)
         written = Written(prompt=tail, place=at, held=self._held)
         turn = Turn(prompt_tokens=len(prompt.ids))
         start = (0, 0)
@@ -880,7 +884,7 @@ class Session:
                     self.turn, self.notice, self._written = turn, None, written
                     start = self.cache.seen, self.cache.held
                     if prompt.transcript is not None or not start[0]:
-                        self._asked = None
+                        self._answered = None
                     turn.reused_tokens = start[0]
                     self.recall.begin(start[0])
                 insertion = None
@@ -909,7 +913,7 @@ class Session:
             settle()  # a Ctrl-C can come before the first has begun
 
     def _weigh(self, prompt: PreparedPrompt) -> None:
-        """Note which tokens of a prompt leave the cache before or after others."""
+        """Note the regions of a prompt, whose tokens leave the cache before or after others."""
         regions, after, seen = self.loop.cache.regions, prompt.transcript, self.loop.cache.seen
         regions.cut(seen)
         if after is not None and after.messages and after.messages[-1]["role"] != "tool":
@@ -965,15 +969,17 @@ class Session:
                 notice += f"; {REREAD}"
         else:
             if whole:
-                asked, read = self._unanswered, seen + total
+                unanswered, read = self._unanswered, seen + total
                 held = self._written.held
-                self._asked = Asked(asked, prompt.options, held, read, prompt.begin)
-            said = Parsed(prompt.begin + answer).as_message()
+                self._answered = AnsweredPrompt(
+                    unanswered, prompt.options, held, read, prompt.begin
+                )
+            reply = Parsed(prompt.begin + answer).as_message()
             if self.tools and (parsed := self.parsed).tool_calls:
                 called = parsed._replace(content=prompt.begin + parsed.content).as_message()
                 if calls_are_written(self.runtime.tokenizer, called, self.tools, prompt.options):
-                    said = called
-            self.messages.append(said)
+                    reply = called
+            self.messages.append(reply)
             if prompt.reread and not whole:
                 cache.reset()
                 notice = f"stopped while earlier messages were read; {REREAD}"

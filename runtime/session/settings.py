@@ -15,7 +15,7 @@ from kvcap.runtime.types import ModelKind
 
 
 class Bounds(NamedTuple):
-    """A range that says which numbers a setting takes, and of which kind."""
+    """A range of the numbers that a setting takes, whole or not."""
 
     kind: type
     low: float
@@ -30,10 +30,10 @@ class Bounds(NamedTuple):
         return self.low <= value <= self.high and not (self.above and value == self.low)
 
     def __str__(self) -> str:
-        what = "a whole number" if self.kind is int else "a number"
+        kind = "a whole number" if self.kind is int else "a number"
         if self.high == math.inf:
-            return f"{what} above {self.low:g}" if self.above else f"{what}, {self.low:g} or more"
-        return f"{what} from {self.low:g} to {self.high:g}"
+            return f"{kind} above {self.low:g}" if self.above else f"{kind}, {self.low:g} or more"
+        return f"{kind} from {self.low:g} to {self.high:g}"
 
 
 NUMBERS = {
@@ -182,11 +182,11 @@ def seeded(seed: int | None) -> int | None:
 
 def copied(config: Any) -> Any:
     """Return a copy of settings that can take kvcap's own, too."""
-    found = copy.deepcopy(config)
+    settings = copy.deepcopy(config)
     for name in OURS:
-        if not hasattr(found, name):  # transformers' have others only
-            setattr(found, name, None)
-    return found
+        if not hasattr(settings, name):  # transformers' have others only
+            setattr(settings, name, None)
+    return settings
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -200,9 +200,9 @@ def shapes(config: Any) -> dict[str, Any]:
 
 
 def forms(config: Any) -> dict[str, Any]:
-    """Return what answers, or the calls in them, are held to, by the setting's name."""
-    found = {name: getattr(config, name, None) for name in FORMS}
-    return {name: value for name, value in found.items() if value is not None}
+    """Return the constraints on the form of answers and calls, by the setting's name."""
+    values = {name: getattr(config, name, None) for name in FORMS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def mild_for(kind: ModelKind) -> dict[str, Any]:
@@ -212,8 +212,8 @@ def mild_for(kind: ModelKind) -> dict[str, Any]:
     [0.2, 0.7]
     """
     family = next(start for start in MILD if kind.family.lower().startswith(start))
-    found = MILD[family] if family or kind.hidden_size >= SMALL else MILD_SMALL
-    return {"do_sample": True, **found}
+    settings = MILD[family] if family or kind.hidden_size >= SMALL else MILD_SMALL
+    return {"do_sample": True, **settings}
 
 
 def names_drawing(config: Any) -> bool:
@@ -228,14 +228,14 @@ def drawn(config: Any) -> dict[str, Any]:
     """Return the settings that say how tokens are drawn, for people; only `temperature` if 0."""
     if greedy(config):
         return {"temperature": 0}
-    found = {name: getattr(config, name, None) for name in DRAWN[1:]}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: getattr(config, name, None) for name in DRAWN[1:]}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def greedy(config: Any) -> bool:
     """Return whether only the likeliest token can be drawn."""
-    given = (config.temperature, config.top_p)
-    return not config.do_sample or any(value is not None and value < LEAST for value in given)
+    values = (config.temperature, config.top_p)
+    return not config.do_sample or any(value is not None and value < LEAST for value in values)
 
 
 def template_options(config: Any) -> dict[str, Any]:
@@ -244,8 +244,8 @@ def template_options(config: Any) -> dict[str, Any]:
     An answer that is held to a form is not to be held within its thoughts: `enable_thinking` is
     False then, unless it was given.
     """
-    given = getattr(config, "template_options", None) or {}
-    return {"enable_thinking": False, **given} if shapes(config) else dict(given)
+    options = getattr(config, "template_options", None) or {}
+    return {"enable_thinking": False, **options} if shapes(config) else dict(options)
 
 
 def penalties(config: Any) -> tuple[float, float]:
@@ -255,9 +255,9 @@ def penalties(config: Any) -> tuple[float, float]:
 
 
 def biases(config: Any) -> dict[int, float]:
-    """Return what is added to the logits of some tokens."""
-    found = getattr(config, "logit_bias", None) or {}
-    return {int(token): float(number) for token, number in found.items()}
+    """Return the numbers added to logits, by token id."""
+    bias = getattr(config, "logit_bias", None) or {}
+    return {int(token): float(number) for token, number in bias.items()}
 
 
 def end_tokens(config: Any) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Records the figures of a conversation: what its cache holds, and what its last answer took."""
+"""Records the figures of a conversation: of its cache, and of its last answer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Turn:
 
 @dataclass(frozen=True, repr=False)
 class Stats:
-    """A record that says what a cache holds.
+    """A record of the slots, bytes and tokens of a cache.
 
     Tokens are per KV head and layer, bytes of all layers together.
     """
@@ -75,7 +75,7 @@ class Stats:
 
     @property
     def slots(self) -> SlotUse:
-        """Return the slots in use; those that wait for the next eviction are counted separately."""
+        """Return the numbers of slots in use, of tokens waiting for eviction, and of the budget."""
         return SlotUse(self.held_tokens, self.waiting_tokens, self.budget_tokens)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Finds out what a chat template writes: tools, their calls and results, a system prompt, thoughts.
+"""Finds out whether a chat template writes tools, calls, results, a system prompt, thoughts.
 
 Short conversations with a marker show it. What a template was asked once is remembered.
 """
@@ -37,7 +37,7 @@ EFFORTS: tuple[dict[str, Any], ...] = ({"enable_thinking": True, "reasoning_effo
 
 
 class Abilities(NamedTuple):
-    """A record of what a chat template writes."""
+    """A record of the parts of a conversation that a chat template writes."""
 
     tools: bool  # that the model may call
     calls: bool  # and what they returned
@@ -47,7 +47,7 @@ class Abilities(NamedTuple):
 
 @lru_cache(maxsize=64)
 def abilities(template: str, names: str) -> Abilities:
-    """Return what a template writes.
+    """Return the parts of a conversation that a template writes.
 
     Args:
         template: in Jinja.
@@ -58,12 +58,12 @@ def abilities(template: str, names: str) -> Abilities:
     """
 
     def text(messages: Sequence[Message], prompt: bool = True, **more: Any) -> str:
-        """Return what it writes; nothing where it fails."""
+        """Return the text that the template writes; '' if it fails."""
 
         def write(some: Sequence[Message]) -> str:
-            given = {"tools": None, "documents": None, "add_generation_prompt": prompt}
+            usual = {"tools": None, "documents": None, "add_generation_prompt": prompt}
             return render_template(
-                template, {**given, **json.loads(names), **more, "messages": list(some)}
+                template, {**usual, **json.loads(names), **more, "messages": list(some)}
             )
 
         try:

@@ -48,11 +48,11 @@ def template_for(
         ChatTemplateMissing: there is none of that name, or none is the default.
     """
     if name is not None:
-        known = {} if isinstance(templates, str) else templates
-        if not isinstance(name, str) or name not in known:  # clients give any JSON
-            names = ", ".join(sorted(known)) or "one chat template, without a name"
+        by_name = {} if isinstance(templates, str) else templates
+        if not isinstance(name, str) or name not in by_name:  # clients give any JSON
+            names = ", ".join(sorted(by_name)) or "one chat template, without a name"
             raise ChatTemplateMissing(f"there is no chat template {name!r}; there is: {names}")
-        return known[name]
+        return by_name[name]
     if isinstance(templates, str):
         return templates
     for name in (*([TOOL_USE] if tools else []), DEFAULT):
@@ -67,7 +67,7 @@ def template_for(
 
 
 def without_default(templates: str | Mapping[str, str] | None) -> str | None:
-    """Return a notice on named chat templates of which none is the default; else None."""
+    """Return a notice if a model has named chat templates but no default one; else None."""
     if templates is None or isinstance(templates, str) or DEFAULT in templates:
         return None
     names = sorted(templates)
@@ -100,10 +100,10 @@ def as_taken(template: str, write: Write, messages: Sequence[Message]) -> list[M
     if not _users_parts(template, write):
         return list(messages)
     return [
-        {**one, "content": _parts(one["content"])}
-        if _parts_of_role(template, write, one["role"])
-        else one
-        for one in messages
+        {**message, "content": _parts(message["content"])}
+        if _parts_of_role(template, write, message["role"])
+        else message
+        for message in messages
     ]
 
 
@@ -126,21 +126,21 @@ def with_short_ids(messages: Sequence[Message]) -> list[Message]:
     An id of nine letters and digits stays. Any other is replaced, in the call and in its result
     alike; a call without an id gets one, and a result without one gets that of the next call.
     """
-    found, unanswered = list[Message](), deque[str]()
-    for index, one in enumerate(messages):
-        if one.get("tool_calls"):
+    renamed, unanswered = list[Message](), deque[str]()
+    for index, message in enumerate(messages):
+        if message.get("tool_calls"):
             calls = [
                 {**call, "id": _short(call.get("id") or f"{index}.{number}")}
-                for number, call in enumerate(one["tool_calls"])
+                for number, call in enumerate(message["tool_calls"])
             ]
-            one = {**one, "tool_calls": calls}
+            message = {**message, "tool_calls": calls}
             unanswered = deque(call["id"] for call in calls)
-        elif one["role"] == "tool":
-            own = one.get("tool_call_id")
+        elif message["role"] == "tool":
+            own = message.get("tool_call_id")
             following = unanswered.popleft() if unanswered else f"{index}"
-            one = {**one, "tool_call_id": _short(own or following)}
-        found.append(one)
-    return found
+            message = {**message, "tool_call_id": _short(own or following)}
+        renamed.append(message)
+    return renamed
 
 
 def _short(id: str) -> str:
@@ -153,7 +153,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 @lru_cache(maxsize=16)
 def _found(template: str) -> dict[str, bool]:
-    """Return a dictionary, kept per template, of roles whose contents it takes as parts or not."""
+    """Return a template's cache: for each role, whether it reads contents as lists of parts."""
     return {}
 
 
@@ -162,8 +162,8 @@ def _users_parts(template: str, write: Write) -> bool:
 
     A template that fails on both is given texts: the real conversation then says why it fails.
     """
-    found = _found(template)
-    if "user" not in found:
+    abilities = _found(template)
+    if "user" not in abilities:
         text = _marker_in(write, [{"role": "user", "content": MARKER}])
         parts = not text and _marker_in(write, [{"role": "user", "content": _parts(MARKER)}])
         if text is None and not parts:
@@ -174,30 +174,30 @@ def _users_parts(template: str, write: Write) -> bool:
                 "a list of parts; give another by --chat-template, or use a model whose template "
                 "works"
             )
-        found["user"] = bool(parts)
-    return found["user"]
+        abilities["user"] = bool(parts)
+    return abilities["user"]
 
 
 def _parts_of_role(template: str, write: Write, role: str) -> bool:
     """Return whether a template that reads a user's parts also reads another role's."""
-    found = _found(template)
-    if role not in found:
-        asked: Message = {"role": "user", "content": _parts(".")}
+    abilities = _found(template)
+    if role not in abilities:
+        question: Message = {"role": "user", "content": _parts(".")}
         called = {"role": "assistant", "content": _parts(""), "tool_calls": [CALL]}
-        before: list[Message] = {"system": [], "tool": [asked, called]}.get(role, [asked])
-        after: list[Message] = [] if role == "tool" else [asked]
+        before: list[Message] = {"system": [], "tool": [question, called]}.get(role, [question])
+        after: list[Message] = [] if role == "tool" else [question]
 
         # As a text first: of a list, a template that takes texts writes Python's own form.
         for content in (MARKER, _parts(MARKER)):
-            one: Message = {"role": role, "content": content}
+            message: Message = {"role": role, "content": content}
             if role == "tool":
-                one |= {"tool_call_id": CALL["id"], "name": "f"}
-            if _marker_in(write, [*before, one, *after]):
-                found[role] = content != MARKER
+                message |= {"tool_call_id": CALL["id"], "name": "f"}
+            if _marker_in(write, [*before, message, *after]):
+                abilities[role] = content != MARKER
                 break
         else:  # it may fail, or leave the text out, for want of an option
             return True
-    return found[role]
+    return abilities[role]
 
 
 def _marker_in(write: Write, messages: Sequence[Message]) -> bool | None:

@@ -92,16 +92,16 @@ def template_of(text: str) -> Template:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    found = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
-    found.filters["tojson"] = tojson
-    found.globals.update(
+    environment.filters["tojson"] = tojson
+    environment.globals.update(
         raise_exception=fail,
         strftime_now=lambda form: datetime.now().strftime(form),
         namespace=Names,
     )
-    return found.from_string(text)
+    return environment.from_string(text)
 
 
 if __name__ == "__main__":

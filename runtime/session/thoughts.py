@@ -1,4 +1,4 @@
-"""Follows what a model thinks, token by token, and closes it where it has become long enough."""
+"""Follows a model's thoughts token by token, and closes them once they reach their budget."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mark_opened(tokenizer: Any, prompt: Sequence[int]) -> str:
 
 
 class Thoughts(Listener):
-    """A listener that finds the thoughts at the begin of an answer, and closes those of `budget`.
+    """A listener that finds an answer's thoughts, and closes them after `budget` tokens.
 
     Thoughts are closed by having the tokens of the closing mark come next, so that the model goes
     on with its answer behind them.

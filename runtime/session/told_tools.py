@@ -27,25 +27,25 @@ def told(messages: Sequence[Message], tools: Sequence[Tool], *, in_system: bool)
         tools: that the model may call.
         in_system: the template writes a message of the system; else the first message has them.
     """
-    found, before = list[Message](), ""
-    for one in messages:
-        said = _as_text(one)
-        if before == "tool" and said["role"] == "user":  # one turn, as some want turns to alternate
-            said = {**said, "content": f"{found.pop()['content']}\n\n{said['content']}"}
-        found.append(said)
-        before = one["role"]
+    texts, before = list[Message](), ""
+    for message in messages:
+        text = _as_text(message)
+        if before == "tool" and text["role"] == "user":  # one turn, as some want turns to alternate
+            text = {**text, "content": f"{texts.pop()['content']}\n\n{text['content']}"}
+        texts.append(text)
+        before = message["role"]
     if not tools:
-        return found
-    if not found or (in_system and found[0]["role"] != "system"):
-        return [{"role": "system", "content": _list_of(tools)}, *found]
-    first, *others = found
+        return texts
+    if not texts or (in_system and texts[0]["role"] != "system"):
+        return [{"role": "system", "content": _list_of(tools)}, *texts]
+    first, *others = texts
     parts = (first["content"], _list_of(tools))
     content = "\n\n".join(parts if first["role"] == "system" else parts[::-1])
     return [{**first, "content": content}, *others]
 
 
 def _as_text(message: Message) -> Message:
-    """Return a message whose calls, or the result that it has, are part of its text."""
+    """Return a message with its calls, or its tool result, written into its text."""
     if message["role"] == "tool":
         return {
             "role": "user",
@@ -59,7 +59,7 @@ def _as_text(message: Message) -> Message:
 
 
 def _list_of(tools: Sequence[Tool]) -> str:
-    """Return what a model is told of its tools."""
+    """Return the text that tells a model of its tools."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         f"# Tools\n\nYou may call one or more of these functions:\n<tools>\n{listed}\n</tools>\n\n"

@@ -43,34 +43,34 @@ class Parsed(NamedTuple):
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
 
-    def with_ids(self, place: int | tuple[int, int]) -> Parsed:
-        """Return the answer with an id for each call, derived from what is called and where.
+    def with_ids(self, answer_index: int | tuple[int, int]) -> Parsed:
+        """Return the answer with an id for each call, derived from its content and its answer.
 
         Args:
-            place: of the answer in its conversation, so that no two of its calls have one id; and
-                where several conversations have the same messages, the number of this one.
+            answer_index: the answer's place in its conversation, so that no two calls have one id;
+                where several conversations have the same messages, also this one's number.
         """
         calls = [
-            call._replace(id=call_id(place, number, call.name, call.arguments))
+            call._replace(id=call_id(answer_index, number, call.name, call.arguments))
             for number, call in enumerate(self.tool_calls)
         ]
         return Parsed(self.content, tuple(calls))
 
     @classmethod
     def of_message(cls, message: Message) -> Parsed:
-        """Return the answer of which `as_message` made this message."""
+        """Return the answer that `as_message` turned into this message."""
         calls = [
-            ToolCall(one["function"]["name"], one["function"]["arguments"], one.get("id", ""))
-            for one in message.get("tool_calls", ())
+            ToolCall(call["function"]["name"], call["function"]["arguments"], call.get("id", ""))
+            for call in message.get("tool_calls", ())
         ]
         return cls(message["content"], tuple(calls))
 
     def as_message(self) -> Message:
         """Return the answer as a message, as chat templates and OpenAI's API have it."""
-        found: Message = {"role": "assistant", "content": self.content}
+        message: Message = {"role": "assistant", "content": self.content}
         if self.tool_calls:
-            found["tool_calls"] = [call.as_message() for call in self.tool_calls]
-        return found
+            message["tool_calls"] = [call.as_message() for call in self.tool_calls]
+        return message
 
 
 def call_id(*of: Any) -> str:
@@ -97,9 +97,9 @@ def parsed_by_template(
     if getattr(tokenizer, "response_template", None) is None:
         return None
     try:
-        found = tokenizer.parse_response(raw, prefix=prompt, tools=list(tools))
-        calls = [_call(one.get("function", one)) for one in found.get("tool_calls") or ()]
-        content = found.get("content") or ""
+        parsed = tokenizer.parse_response(raw, prefix=prompt, tools=list(tools))
+        calls = [_call(entry.get("function", entry)) for entry in parsed.get("tool_calls") or ()]
+        content = parsed.get("content") or ""
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return None
     if None in calls or not isinstance(content, str):
@@ -126,8 +126,8 @@ def parsed_text(text: str, raw: str, tools: Sequence[Tool] = ()) -> Parsed:
     if HERMES in raw:
         return _hermes(text if HERMES in text else raw)
     for whole, mark, read in forms:
-        before, found, after = whole.partition(mark)
-        if found and (calls := read(after)):
+        before, tag, after = whole.partition(mark)
+        if tag and (calls := read(after)):
             content = before if text.startswith(before) else ""  # drop what has special tokens
             return Parsed(content.strip(), tuple(calls))
     names = {tool["function"]["name"] for tool in tools}
@@ -148,10 +148,10 @@ def schema_of_call(tools: Sequence[Tool], answer: dict[str, Any] | None = None) 
     """
     calls = list[dict[str, Any]]()
     for number, tool in enumerate(tools):
-        function, place = tool["function"], f"#/anyOf/{number}/properties/arguments"
-        given = function.get("parameters")
+        function, pointer = tool["function"], f"#/anyOf/{number}/properties/arguments"
+        schema = function.get("parameters")
         none = {"properties": {}, "additionalProperties": False}
-        parameters = none if given is None else _placed(given, place)
+        parameters = none if schema is None else _placed(schema, pointer)
         calls.append(
             {
                 "type": "object",
@@ -168,19 +168,19 @@ def schema_of_call(tools: Sequence[Tool], answer: dict[str, Any] | None = None) 
     return {"anyOf": calls}
 
 
-def _placed(schema: Any, place: str) -> Any:
-    """Return a schema whose references to its own root are rewritten for another place."""
+def _placed(schema: Any, pointer: str) -> Any:
+    """Return a schema with references to its own root rewritten to start at `pointer`."""
     if isinstance(schema, list):
-        return [_placed(one, place) for one in schema]
+        return [_placed(part, pointer) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    placed = {}
     for name, value in schema.items():
         if name == "$ref" and isinstance(value, str) and value.startswith("#"):
-            found[name] = place + value[1:]
+            placed[name] = pointer + value[1:]
         else:
-            found[name] = value if name in ("const", "enum") else _placed(value, place)
-    return found
+            placed[name] = value if name in ("const", "enum") else _placed(value, pointer)
+    return placed
 
 
 def _hermes(text: str) -> Parsed:
@@ -189,42 +189,42 @@ def _hermes(text: str) -> Parsed:
     kept, calls = [before.strip()], list[ToolCall]()
     for part in parts:
         body, _, after = part.partition("</tool_call>")
-        found = _calls(body)
-        if found is None:
+        more = _calls(body)
+        if more is None:
             kept.append(f"{HERMES}{part}".strip())
         else:
-            calls += found
+            calls += more
             kept.append(after.strip())
     return Parsed("\n".join(filter(None, kept)), tuple(calls))
 
 
 def _python(text: str) -> list[ToolCall] | None:
     """Parse Llama 3's form: JSON objects with semicolons between them, or a list of objects."""
-    found = list[ToolCall]()
+    calls_read = list[ToolCall]()
     for value, rest in _values(text, ";"):
-        calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
+        calls = [_call(entry) for entry in (value if isinstance(value, list) else [value])]
         if None in calls:
             return None
-        found += [call for call in calls if call is not None]
+        calls_read += [call for call in calls if call is not None]
         if rest and not rest.startswith(("<|eom_id|>", "<|eot_id|>")):
             return None
-    return found or None
+    return calls_read or None
 
 
 def _mistral(text: str) -> list[ToolCall] | None:
     """Parse Mistral's form: a list of JSON objects, or for each call a name and its arguments."""
-    found = list[ToolCall]()
+    calls_read = list[ToolCall]()
     for part in text.split(MISTRAL):
         if named := NAMED.match(part):
             values = [value for value, _ in _values(part[named.end() :], "")]
             if len(values) != 1 or not isinstance(values[0], dict):
                 return None
-            found.append(ToolCall(named[1], values[0]))
+            calls_read.append(ToolCall(named[1], values[0]))
         elif (calls := _calls(part)) is not None:
-            found += calls
+            calls_read += calls
         else:
             return None
-    return found
+    return calls_read
 
 
 def _calls(text: str) -> list[ToolCall] | None:
@@ -233,12 +233,12 @@ def _calls(text: str) -> list[ToolCall] | None:
     if len(values) != 1:
         return None
     value = values[0][0]
-    calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
+    calls = [_call(entry) for entry in (value if isinstance(value, list) else [value])]
     return None if None in calls else [call for call in calls if call is not None]
 
 
 def _values(text: str, between: str) -> Iterator[tuple[Any, str]]:
-    """Yield the JSON values that a text begins with, each with what follows it up to `between`."""
+    """Yield the JSON values that a text begins with, each with the text up to `between`."""
     rest = text.strip()
     while rest:
         try:

@@ -71,17 +71,17 @@ class Compared:
 
 def made_on() -> dict[str, str]:
     """Return the versions and machine that figures depend on; torch is asked only if imported."""
-    found = {"platform": f"{platform.system()} {platform.machine()}"}
+    facts = {"platform": f"{platform.system()} {platform.machine()}"}
     for name in ("torch", "transformers"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
+            facts[name] = version(name)
     torch = sys.modules.get("torch")
     if torch is not None:
-        found["cpu"] = torch.backends.cpu.get_cpu_capability()
-        found["threads"] = str(torch.get_num_threads())
+        facts["cpu"] = torch.backends.cpu.get_cpu_capability()
+        facts["threads"] = str(torch.get_num_threads())
         if torch.cuda.is_initialized():
-            found["gpu"] = torch.cuda.get_device_name()
-    return found
+            facts["gpu"] = torch.cuda.get_device_name()
+    return facts
 
 
 class FiguresFile:
@@ -99,22 +99,22 @@ class FiguresFile:
         Raises:
             FiguresUnusable: it is missing or malformed.
         """
-        found = cls(path)
+        figures_file = cls(path)
         make = "`pytest --memory-update --memory-baseline FILE` writes one"
         try:
             document = json.loads(path.read_text())
             if document["format"] != FORMAT:
                 raise ValueError(f"format {document['format']!r} rather than {FORMAT}")
-            found.made_on = {str(k): str(v) for k, v in dict(document["made_on"]).items()}
-            found.tests = {str(k): dict(v) for k, v in dict(document["figures"]).items()}
-            for figures in found.tests.values():
+            figures_file.made_on = {str(k): str(v) for k, v in dict(document["made_on"]).items()}
+            figures_file.tests = {str(k): dict(v) for k, v in dict(document["figures"]).items()}
+            for figures in figures_file.tests.values():
                 for value in figures.values():
                     _bytes_and_tolerance(value)
         except FileNotFoundError as error:
             raise FiguresUnusable(f"there is no file of figures {path}; {make}") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FiguresUnusable(f"{path} is no file of figures ({error!r}); {make}") from error
-        return found
+        return figures_file
 
     def unlike(self, here: Mapping[str, str]) -> str:
         """Say how this machine differs from the one where the file was made; '' if it does not."""
@@ -127,7 +127,7 @@ class FiguresFile:
     def compare(
         self, test: str, figure: Figure, tolerance: float | None, here: Mapping[str, str]
     ) -> Compared:
-        """Compare a figure with its earlier value; `tolerance` replaces that of its kind.
+        """Compare a figure with its earlier value; `tolerance` replaces its kind's own.
 
         Where neither the file has a tolerance for the figure nor one is given, growth below `NOISE`
         is ignored.
@@ -147,11 +147,11 @@ class FiguresFile:
         return Compared(figure, before, max(math.floor(before * (1 + own)), before + noise))
 
     def update(self, measured: Mapping[str, list[Figure]], here: Mapping[str, str]) -> None:
-        """Replace the figures of the tests that were measured; those of others stay."""
+        """Replace the figures of measured tests; other tests' figures stay."""
         for test, figures in measured.items():
-            known, now = self.tests.get(test, {}), dict[str, Any]()
+            stored, now = self.tests.get(test, {}), dict[str, Any]()
             for figure in figures:
-                value = known.get(figure.name)
+                value = stored.get(figure.name)
                 now[figure.name] = (
                     {**value, "bytes": figure.nbytes} if isinstance(value, dict) else figure.nbytes
                 )
@@ -176,12 +176,12 @@ def share(text: str) -> float:
         ValueError: not a percentage of zero or more.
     """
     try:
-        found = float(text.strip().removesuffix("%")) / 100
+        fraction = float(text.strip().removesuffix("%")) / 100
     except ValueError:
-        found = -1.0
-    if not 0 <= found < math.inf:
+        fraction = -1.0
+    if not 0 <= fraction < math.inf:
         raise ValueError(f"{text!r} is no percentage; write 2% or 0.5%")
-    return found
+    return fraction
 
 
 def _bytes_and_tolerance(value: Any) -> tuple[int, float | None]:

@@ -156,7 +156,7 @@ class _Recording:
         self._marks: list[tuple[int, int]] = []  # from when to when, by the clock of the logs
         self._marking = threading.Lock()
         self._shared = SharedCount(self._joined)
-        self._given_up = False  # no call is noted any more
+        self._discarded = False  # no call is noted any more
 
     def start(self) -> None:
         """Begin to count."""
@@ -174,12 +174,12 @@ class _Recording:
         if self._stacks:
             sys.setprofile(log.note)
 
-    def give_up_stacks(self) -> None:
+    def discard_stacks(self) -> None:
         """Stop noting calls in all threads, since the notes take memory."""
         with self._marking:
-            self._given_up = True
+            self._discarded = True
             for log in self._logs:
-                log.give_up()
+                log.discard()
 
     def calm(self) -> None:
         """Stop noting calls in this thread."""
@@ -201,8 +201,8 @@ class _Recording:
             return None
         with self._marking:
             self._logs.append(log := CallLog.of(frame.f_back))
-            if self._given_up:
-                log.give_up()
+            if self._discarded:
+                log.discard()
             torch.empty(MARK + len(self._logs) - 1, dtype=torch.uint8, device="cpu")
         return log.note
 
@@ -226,7 +226,7 @@ class _Recording:
             if now > peak.peak_bytes:
                 peak.peak_bytes, top = now, index
         peak.held_bytes = now
-        if self._stacks and not self._given_up:
+        if self._stacks and not self._discarded:
             peak.largest = lambda: self._largest(events[: top + 1], owners, ours)
 
     def _take_marks(
@@ -271,31 +271,33 @@ class _Recording:
             if event.size > 0:
                 live[event.pointer] = event
         most = sorted(live.values(), key=lambda e: -e.size)[:LOOKED_UP]
-        found: dict[tuple[str, tuple[Place, ...]], list[int]] = {}
+        sizes_by_stack: dict[tuple[str, tuple[Place, ...]], list[int]] = {}
         for thread in {e.thread for e in most}:
             mine, log = [e for e in most if e.thread == thread], owners.get(thread)
             times = [ours(e.time) for e in mine]
             stacks: list[list[Place]] = log.stacks(times) if log else [[] for _ in mine]
             for event, stack in zip(mine, stacks, strict=True):
                 name = log.thread if log else "of PyTorch"
-                found.setdefault((name, tuple(stack)), []).append(event.size)
-        groups = [Allocations(sum(sizes), len(sizes), *key) for key, sizes in found.items()]
+                sizes_by_stack.setdefault((name, tuple(stack)), []).append(event.size)
+        groups = [
+            Allocations(sum(sizes), len(sizes), *key) for key, sizes in sizes_by_stack.items()
+        ]
         return sorted(groups, key=lambda group: -group.nbytes)
 
 
 def _events(tree: list[Any]) -> list[_Event]:
     """Return the events of the CPU's memory in order of time, without those of a GPU."""
-    found, todo = [], list(tree)
+    events, todo = [], list(tree)
     while todo:
         node = todo.pop()
         todo += node.children
         if node.tag == _EventType.Allocation:
             fields = node.extra_fields
             if fields.device.type == "cpu":
-                found.append(
+                events.append(
                     _Event(node.start_time_ns, fields.ptr, fields.alloc_size, node.start_tid)
                 )
-    return sorted(found, key=lambda event: event.time)
+    return sorted(events, key=lambda event: event.time)
 
 
 @contextmanager
@@ -309,15 +311,15 @@ def _without_usdt() -> Iterator[None]:
     except OSError:  # there is no stderr
         yield
         return
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
+    with tempfile.TemporaryFile() as stderr:
+        os.dup2(stderr.fileno(), 2)
         try:
             yield
         finally:
             os.dup2(own, 2)
             os.close(own)
-            said.seek(0)
-            os.write(2, b"".join(line for line in said if not line.startswith(b"USDT:")))
+            stderr.seek(0)
+            os.write(2, b"".join(line for line in stderr if not line.startswith(b"USDT:")))
 
 
 def host_peak(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Peak:
@@ -341,7 +343,7 @@ def host_meter() -> Iterator[Peak]:
     if began:
         tracemalloc.start()
     for recording in _RECORDING:
-        recording.give_up_stacks()
+        recording.discard_stacks()
     peak, count = Peak(), _HostCount()
     _COUNTING_HOST.append(count)
     try:
@@ -358,7 +360,7 @@ def host_meter() -> Iterator[Peak]:
 
 
 class _HostCount:
-    """A counter of what `tracemalloc` sees, without the modules that are imported meanwhile.
+    """A counter of the bytes that `tracemalloc` sees, without those of imports.
 
     An import happens once in a process, in whichever test needs it first: it takes as much as 100
     MB (`transformers`), and would make every figure depend on the order of tests. What other
@@ -407,7 +409,7 @@ class _HostCount:
 
 
 def cuda_peak(function: Callable[[], Any], device: torch.device | str | int = "cuda") -> Peak:
-    """Measure the exact peak of what `function` allocates on a GPU, and the bytes it leaves.
+    """Measure the exact peak of bytes that `function` allocates on a GPU, and the bytes it leaves.
 
     Raises:
         RuntimeError: no CUDA device.

@@ -70,7 +70,7 @@ def in_fresh_process(
     entry: str, request: list[Any], *, cwd: Path | None = None, timeout: float | None = None
 ) -> ProcessPeak:
     """Call `entry` of this module in a fresh process, which writes its figures to a file."""
-    path = [place for place in sys.path if place]  # '' would let folders here shadow packages
+    path = list(filter(None, sys.path))  # '' would let folders here shadow packages
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "peak.json")
         code = (
@@ -87,17 +87,17 @@ def in_fresh_process(
             timeout=timeout,
             check=False,
         )
-        said = (done.stdout + done.stderr).strip()[-4000:]
+        output = (done.stdout + done.stderr).strip()[-4000:]
         if done.returncode:
-            raise RuntimeError(f"the process ended with code {done.returncode}:\n{said}")
+            raise RuntimeError(f"the process ended with code {done.returncode}:\n{output}")
         if not report.exists():
-            raise NotMeasured(said)
-        found = json.loads(report.read_text())
-        if "failed" in found:
-            raise TestFailed(found["failed"])
-        if "skipped" in found:
-            raise NotMeasured(found["skipped"])
-        return ProcessPeak(**found)
+            raise NotMeasured(output)
+        report_facts = json.loads(report.read_text())
+        if "failed" in report_facts:
+            raise TestFailed(report_facts["failed"])
+        if "skipped" in report_facts:
+            raise NotMeasured(report_facts["skipped"])
+        return ProcessPeak(**report_facts)
 
 
 def run(report: str, target: str, script: bool, args: list[Any]) -> None:

@@ -107,17 +107,17 @@ class MemoryMeter:
 
     def process_peak(self, target: str | Path, *args: Any, label: str = "") -> ProcessPeak:
         """See `kvcap.testing.process_peak`."""
-        found = processes.process_peak(target, *args)
-        self._note("process_peak", label, found.peak_bytes)
-        return found
+        peak = processes.process_peak(target, *args)
+        self._note("process_peak", label, peak.peak_bytes)
+        return peak
 
     def kv_bytes(self, cache: Any, *, label: str = "") -> int:
         """See `kvcap.testing.kv_bytes`."""
         from kvcap.runtime.testing.memory_meter import kv_bytes
 
-        found = kv_bytes(cache)
-        self._note("kv", label, found)
-        return found
+        nbytes = kv_bytes(cache)
+        self._note("kv", label, nbytes)
+        return nbytes
 
     @contextmanager
     def _noted(self, kind: str, label: str, meter: AbstractContextManager[Peak]) -> Iterator[Peak]:
@@ -141,7 +141,7 @@ def _called(
 def _add(item: pytest.Item, figure: Figure, peak: Peak | None) -> None:
     """Keep a figure under a name that no other figure of the test has."""
     figures = item.stash.setdefault(FIGURES, [])
-    names, number = {known.name for known in figures}, 2
+    names, number = {noted.name for noted in figures}, 2
     label = figure.label
     while figure.name in names:
         changed = f"{label or 'run'}-{number}"
@@ -189,8 +189,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     file, update = config.getoption("memory_baseline"), config.getoption("memory_update")
     try:
-        given = config.getoption("memory_tolerance")
-        tolerance = None if given is None else share(given)
+        tolerance_text = config.getoption("memory_tolerance")
+        tolerance = None if tolerance_text is None else share(tolerance_text)
         if file or update:
             # Absolute, for processes of pytest-xdist that start elsewhere.
             path = Path(config.invocation_params.dir, file or DEFAULT)
@@ -234,24 +234,24 @@ class AllowedBytes:
         return cls(_bytes(mark.args[0]), None if host is None else _bytes(host), process)
 
 
-def _bytes(given: object) -> int:
-    if isinstance(given, bool) or not isinstance(given, (int, str)):
-        raise ValueError(f"{given!r} is no size; {USAGE}")
+def _bytes(size: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise ValueError(f"{size!r} is no size; {USAGE}")
     from kvcap.runtime.units import parse_bytes
 
-    found = parse_bytes(given)
-    if found < 0:
-        raise ValueError(f"{given} is below zero; {USAGE}")
-    return found
+    nbytes = parse_bytes(size)
+    if nbytes < 0:
+        raise ValueError(f"{size} is below zero; {USAGE}")
+    return nbytes
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Measure the body of a marked test, without its set-up and tear-down."""
-    found = _nearest(item)
-    if found is None:
+    marked = _nearest(item)
+    if marked is None:
         return (yield)
-    _, mark = found
+    _, mark = marked
     budget, wrong = None, ""
     try:
         budget = AllowedBytes.of(mark)
@@ -405,20 +405,20 @@ def _described(each: Allocations, root: Path) -> list[str]:
     """Return lines that show an allocation and its stack, the user's own files first."""
     times = f" in {each.count} allocations" if each.count > 1 else ""
     thread = "" if each.thread == "MainThread" else f", thread {each.thread}"
-    found = [f"    {format_bytes(each.nbytes)} ({each.nbytes:,} bytes){times}{thread}"]
+    lines = [f"    {format_bytes(each.nbytes)} ({each.nbytes:,} bytes){times}{thread}"]
     # Below the test are pytest and whatever started it; a meter stands between test and function.
-    above = takewhile(lambda place: not _is_pytest(place.file), each.stack)
-    stack = [place for place in above if Path(place.file).parent != Path(__file__).parent]
-    own = [place for place in stack if _is_own(place.file, root)]
-    for place in own[:FRAMES] or stack[:FRAMES]:
-        near = "" if place.exact else " (an operator near this line)"
-        found.append(f"      {_shown(place.file, root)}:{place.line} in {place.function}{near}")
+    above = takewhile(lambda frame: not _is_pytest(frame.file), each.stack)
+    stack = [frame for frame in above if Path(frame.file).parent != Path(__file__).parent]
+    own = [frame for frame in stack if _is_own(frame.file, root)]
+    for frame in own[:FRAMES] or stack[:FRAMES]:
+        near = "" if frame.exact else " (an operator near this line)"
+        lines.append(f"      {_shown(frame.file, root)}:{frame.line} in {frame.function}{near}")
     if own and stack[0] not in own:
         inner = stack[0]
-        found.append(f"      by {_shown(inner.file, root)}:{inner.line} in {inner.function}")
+        lines.append(f"      by {_shown(inner.file, root)}:{inner.line} in {inner.function}")
     if not stack:
-        found.append("      its stack is not known")
-    return found
+        lines.append("      its stack is not known")
+    return lines
 
 
 def _libraries() -> list[str]:
@@ -448,14 +448,14 @@ def _shown(file: str, root: Path) -> str:
 
 def _where(item: pytest.Item) -> str:
     """Return the marker as the test has it, with file and line."""
-    found = _nearest(item)
-    if found is None:
+    marked = _nearest(item)
+    if marked is None:
         return item.nodeid
-    node, mark = found
-    given = [repr(x) for x in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
+    node, mark = marked
+    arguments = [repr(x) for x in mark.args] + [f"{k}={v!r}" for k, v in mark.kwargs.items()]
     path = Path(str(getattr(node, "path", item.path)))
     shown = _shown(str(path), item.config.rootpath)
-    return f"memory_budget({', '.join(given)}) at {shown}:{_line(node, path, mark)}"
+    return f"memory_budget({', '.join(arguments)}) at {shown}:{_line(node, path, mark)}"
 
 
 def _line(node: Any, path: Path, mark: pytest.Mark) -> int:
@@ -476,7 +476,7 @@ def _line(node: Any, path: Path, mark: pytest.Mark) -> int:
     except (OSError, ValueError, SyntaxError):
         return first
     if target is None or inspect.ismodule(target):
-        places: list[ast.AST] = list(tree.body)
+        nodes: list[ast.AST] = list(tree.body)
     else:
         defined = [
             scope
@@ -484,13 +484,13 @@ def _line(node: Any, path: Path, mark: pytest.Mark) -> int:
             if isinstance(scope, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
             and min([scope.lineno, *(d.lineno for d in scope.decorator_list)]) == first
         ]
-        places = [d for scope in defined for d in scope.decorator_list]
-        places += [x for scope in defined if isinstance(scope, ast.ClassDef) for x in scope.body]
+        nodes = [d for scope in defined for d in scope.decorator_list]
+        nodes += [x for scope in defined if isinstance(scope, ast.ClassDef) for x in scope.body]
     lines = list[int]()
-    for place in places:
-        if isinstance(place, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+    for scope_node in nodes:
+        if isinstance(scope_node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        for part in ast.walk(place):
+        for part in ast.walk(scope_node):
             if isinstance(part, ast.Call) and getattr(part.func, "attr", None) == MARKER:
                 if _written(part) == (mark.args, mark.kwargs):
                     return part.func.lineno
@@ -537,10 +537,10 @@ class FigureComparison:
         self._writes = update and not hasattr(config, "workerinput")
 
     def compared(self, test: str, figures: Sequence[Figure]) -> list[Compared]:
-        """Compare figures with those of the file; nothing fails while the file is rewritten."""
+        """Compare figures with the file's; nothing fails while the file is rewritten."""
         here = made_on()
-        found = [self.figures.compare(test, each, self._tolerance, here) for each in figures]
-        return [Compared(c.figure, c.before) for c in found] if self.update else found
+        comparisons = [self.figures.compare(test, each, self._tolerance, here) for each in figures]
+        return [Compared(c.figure, c.before) for c in comparisons] if self.update else comparisons
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -578,8 +578,8 @@ class Summary:
         self._rows: list[tuple[str, Compared]] = []
 
     def _baseline(self) -> FigureComparison | None:
-        found: FigureComparison | None = self._config.pluginmanager.get_plugin(BASELINE)
-        return found
+        baseline: FigureComparison | None = self._config.pluginmanager.get_plugin(BASELINE)
+        return baseline
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -660,16 +660,16 @@ def _properties(
     figures: Sequence[Figure], test: str, baseline: FigureComparison | None
 ) -> list[tuple[str, object]]:
     """Return the properties for JUnit: each figure, its budget and its baseline."""
-    found: list[tuple[str, object]] = []
+    properties: list[tuple[str, object]] = []
     for figure in figures:
-        found.append((figure.name, figure.nbytes))
+        properties.append((figure.name, figure.nbytes))
         stem = figure.name.removesuffix("_bytes")
         if figure.allowed is not None:
-            found.append((f"{stem}_allowed_bytes", figure.allowed))
+            properties.append((f"{stem}_allowed_bytes", figure.allowed))
         before = baseline and baseline.compared(test, [figure])[0].before
         if before is not None:
-            found.append((f"{stem}_baseline_bytes", before))
-    return found
+            properties.append((f"{stem}_baseline_bytes", before))
+    return properties
 
 
 def _row(test: str, row: Compared) -> list[str]:

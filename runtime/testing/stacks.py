@@ -71,8 +71,8 @@ class CallLog:
         """Return whether later stacks are missing."""
         return len(self._times) > self._limit
 
-    def give_up(self) -> None:
-        """Forget what was noted, and note nothing from the thread's next call on."""
+    def discard(self) -> None:
+        """Drop all notes, and take no more from the thread's next call on."""
         self._limit = -1
         for noted in (self._times, self._lasts, self._codes, self._events):
             del noted[:]
@@ -80,7 +80,7 @@ class CallLog:
     def stacks(self, times: Sequence[int]) -> list[list[Place]]:
         """Return the stack at each time, innermost call first; empty where it is not known."""
         stack = [(code, last, True) for code, last in self.base]
-        found: list[list[Place]] = [[]] * len(times)
+        stacks: list[list[Place]] = [[]] * len(times)
         done = 0
         for moment, index in sorted((t, i) for i, t in enumerate(times)):
             until = bisect_right(self._times, moment)
@@ -103,8 +103,8 @@ class CallLog:
                     stack[-1] = (code, last, event == "c_call")
             done = until
             if not (self.full and done == len(self._times)):
-                found[index] = [_place(*each) for each in reversed(stack)]
-        return found
+                stacks[index] = [_place(*each) for each in reversed(stack)]
+        return stacks
 
 
 def _place(code: CodeType, last: int, exact: bool) -> Place:

@@ -109,8 +109,8 @@ class SharedCount:
         self._api.replace(own)
 
     def _alive(self) -> list[int]:
-        known = sys._current_frames()
-        return [native for ident, native in list(self._counting.items()) if ident in known]
+        frames = sys._current_frames()
+        return [native for ident, native in list(self._counting.items()) if ident in frames]
 
     def _join(self, frame: FrameType, event: str, arg: Any) -> None:
         """Share the state with another thread, in which Python calls this hook."""

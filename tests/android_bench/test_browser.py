@@ -34,7 +34,7 @@ from kvcap.android_bench.devices.host import run_here
 from kvcap.android_bench.documents import BENCH, PLAN_FILE, read_result, validate
 from kvcap.android_bench.errors import PlanBroken
 from kvcap.android_bench.plan.presets import Group, PlanPreset, narrowed
-from kvcap.android_bench.plan.write import Wanted, write_plan
+from kvcap.android_bench.plan.write import PlanRequest, write_plan
 from kvcap.android_bench.results.judge import WILD, fit, spread
 from kvcap.android_bench.results.source import origin, title
 from kvcap.android_bench.runner.inputs import hash11
@@ -64,7 +64,9 @@ def plan(tmp_path_factory) -> Path:
     rules = replace(quick.rules, min_runs=3, min_seconds=0.006, warmup_seconds=0.001, rounds=2)
     preset = PlanPreset(groups, rules, threads=(1, 2))
     folder = tmp_path_factory.mktemp("plan") / "plan"
-    write_plan(Wanted("quick", preset, Shape(kv_heads=2, heads=4, head_dim=16, block=16)), folder)
+    write_plan(
+        PlanRequest("quick", preset, Shape(kv_heads=2, heads=4, head_dim=16, block=16)), folder
+    )
     return folder
 
 

@@ -25,7 +25,7 @@ from kvcap.android_bench.documents import read_plan, read_result
 from kvcap.android_bench.errors import PlanBroken, ResultBroken
 from kvcap.android_bench.plan.decoder import DecoderWork, shape_of
 from kvcap.android_bench.plan.presets import narrowed
-from kvcap.android_bench.plan.write import Wanted, write_plan
+from kvcap.android_bench.plan.write import PlanRequest, write_plan
 from kvcap.android_bench.results import chart, judge, regress, table
 from kvcap.cli import run
 from kvcap.export.graphs.shape import Shape
@@ -46,7 +46,7 @@ def planned(decoder: Path, factory: pytest.TempPathFactory) -> Path:
     sizes = shape_of(decoder)
     name = sizes.pop("name")
     folder = factory.mktemp("decoder") / "plan"
-    wanted = Wanted("quick", replace(quick, rules=rules), Shape(**sizes), name, decoder, WORK)
+    wanted = PlanRequest("quick", replace(quick, rules=rules), Shape(**sizes), name, decoder, WORK)
     write_plan(wanted, folder)
     return folder
 

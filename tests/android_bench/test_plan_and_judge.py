@@ -39,7 +39,7 @@ from kvcap.android_bench.plan.presets import (
     PolicyVariant,
     Rules,
 )
-from kvcap.android_bench.plan.write import Wanted, write_plan
+from kvcap.android_bench.plan.write import PlanRequest, write_plan
 from kvcap.android_bench.results import chart, judge, regress, source, table
 from kvcap.android_bench.runner import device, inputs
 from kvcap.android_bench.runner.measure import Bound
@@ -71,7 +71,7 @@ SMALL = PlanPreset(
 def folder(tmp_path_factory):
     """A plan with every kind of input and check."""
     path = tmp_path_factory.mktemp("android") / "plan"
-    write_plan(Wanted("quick", SMALL, SHAPE, "small"), path)
+    write_plan(PlanRequest("quick", SMALL, SHAPE, "small"), path)
     return path
 
 

@@ -130,7 +130,7 @@ def test_a_block_evicts_what_each_row_has_too_much(
     if moving:  # to where each has as much room as it needs, and the last one the rest
         kept = [min(n, t) for n, t in zip(lengths, targets, strict=True)]
         starts = [sum(kept[:i]) + i for i in range(len(kept))] + [layer.starts[-1]]
-    rows.give_up(
+    rows.evict(
         layer.scores,
         Pins(0, 0, SEEN, spans),
         layer.moved(),
@@ -155,7 +155,7 @@ def test_rows_of_other_layers_in_the_pool_stay_where_they_are():
         pins=ints(layer.pins[:2]),
         targets=ints(layer.targets[:2]),
     )
-    rows.give_up(layer.scores[:, :2], Pins(0, 0, SEEN, ()), these, left, layer.newer[:, :2])
+    rows.evict(layer.scores[:, :2], Pins(0, 0, SEEN, ()), these, left, layer.newer[:, :2])
     assert left.tolist() == [30, 5]
     for k, (tensors, count) in enumerate(expected):
         found = layer.found(k, starts[k], layer.lengths[k] - count)
@@ -170,7 +170,7 @@ def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
     expected = [layer.expected(k) for k in range(len(lengths))]
     left = torch.full((len(lengths),), -1, dtype=torch.int32, device=DEVICE)
     clock = torch.tensor(SEEN, device=DEVICE)
-    rows.give_up_one(layer.scores, Pins(0, 0, clock, ()), layer.moved(), left, layer.newer)
+    rows.evict_one(layer.scores, Pins(0, 0, clock, ()), layer.moved(), left, layer.newer)
     for k, (tensors, count) in enumerate(expected):
         held = lengths[k] - count
         assert int(left[k]) == held
@@ -179,11 +179,11 @@ def test_a_token_evicts_one_slot_of_the_rows_that_are_full(lengths, targets):
             assert torch.equal(one, other)
 
 
-def same_as_expected(layer, give_up=rows.give_up, seen=SEEN):
-    """Check that `give_up` leaves what eager code does, in time order."""
+def same_as_expected(layer, evict=rows.evict, seen=SEEN):
+    """Check that `evict` leaves what eager code does, in time order."""
     expected = [layer.expected(k) for k in range(len(layer.lengths))]
     left = torch.full((len(expected),), -1, dtype=torch.int32, device=DEVICE)
-    give_up(layer.scores, Pins(0, 0, seen, layer.spans), layer.moved(), left, layer.newer)
+    evict(layer.scores, Pins(0, 0, seen, layer.spans), layer.moved(), left, layer.newer)
     return all(
         int(left[k]) == layer.lengths[k] - count
         and all(map(torch.equal, layer.found(k, layer.starts[k], layer.lengths[k] - count), parts))
@@ -223,10 +223,10 @@ def test_scores_that_are_hard_to_tell_apart(held, count, at_once, monkeypatch):
     if not at_once:
         monkeypatch.setattr(rows, "MOST_AT_ONCE", 0)
     scores = hard_scores(held, torch.Generator().manual_seed(held))
-    for give_up in (rows.give_up, rows.give_up_one)[: 1 + (count == 1)]:
+    for evict in (rows.evict, rows.evict_one)[: 1 + (count == 1)]:
         layer = Layer([held] * len(scores), [held - count] * len(scores))
         layer.scores[0, :, :held] = scores
-        assert same_as_expected(layer, give_up)
+        assert same_as_expected(layer, evict)
 
 
 WIDE = (torch.int8, torch.float16, torch.bool, torch.float32)
@@ -249,7 +249,7 @@ def test_all_that_may_pin_a_slot_and_all_that_moves_with_it(size, dtype, more, c
         more=more,
     )
     clock = torch.tensor(SEEN, device=DEVICE)
-    assert same_as_expected(layer, rows.give_up_one if count == 1 else rows.give_up, clock)
+    assert same_as_expected(layer, rows.evict_one if count == 1 else rows.evict, clock)
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -258,7 +258,7 @@ def test_scores_can_be_a_view(count):
     for scores in (random(1, 1, 50).expand(-1, 3, -1), random(1, 3, 100)[..., ::2]):
         layer = Layer([50] * 3, [50 - count] * 3)
         layer.scores = scores
-        assert same_as_expected(layer, rows.give_up_one if count == 1 else rows.give_up)
+        assert same_as_expected(layer, rows.evict_one if count == 1 else rows.evict)
 
 
 def test_what_is_covered(monkeypatch):

@@ -67,10 +67,10 @@ def read_together(rows, sessions):
     for number in range(len(TOKENS[0])):
         those = [i for i, mine in enumerate(left) if mine and (i != 1 or number % 5 != 4)]
         for i in those:
-            answers[i].asked = Step(token=left[i].pop(0))
+            answers[i].step = Step(token=left[i].pop(0))
             assert rows.fits(answers[i])
             rows.join(answers[i])
-        tokens = [answers[i].asked.token for i in those]
+        tokens = [answers[i].step.token for i in those]
         found = rows.begin([answers[i] for i in those], tokens)()
         for i, its in zip(those, found, strict=True):
             logits[i].append(its)

@@ -269,7 +269,7 @@ async def main():
     f = s.figures()
     await s.aclose()
     peak = next(int(x.split()[1]) << 10 for x in open("/proc/self/status") if "VmHWM" in x)
-    print(n, s._held.made, f.failed, f.answered, peak)
+    print(n, s._pool.made, f.failed, f.answered, peak)
 asyncio.run(main())
 """
 

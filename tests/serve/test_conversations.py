@@ -20,7 +20,7 @@ import kvcap
 from kvcap.policies import load_policy
 from kvcap.runtime.errors import SessionNotSaved
 from kvcap.runtime.session.session import Session
-from kvcap.serve.conversations import Held, beginnings, keys_of
+from kvcap.serve.conversations import ConversationPool, beginnings, keys_of
 from kvcap.serve.saved import SavedConversations
 from kvcap.serve.scheduler import Scheduler
 
@@ -98,7 +98,7 @@ def test_whatever_many_clients_do_each_is_answered_from_its_own_context(
         assert found.answering == found.waiting == 0
         assert found.in_memory <= found.places
         assert found.disk_bytes <= found.disk_cap
-        assert s._held.made == found.places
+        assert s._pool.made == found.places
 
     disk = SavedConversations(tmp_path, 300_000)
     serve(Scheduler(runtime, limits(places=4, together=3, save_after_s=0.01), disk), chat)
@@ -127,7 +127,7 @@ def test_memory_stays_flat_however_many_conversations_there_were(
     assert not scheduler._answering
     assert not scheduler._waiting
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 200_000
-    assert len(scheduler._held.conversations) == 2
+    assert len(scheduler._pool.conversations) == 2
 
 
 @pytest.mark.slow(keep=1)
@@ -205,7 +205,7 @@ def test_conversations_of_one_system_prompt_keep_its_first_tokens(
             replies = [s.submit(ask(*messages, tokens=4)) for messages in talks]
             answers = await asyncio.gather(*map(text_of, replies))
             await until(s._wound_up)
-            for conversation in s._held.conversations:
+            for conversation in s._pool.conversations:
                 session = conversation.session
                 session.fetch_cache()
                 found.append(first_kept(session))
@@ -351,7 +351,7 @@ def test_the_least_recently_used_goes_first(runtime: Any, tmp_path: Path) -> Non
         assert [one is not None for one in found] == [False, True, True]
         disk.cap = size + size // 2
         disk._make_room(0)
-        assert [one.key for one in disk._all()] == [s._held.conversations[0].key]
+        assert [one.key for one in disk._all()] == [s._pool.conversations[0].key]
 
     disk = SavedConversations(tmp_path, 1 << 20)
     serve(Scheduler(runtime, limits(places=1, together=1, save_after_s=0.0), disk), chat)
@@ -425,7 +425,7 @@ def test_waiting_for_a_named_conversation_takes_no_look_at_the_request():
         def get(self, *_: Any) -> Any:
             raise AssertionError("the messages were looked at")
 
-    held = Held(None, 1, None)  # type: ignore[arg-type]
+    held = ConversationPool(None, 1, None)  # type: ignore[arg-type]
     asked = ask(user("Hello!"), session_id="same")
     held.open(asked, None, None)
     assert held.find(asked, Unread()).wait

@@ -185,7 +185,7 @@ def test_no_key_sees_what_another_said(runtime: Any, talks: Any) -> None:
                     assert usage.reused_tokens == 0, "another key's copy"
                 known.add(system)
                 messages.append(said(text))
-                session = s._held.known(owner, name).session  # type: ignore[union-attr]
+                session = s._pool.known(owner, name).session  # type: ignore[union-attr]
                 assert session is not None
                 read[owner, name] = runtime.tokenizer.decode(session.read_ids)
                 passages = " ".join(one.text for one in session.recall.passages)

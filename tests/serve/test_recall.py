@@ -165,7 +165,7 @@ def test_what_a_request_changes_is_forgotten(
         messages = list[Any]()
         for text in (filler("a"), FACT.format(1111), filler("b"), filler("c")):
             await turn(s, messages, text, session_id=name)
-            await until(lambda: s._moving == 0 and all(x.clean for x in s._held.conversations))
+            await until(lambda: s._moving == 0 and all(x.clean for x in s._pool.conversations))
         if change == "again":
             first = await turn(s, messages, QUESTION, session_id=name)
             again = await turn(s, messages[:-2], QUESTION, session_id=name)
@@ -200,7 +200,7 @@ def test_after_a_restart_the_same_is_recalled(
 
     async def go_on(s: Scheduler) -> Any:
         reply = await turn(s, messages[:], QUESTION)
-        session = s._held.conversations[0].session
+        session = s._pool.conversations[0].session
         assert session is not None
         assert (session.recall.limit, session.recall.store.limit) == (60, 1 << 20)
         return reply.usage
@@ -306,7 +306,7 @@ def test_a_request_says_how_much_is_recalled_for_its_message(
         assert 0 < counts[4] <= 60
         figures = s.figures()
         assert figures.recalled_tokens == sum(counts)
-        (one,) = s._held.conversations
+        (one,) = s._pool.conversations
         assert one.session is not None
         assert figures.index_bytes == one.session.recall.store.nbytes > 0
         text = f"{FACT.format(7421)} {filler('long', 300)}\n\n{QUESTION}"

@@ -120,7 +120,7 @@ def test_a_file_that_is_wanted_next_makes_room_last(tmp_path: Path) -> None:
         saved(disk, number)
     wanted, _ = disk.find("ada", None, [key(1)]) or (None, 0)
     assert wanted is not None
-    save = partial(disk.save, Session(), "ada", "number 3", key(3), wanted.name, wanted=wanted)
+    save = partial(disk.save, Session(), "ada", "number 3", key(3), wanted.name, needed_file=wanted)
     assert save()
     assert disk.find("ada", None, [key(2)]) is None
     assert disk.restore(Session(), wanted)

@@ -247,7 +247,7 @@ def test_a_reader_that_leaves_frees_its_place_within_a_block(runtime: Any) -> No
         assert found.stopped == 3
         assert found.prompt_tokens < 3 * len(runtime.tokenizer(long["content"])["input_ids"])
         assert await text_of(s.submit(ask(user(facts(5))))) == plain(runtime, [user(facts(5))])[1]
-        assert s._held.made == 1
+        assert s._pool.made == 1
 
     serve(Scheduler(runtime, limits(together=1)), chat)
 
@@ -258,8 +258,8 @@ def test_a_stopped_answer_is_gone_on_with(runtime: Any) -> None:
     async def chat(s: Scheduler) -> None:
         reply = s.submit(ask(first, tokens=60, options=GO_ON))
         pieces = [(await reply.__anext__()).text for _ in range(4)]
-        await until(lambda: bool(s._held.conversations))
-        session = s._held.conversations[0].session
+        await until(lambda: bool(s._pool.conversations))
+        session = s._pool.conversations[0].session
         await reply.aclose()
         assert reply.finish_reason == "interrupted"
         answer = session.messages[-1]["content"]  # of what was written some may not have been read
@@ -397,7 +397,7 @@ def test_idle_conversations_leave_memory_and_come_back_to_the_bit(
                 assert await text_of(reply) == session.messages[-1]["content"]
                 assert (reply.usage.reused_tokens > 0) == (turn > 0)
                 if turn:
-                    mine = s._held.known("", f"number {n}")
+                    mine = s._pool.known("", f"number {n}")
                     assert contents(mine.session, tmp_path) == contents(session, tmp_path)
         found = s.figures()
         assert found.restored == 3
@@ -560,7 +560,7 @@ def test_calls_are_held_to_a_schema_where_they_can_be(
     async def chat(s: Scheduler) -> None:
         reply = s.submit(ask(user("Add."), tools=(tool,), options={"call_schema": schema}))
         await text_of(reply)
-        (one,) = s._held.conversations
+        (one,) = s._pool.conversations
         assert one.session is not None
         held = schema if (name, installed) == ("own turn", True) else None
         assert one.session.generation.call_schema == held

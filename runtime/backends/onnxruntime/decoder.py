@@ -310,13 +310,13 @@ class ExportedDecoder:
             stay = layer.budget if due else layer.held
             gone = self._gone(layer, evictor, made.get("queries"), seen, stay, spans)
             if gone.size:
-                layer.give_up(gone[0])
+                layer.evict(gone[0])
 
     def _evict_early(self, layer: LayerSlots, seen: int, spans: Sequence[Span]) -> None:
         """Evict first what leaves before other text, down to the layer's budget."""
         if self.regions is not None and self.regions.weighed:
             pins = [(0, self.sinks), (seen - max(1, *self.recents), seen), *spans]
-            layer.give_up_early(self.regions, pins, layer.held - layer.budget)
+            layer.evict_early(self.regions, pins, layer.held - layer.budget)
 
     def _gone(
         self,

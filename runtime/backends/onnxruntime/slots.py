@@ -140,7 +140,7 @@ class LayerSlots:
             last_in(window, new)[...] = last_in(queries, new)
         self.held = stop
 
-    def give_up(self, gone: Array) -> None:
+    def evict(self, gone: Array) -> None:
         """Evict the slots `gone` [K, count], each head's its own; `held` falls by as many.
 
         Survivors behind the new `held` move into the holes before it.
@@ -168,7 +168,7 @@ class LayerSlots:
         if "queries" in self.buffers:  # newer than all that goes, or pinned with their tokens
             self.turns.back(self.buffers["queries"], np.array(count))
 
-    def give_up_early(self, regions: Regions, pins: Sequence[Span], most: int) -> None:
+    def evict_early(self, regions: Regions, pins: Sequence[Span], most: int) -> None:
         """Evict up to `most` slots of regions that leave before other text, from each head.
 
         The oldest go first. `pins` are tokens that stay whatever region they are in.
@@ -181,7 +181,7 @@ class LayerSlots:
             count = min(most, int(inside.sum(axis=1).min()))
             if count:
                 order = np.argsort(np.where(inside, positions, LAST), axis=1, kind="stable")
-                self.give_up(order[:, :count])
+                self.evict(order[:, :count])
                 most -= count
 
     def _turn_again(self, shift: Array) -> None:

@@ -126,11 +126,11 @@ class SessionRows:
         for answer, token in zip(answers, tokens, strict=True):
             row = self._row_of(answer.session.loop.cache)
             assert row is not None
-            assert answer.asked is not None
+            assert answer.step is not None
             ids[row] = token
             rows.append(row)
-            if answer.asked.sampler is not None:
-                samplers[row] = answer.asked.sampler
+            if answer.step.sampler is not None:
+                samplers[row] = answer.step.sampler
         for row in self._taken.keys() - set(rows):
             self._give_back(row, self._taken[row])
         begun = self._begun = Begun(rows, set(samplers), set(rows))

@@ -114,7 +114,7 @@ class SharedPass:
                 f"the system refused the memory that a pass over {len(answers)} tokens takes; what "
                 "was held is forgotten, conversations are read again with their next message"
             ) from error
-        asked = {i: a.asked for i, a in enumerate(answers) if a.asked is not None}
+        asked = {i: a.step for i, a in enumerate(answers) if a.step is not None}
         samplers = {i: one.sampler for i, one in asked.items() if one.sampler is not None}
         numbers = draw_each(logits, samplers).tolist() if samplers else []
         found = [numbers[i] if i in samplers else logits[i : i + 1] for i in range(len(answers))]

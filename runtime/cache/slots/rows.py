@@ -311,10 +311,10 @@ class RowSlots:
         newer = None if self.storage.query_window is None else self.storage.query_window.shift
         moved = row_kernels.Pool(self.moving, shift, rows.after, rows.pins, rows.targets)
         if step.length == 1 and self.storage.excess <= 1 and division is None:
-            row_kernels.give_up_one(scores, pins, moved, rows.held, newer)
+            row_kernels.evict_one(scores, pins, moved, rows.held, newer)
         else:
             starts = None if division is None else division.starts
-            row_kernels.give_up(scores, pins, moved, rows.held, newer, starts)
+            row_kernels.evict(scores, pins, moved, rows.held, newer, starts)
         for segment in self.segments:
             segment.held = min(segment.held, segment.target_length)
         if division is not None:
@@ -440,7 +440,7 @@ def evict_together(rows: RowPass) -> None:
     moved = row_kernels.Pool(first.moving, shift, placed, table.pins.flatten(0, 1), each(kept))
     left, spans = torch.empty_like(placed.lengths), tuple(first.policy.pinned_spans)
     pins = Pins(0, 0, seen, spans[:MOST_SPANS])
-    row_kernels.give_up(scores, pins, moved, left, None, starts)
+    row_kernels.evict(scores, pins, moved, left, None, starts)
     for engine, gone in zip(engines, (lengths - kept).int().unbind(), strict=True):
         if engine.storage.query_window is not None:
             engine.storage.query_window.shift.add_(gone)

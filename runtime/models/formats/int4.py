@@ -57,8 +57,8 @@ class Int4Matrix(PackedMatrix):
     def product_of_few(self, x: Tensor) -> Tensor:
         """Return products [T, N] with packed numbers as they are, of unrounded tokens."""
         product = torch.ops.aten._weight_int4pack_mm_for_cpu
-        found: Tensor = product(x, self.numbers, GROUP, self.scale)
-        return found[:, : self.rows]
+        products: Tensor = product(x, self.numbers, GROUP, self.scale)
+        return products[:, : self.rows]
 
     def integers(self, start: int, stop: int) -> Tensor:
         """Return rows in 8 bits as columns [K, stop - start]."""
@@ -66,18 +66,18 @@ class Int4Matrix(PackedMatrix):
         half = order.size // 2
         packed = self.numbers[start:end].view(-1, self.padded // GROUP, GROUP, half)
         m, zeros = self._multipliers(start, end)
-        found = torch.empty(self.padded, end - start, dtype=torch.int8, device=packed.device)
-        places = found.view(-1, GROUP, len(packed), 2, half)
+        columns = torch.empty(self.padded, end - start, dtype=torch.int8, device=packed.device)
+        target = columns.view(-1, GROUP, len(packed), 2, half)
         low = torch.bitwise_and(packed, 15), torch.bitwise_right_shift(packed, 4)
-        for i, q in enumerate(low):  # [blocks, groups, GROUP, half]; sums may overflow on the way
-            to = places[:, :, :, i].permute(2, 0, 1, 3)
+        for i, q in enumerate(low):  # [panels, groups, GROUP, half]; sums may overflow on the way
+            to = target[:, :, :, i].permute(2, 0, 1, 3)
             torch.addcmul(zeros[:, :, None, i], q.view(torch.int8), m[:, :, None, i], out=to)
         if not order.is_sorted:
-            found = found.view(self.padded, -1, 2 * half)[..., order.places].flatten(1)
-        return found[:, : stop - start]
+            columns = columns.view(self.padded, -1, 2 * half)[..., order.inverse].flatten(1)
+        return columns[:, : stop - start]
 
     def _multipliers(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return `m` and `-m · z` of every group, rows as packed: [blocks, groups, 2, half]."""
+        """Return `m` and `-m · z` of every group, rows as packed: [panels, groups, 2, half]."""
         order = row_order()
         scale, zero = self.scale[:, start:end].float().unbind(-1)  # [groups, n]
         m = (scale / self.row[start:end].float()).round_()
@@ -91,39 +91,40 @@ class Int4Matrix(PackedMatrix):
 
     @property
     def row_scales(self) -> Tensor:
-        """Return what an integer of each row is worth [N]."""
+        """Return the scale of each row's integers [N]."""
         return self.row[: self.rows]
 
     def lookup(self, ids: Tensor) -> Tensor:
         """Return the weights of some rows [..., K]."""
         order = row_order()
-        size, place = order.size, order.places[ids % order.size]
-        blocks = self.numbers.view(-1, self.padded, size // 2)
-        q = blocks[ids // size, :, place % (size // 2)]  # [..., K] both halves
-        q = torch.where(place[..., None] < size // 2, q & 15, q >> 4)
+        size, row = order.size, order.inverse[ids % order.size]
+        panels = self.numbers.view(-1, self.padded, size // 2)
+        q = panels[ids // size, :, row % (size // 2)]  # [..., K] both halves
+        q = torch.where(row[..., None] < size // 2, q & 15, q >> 4)
         scale, zero = self.scale[:, ids].movedim(0, -2).unsqueeze(-2).unbind(-1)  # [..., g, 1]
-        found = (q.to(torch.int8) - 8).unflatten(-1, (-1, GROUP))
-        return torch.addcmul(zero, found.to(scale.dtype), scale).flatten(-2)[..., : self.columns]
+        integers = (q.to(torch.int8) - 8).unflatten(-1, (-1, GROUP))
+        return torch.addcmul(zero, integers.to(scale.dtype), scale).flatten(-2)[..., : self.columns]
 
 
 class RowOrder(NamedTuple):
-    """A list of how rows lie in a block: those of its bytes' low halves, then of the high ones."""
+    """An order of a panel's rows: those in the low halves of its bytes, then the others."""
 
     rows: Tensor  # the row at each place
-    places: Tensor  # the place of each row
+    inverse: Tensor  # the place of each row
     is_sorted: bool  # rows lie in their own order
 
     @property
     def size(self) -> int:
-        """Return rows of a block."""
+        """Return how many rows a panel has."""
         return len(self.rows)
 
 
 @functools.cache
 def row_order() -> RowOrder:
-    """Return how this build packs rows: in blocks of as many as its vectors hold, found by a trial.
+    """Return the order in which this build of PyTorch packs rows into a panel, found by a trial.
 
-    A block is, for each column, as many bytes as half its rows, each with two rows' numbers.
+    A panel has as many rows as the build's vectors hold: for each column half as many bytes, each
+    with the numbers of two rows.
 
     Raises:
         NotImplementedError: it packs in another way.
@@ -133,11 +134,11 @@ def row_order() -> RowOrder:
     low, high, column = (_pack(label).flatten() for label in labels)
     half = int((column != 0).int().argmax())  # bytes of the first column
     parts = ((a & 15) + 16 * (b & 15) for a, b in ((low, high), (low >> 4, high >> 4)))
-    found = torch.cat([part[:half] for part in parts]).long()
-    if found.sort().values.tolist() != list(range(2 * half)) or half == 0 or TILE % (2 * half):
+    order = torch.cat([part[:half] for part in parts]).long()
+    if order.sort().values.tolist() != list(range(2 * half)) or half == 0 or TILE % (2 * half):
         raise NotImplementedError("it packs four bits in an order that is not known")
-    places = found.argsort()
-    return RowOrder(found, places, bool((found == places).all()))
+    inverse = order.argsort()
+    return RowOrder(order, inverse, bool((order == inverse).all()))
 
 
 def _pack(numbers: Tensor) -> Tensor:
@@ -157,7 +158,7 @@ def _round_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         z = zeros_of(weight, m, Int4Matrix.rounding)
         q = nearest(weight, m, z, Int4Matrix.rounding)
         tried.append((q, m, z, (q - z).mul_(m).sub_(weight).square_().sum(-1, keepdim=True)))
-    one, other = tried
-    less = other[-1] < one[-1]
-    q, m, z = (torch.where(less, b, a) for a, b in zip(one[:3], other[:3], strict=True))
+    first, other = tried
+    less = other[-1] < first[-1]
+    q, m, z = (torch.where(less, b, a) for a, b in zip(first[:3], other[:3], strict=True))
     return q, m[..., 0], z[..., 0]

@@ -44,7 +44,7 @@ class Int8Matrix(PackedMatrix):
 
     @property
     def row_scales(self) -> Tensor:
-        """Return what an integer of each row is worth [N]."""
+        """Return the scale of each row's integers [N]."""
         return self.scale
 
     def lookup(self, ids: Tensor) -> Tensor:

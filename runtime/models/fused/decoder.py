@@ -92,10 +92,13 @@ def covers(model: Any) -> bool:
     file = f"transformers.models.{family}.modeling_{family}"
     if (type(model).__module__, type(model).__name__) != (file, FAMILIES[family].model):
         return False
-    known, modules = (file, "torch.nn.modules.", "transformers.activations"), list(model.modules())
+    covered, modules = (
+        (file, "torch.nn.modules.", "transformers.activations"),
+        list(model.modules()),
+    )
     return (
         model.config._attn_implementation == ATTENTION
-        and all(type(m).__module__.startswith(known) and not is_watched(m) for m in modules)
+        and all(type(m).__module__.startswith(covered) and not is_watched(m) for m in modules)
         and all(is_plain(m) for m in modules if isinstance(m, nn.Linear))
     )
 
@@ -107,7 +110,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 class Decoder:
-    """Takes the place of a model that it `covers`, whose weights it reads."""
+    """Replaces a model that it `covers`, and reads its weights."""
 
     def __init__(self, model: Any) -> None:
         base, family = model.model, FAMILIES[model.config.model_type]
@@ -123,7 +126,7 @@ class Decoder:
         return [self.head, *(product for layer in self.layers for product in layer.products)]
 
     def join(self) -> None:
-        """Take fewer kernels: one for products that read the same, one for what lies between."""
+        """Launch fewer kernels: one for products with the same input, one for the steps between."""
         for product in self.products:
             product.join()
         self.parts = KERNELS if ready(self.norm.gain) else PARTS
@@ -178,9 +181,9 @@ class Decoder:
         base, device = self.model.model, self.embed.weight.device
         pairs = zip(base.layers, self.layers, strict=False)
         kinds = {settings(layer): (layer, own) for layer, own in pairs}
-        places = torch.arange(7, 10, device=device)[None]
-        x, same = self.embed(places), []
-        angles = self.rotary(x, places)
+        ids = torch.arange(7, 10, device=device)[None]
+        x, same = self.embed(ids), []
+        angles = self.rotary(x, ids)
         for layer, own in kinds.values():
             its = layer(x, attention_mask=None, position_embeddings=angles)
             total, more = own(x, None, angles, None, self.parts)
@@ -311,7 +314,7 @@ def gate(gates: Tensor, up: Tensor) -> Tensor:
 
 
 class Parts(NamedTuple):
-    """A set of functions that run between matrix products: those above, or kernels like them."""
+    """A set of functions that run between matrix products: plain ones, or kernels like them."""
 
     norm: Callable[..., Tensor]
     add_norm: Callable[..., tuple[Tensor, Tensor]]

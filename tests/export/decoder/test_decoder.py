@@ -23,7 +23,7 @@ from kvcap.export.decoder import check as checking
 from kvcap.export.decoder.check import check, facts_of, opened
 from kvcap.export.decoder.fuse import fuse
 from kvcap.export.decoder.graph import DecoderGraph
-from kvcap.export.decoder.manifest import _turns, asked
+from kvcap.export.decoder.manifest import _turns, settings_of
 from kvcap.export.decoder.spec import Source, layout_for
 from kvcap.export.decoder.write import check_out, trace, write
 from kvcap.export.files import file_entry
@@ -127,17 +127,17 @@ def test_pinned_spans_stay():
 def test_a_fault_in_how_slots_are_kept_is_found(fault, monkeypatch):
     """Each step of an eviction, left out or wrong, changes what is kept or computed."""
     made = decoder(policy="h2o" if fault == "state" else "snapkv")
-    give_up, back = LayerSlots.give_up, Turns.back
+    evict, back = LayerSlots.evict, Turns.back
     if fault == "gone":  # the next slots go
         monkeypatch.setattr(
-            LayerSlots, "give_up", lambda self, gone: give_up(self, (gone + 1) % self.held)
+            LayerSlots, "evict", lambda self, gone: evict(self, (gone + 1) % self.held)
         )
     if fault == "turns":
         monkeypatch.setattr(Turns, "back", lambda self, x, shift: back(self, x, shift * 0))
     if fault == "holes":  # survivors behind the budget stay there
         monkeypatch.setattr(
             LayerSlots,
-            "give_up",
+            "evict",
             lambda self, gone: setattr(self, "held", self.held - gone.shape[1]),
         )
     if fault == "queries":
@@ -424,12 +424,12 @@ def test_an_export_of_something_else_is_not_replaced_unasked(right, tmp_path):
     made = right[1]()
     out = tmp_path / "out"
     out.mkdir()
-    (out / MANIFEST).write_text(json.dumps(asked("tiny", made.layout, "fp32")))
-    check_out(out, asked("tiny", made.layout, "fp32"))  # the same again
+    (out / MANIFEST).write_text(json.dumps(settings_of("tiny", made.layout, "fp32")))
+    check_out(out, settings_of("tiny", made.layout, "fp32"))  # the same again
     others = {
-        "dtype fp32 instead of fp16": asked("tiny", made.layout, "fp16"),
-        "name tiny instead of large": asked("large", made.layout, "fp32"),
-        f"block_size {made.layout.block_size} instead of 1": asked(
+        "dtype fp32 instead of fp16": settings_of("tiny", made.layout, "fp16"),
+        "name tiny instead of large": settings_of("large", made.layout, "fp32"),
+        f"block_size {made.layout.block_size} instead of 1": settings_of(
             "tiny", replace(made.layout, block_size=1), "fp32"
         ),
     }
@@ -441,7 +441,7 @@ def test_an_export_of_something_else_is_not_replaced_unasked(right, tmp_path):
         write(Source("large", made.model, None), made.layout, "fp32", out, True)
     (out / MANIFEST).write_text("no JSON")
     with pytest.raises(ExportExists, match="no export that can be read"):
-        check_out(out, asked("tiny", made.layout, "fp32"))
+        check_out(out, settings_of("tiny", made.layout, "fp32"))
 
 
 # --- refused by name

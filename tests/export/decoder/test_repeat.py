@@ -373,7 +373,7 @@ def test_a_wrong_weight_is_found_though_the_graph_is_right(
     monkeypatch.setattr(spec, "LOADED", 0)
     layout = layout_for(load_config(where), CacheSettings(BUDGET, BLOCK, load_policy("keydiff")))
     source = open_model(where, "int4")
-    places = dict(source.checkpoint.places)
+    places = dict(source.checkpoint.files)
     wrong = Checkpoint(places, torch.float32)
     one, other = (f"model.model.layers.{i}.mlp.up_proj.weight" for i in (4, 1))
 

@@ -445,7 +445,7 @@ def test_a_gpu_is_one_block_of_prompts_behind_at_most(monkeypatch: pytest.Monkey
         monkeypatch.setattr(session.loop, "launched", note)
         batch.add(session, session.send(SAID[0]))
     blocks = 0
-    while blocks == 0 or any(answer.asked is None for answer in batch._answers):
+    while blocks == 0 or any(answer.step is None for answer in batch._answers):
         batch.step()
         blocks += 1
         assert (launched, done) == (blocks, blocks - 1)

@@ -213,7 +213,7 @@ def test_a_pass_that_fails_ends_those_answers_and_no_more(
     batch, layer = runtime.batch(2), sessions[1].loop.cache.capped_layers[1]
     for session, text in zip(sessions, TEXTS[:2], strict=True):
         batch.add(session, session.send(text))
-    while any(a.asked is None for a in batch._answers) or not batch._answers:
+    while any(a.step is None for a in batch._answers) or not batch._answers:
         batch.step()
 
     def fail(*_: Any) -> Any:
@@ -236,7 +236,7 @@ def test_a_pass_over_the_cap_is_refused_before_it_begins() -> None:
     sessions, batch = sessions_of(runtime, (20, 20)), runtime.batch(2)
     for session, text in zip(sessions, TEXTS[:2], strict=True):
         batch.add(session, session.send(text))
-    while any(a.asked is None for a in batch._answers) or not batch._answers:
+    while any(a.step is None for a in batch._answers) or not batch._answers:
         batch.step()
     before = [s.cache.seen for s in sessions]
     for session in sessions:
@@ -258,7 +258,7 @@ def kept_rotated(runtime: kvcap.Runtime, *, keeps: bool) -> list[torch.Tensor]:
     for token in range(30, 58):
         if token == 45:  # a block comes in between, and evicts
             session.loop.read(torch.tensor([[5, 6, 7]]))
-        answer.asked = Step(token=token)
+        answer.step = Step(token=token)
         passes.join(answer)
         found += passes.begin([answer], [token])()
     copy = session.loop.cache.capped_layers[0].storage.positions.copy
