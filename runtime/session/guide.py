@@ -39,6 +39,8 @@ GAP: /[ \t\r\n]{{0,8}}/
 """  # the free text of an answer, with calls in it
 WHERE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 """Matches the place of an error in the grammar `CALLS`, which no user wrote."""
+PLACED = re.compile(r"/anyOf/\d+/properties/arguments(?=/)")
+"""Matches where `schema_of_call` puts a tool's parameters, in whose schema it is the root."""
 NOT_OURS = re.compile(r"\n *1 \| |\. Enable 'coerce_one_of'|<backtrace>|<state>|<non-verbose/>")
 """Matches where an error of llguidance's goes on with that grammar, or with its own code.
 
@@ -174,7 +176,7 @@ class Guide(Listener):
     def _refused(self, why: str) -> SchemaRefused:
         if why.startswith("NoExtension"):
             return SchemaRefused(f"no text fits {self._what}")
-        reason = NOT_OURS.split(WHERE.sub("", why))[0]
+        reason = PLACED.sub("", NOT_OURS.split(WHERE.sub("", why))[0])
         reason = " ".join(reason.split())[:500]
         return SchemaRefused(f"answers cannot be held to {self._what}: {reason}")
 

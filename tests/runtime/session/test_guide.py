@@ -23,6 +23,7 @@ from kvcap.runtime.session import guide as guides
 from kvcap.runtime.session.closed_schema import FORMATS, closed
 from kvcap.runtime.session.decoding import TextStream
 from kvcap.runtime.session.guide import Guide
+from kvcap.runtime.session.tool_calls import schema_of_call
 
 pytest.importorskip("llguidance")
 
@@ -384,6 +385,14 @@ def test_a_tool_that_cannot_be_held_to_is_refused_by_its_schema_alone(runtime, p
         session_of(runtime).set_generation(call_schema=schema)
     assert f"of these tools' parameters: {says}" in str(refused.value)
     assert not re.search("%|failed to|TEXT|llguidance", str(refused.value))
+
+
+def test_a_tool_is_refused_by_the_place_in_its_own_schema(runtime):
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}}
+    schema = schema_of_call([{"function": {"name": "look", "parameters": parameters}}])
+    for form in ("json_schema", "call_schema"):
+        with pytest.raises(SchemaRefused, match=r"'/\$defs/x' does not exist"):
+            session_of(runtime).set_generation(**{form: schema})
 
 
 @pytest.mark.parametrize(
