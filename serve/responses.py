@@ -67,7 +67,6 @@ class TextSettings(schemas.Strict):
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Goes to the chat template by its name."""
 
 
 class ReasoningSettings(schemas.Strict):
@@ -156,8 +155,8 @@ class ResponseBody(schemas.Strict):
         if functions:
             body["tools"] = functions
         body["tool_choice"] = choice
-        if self.text is not None and self.text.verbosity is not None:
-            body["chat_template_kwargs"] = {"verbosity": self.text.verbosity}
+        if self.text is not None:
+            body["verbosity"] = self.text.verbosity
         if self.text is not None and (format_ := self.text.format) is not None:
             schema = format_.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
             shaped = {"json_schema": schema} if format_.type == "json_schema" else {}

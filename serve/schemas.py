@@ -600,9 +600,9 @@ class ChatRequest(Request):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS)] | None = None
     parallel_tool_calls: bool | None = None
-    # These fields are accepted only with values that ask for nothing.
-    modalities: list[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Goes to the chat template by its name."""
+    modalities: list[Literal["text"]] | None = None  # nothing else can be asked for
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:
@@ -700,12 +700,11 @@ class ChatRequest(Request):
     @property
     def template_options(self) -> dict[str, Any] | None:
         """Return the further names that the chat template gets; None: none were given."""
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
-        options: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        options: dict[str, Any] = {name: said for name, said in named.items() if said is not None}
         if self.reasoning_effort == "none":
             options["enable_thinking"] = False
-        return options | (self.chat_template_kwargs or {})
+        return options | (self.chat_template_kwargs or {}) or None
 
     def further_options(self) -> dict[str, Any]:
         """Return settings that are no plain parameter."""
