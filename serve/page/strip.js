@@ -127,9 +127,12 @@ export class Strip {
     this.#shade(0);
     const held = this.#counts.filter((count) => count > 0).length;
     const pins = this.#pinned.filter(Boolean).length, again = this.#recalled.filter(Boolean).length;
-    const where = byId("group").value === "-1" ? "any layer" : named(chosen[0]);
-    byId("summary").textContent = "Every head keeps tokens of its own, so a token that one has evicted may be held by another: " +
-      `${number(held)} of ${number(tokens.length)} tokens are held by at least one head of ${where}` +
+    const where = byId("group").value === "-1" ? null : named(chosen[0]);
+    const alike = this.#counts.every((count) => count === 0 || count === this.#all);
+    const by = alike ? `every head${where ? ` of ${where}` : ""}` : `at least one head of ${where ?? "any layer"}`;
+    byId("summary").textContent =
+      (alike ? "" : "Every head keeps tokens of its own, so a token that one has evicted may be held by another: ") +
+      `${number(held)} of ${number(tokens.length)} tokens are held by ${by}` +
       `${pins ? `, ${number(pins)} are pinned` : ""}${again ? `, ${number(again)} are recalled text` : ""}.`;
     this.#describe();
   }

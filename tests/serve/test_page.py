@@ -294,7 +294,9 @@ def test_what_was_recalled_is_marked_and_told_below_the_answer(page):
         assert "vault is 7421" in "".join(marked)
         assert page.locator("#strip .pinned").count() == 0
         page.get_by_role("button", name="Memory", exact=True).click()
-        assert f"{tokens} are recalled text" in page.locator("#summary").inner_text()
+        summary = page.locator("#summary").inner_text()
+        assert re.match(r"[\d,]+ of [\d,]+ tokens are held by every head, ", summary)
+        assert f"{tokens} are recalled text" in summary
         page.locator("#strip .recalled").first.click()
         assert "evicted text that was read again" in page.locator("#said").inner_text()
         page.keyboard.press("Escape")
