@@ -31,7 +31,8 @@ def check_regions(runtime: Any) -> None:
     """Hold a conversation in which everything is evicted in turn, in more slots than a turn has."""
     runtime.tokenizer = with_template(runtime.tokenizer, THINKING["opens"])
     session = runtime.session("Be kind.", seed=0)
-    session.set_generation(do_sample=False, max_new_tokens=30, thinking_budget=12)
+    # Drawn, as an answer that is given three times would be a formula.
+    session.set_generation(do_sample=True, max_new_tokens=30, thinking_budget=12)
     session.generation.eos_token_id = None
     words, early_alone = "the sea and the land", False
     for said in ("Hello!", [{"role": "tool", "content": "blue and red"}], *[words] * 9):

@@ -791,7 +791,7 @@ def test_sessions_of_others_are_refused_and_change_nothing(exported, tiny, tmp_p
     with pytest.raises(SessionFileForeign, match="budget_tokens"):
         smaller.session().restore(tmp_path / "mine")
     other_one = OrtRuntime.from_directory(exported("compact", 48))
-    with pytest.raises(SessionFileForeign, match="another decoder"):
+    with pytest.raises(SessionFileForeign, match="another model"):
         other_one.session().restore(tmp_path / "mine")
     data = bytearray((tmp_path / "mine").read_bytes())
     data[-5] ^= 1
