@@ -31,7 +31,7 @@ def check_regions(runtime: Any) -> None:
     """Hold a conversation in which everything is evicted in turn, in more slots than a turn has."""
     runtime.tokenizer = with_template(runtime.tokenizer, THINKING["opens"])
     session = runtime.session("Be kind.", seed=0)
-    # Drawn, as an answer that is given three times would be a formula.
+    # Drawn, as an answer that is given three times leaves first.
     session.set_generation(do_sample=True, max_new_tokens=30, thinking_budget=12)
     session.generation.eos_token_id = None
     words, early_alone = "the sea and the land", False

@@ -207,7 +207,7 @@ def with_recalled(loop: BlockLoop, recall: Recall, parts: Sequence[Tensor]) -> l
     ids = whole[0].tolist()
     if not place:
         return [whole]
-    cache.regions.set_formulas(recall.dialogue.formulas(ids))
+    cache.regions.set_repeated(recall.dialogue.repeated_replies(ids))
     loop.prefill(whole[:, :place])
     recall.begin(0)
     recalled = recall.insert(cache, ids[place:], ids[:place], place)

@@ -152,7 +152,7 @@ def with_recalled(loop: LlamaLoop, recall: Recall, parts: Sequence[Ids]) -> list
     ids = whole[0].tolist()
     if not place:
         return [whole]
-    loop.cache.regions.set_formulas(recall.dialogue.formulas(ids))
+    loop.cache.regions.set_repeated(recall.dialogue.repeated_replies(ids))
     loop.prefill(whole[:, :place])
     recall.begin(0)
     recalled = recall.insert(loop.cache, ids[place:], ids[:place], place)

@@ -25,7 +25,7 @@ class Weight(NamedTuple):
 
 WEIGHTS = {
     "thoughts": Weight(-2),
-    "formulas": Weight(-2),
+    "repeated replies": Weight(-2),
     "tool results": Weight(-1),
     "new tool results": Weight(0),
     "open thoughts": Weight(0),
@@ -70,10 +70,10 @@ class Regions:
             self._spans[kind] = merged([*self._spans.get(kind, ()), *spans])[-MOST:]
         self._weigh()
 
-    def set_formulas(self, replies: Iterable[Span]) -> None:
-        """Have these replies leave first, and no others that were formulas before."""
-        self._spans.pop("formulas", None)
-        self.add({"formulas": replies})
+    def set_repeated(self, replies: Iterable[Span]) -> None:
+        """Have these replies leave first, and no others that were repeated before."""
+        self._spans.pop("repeated replies", None)
+        self.add({"repeated replies": replies})
 
     def age(self) -> None:
         """Count new results of tools as results from now on, since something else is asked."""

@@ -18,7 +18,7 @@ USER, ANSWERERS = "user", frozenset(("assistant", "model"))
 ROLES = frozenset(("system", "developer", USER, "tool")) | ANSWERERS
 MARKS = {"[INST]": USER, "[/INST]": "assistant"}  # special tokens that name by another word
 COMPARED = 8192  # newest tokens among which replies are compared
-OFTEN = 3  # times that a reply was given which is a formula
+REPEATED = 3  # times that a reply was given which counts as repeated
 
 
 class Message(NamedTuple):
@@ -80,7 +80,7 @@ class Dialogue:
                     start += 1  # the name has a special token on either side
                 yield Message(place - 1, start, self.text_stop(ids, start), role)
 
-    def formulas(self, ids: Sequence[int]) -> list[Span]:
+    def repeated_replies(self, ids: Sequence[int]) -> list[Span]:
         """Return the spans of replies that were given at least 3 times in the same words.
 
         They say nothing of what was asked, and a small model goes on with them, whatever is asked.
@@ -91,7 +91,7 @@ class Dialogue:
             if one.role in ANSWERERS and one.start < one.stop:
                 replies[tuple(newest[one.start : after])].append((first + one.mark, first + after))
             after = one.mark
-        return sorted(span for same in replies.values() if len(same) >= OFTEN for span in same)
+        return sorted(span for same in replies.values() if len(same) >= REPEATED for span in same)
 
 
 def _role(mark: str) -> str:

@@ -921,7 +921,7 @@ class Session:
         regions.add(prompt.regions)
         if after is not None:
             known = [*self._decoding.ids_read(seen), *prompt.ids]
-            regions.set_formulas(self.recall.dialogue.formulas(known))
+            regions.set_repeated(self.recall.dialogue.repeated_replies(known))
 
     def _shared_prefix(self, prompt: PreparedPrompt) -> SharedPrefix | None:
         """Return the first tokens of a prompt that other conversations may begin with as well."""

@@ -1,4 +1,4 @@
-"""Messages are found in the tokens of every common chat template, and formulas among replies."""
+"""Messages are found in the tokens of every common chat template, and replies that repeat."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATES = {  # of what the user says, and of what is replied
     "DeepSeek": ("<｜User｜>{}", "<｜Assistant｜>{}<｜end｜>"),
     "Mistral": ("[INST] {}", "[/INST] {}</s>"),
 }
-FORMULA = "I see, thank you."
+REPLY = "I see, thank you."
 
 
 class Words:
@@ -68,11 +68,11 @@ def test_messages_are_found_the_newest_first(template):
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_reply_given_three_times_is_a_formula_with_its_marks(template):
-    words, dialogue = read(template, [FORMULA, "No.", FORMULA, "No.", FORMULA])
-    spans = dialogue.formulas(words.ids)
+def test_a_reply_given_three_times_is_found_with_its_marks(template):
+    words, dialogue = read(template, [REPLY, "No.", REPLY, "No.", REPLY])
+    spans = dialogue.repeated_replies(words.ids)
     written = words.text(words.ids)
-    whole = TEMPLATES[template][1].format(FORMULA)
+    whole = TEMPLATES[template][1].format(REPLY)
     assert [words.text(words.ids[a:b]) for a, b in spans] == [whole] * 3
     kept = [one for i, one in enumerate(words.ids) if not any(a <= i < b for a, b in spans)]
     assert words.text(kept) == written.replace(whole, "")

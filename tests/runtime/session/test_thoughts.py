@@ -105,13 +105,13 @@ def test_a_reply_said_three_times_leaves_first(tmp_path):
     )
     session = runtime.session()
     session.set_generation(max_new_tokens=1)
-    formula = [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "I see."}]
-    list(session.send([*formula * 3, {"role": "user", "content": "Who?"}]))
-    spans = session.cache.regions.facts["formulas"]
+    turn = [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "I see."}]
+    list(session.send([*turn * 3, {"role": "user", "content": "Who?"}]))
+    spans = session.cache.regions.facts["repeated replies"]
     ids, decode = session.read_ids, runtime.tokenizer.backend_tokenizer.decode
     texts = [decode(ids[a:b]) for a, b in spans]
     assert len(texts) == 3
     assert all("I see." in text and "Tell" not in text for text in texts)
     session.clear()
-    list(session.send([*formula * 2, {"role": "user", "content": "Who?"}]))
-    assert "formulas" not in session.cache.regions.facts
+    list(session.send([*turn * 2, {"role": "user", "content": "Who?"}]))
+    assert "repeated replies" not in session.cache.regions.facts
