@@ -19,6 +19,7 @@ from kvcap.android_bench.errors import NoNetwork, ServerMissing
 from kvcap.android_bench.plan.presets import PRESETS, narrowed
 from kvcap.export.graphs.formulations import FORMULATIONS
 from kvcap.runtime.cli.declare import CommandGroup, argument, option
+from kvcap.runtime.cli.options import checked_folder
 from kvcap.runtime.errors import how_to_install
 
 if TYPE_CHECKING:
@@ -362,7 +363,14 @@ def _runner_options(cores: str, provider: str, profile: bool) -> list[str]:
 @android.adds("serve")
 def serve_command(
     folder: Path = PLAN,
-    out: Path = option(..., "Write the results into this folder.", "--out", "-o", metavar="DIR"),
+    out: Path = option(
+        ...,
+        "Write the results into this folder.",
+        "--out",
+        "-o",
+        metavar="DIR",
+        check=checked_folder,
+    ),
     lan: bool = LAN,
     address: str | None = ADDRESS,
     port: int = PORT,

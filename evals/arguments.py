@@ -171,6 +171,7 @@ class BenchOptions:
         "Keep models, exports and finished rows in this folder (each benchmark has its own in "
         "out by default).",
         metavar="DIR",
+        check=options.checked_folder,
         panel="Output",
     )
     text: Path | None = option(
@@ -254,17 +255,6 @@ def policy_options(texts: list[str] | None, sink_tokens: int | None) -> dict[str
     """Return options for the policies that have them, from KEY=VALUE and --sink-tokens."""
     pins = {} if sink_tokens is None else {"sink_tokens": sink_tokens}
     return pins | options.pairs(texts or [])
-
-
-def check_folder(option: str, path: Path) -> None:
-    """Refuse a path that cannot be a folder, before anything is measured.
-
-    Raises:
-        ValueError: the path is another kind of file.
-    """
-    above = next((part for part in (path, *path.parents) if part.exists()), path)
-    if not above.is_dir():
-        raise ValueError(f"{option} {str(path)!r}: {str(above)!r} is a file, not a folder")
 
 
 def names_of(text: str) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ from kvcap.evals.arguments import (
     SINK_TOKENS,
     THREADS,
     BenchOptions,
-    check_folder,
     names_of,
     note,
     numbers_of,
@@ -151,6 +150,7 @@ def eval_command(
         Path("out/eval"),
         "Write cells.jsonl and results.md into this folder.",
         metavar="DIR",
+        check=options.checked_folder,
         panel="Output",
     ),
     batch_size: int = option(8, "Read N prompts at once.", panel="Device"),
@@ -228,7 +228,6 @@ def eval_command(
 
     quiet_libraries()
     use_threads(threads)
-    check_folder("--out", out)
     crew = Crew(engine, workers, threads, ray_address)  # type: ignore[arg-type]  # checked by run()
     against, failed = names_of(compare or ""), None
     sweep = Sweep(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvcap.export.graphs.formulations import FORMULATIONS, TRACED
 from kvcap.runtime.cache.settings import CacheSettings
 from kvcap.runtime.cli.declare import CommandGroup, argument, option
+from kvcap.runtime.cli.options import checked_folder
 from kvcap.runtime.errors import NotExportable
 from kvcap.runtime.types import DEFAULT_POLICY
 
@@ -101,7 +102,13 @@ def scorer_command(
     ),
     policy_option: list[str] | None = POLICY_OPTION,
     out: Path = option(
-        Path("."), "Write the files into this folder.", "--out", "-o", metavar="DIR", panel="Output"
+        Path("."),
+        "Write the files into this folder.",
+        "--out",
+        "-o",
+        metavar="DIR",
+        check=checked_folder,
+        panel="Output",
     ),
     ort: bool = option(False, "Write the graph in ONNX Runtime's own format, too.", panel="Output"),
     mobile_report: bool = option(

@@ -18,7 +18,6 @@ from kvcap.evals.arguments import (
     THREADS,
     USED,
     BenchOptions,
-    check_folder,
     names_of,
     note,
     numbers_of,
@@ -26,6 +25,7 @@ from kvcap.evals.arguments import (
     progress_bar,
 )
 from kvcap.runtime.cli.declare import argument, option
+from kvcap.runtime.cli.options import checked_folder
 
 
 def analyze_command(
@@ -84,6 +84,7 @@ def analyze_command(
         Path("out/analyze"),
         "Write a PNG and a JSON of every analysis into this folder.",
         metavar="DIR",
+        check=checked_folder,
         panel="Output",
     ),
     dtype: str | None = DTYPE,
@@ -110,7 +111,6 @@ def analyze_command(
         policy_options=policy_options(policy_option, sink_tokens),
     )
     files = {name: read_input(name) for name in file or []}
-    check_folder("--out", out)
     quiet_libraries()
     use_threads(threads)
     from kvcap.lab.texts import texts as made

@@ -26,7 +26,6 @@ HEADINGS = (  # of a command's help, in order
     "Arguments", OPTIONS, "Measure", "Texts", "Model", "Decoder", "Memory", "Recall",
     "Conversation", "Sampling", "Output", "Device", "Address", "Limits", "Replicas",
 )  # fmt: skip
-FOLDER = "DIR"  # the name of a path that is no file
 METAVARS = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 TYPES: dict[Any, Any] = {int: click.IntRange, float: click.FloatRange}
 
@@ -294,9 +293,7 @@ def _type(kind: Any, declared: Declared) -> Any:
         return click.Choice(get_args(kind))
     if kind in TYPES and (declared.min, declared.max) != (None, None):
         return TYPES[kind](declared.min, declared.max, min_open=declared.above)
-    return (
-        click.Path(file_okay=declared.metavar != FOLDER, path_type=Path) if kind is Path else kind
-    )
+    return click.Path(path_type=Path) if kind is Path else kind
 
 
 def _taken(value: Any, several: bool, check: Callable[[Any], Any] | None) -> Any:

@@ -129,6 +129,14 @@ def _chat_template(given: str | None) -> str | None:
     return given
 
 
+def checked_folder(path: Path) -> Path:
+    """Check that a path is a folder or can become one, before anything is computed for it."""
+    above = next((part for part in (path, *path.parents) if part.exists()), path)
+    if not above.is_dir():
+        raise click.BadParameter(f"{str(above)!r} is a file, not a folder")
+    return path
+
+
 def policy_names(incomplete: str) -> list[str]:
     """Return policies that begin like this, for the shell; after a plus sign, companions.
 

@@ -439,7 +439,7 @@ def test_results_cannot_go_below_a_file(
     file = tmp_path / "file"
     file.touch()
     assert cli.run(["eval", "pocket", "--out", str(file.joinpath(*below))]) == 2
-    assert f"{str(file)!r} is a file" in capsys.readouterr().err.replace("\n", "")
+    assert f"{str(file)!r} is a file, not a folder" in capsys.readouterr().err.replace("\n", "")
 
 
 def test_cell_bytes_are_those_of_an_allocated_cache(sweep: Sweep, tmp_path: Path) -> None:

@@ -420,7 +420,7 @@ def test_a_file_is_read_with_the_options_given(
         (["kept", "--policies", "keydiff", "--policy-option", "wnidow=3"], "wnidow"),
         (["kept", "-f", "/nowhere"], "cannot read '/nowhere'"),
         (["kept", "--tokens", "64", "-f", "EMPTY"], "at least 64 are needed"),
-        (["kept", "--out", "EMPTY"], "is a file"),
+        (["kept", "--out", "EMPTY"], "is a file, not a folder"),
     ],
 )
 def test_what_cannot_be_analysed_is_refused_by_name(
