@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel
 
-from kvcap.runtime.cache.pinned_slots import merged
+from kvcap.runtime.cache.pinned_slots import clipped, merged
 from kvcap.runtime.session.detokenizer import Detokenizer
 from kvcap.runtime.session.session import Session
 from kvcap.runtime.types import KeptTokens, Span
@@ -95,11 +95,6 @@ def strip_of(session: Session, session_id: str) -> Strip:
         tokens=pieces(session.runtime.tokenizer, ids),
         groups=grouped(cache.kept_tokens(), len(ids)),
     )
-
-
-def clipped(spans: Sequence[Span], seen: int) -> list[Span]:
-    """Return the spans as far as they were read."""
-    return [(start, min(stop, seen)) for start, stop in spans if start < seen]
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str | None]:

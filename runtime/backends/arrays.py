@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvcap import __version__
 from kvcap.runtime.backends.numpy_sampler import Generation, NumpySampler
-from kvcap.runtime.cache.pinned_slots import merged
+from kvcap.runtime.cache.pinned_slots import clipped, merged
 from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.cache.settings import CacheSettings, check_size
 from kvcap.runtime.errors import KvcapError, MemoryCapExceeded, SessionFileForeign
@@ -247,7 +247,7 @@ class ArrayCache(ABC):
         """
         # Tokens that were announced and then not read, as after a Ctrl-C, are not pinned.
         seen = 0 if emptied else self.seen
-        found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
+        found = [*clipped(self.pinned_spans, seen), *spans]
         self.check_pins(found)
         return found
 

@@ -25,7 +25,7 @@ from kvcap.runtime.cache.evicted_store import EvictedStore
 from kvcap.runtime.cache.layer import BudgetLayer, LatentLayer, refuse_reordering
 from kvcap.runtime.cache.layer_balance import LayerBalance
 from kvcap.runtime.cache.layout import CacheLayout, usual_positions
-from kvcap.runtime.cache.pinned_slots import check_pins, slots_needed
+from kvcap.runtime.cache.pinned_slots import check_pins, clipped, slots_needed
 from kvcap.runtime.cache.pool import Segment, resize
 from kvcap.runtime.cache.regions import Regions
 from kvcap.runtime.cache.row_table import NoTable, RowPass, RowTable
@@ -648,7 +648,7 @@ class BudgetCache(Cache):  # type: ignore[misc]
         """
         # Pins of tokens that were announced and then not read, as after a Ctrl-C, are dropped.
         seen = 0 if emptied else self.seen
-        found = [*((a, min(b, seen)) for a, b in self.pinned_spans if a < seen), *spans]
+        found = [*clipped(self.pinned_spans, seen), *spans]
         budgets = fresh = self.layout.allotments
         if self.allocation.segments:
             budgets = [

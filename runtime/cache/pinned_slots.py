@@ -28,6 +28,15 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
+def clipped(spans: Iterable[Span], seen: int) -> list[Span]:
+    """Return the spans as far as they lie among the first `seen` tokens.
+
+    >>> clipped([(0, 4), (2, 9), (7, 8)], 5)
+    [(0, 4), (2, 5)]
+    """
+    return [(start, min(stop, seen)) for start, stop in spans if start < seen]
+
+
 def covered(spans: Iterable[Span]) -> int:
     """Count the tokens that lie in any of the spans.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvcap.runtime.cache.pinned_slots import merged
+from kvcap.runtime.cache.pinned_slots import clipped, merged
 from kvcap.runtime.types import Span
 
 FAR = 1 << 30  # beyond every token
@@ -93,7 +93,7 @@ class Regions:
         """Close thoughts, and remove everything behind the first `seen` tokens: it was not read."""
         self.close_thoughts(seen)
         known, self._spans = self._spans, {}
-        self.add({kind: [(a, min(b, seen)) for a, b in known[kind] if a < seen] for kind in known})
+        self.add({kind: clipped(spans, seen) for kind, spans in known.items()})
 
     def _weigh(self) -> None:
         found = list[Region]()

@@ -63,7 +63,9 @@ class Dialogue:
         if not start or self.is_text(ids[start - 1]):
             return start, ""
         name = ""
-        for place in range(start, min(start + NAMED, self.text_stop(ids, start))):
+        for place in range(start, min(start + NAMED, len(ids))):
+            if not self.is_text(ids[place]):
+                break
             name += self._piece(ids[place])
             last = place + 1 == len(ids) or not self.is_text(ids[place + 1])
             if name.strip() in ROLES and (last or name.endswith("\n")):

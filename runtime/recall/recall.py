@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvcap.runtime.cache.pinned_slots import clipped
 from kvcap.runtime.errors import PinsTooLarge
 from kvcap.runtime.recall.asking import asks
 from kvcap.runtime.recall.dialogue import USER, Dialogue
@@ -136,7 +137,7 @@ class Recall:
         """Forget what lies beyond the first `seen` tokens, as after the cache was emptied."""
         self.passages, self._pins = [], []
         self._forget_beyond(seen)
-        self.spans = [(start, min(stop, seen)) for start, stop in self.spans if start < seen]
+        self.spans = clipped(self.spans, seen)
 
     def place(self, ids: Sequence[int], first: int, stop: int) -> int:
         """Return where text is read again in a message: in front of its question.
@@ -434,7 +435,7 @@ def with_gap(spans: Sequence[Span], at: int, tokens: int) -> list[Span]:
     >>> with_gap([(0, 4), (2, 9), (6, 8)], 5, 10)
     [(0, 4), (2, 5), (15, 19), (16, 18)]
     """
-    before = [(start, min(stop, at)) for start, stop in spans if start < at]
+    before = clipped(spans, at)
     after = [(max(start, at) + tokens, stop + tokens) for start, stop in spans if stop > at]
     return sorted(before + after)
 

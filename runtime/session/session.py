@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 from weakref import ref
 
+from kvcap.runtime.cache.pinned_slots import clipped
 from kvcap.runtime.errors import (
     ChatTemplateMissing,
     EmptyPrompt,
@@ -680,7 +681,7 @@ class Session:
         recalled = [index for span in self.recall.spans for index in range(*span) if index < tokens]
         for index in reversed(recalled):
             del ids[index]
-        pins = [(a, min(b, tokens)) for a, b in self.cache.pinned_spans if a < tokens]
+        pins = clipped(self.cache.pinned_spans, tokens)
         return ids, [(a - bisect_left(recalled, a), b - bisect_left(recalled, b)) for a, b in pins]
 
     def _whole_prompt(
@@ -778,8 +779,11 @@ class Session:
     def _place_of_question(self, ids: list[int], first: int, stop: int, seen: int) -> int | None:
         """Return where the question begins in a message whose text is from `first` to `stop`."""
         index = self.recall.place(ids, first, stop)
-        evicts = not self.loop.may_be_full and seen + index > self.runtime.plan.budget_tokens
-        return index if self.recall.limit and evicts else None
+        return index if self.recall.limit and self._evicts(seen + index) else None
+
+    def _evicts(self, tokens: int) -> bool:
+        """Return whether so many tokens do not all fit, and some leave."""
+        return not self.loop.may_be_full and tokens > self.runtime.plan.budget_tokens
 
     def _encoded(self, text: str) -> list[int]:
         return self.encode(text, follows=True)
@@ -919,7 +923,7 @@ class Session:
         if after is not None and after.messages and after.messages[-1]["role"] != "tool":
             regions.age()
         regions.add(prompt.regions)
-        if after is not None:
+        if after is not None and self._evicts(seen + len(prompt.ids)):
             known = [*self._decoding.ids_read(seen), *prompt.ids]
             regions.set_repeated(self.recall.dialogue.repeated_replies(known))
 

@@ -105,7 +105,10 @@ def test_a_reply_said_three_times_leaves_first(tmp_path):
     )
     session = runtime.session()
     session.set_generation(max_new_tokens=1)
-    turn = [{"role": "user", "content": "Tell."}, {"role": "assistant", "content": "I see."}]
+    turn = [
+        {"role": "user", "content": "Tell. " * BUDGET},
+        {"role": "assistant", "content": "I see."},
+    ]
     list(session.send([*turn * 3, {"role": "user", "content": "Who?"}]))
     spans = session.cache.regions.facts["repeated replies"]
     ids, decode = session.read_ids, runtime.tokenizer.backend_tokenizer.decode
