@@ -89,6 +89,6 @@ def weigh_values(segment: Segment, weights: Tensor) -> Tensor:
     assert numbers.values is not None, "all formats of fewer bits quantise values"
     for piece in segment.pieces(segment.held):
         b, k, n = piece
-        those = {name: x[piece] for name, x in parts.items()}
-        out[b, k] += numbers.values.weigh(those, weights[b, k, :, n])
+        part = {name: x[piece] for name, x in parts.items()}
+        out[b, k] += numbers.values.weigh(part, weights[b, k, :, n])
     return out

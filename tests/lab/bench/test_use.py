@@ -17,6 +17,16 @@ from kvcap.runtime.errors import ModelNotFound, PeerFailed
 GIVEN: dict[str, Any] = {
     "lengths": (70,), "budgets": (32,), "block_size": 16, "steps": 5, "model": "random-tiny",
 }  # fmt: skip
+TOLD = {
+    "ttft_ms": 1.0,
+    "tok_s": 2.0,
+    "load_ms": 3.0,
+    "tokens": 5,
+    "prompt_tokens": 70,
+    "execution": "eager",
+    "device": "d",
+    "versions": {},
+}
 
 
 @pytest.mark.slow(ci=0)
@@ -79,17 +89,7 @@ def test_machines_are_empty_and_turns_are_told_by_their_median(
 def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {
-        "ttft_ms": 1.0,
-        "tok_s": 2.0,
-        "load_ms": 3.0,
-        "tokens": 5,
-        "prompt_tokens": 70,
-        "execution": "eager",
-        "device": "d",
-        "versions": {},
-    }
-    monkeypatch.setattr(use, "_machine", lambda asked: iter([("first", told)]))
+    monkeypatch.setattr(use, "_machine", lambda asked: iter([("first", TOLD)]))
     given = {**GIVEN, "policies": ("keydiff", "headkv", "cake", "snapkv"), "files": tmp_path}
     answers, asked = use._answers, []
 
@@ -111,19 +111,9 @@ def test_other_policies_share_a_process_and_one_that_fails_is_left_out(
 def test_an_interrupt_ends_with_the_rows_that_are_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {
-        "ttft_ms": 1.0,
-        "tok_s": 2.0,
-        "load_ms": 3.0,
-        "tokens": 5,
-        "prompt_tokens": 70,
-        "execution": "eager",
-        "device": "d",
-        "versions": {},
-    }
 
     def machine(asked: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield "first", told
+        yield "first", TOLD
         raise KeyboardInterrupt
 
     monkeypatch.setattr(use, "_machine", machine)

@@ -133,7 +133,7 @@ def test_the_whole_process_is_planned_under_a_cap(gguf: Files) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_long_request_is_tokenised_within_the_bytes_planned(gguf: Files, capsys: Any) -> None:
-    """Which are a server's for the tokenizer that it uses, with no more room than they need."""
+    """A server plans the bytes of the tokenizer that it uses, with no more room than it needs."""
     file, nbytes = gguf(), 1 << 20
     assert run(["plan", str(file), "--serve", "--budget-tokens", "64", "--json"]) == 0
     serve = json.loads(capsys.readouterr().out)["serve"]
